@@ -1,0 +1,53 @@
+"""From the client axis to the server: weighted means of uploads, as running sums that never stack what they average."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta import checks
+from fedjax_meta.data.federated import ClientData
+
+WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}
+"""By what a client counts in a mean, and the view whose samples say so."""
+
+
+def client_weight(weighting: str, data: ClientData) -> jax.Array:
+    """A client's weight: its train samples ("samples"), its query samples ("query") or 1 ("uniform")."""
+    checks.one_of("weighting", weighting, WEIGHTINGS)
+    view = WEIGHTINGS[weighting]
+    return jnp.ones(()) if view is None else jnp.asarray(data[view].size, jnp.result_type(float))
+
+
+class WeightedSum(NamedTuple):
+    """A running sum of `weight * upload`, and of the weights.
+
+    Attributes:
+      total: like one upload.
+      weight: a scalar, or a tree that is a prefix of the upload when its parts count differently.
+    """
+
+    total: Any
+    weight: Any
+
+
+def weigh(upload: Any, weight: Any) -> WeightedSum:
+    """The sum that holds one client's upload. `weight` is a scalar or a prefix tree of scalars.
+
+    An upload of weight 0 leaves no trace, even where it is not finite.
+    """
+
+    def scale(w: jax.Array, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.where(w > 0, w.astype(leaf.dtype) * leaf, 0), part)
+
+    return WeightedSum(jax.tree.map(scale, weight, upload), weight)
+
+
+def mean(summed: WeightedSum) -> Any:
+    """The weighted mean; exactly 0 where no weight came in, so that a round in which nobody returns moves nothing."""
+
+    def divide(w: jax.Array, part: Any) -> Any:
+        inverse = jnp.where(w > 0, 1 / jnp.where(w > 0, w, 1), 0)
+        return jax.tree.map(lambda leaf: leaf * inverse.astype(leaf.dtype), part)
+
+    return jax.tree.map(divide, summed.weight, summed.total)

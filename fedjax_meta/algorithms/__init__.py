@@ -1,0 +1,23 @@
+"""One file a paper; each builder takes a task first and its hyper-parameters by name, and returns an `Algorithm`."""
+
+from collections.abc import Callable
+from functools import partial
+
+from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.algorithms.fedavg import fedavg, fedper, local_only
+from fedjax_meta.algorithms.fedmeta import fedmeta, fedmeta_per
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "fedavg": fedavg,
+    "fedavg_meta": partial(fedavg, finetune_epochs=1),
+    "fedper": fedper,
+    "fedper_meta": partial(fedper, finetune_epochs=1),
+    "local_only": local_only,
+    "fedmeta_maml": fedmeta,
+    "fedmeta_metasgd": partial(fedmeta, learned_rates=True),
+    "fedmeta_per_maml": fedmeta_per,
+    "fedmeta_per_metasgd": partial(fedmeta_per, learned_rates=True),
+}
+"""Every algorithm by name. The tests of `tests/test_contract.py` run over all of them."""
+
+__all__ = ["ALGORITHMS", "fedavg", "fedmeta", "fedmeta_per", "fedper", "local_only"]

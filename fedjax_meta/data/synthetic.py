@@ -1,0 +1,242 @@
+"""Generated clients: the synthetic(δ, θ) benchmark, and two regression families whose optima and meta-gradients are known.
+
+Axis letters: N clients, S samples, K classes, d dimensions.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.data.federated import FederatedData, federate, train_test_views
+
+
+def synthetic(
+    model_spread: float,
+    data_spread: float,
+    *,
+    seed: int | np.random.Generator,
+    num_clients: int = 30,
+    sizes: Any = "uniform",
+    spread: str = "variance",
+    dim: int = 60,
+    num_classes: int = 10,
+    train: float = 0.7,
+    support: float = 0.3,
+) -> FederatedData:
+    """Synthetic(δ, θ): clients whose models and whose inputs differ (Li et al., FedProx, MLSys 2020; S3).
+
+    Client i draws u ~ N(0, δ) and B ~ N(0, θ), a model with entries W, b ~ N(u, 1), a centre with entries v ~ N(B, 1), inputs
+    x ~ N(v, diag(j^-1.2)) and labels y = argmax(W x + b).
+
+    Args:
+      model_spread: δ, at least 0.
+      data_spread: θ, at least 0.
+      seed: an integer or a numpy generator.
+      num_clients: N.
+      sizes: `"uniform"` (integers from [100, 1000], S3), `"lognormal"` (int(lognormal(4, 2)) + 50, FedProx) or int `[N]`.
+      spread: whether δ and θ are each the `"variance"` (S3's text) or the `"deviation"` (FedProx's code); at 0 and 1 both agree.
+      dim: d.
+      num_classes: K.
+      train: share of a client's samples for training.
+      support: share of the training and of the test part for adaptation.
+
+    Returns:
+      Float inputs `[S, d]` with the views of `train_test_views`.
+
+    Raises:
+      ValueError: a negative spread, unknown options, sizes that do not fit.
+    """
+    checks.not_negative("model_spread", model_spread)
+    checks.not_negative("data_spread", data_spread)
+    checks.one_of("spread", spread, ("variance", "deviation"))
+    checks.count("num_clients", num_clients)
+    checks.count("dim", dim)
+    checks.count("num_classes", num_classes, least=2)
+    rng = np.random.default_rng(seed)
+    if isinstance(sizes, str):
+        checks.one_of("sizes", sizes, ("uniform", "lognormal"))
+        uniform = sizes == "uniform"
+        drawn = rng.integers(100, 1001, num_clients) if uniform else rng.lognormal(4, 2, num_clients).astype(np.int64) + 50
+    else:
+        drawn = np.asarray(sizes)
+        if drawn.shape != (num_clients,):
+            raise ValueError(f"sizes must be 'uniform', 'lognormal' or counts [N={num_clients}], not {drawn.shape}")
+    deviation = np.sqrt([model_spread, data_spread]) if spread == "variance" else np.array([model_spread, data_spread])
+    u, centre = deviation[:, None] * rng.standard_normal((2, num_clients))
+    weight = u[:, None, None] + rng.standard_normal((num_clients, num_classes, dim))
+    bias = u[:, None] + rng.standard_normal((num_clients, num_classes))
+    v = centre[:, None] + rng.standard_normal((num_clients, dim))
+    owner = np.repeat(np.arange(num_clients), drawn)
+    # The covariance has entries j^-1.2, the deviations are their roots.
+    x = v[owner] + np.arange(1, dim + 1) ** -0.6 * rng.standard_normal((len(owner), dim))
+    y = np.concatenate(
+        [np.argmax(x[owner == i] @ weight[i].T + bias[i], axis=1) for i in range(num_clients)] or [np.empty(0, np.int64)]
+    )
+    views = train_test_views(drawn, train=train, support=support)
+    return federate(x.astype(np.float32), y, np.arange(len(y)), drawn, num_classes=num_classes, views=views)
+
+
+def linear_regression(
+    num_clients: int,
+    *,
+    seed: int | np.random.Generator,
+    dim: int = 5,
+    size: int = 40,
+    spread: float = 1.0,
+    noise: float = 0.1,
+) -> FederatedData:
+    """Clients with linear targets y = x·w_i + noise, w_i ~ N(1, spread²), whose inputs have a scale of their own.
+
+    `quadratics` turns any view of it into the client's exact objective. Sizes differ (`size` to 2 `size`), so that weighting by
+    samples and weighting clients alike lead to different optima.
+
+    Args:
+      num_clients: N.
+      seed: an integer or a numpy generator.
+      dim: d.
+      size: samples of the smallest client.
+      spread: standard deviation of the clients' coefficients around 1.
+      noise: standard deviation of the targets' noise.
+
+    Returns:
+      Float64 inputs `[S, d]` and targets `[S]`, with the views of `train_test_views`.
+
+    Example:
+      >>> data = linear_regression(3, seed=0, noise=0.0)
+      >>> own = optimum(quadratics(data, "train"), weight=[1, 0, 0])
+      >>> np.allclose(own, optimum(quadratics(data, "test"), weight=[1, 0, 0]))
+      True
+    """
+    checks.count("num_clients", num_clients)
+    checks.count("dim", dim)
+    checks.count("size", size, least=8)
+    checks.not_negative("spread", spread)
+    checks.not_negative("noise", noise)
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(size, 2 * size + 1, num_clients)
+    owner = np.repeat(np.arange(num_clients), sizes)
+    coefficients = 1 + spread * rng.standard_normal((num_clients, dim))
+    x = rng.uniform(0.5, 1.5, (num_clients, dim))[owner] * rng.standard_normal((len(owner), dim))
+    y = (x * coefficients[owner]).sum(1) + noise * rng.standard_normal(len(owner))
+    return federate(x, y, np.arange(len(y)), sizes, num_classes=0, views=train_test_views(sizes))
+
+
+def sinusoids(
+    num_clients: int, *, seed: int | np.random.Generator, size: int = 40, noise: float = 0.0
+) -> tuple[FederatedData, np.ndarray, np.ndarray]:
+    """Few-shot sinusoid regression (Finn, Abbeel, Levine, ICML 2017): y = a sin(x - p), a ~ U(0.1, 5), p ~ U(0, π), x ~ U(-5, 5).
+
+    In the features (sin x, cos x) it is a linear regression, so `quadratics(..., features=sinusoid_features)` gives exact
+    objectives for a linear head. The best single function over infinitely many clients is `sinusoid_mean`.
+
+    Returns:
+      Clients with inputs `[S, 1]`, targets `[S]` and the views of `train_test_views`; the amplitudes `[N]`; the phases `[N]`.
+    """
+    checks.count("num_clients", num_clients)
+    checks.count("size", size, least=8)
+    checks.not_negative("noise", noise)
+    rng = np.random.default_rng(seed)
+    amplitude, phase = rng.uniform(0.1, 5, num_clients), rng.uniform(0, np.pi, num_clients)
+    x = rng.uniform(-5, 5, (num_clients, size))
+    y = amplitude[:, None] * np.sin(x - phase[:, None]) + noise * rng.standard_normal(x.shape)
+    sizes = np.full(num_clients, size)
+    data = federate(
+        x.reshape(-1, 1), y.ravel(), np.arange(x.size), sizes, num_classes=0, views=train_test_views(sizes, train=0.5, support=0.5)
+    )
+    return data, amplitude, phase
+
+
+def sinusoid_features(x: Any) -> np.ndarray:
+    """`(sin x, cos x)` `[S, 2]` of inputs `[S, 1]`; a sin(x - p) has the coefficients `(a cos p, -a sin p)`."""
+    x = np.asarray(x)
+    return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
+
+
+def sinusoid_mean(x: Any) -> np.ndarray:
+    """The expectation of a sin(x - p) over `sinusoids`' clients: -E[a] E[sin p] cos x = -(5.1 / π) cos x."""
+    return -(5.1 / np.pi) * np.cos(np.asarray(x))
+
+
+class Quadratics(NamedTuple):
+    """Each client's mean of ½ (x·w - y)² as ½ wᵀ H w - bᵀ w + c.
+
+    Attributes:
+      hessian: H, float64 `[N, d, d]`.
+      linear: b, float64 `[N, d]`.
+      constant: c, float64 `[N]`.
+      size: samples of each client, int64 `[N]`.
+    """
+
+    hessian: np.ndarray
+    linear: np.ndarray
+    constant: np.ndarray
+    size: np.ndarray
+
+    def loss(self, w: Any) -> np.ndarray:
+        """Float64 `[N]`: each client's loss at `w [d]` or `[N, d]`."""
+        w = np.broadcast_to(np.asarray(w, np.float64), self.linear.shape)
+        return 0.5 * np.einsum("ni,nij,nj->n", w, self.hessian, w) - (self.linear * w).sum(1) + self.constant
+
+    def gradient(self, w: Any) -> np.ndarray:
+        """Float64 `[N, d]`: each client's gradient H w - b at `w [d]` or `[N, d]`."""
+        w = np.broadcast_to(np.asarray(w, np.float64), self.linear.shape)
+        return np.einsum("nij,nj->ni", self.hessian, w) - self.linear
+
+
+def quadratics(data: FederatedData, view: str, *, features: Callable[[Any], np.ndarray] = np.asarray) -> Quadratics:
+    """The exact objectives of linear regression on one view: H = XᵀX / n, b = Xᵀy / n, c = yᵀy / 2n.
+
+    Args:
+      data: clients with real targets `[S]`.
+      view: its name.
+      features: `inputs [S, ...] -> X [S, d]`.
+    """
+    sizes, start = np.asarray(data.sizes(view), np.int64), np.asarray(data.start[view])
+    x, y = np.asarray(features(np.asarray(data.x)), np.float64), np.asarray(data.y, np.float64)
+    if y.ndim != 1 or x.ndim != 2:
+        raise ValueError(f"linear regression needs features [S, d] and targets [S], not {x.shape} and {y.shape}")
+    mine = [slice(a, a + n) for a, n in zip(start, sizes, strict=True)]
+    return Quadratics(
+        np.stack([x[s].T @ x[s] / n for s, n in zip(mine, sizes, strict=True)]),
+        np.stack([x[s].T @ y[s] / n for s, n in zip(mine, sizes, strict=True)]),
+        np.array([y[s] @ y[s] / (2 * n) for s, n in zip(mine, sizes, strict=True)]),
+        sizes,
+    )
+
+
+def optimum(losses: Quadratics, *, weight: Any = None) -> np.ndarray:
+    """Float64 `[d]`: the minimum of the weighted mean of the clients' losses, weighted by samples when not given."""
+    weight = np.asarray(losses.size if weight is None else weight, np.float64)
+    return np.linalg.solve(np.einsum("n,nij->ij", weight, losses.hessian), weight @ losses.linear)
+
+
+def meta_gradient(w: Any, support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1) -> np.ndarray:
+    """Float64 `[N, d]`: each client's exact MAML gradient at `w [d]` (Finn, Abbeel, Levine, ICML 2017).
+
+    After k full-batch steps the adapted model is P w + r with P = (I - αH_s)^k and r = Σ_{j<k} (I - αH_s)^j α b_s, so the gradient
+    of the query loss is P (H_q (P w + r) - b_q); P is symmetric.
+    """
+    power, shift = _adaptation(support, inner_lr, steps)
+    adapted = np.einsum("nij,nj->ni", power, np.broadcast_to(np.asarray(w, np.float64), shift.shape)) + shift
+    return np.einsum("nij,nj->ni", power, query.gradient(adapted))
+
+
+def meta_optimum(support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1, weight: Any = None) -> np.ndarray:
+    """Float64 `[d]`: where the weighted mean (by query samples when not given) of the clients' `meta_gradient` vanishes."""
+    power, shift = _adaptation(support, inner_lr, steps)
+    weight = np.asarray(query.size if weight is None else weight, np.float64)
+    matrix = np.einsum("n,nij,njk,nkl->il", weight, power, query.hessian, power, optimize=True)
+    return np.linalg.solve(matrix, -np.einsum("n,nij,nj->i", weight, power, query.gradient(shift), optimize=True))
+
+
+def _adaptation(support: Quadratics, inner_lr: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    checks.not_negative("inner_lr", inner_lr)
+    checks.count("steps", steps, least=0)
+    step = np.eye(support.linear.shape[1]) - inner_lr * support.hessian
+    power, shift = np.broadcast_to(np.eye(step.shape[-1]), step.shape), np.zeros_like(support.linear)
+    for _ in range(steps):
+        shift = np.einsum("nij,nj->ni", step, shift) + inner_lr * support.linear
+        power = step @ power
+    return power, shift

@@ -1,0 +1,195 @@
+"""Which leaves of a model are personal: boolean pytrees, and the split and merge that they define.
+
+A mask has the structure of the tree that it speaks of and a Python bool at every leaf, so that a split is decided when a
+function is traced and costs nothing when it runs. `split` leaves `None` where a leaf is absent; JAX and optax take `None` for
+an empty subtree, so both halves can be differentiated, averaged, optimised and stored like any other tree.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fedjax_meta.task import Task
+
+Mask = Any
+MaskSpec = str | Callable[[Task], Mask] | Any
+
+
+def split(tree: Any, mask: Mask) -> tuple[Any, Any]:
+    """Parts a tree into (leaves where the mask is true, the others), each with `None` in place of the missing leaves.
+
+    Example:
+      >>> split({"body": 1, "head": 2}, {"body": False, "head": True})
+      ({'body': None, 'head': 2}, {'body': 1, 'head': None})
+    """
+    selected = jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree)
+    rest = jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
+    return selected, rest
+
+
+def merge(selected: Any, rest: Any) -> Any:
+    """The inverse of `split`: takes each leaf from the half that has it.
+
+    Example:
+      >>> merge({"body": None, "head": 2}, {"body": 1, "head": None})
+      {'body': 1, 'head': 2}
+    """
+    return jax.tree.map(lambda a, b: b if a is None else a, selected, rest, is_leaf=lambda leaf: leaf is None)
+
+
+def complement(mask: Mask) -> Mask:
+    """True where the mask is false."""
+    return jax.tree.map(lambda keep: not keep, mask)
+
+
+def union(a: Mask, b: Mask) -> Mask:
+    """True where either mask is."""
+    return jax.tree.map(lambda x, y: x or y, a, b)
+
+
+def everything_like(mask: Mask) -> Mask:
+    """True at every leaf."""
+    return jax.tree.map(lambda _: True, mask)
+
+
+def intersection(a: Mask, b: Mask) -> Mask:
+    """True where both masks are."""
+    return jax.tree.map(lambda x, y: x and y, a, b)
+
+
+def variables_shape(task: Task) -> Any:
+    """The task's variables as a tree of `jax.ShapeDtypeStruct`; nothing is computed."""
+    return jax.eval_shape(task.init, jax.random.key(0))
+
+
+def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """A key path of `jax.tree_util` as plain names, e.g. `("params", "head", "kernel")`."""
+    return tuple(jax.tree_util.keystr((part,), simple=True) for part in path)
+
+
+def by_path(select: Callable[[tuple[str, ...]], bool]) -> Callable[[Task], Mask]:
+    """The leaves whose path, a tuple of names such as `("params", "head", "kernel")`, satisfies `select`."""
+
+    def build(task: Task) -> Mask:
+        return jax.tree_util.tree_map_with_path(lambda path, _: bool(select(path_names(path))), variables_shape(task))
+
+    return build
+
+
+def everything(task: Task) -> Mask:
+    """All leaves, buffers included."""
+    return by_path(lambda names: True)(task)
+
+
+def nothing(task: Task) -> Mask:
+    """No leaf."""
+    return by_path(lambda names: False)(task)
+
+
+def last(depth: int) -> Callable[[Task], Mask]:
+    """The leaves of the last `depth` layers, counted from the output; `last(1)` is the head."""
+
+    def build(task: Task) -> Mask:
+        if not 1 <= depth <= len(task.layers):
+            raise ValueError(
+                f"last:{depth} asks for the last {depth} layers, but the task names {len(task.layers)} "
+                f"({', '.join(task.layers) or 'none: give it layers=(...)'})"
+            )
+        chosen = set(task.layers[-depth:])
+        return by_path(lambda names: bool(chosen & set(names)))(task)
+
+    return build
+
+
+def first(depth: int) -> Callable[[Task], Mask]:
+    """The leaves of the first `depth` layers, counted from the input (LG-FedAvg keeps these)."""
+
+    def build(task: Task) -> Mask:
+        if not 1 <= depth <= len(task.layers):
+            raise ValueError(f"first:{depth} asks for the first {depth} layers, but the task names {len(task.layers)}")
+        chosen = set(task.layers[:depth])
+        return by_path(lambda names: bool(chosen & set(names)))(task)
+
+    return build
+
+
+def batch_norm(*, affine: bool, statistics: bool) -> Callable[[Task], Mask]:
+    """Batch-norm leaves: scale and shift (gamma, beta), running mean and variance (mu, sigma), or both.
+
+    A module is a batch norm when the collection `batch_stats` of a Flax model has an entry for it.
+    """
+
+    def build(task: Task) -> Mask:
+        paths = [path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables_shape(task))]
+        modules = {names[1:-1] for names in paths if names[0] == "batch_stats"}
+
+        def select(names: tuple[str, ...]) -> bool:
+            is_statistic = names[0] == "batch_stats"
+            return (statistics and is_statistic) or (affine and not is_statistic and names[1:-1] in modules)
+
+        return by_path(select)(task)
+
+    return build
+
+
+_NAMED: dict[str, Callable[[Task], Mask]] = {
+    "all": everything,
+    "none": nothing,
+    "head": last(1),
+    "bn": batch_norm(affine=True, statistics=True),
+    "bn_affine": batch_norm(affine=True, statistics=False),
+    "bn_stats": batch_norm(affine=False, statistics=True),
+}
+ALLOWED = "all, none, head, body, last:DEPTH, first:DEPTH, bn, bn_affine, bn_stats, path:REGEX"
+
+
+def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
+    """Turns a mask as a user writes it into a boolean tree over the task's variables.
+
+    Args:
+      spec: one of the words `all`, `none`, `head`, `body`, `last:DEPTH`, `first:DEPTH`, `bn`, `bn_affine`, `bn_stats`,
+        `path:REGEX` (searched in `a/b/c`); several joined by `+`; a function of the task; or a ready boolean tree.
+      task: the task whose variables the mask is for.
+      name: what the caller calls this argument, for the error message.
+
+    Raises:
+      ValueError: an unknown word, a word that selects nothing in this model, or a tree of another structure.
+    """
+    if isinstance(spec, str):
+        masks = [_named(word.strip(), task, name) for word in spec.split("+")]
+        mask = masks[0]
+        for other in masks[1:]:
+            mask = union(mask, other)
+        return mask
+    mask = spec(task) if callable(spec) else spec
+    shape = variables_shape(task)
+    if jax.tree.structure(mask) != jax.tree.structure(shape):
+        raise ValueError(
+            f"{name} has structure {jax.tree.structure(mask)}, but the task's variables have {jax.tree.structure(shape)}"
+        )
+    if not all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask)):
+        raise ValueError(f"{name} must hold a Python bool at every leaf: it is decided when a function is traced")
+    return mask
+
+
+def _named(word: str, task: Task, name: str) -> Mask:
+    kind, _, argument = word.partition(":")
+    if word in _NAMED:
+        mask = _NAMED[word](task)
+    elif word == "body":
+        mask = complement(last(1)(task))
+    elif kind in ("last", "first") and argument.isdigit():
+        mask = (last if kind == "last" else first)(int(argument))(task)
+    elif kind == "path" and argument:
+        try:
+            pattern = re.compile(argument)
+        except re.error as error:
+            raise ValueError(f"{name}={word!r} is not a regular expression: {error}") from None
+        mask = by_path(lambda names: pattern.search("/".join(names)) is not None)(task)
+    else:
+        raise ValueError(f"{name}={word!r} is unknown; allowed are {ALLOWED}, and several joined by +")
+    if word != "none" and not any(jax.tree.leaves(mask)):
+        raise ValueError(f"{name}={word!r} selects no leaf of this model")
+    return mask

@@ -1,0 +1,153 @@
+"""A whole run: blocks of rounds, each one compiled loop, with an evaluation after each block.
+
+The host does nothing between evaluations. A round's key is folded from the run's key and the round's number, so a run that goes
+on from a saved state is the run that was never stopped.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.task import Key
+
+Evaluator = Callable[[Key, State], Any]
+"""`(key, state) -> pytree of arrays`, traceable; usually `evaluate.evaluate` with the data filled in."""
+
+
+class Record(NamedTuple):
+    """What is known at one evaluation.
+
+    Attributes:
+      round: rounds done.
+      metrics: training metrics since the last record, each the cohort's mean by round, `[rounds]`.
+      evaluations: what each evaluator returned, as NumPy arrays.
+      seconds: wall-clock of training and evaluation since the last record, compilation left out.
+      compile_seconds: wall-clock of compilation since the last record.
+    """
+
+    round: int
+    metrics: dict[str, np.ndarray]
+    evaluations: dict[str, Any]
+    seconds: float
+    compile_seconds: float
+
+
+def run_rounds(
+    algorithm: Algorithm, key: Key, state: State, data: FederatedData, rounds: Any, *, most: int
+) -> tuple[State, dict[str, jax.Array]]:
+    """`rounds` rounds as one loop: a pure function, to be jitted, or vmapped over keys and rates.
+
+    Args:
+      key: the run's key; round r uses `fold_in(key, r)`.
+      rounds: how many, may be traced, at most `most`.
+      most: static bound, the length of the metrics returned.
+
+    Returns:
+      (state, for each metric the cohort's mean by round `[most]`, zero beyond `rounds`).
+    """
+
+    def step(state: State) -> tuple[State, dict[str, jax.Array]]:
+        state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
+        return state, {name: jnp.mean(values) for name, values in info.metrics.items()}
+
+    def body(i: Any, carry: Any) -> Any:
+        state, log = carry
+        state, metrics = step(state)
+        return state, jax.tree.map(lambda line, value: line.at[i].set(value), log, metrics)
+
+    shapes = jax.eval_shape(step, state)[1]
+    log = {name: jnp.zeros(most, shape.dtype) for name, shape in shapes.items()}
+    return jax.lax.fori_loop(0, rounds, body, (state, log))
+
+
+def schedule(rounds: int, eval_every: int) -> list[int]:
+    """Rounds after which to evaluate: the first, every `eval_every`-th, and the last (S0's schedule)."""
+    return sorted({1, *range(eval_every, rounds, eval_every), rounds})
+
+
+def simulate(
+    algorithm: Algorithm,
+    data: FederatedData,
+    *,
+    key: Key,
+    rounds: int,
+    eval_every: int = 20,
+    evaluators: Mapping[str, Evaluator] | None = None,
+    state: State | None = None,
+    on_record: Callable[[State, Record], None] | None = None,
+) -> tuple[State, list[Record]]:
+    """Trains, and evaluates after round 1, every `eval_every` rounds and at the end.
+
+    Args:
+      algorithm: what to run.
+      data: the clients that train.
+      key: decides everything: initialisation, cohorts, batches.
+      rounds: R, counted from the very first round of the run.
+      eval_every: rounds between evaluations.
+      evaluators: by name, what to measure.
+      state: where to go on from, e.g. a checkpoint; a fresh one when not given. Same key, same run.
+      on_record: called after each evaluation, to show, save or stop (by raising). The state it gets is reused by the next
+        block: copy what you keep.
+
+    Returns:
+      (final state, records).
+
+    Raises:
+      ValueError: counts below 1, a state that is already beyond `rounds`.
+    """
+    checks.count("rounds", rounds)
+    checks.count("eval_every", eval_every)
+    init_key, round_key, measure_key = jax.random.split(key, 3)
+    state = algorithm.init(init_key, data) if state is None else jax.tree.map(jnp.copy, state)
+    # An algorithm places its state; all that it works with goes to the same devices and stays there.
+    place = state.round.sharding
+    state, data, round_key, measure_key = jax.device_put((state, data, round_key, measure_key), place)
+    done = int(state.round)
+    if done > rounds:
+        raise ValueError(f"rounds={rounds}, but the state has {done} rounds behind it")
+
+    def block(state: State, data: FederatedData, count: Any) -> Any:
+        return run_rounds(algorithm, round_key, state, data, count, most=eval_every)
+
+    def measure(state: State) -> Any:
+        eval_key = jax.random.fold_in(measure_key, state.round)
+        return {name: evaluator(eval_key, state) for name, evaluator in (evaluators or {}).items()}
+
+    run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=place))
+    run_measure = _Compiled(jax.jit(measure))
+    records = []
+    for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
+        started = time.perf_counter()
+        compiled = run_block.seconds + run_measure.seconds
+        state, log = run_block(state, data, stop - done)
+        results = jax.tree.map(np.asarray, run_measure(state))
+        metrics = {name: np.asarray(line)[: stop - done] for name, line in log.items()}
+        compiled = run_block.seconds + run_measure.seconds - compiled
+        done = stop
+        records.append(Record(done, metrics, results, time.perf_counter() - started - compiled, compiled))
+        if on_record is not None:
+            on_record(state, records[-1])
+    return state, records
+
+
+class _Compiled:
+    """A jitted function that knows how long its one compilation took."""
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+        self._executable: Any = None
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._executable is None:
+            started = time.perf_counter()
+            self._executable = self._jitted.lower(*arguments).compile()
+            self.seconds = time.perf_counter() - started
+        return self._executable(*arguments)
