@@ -51,3 +51,16 @@ def mean(summed: WeightedSum) -> Any:
         return jax.tree.map(lambda leaf: leaf * inverse.astype(leaf.dtype), part)
 
     return jax.tree.map(divide, summed.weight, summed.total)
+
+
+def combine(matrix: jax.Array, stacked: Any) -> Any:
+    """Each client's own mixture of all clients' trees: row i of `matrix` `[C, C]` weighs what client i receives.
+
+    This is the general aggregator (FedPAC, FedFomo, FedAMP, L2GD); it needs every client's tree at once. Plain means go through
+    the running sum instead and never build a matrix.
+
+    Args:
+      matrix: `[C, C]`, rows sum to 1.
+      stacked: leaves `[C, ...]`.
+    """
+    return jax.tree.map(lambda leaf: jnp.einsum("ij,j...->i...", matrix.astype(leaf.dtype), leaf), stacked)

@@ -30,18 +30,18 @@ class ClientUpdate(NamedTuple):
     Attributes:
       upload: a pytree that the server averages and nobody else sees.
       weight: how much it counts: a scalar, or a prefix tree of `upload` when its parts count differently.
-      personal: the client's new personal state, in the structure in which it came.
-      metrics: diagnostics, a dict of scalars.
+      kept: what the client keeps for its next round, in the structure in which it came.
+      outputs: what is wanted of every client by itself, any pytree; it comes back stacked.
     """
 
     upload: Any
     weight: Any
-    personal: Any
-    metrics: dict[str, jax.Array]
+    kept: Any
+    outputs: Any
 
 
 ClientRule = Callable[[Key, jax.Array, Any, Any], ClientUpdate]
-"""`(key, client id, personal state, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
+"""`(key, client id, kept, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
 
 
 def sample_cohort(key: Key, num_clients: int, cohort_size: int) -> jax.Array:
@@ -82,12 +82,12 @@ def run_cohort(
     key: Key,
     ids: jax.Array,
     sizes: jax.Array,
-    personal: Any,
+    kept: Any,
     context: Any,
     *,
     lanes: int | None = None,
     devices: int | None = None,
-) -> tuple[WeightedSum, Any, dict[str, jax.Array]]:
+) -> tuple[WeightedSum, Any, Any]:
     """Runs a client rule for every client of a cohort.
 
     Neither `lanes`, nor `devices`, nor the order of the cohort changes a result by more than the rounding of the sum.
@@ -97,14 +97,14 @@ def run_cohort(
       key: client i gets `fold_in(key, i)`, by its id and never by its place.
       ids: int32 `[C]`, distinct.
       sizes: int32 `[C]`, how much work each client is: clients of like size share a lane group.
-      personal: personal states `[C, ...]`.
+      kept: what each client kept from its last round, leaves `[C, ...]`.
       context: what every client reads, handed to the rule.
       lanes: clients that run side by side on a device: by default one on a CPU, where one client's matrix products fill a
         core and lanes only enlarge the working set, and a device's whole share on an accelerator.
       devices: how many devices share the cohort; all by default.
 
     Returns:
-      (weighted sum of the uploads, personal states `[C, ...]`, metrics `[C]`), the last two in the order of `ids`.
+      (weighted sum of the uploads, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
 
     Raises:
       ValueError: lanes below 1, more devices than there are.
@@ -120,8 +120,8 @@ def run_cohort(
     if count > 1:
 
         def on_device(*arguments: Any) -> Any:
-            total, personal, metrics = share_of(*arguments)
-            return jax.lax.psum(total, CLIENTS), personal, metrics
+            total, *rest = share_of(*arguments)
+            return jax.lax.psum(total, CLIENTS), *rest
 
         spread, whole = P(CLIENTS), P()
         run = jax.shard_map(
@@ -133,9 +133,9 @@ def run_cohort(
         )
     else:
         run = share_of
-    total, dealt, metrics = run(key, here, jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), personal), context)
+    total, *dealt = run(key, here, jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept), context)
     place = jnp.zeros(ids.shape, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
-    return total, *jax.tree.map(lambda leaf: leaf[place], (dealt, metrics))
+    return total, *jax.tree.map(lambda leaf: leaf[place], dealt)
 
 
 def _deal(sizes: jax.Array, lanes: int, devices: int) -> jax.Array:
@@ -153,27 +153,27 @@ def _deal(sizes: jax.Array, lanes: int, devices: int) -> jax.Array:
     return dealt.swapaxes(0, 1).reshape(-1)
 
 
-def _stream(rule: ClientRule, lanes: int, key: Key, ids: jax.Array, personal: Any, context: Any) -> Any:
+def _stream(rule: ClientRule, lanes: int, key: Key, ids: jax.Array, kept: Any, context: Any) -> Any:
     """One device's share: groups of lanes one after the other, the weighted sum carried along."""
 
-    def one(client: jax.Array, personal: Any) -> ClientUpdate:
-        update = rule(jax.random.fold_in(key, client), client, personal, context)
+    def one(client: jax.Array, kept: Any) -> ClientUpdate:
+        update = rule(jax.random.fold_in(key, client), client, kept, context)
         weight = jax.tree.map(lambda w: jnp.where(client >= 0, w, 0), update.weight)
         return update._replace(upload=weigh(update.upload, weight), weight=())
 
-    def group(ids: jax.Array, personal: Any) -> ClientUpdate:
+    def group(ids: jax.Array, kept: Any) -> ClientUpdate:
         if lanes == 1:
-            update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], personal))
-            personal, metrics = jax.tree.map(lambda leaf: leaf[None], (update.personal, update.metrics))
-            return update._replace(personal=personal, metrics=metrics)
-        update = jax.vmap(one)(ids, personal)
+            update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], kept))
+            kept, outputs = jax.tree.map(lambda leaf: leaf[None], (update.kept, update.outputs))
+            return update._replace(kept=kept, outputs=outputs)
+        update = jax.vmap(one)(ids, kept)
         return update._replace(upload=jax.tree.map(lambda leaf: jnp.sum(leaf, 0), update.upload))
 
     def step(total: WeightedSum, inputs: Any) -> tuple[WeightedSum, Any]:
         update = group(*inputs)
-        return jax.tree.map(jnp.add, total, update.upload), (update.personal, update.metrics)
+        return jax.tree.map(jnp.add, total, update.upload), (update.kept, update.outputs)
 
-    inputs = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, personal))
+    inputs = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
     shapes = jax.eval_shape(group, *jax.tree.map(lambda leaf: leaf[0], inputs))
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.upload)
     total, outputs = jax.lax.scan(step, zero, inputs)

@@ -80,12 +80,12 @@ def evaluate(
 
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
-        metrics = {"confusion": confusion.reshape(classes, classes), "loss": total / jnp.maximum(views[query].size, 1)}
-        return ClientUpdate((), (), (), metrics)
+        loss = total / jnp.maximum(views[query].size, 1)
+        return ClientUpdate((), (), (), Evaluation(confusion.reshape(classes, classes), loss))
 
     sizes = jnp.asarray(data.sizes(query))[ids]
-    _, _, metrics = run_cohort(rule, key, ids, sizes, (), (state, data), lanes=lanes, devices=devices)
-    return Evaluation(metrics["confusion"], metrics["loss"])
+    _, _, evaluation = run_cohort(rule, key, ids, sizes, (), (state, data), lanes=lanes, devices=devices)
+    return evaluation
 
 
 def accuracy(confusion: Any) -> Any:

@@ -5,6 +5,7 @@ function is traced and costs nothing when it runs. `split` leaves `None` where a
 an empty subtree, so both halves can be differentiated, averaged, optimised and stored like any other tree.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -123,10 +124,10 @@ def batch_norm(*, affine: bool, statistics: bool) -> Callable[[Task], Mask]:
 
     def build(task: Task) -> Mask:
         paths = [path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables_shape(task))]
-        modules = {names[1:-1] for names in paths if names[0] == "batch_stats"}
+        modules = {names[1:-1] for names in paths if names[:1] == ("batch_stats",)}
 
         def select(names: tuple[str, ...]) -> bool:
-            is_statistic = names[0] == "batch_stats"
+            is_statistic = names[:1] == ("batch_stats",)
             return (statistics and is_statistic) or (affine and not is_statistic and names[1:-1] in modules)
 
         return by_path(select)(task)
@@ -138,6 +139,7 @@ _NAMED: dict[str, Callable[[Task], Mask]] = {
     "all": everything,
     "none": nothing,
     "head": last(1),
+    "body": lambda task: complement(last(1)(task)),
     "bn": batch_norm(affine=True, statistics=True),
     "bn_affine": batch_norm(affine=True, statistics=False),
     "bn_stats": batch_norm(affine=False, statistics=True),
@@ -150,7 +152,8 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
 
     Args:
       spec: one of the words `all`, `none`, `head`, `body`, `last:DEPTH`, `first:DEPTH`, `bn`, `bn_affine`, `bn_stats`,
-        `path:REGEX` (searched in `a/b/c`); several joined by `+`; a function of the task; or a ready boolean tree.
+        `path:REGEX` (searched in `a/b/c`); several joined by `+`, of which a `path:` is the last, because a `+` after it
+        belongs to the expression; a function of the task; or a ready boolean tree.
       task: the task whose variables the mask is for.
       name: what the caller calls this argument, for the error message.
 
@@ -158,13 +161,13 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
       ValueError: an unknown word, a word that selects nothing in this model, or a tree of another structure.
     """
     if isinstance(spec, str):
-        masks = [_named(word.strip(), task, name) for word in spec.split("+")]
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = union(mask, other)
-        return mask
-    mask = spec(task) if callable(spec) else spec
+        plain, *path = re.split(r"(?:^|\+)\s*(?=path:)", spec, maxsplit=1)
+        words = [*(plain.split("+") if plain or not path else []), *path]
+        return functools.reduce(union, [_named(word.strip(), task, name) for word in words])
     shape = variables_shape(task)
+    # The tree of a model that is itself a function, as in Equinox, is callable too.
+    is_tree = jax.tree.structure(spec) == jax.tree.structure(shape) and not any(map(callable, jax.tree.leaves(spec)))
+    mask = spec if is_tree or not callable(spec) else spec(task)
     if jax.tree.structure(mask) != jax.tree.structure(shape):
         raise ValueError(
             f"{name} has structure {jax.tree.structure(mask)}, but the task's variables have {jax.tree.structure(shape)}"
@@ -176,20 +179,22 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
 
 def _named(word: str, task: Task, name: str) -> Mask:
     kind, _, argument = word.partition(":")
-    if word in _NAMED:
-        mask = _NAMED[word](task)
-    elif word == "body":
-        mask = complement(last(1)(task))
-    elif kind in ("last", "first") and argument.isdigit():
-        mask = (last if kind == "last" else first)(int(argument))(task)
-    elif kind == "path" and argument:
+    if kind == "path" and argument:
         try:
             pattern = re.compile(argument)
         except re.error as error:
             raise ValueError(f"{name}={word!r} is not a regular expression: {error}") from None
-        mask = by_path(lambda names: pattern.search("/".join(names)) is not None)(task)
+        build = by_path(lambda names: pattern.search("/".join(names)) is not None)
+    elif word in _NAMED:
+        build = _NAMED[word]
+    elif kind in ("last", "first") and argument.isdecimal():
+        build = (last if kind == "last" else first)(int(argument))
     else:
         raise ValueError(f"{name}={word!r} is unknown; allowed are {ALLOWED}, and several joined by +")
+    try:
+        mask = build(task)
+    except ValueError as error:
+        raise ValueError(f"{name}={word!r}: {error}") from None
     if word != "none" and not any(jax.tree.leaves(mask)):
         raise ValueError(f"{name}={word!r} selects no leaf of this model")
     return mask

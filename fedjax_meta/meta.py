@@ -4,16 +4,17 @@ Every estimator is one function `(loss, meta, support, query) -> MetaGradient` w
 
     F(meta) = loss(phi_k; query),   phi_0 = start(meta),   phi_{t+1} = inner(phi_t, grad loss(phi_t; support_t)),
 
-and they differ only in how they get, or approximate, the gradient of F. `loss(params, batch)` is any scalar function; `meta` is a
-pytree of parameters, or `MetaSGD` when inner rates are learned too; `support` and `query` are a batch (used in every step),
-`Batches`, or, for the support, `WithHessian`.
+and they differ only in how they get, or approximate, the gradient of F. `loss(params, batch)` is any scalar function; `meta`
+is a pytree of parameters, or `MetaSGD` when inner rates are learned too; `support` and `query` are a batch (used in every
+step), `Batches`, or, for the support, `WithHessian`.
 
-No estimator differentiates through the inner loop in reverse. `exact` and `hessian_free` walk it backwards and multiply the outer
-gradient v by each step's transposed Jacobian, `v <- v - alpha * H(phi_t) v` for SGD, where the Hessian-vector product is a
-forward derivative of the gradient, or a difference of two gradients. Of each step they keep its parameters or its linearisation,
-whichever is smaller, and the number of steps may be known only at run time.
+No estimator differentiates through the inner loop in reverse. `exact` and `hessian_free` walk it backwards and multiply the
+outer gradient v by each step's transposed Jacobian, `v <- v - alpha * H(phi_t) v` for SGD, where the Hessian-vector product is
+a forward derivative of the gradient, or a difference of two gradients. Of each step they keep its parameters or its
+linearisation, whichever is smaller, and the number of steps may be known only at run time.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -89,7 +90,8 @@ class MetaGradient(NamedTuple):
 class Estimator(Protocol):
     """The one signature of all meta-gradients."""
 
-    def __call__(self, loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient: ...
+    def __call__(self, loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
+        """The meta-gradient of one client."""
 
 
 class Inner(NamedTuple):
@@ -155,7 +157,6 @@ def exact(
     inner: Inner,
     *,
     steps: int = 1,
-    mean_of_batches: bool = False,
     keep: str = "smaller",
     checkpoint_every: int | None = None,
 ) -> Estimator:
@@ -164,12 +165,11 @@ def exact(
     Args:
       inner: the inner update rule, e.g. `sgd(0.01)`.
       steps: k, when `support` is one batch; `Batches` bring their own number.
-      mean_of_batches: how the chunks of the query step are averaged: over samples, or batch means alike (S0's code).
       keep: what is remembered of each of several steps: its "parameters" (and optimiser state), from which its gradient is
         linearised again on the way back; its "linearisation", which saves that time and holds activations; or the "smaller" of
         the two in bytes. A step of several chunks always keeps parameters.
-      checkpoint_every: remember only the parameters of every c-th step, and run the c steps after it once more on the way back:
-        k/c + c trees instead of k, least at c = sqrt(k), for k more gradients.
+      checkpoint_every: remember only the parameters of every c-th step, and run the c steps after it once more on the way
+        back: k/c + c trees instead of k, least at c = sqrt(k), for k more gradients.
 
     Cost: k gradients, k Hessian-vector products and one query gradient, plus half a gradient or so a step where parameters are
     kept; memory: at most k parameter trees with `keep="smaller"`. One step (a Python 1) keeps its linearisation.
@@ -186,7 +186,9 @@ def exact(
       Array([-1.7407999], dtype=float32)
     """
     checks.one_of("keep", keep, ("smaller", "parameters", "linearisation"))
-    return _second_order(inner, steps, mean_of_batches, keep, checkpoint_every, _linearise, own_hessian=False)
+    return _second_order(
+        inner, steps=steps, keep=keep, checkpoint_every=checkpoint_every, linearise=_linearise, own_hessian=False
+    )
 
 
 def hessian_free(
@@ -196,12 +198,11 @@ def hessian_free(
     delta: float | jax.Array = 1e-3,
     normalise: bool = False,
     method: str = "difference",
-    mean_of_batches: bool = False,
     checkpoint_every: int | None = None,
 ) -> Estimator:
-    """The Hessian-free meta-gradient of Per-FedAvg (Fallah et al. 2020, arXiv 2002.07948, section 5), and its exact-product twin.
+    """The Hessian-free meta-gradient of Per-FedAvg (Fallah et al. 2020, arXiv 2002.07948), and its exact-product twin.
 
-    One step, with support b0, query b1 and Hessian batch b2 (`WithHessian(b0, b2)`; b2 = b0 when the support is a plain batch):
+    One step, with support b0, query b1 and Hessian batch b2 (`WithHessian(b0, b2)`; b2 = b0 when the support is plain):
 
         g = grad f(w - alpha grad f(w; b0); b1),   gradient = g - alpha h,
         h = [grad f(w + delta g; b2) - grad f(w - delta g; b2)] / (2 delta),   or   h = Hessian f(w; b2) g.
@@ -212,7 +213,7 @@ def hessian_free(
     step delta times the norm of the outer gradient, as above.
 
     Args:
-      inner, steps, mean_of_batches, checkpoint_every: as in `exact`; the parameters of each step are kept.
+      inner, steps, checkpoint_every: as in `exact`; the parameters of each step are kept.
       delta: step of the difference, relative to the outer gradient's norm. The error falls as delta^2 until round-off, which
         grows as 1/delta, takes over: 1e-3 suits float32 and gradients of norm about 1.
       normalise: take `delta` as the length of the step itself, whatever the norm of the gradient.
@@ -220,11 +221,13 @@ def hessian_free(
     """
     checks.positive("delta", delta)
     checks.one_of("method", method, ("difference", "product"))
-    linearise = _linearise if method == "product" else partial(_difference, delta, normalise)
-    return _second_order(inner, steps, mean_of_batches, "parameters", checkpoint_every, linearise, own_hessian=True)
+    linearise = _linearise if method == "product" else partial(_difference, delta=delta, normalise=normalise)
+    return _second_order(
+        inner, steps=steps, keep="parameters", checkpoint_every=checkpoint_every, linearise=linearise, own_hessian=True
+    )
 
 
-def first_order(inner: Inner, *, steps: int = 1, mean_of_batches: bool = False) -> Estimator:
+def first_order(inner: Inner, *, steps: int = 1) -> Estimator:
     """The first-order meta-gradient (FOMAML): the query gradient at the adapted parameters, inner gradients held constant.
 
     Learned rates still get their gradient, which needs no Hessian. Arguments and errors as in `exact`.
@@ -234,17 +237,26 @@ def first_order(inner: Inner, *, steps: int = 1, mean_of_batches: bool = False) 
     def estimate(loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
         support, _ = split_support(support)
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
-        phi = inner.start(meta)
-        start = (phi, inner.init(meta, phi))
-        memory = _slots(support.max_steps, start) if inner.learned else ()
-        (adapted, _), losses, trajectory = _walk(loss, meta, support, inner, start, memory)
-        query_loss, outer = value_and_gradient(loss, adapted, query, 0, by_samples=not mean_of_batches)
+        if not inner.learned:
+            adapted, losses = run_inner(loss, meta, support, inner)
+        else:
+            phi = inner.start(meta)
+            start = (phi, inner.init(meta, phi))
+
+            def step(t: Any, carry: Any) -> Any:
+                (phi, state), losses, memory = carry
+                value, gradient = value_and_gradient(loss, phi, support, t)
+                memory = _write(memory, t, (phi, state, gradient))
+                return inner.update(meta, gradient, state, phi), losses.seen(t, value), memory
+
+            memory = _slots(support.max_steps, (*start, phi))
+            (adapted, _), losses, memory = _loop(support.steps, step, (start, Losses.none(), memory))
+        query_loss, outer = value_and_gradient(loss, adapted, query, 0)
         total = jax.tree.map(jnp.zeros_like, meta)
         if inner.learned:
 
             def back(t: Any, total: Any) -> Any:
-                phi, state = jax.tree.map(lambda leaf: leaf[t], trajectory)
-                gradient = value_and_gradient(loss, phi, support, t)[1]
+                phi, state, gradient = _read(memory, t)
                 _, pull_back = jax.vjp(lambda meta: inner.update(meta, gradient, state, phi)[0], meta)
                 return jax.tree.map(jnp.add, total, pull_back(outer)[0])
 
@@ -256,7 +268,7 @@ def first_order(inner: Inner, *, steps: int = 1, mean_of_batches: bool = False) 
     return estimate
 
 
-def reptile(inner: Inner, *, steps: int = 1, scale: float | jax.Array = 1.0, mean_of_batches: bool = False) -> Estimator:
+def reptile(inner: Inner, *, steps: int = 1, scale: float | jax.Array = 1.0) -> Estimator:
     """The Reptile direction (Nichol et al. 2018, arXiv 1803.02999), `(theta - phi_k) / scale`.
 
     Descent along it moves theta towards the adapted parameters: `theta - epsilon * gradient` is `theta + epsilon (phi_k -
@@ -264,7 +276,7 @@ def reptile(inner: Inner, *, steps: int = 1, scale: float | jax.Array = 1.0, mea
     `info.query_loss`, which is NaN when `query` is `None`; nothing else depends on it.
 
     Args:
-      inner, steps, mean_of_batches: as in `exact`; a rule with learned rates has no Reptile gradient.
+      inner, steps: as in `exact`; a rule with learned rates has no Reptile gradient.
       scale: what the displacement is divided by: 1 as published; the inner rate times k for the mean inner gradient.
 
     Example:
@@ -281,10 +293,10 @@ def reptile(inner: Inner, *, steps: int = 1, scale: float | jax.Array = 1.0, mea
         support, _ = split_support(support)
         phi = inner.start(meta)
         support, query = check_problem(loss, phi, support, query, steps)
-        (adapted, _), losses, _ = _walk(loss, meta, support, inner, (phi, inner.init(meta, phi)))
+        adapted, losses = run_inner(loss, meta, support, inner)
         query_loss = jnp.full((), jnp.nan)
         if query is not None:
-            query_loss = query.mean(lambda batch: loss(adapted, batch), 0, by_samples=not mean_of_batches)
+            query_loss = query.mean(lambda batch: loss(adapted, batch), 0)
         gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, p.dtype), phi, adapted)
         return MetaGradient(adapted, gradient, losses.info(query_loss, support.steps))
 
@@ -327,9 +339,9 @@ def check_problem(loss: ScalarLoss, params: Any, support: Any, query: Any, steps
     query = as_batches(query, 1)
     if query.max_steps != 1:
         raise ValueError(f"the query has up to {query.max_steps} steps, but is read as one: give it chunks (`as_one_step`)")
-    shapes = [jax.eval_shape(lambda batches=batches: batches.get(0, 0)) for batches in (support, query)]
-    if jax.tree.structure(shapes[0]) != jax.tree.structure(shapes[1]):
-        raise ValueError(f"support and query must be of one structure, but are {shapes[0]} and {shapes[1]}")
+    ours, theirs = (jax.tree.structure(jax.eval_shape(partial(batches.get, 0, 0))) for batches in (support, query))
+    if ours != theirs:
+        raise ValueError(f"support and query must be of one structure, but are {ours} and {theirs}")
     return support, query
 
 
@@ -351,6 +363,11 @@ class Losses(NamedTuple):
     first: jax.Array
     last: jax.Array
 
+    @classmethod
+    def none(cls) -> "Losses":
+        """Before the first step."""
+        return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+
     def seen(self, t: Any, value: jax.Array) -> "Losses":
         """With the loss of step t."""
         value = value.astype(self.total.dtype)
@@ -364,16 +381,17 @@ class Losses(NamedTuple):
 def run_inner(loss: ScalarLoss, meta: Any, support: Batches, inner: Inner) -> tuple[Any, Losses]:
     """The inner loop, of which nothing is remembered: (adapted parameters, losses)."""
     phi = inner.start(meta)
-    (adapted, _), losses, _ = _walk(loss, meta, support, inner, (phi, inner.init(meta, phi)))
+    start = (phi, inner.init(meta, phi))
+    (adapted, _), losses = _walk(loss, meta, support, inner, start, losses=Losses.none(), count=support.steps)
     return adapted, losses
 
 
-def value_and_gradient(loss: ScalarLoss, params: Any, batches: Batches, step: Any, *, by_samples: bool = True) -> tuple[Any, Any]:
+def value_and_gradient(loss: ScalarLoss, params: Any, batches: Batches, step: Any) -> tuple[Any, Any]:
     """Loss of one step and its gradient, over the chunks of the step."""
-    return batches.mean(lambda batch: jax.value_and_grad(loss)(params, batch), step, by_samples=by_samples)
+    return batches.mean(lambda batch: jax.value_and_grad(loss)(params, batch), step)
 
 
-def hessian_product(loss: ScalarLoss, params: Any, batches: Batches, step: Any, *, by_samples: bool = True) -> Any:
+def hessian_product(loss: ScalarLoss, params: Any, batches: Batches, step: Any) -> Any:
     """(loss, gradient, `v -> H v`) of one step.
 
     A step of one chunk is linearised once, for any number of products, and the product is a pytree of its residuals; several
@@ -381,13 +399,13 @@ def hessian_product(loss: ScalarLoss, params: Any, batches: Batches, step: Any, 
     """
     if isinstance(batches.chunks, int) and batches.chunks == 1:
         return _linearised(loss, params, batches.get(step, 0))
-    value, gradient = value_and_gradient(loss, params, batches, step, by_samples=by_samples)
+    value, gradient = value_and_gradient(loss, params, batches, step)
 
     def product(vector: Any) -> Any:
         def of_chunk(batch: Any) -> Any:
             return jax.jvp(lambda params: jax.grad(loss)(params, batch), (params,), (vector,))[1]
 
-        return batches.mean(of_chunk, step, by_samples=by_samples)
+        return batches.mean(of_chunk, step)
 
     return value, gradient, product
 
@@ -407,10 +425,17 @@ def _linearise(loss: ScalarLoss, support: Batches, hessian: Batches | None, t: A
     value, gradient, product = hessian_product(loss, phi, support, t)
     if hessian is not None:
         product = hessian_product(loss, phi, hessian, t)[2]
-    return value, gradient, lambda direction, outer: product(direction)
+    return value, gradient, Partial(_along_direction, product)
 
 
-def _difference(delta: Any, normalise: bool, loss: ScalarLoss, support: Batches, hessian: Any, t: Any, phi: Any) -> Any:
+def _along_direction(product: Any, direction: Any, outer: Any) -> Any:
+    del outer
+    return product(direction)
+
+
+def _difference(
+    loss: ScalarLoss, support: Batches, hessian: Any, t: Any, phi: Any, *, delta: Any, normalise: bool
+) -> tuple[Any, Any, Any]:
     """As `_linearise`, with central differences of the gradient."""
     value, gradient = value_and_gradient(loss, phi, support, t)
     batches = support if hessian is None else hessian
@@ -432,12 +457,11 @@ def _difference(delta: Any, normalise: bool, loss: ScalarLoss, support: Batches,
 
 def _second_order(
     inner: Inner,
+    *,
     steps: int,
-    mean_of_batches: bool,
     keep: str,
     checkpoint_every: int | None,
     linearise: Callable[..., tuple[Any, Any, Any]],
-    *,
     own_hessian: bool,
 ) -> Estimator:
     checks.count("steps", steps)
@@ -449,24 +473,260 @@ def _second_order(
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
         hessian = as_batches(hessian, support.max_steps) if own_hessian and hessian is not None else None
         if hessian is not None and hessian.max_steps < support.max_steps:
-            raise ValueError(f"{support.max_steps} inner steps need as many Hessian batches, but there are {hessian.max_steps}")
+            raise ValueError(
+                f"{support.max_steps} inner steps need as many Hessian batches, but there are {hessian.max_steps}"
+            )
         _check_state(inner, meta)
 
-        def tape(t: Any, phi: Any, state: Any) -> tuple[jax.Array, Any, Callable[[Any], Any]]:
-            """One inner step: (loss, (phi, state) after it, the product with its transposed Jacobian)."""
+        def tape(support: Batches, t: Any, phi: Any, state: Any) -> tuple[jax.Array, Any, Any]:
+            """One inner step: (its loss, (phi, state) after it, the product with its transposed Jacobian as a pytree)."""
             value, gradient, product = linearise(loss, support, hessian, t, phi)
             after, pull_update = _pull_update(inner, meta, gradient, state, phi)
-            return value, after, partial(_pull, inner.learned, product, pull_update)
+            return value, after, Partial(partial(_pull, inner.learned), product, pull_update)
 
         phi = inner.start(meta)
         start = (phi, inner.init(meta, phi))
-        one_step = isinstance(support.steps, int) and support.steps == 1
-        if one_step:
-            value, (adapted, _), pull = tape(0, *start)
-            losses = Losses(*[value] * 3)
-        elif checkpoint_every is not None:
-            ...
-        query_loss, outer = value_and_gradient(loss, adapted, query, 0, by_samples=not mean_of_batches)
+        if isinstance(support.steps, int) and support.steps == 1:
+            value, (adapted, _), pull = tape(support, 0, *start)
+            losses = Losses.none().seen(0, value)
+            unwind: Callable[[Any], Any] = pull
+        else:
+            (adapted, _), losses, unwind = _through_time(
+                loss, meta, support, inner, start, tape=tape, keep=keep, checkpoint_every=checkpoint_every
+            )
+        query_loss, outer = value_and_gradient(loss, adapted, query, 0)
+        nothing = jax.tree.map(jnp.zeros_like, _partition(start[1])[0])
+        outer, state_outer, total = unwind((outer, nothing, jax.tree.map(jnp.zeros_like, meta)))
+        gradient = _to_meta(inner, meta, outer, state_outer, total)
         return MetaGradient(adapted, gradient, losses.info(query_loss, support.steps))
 
     return estimate
+
+
+def _pull_update(inner: Inner, meta: Any, gradient: Any, state: Any, phi: Any) -> tuple[Any, Any]:
+    """((phi, state) after one update, the transposed derivative of the update)."""
+    floats, integers = _partition(state)
+
+    def update(meta: Any, gradient: Any, floats: Any, phi: Any) -> Any:
+        phi, state = inner.update(meta, gradient, _combine(floats, integers), phi)
+        floats, moved_on = _partition(state)
+        return (phi, floats), moved_on
+
+    (phi, floats), pull_update, integers = jax.vjp(update, meta, gradient, floats, phi, has_aux=True)
+    return (phi, _combine(floats, integers)), pull_update
+
+
+def _pull(learned: bool, product: Any, pull_update: Any, carry: Any) -> Any:
+    """Cotangents of (phi_{t+1}, its optimiser state), and what meta has collected, taken back to step t."""
+    outer, state_outer, total = carry
+    to_meta, to_gradient, to_state, to_phi = pull_update((outer, state_outer))
+    before = jax.tree.map(jnp.add, to_phi, product(to_gradient, outer))
+    return before, to_state, jax.tree.map(jnp.add, total, to_meta) if learned else total
+
+
+def _through_time(
+    loss: ScalarLoss,
+    meta: Any,
+    support: Batches,
+    inner: Inner,
+    start: Any,
+    *,
+    tape: Callable[..., tuple[jax.Array, Any, Any]],
+    keep: str,
+    checkpoint_every: int | None,
+) -> tuple[Any, Losses, Callable[[Any], Any]]:
+    """Several inner steps, and the function that takes cotangents back through all of them."""
+    record, replay, kept = _memory(loss, meta, support, inner, start, tape=tape, keep=keep)
+
+    def forward(first: Any, count: Any, slots: int, after: Any) -> Any:
+        def step(i: Any, carry: Any) -> Any:
+            after, losses, memory = carry
+            value, after, kept = record(first + i, *after)
+            return after, losses.seen(first + i, value), _write(memory, i, kept)
+
+        return jax.lax.fori_loop(0, count, step, (after, Losses.none(), _slots(slots, kept)))
+
+    def backward(first: Any, count: Any, memory: Any, carry: Any) -> Any:
+        def step(i: Any, carry: Any) -> Any:
+            t = count - 1 - i
+            return replay(first + t, _read(memory, t))(carry)
+
+        return jax.lax.fori_loop(0, count, step, carry)
+
+    if checkpoint_every is None:
+        after, losses, memory = forward(0, support.steps, support.max_steps, start)
+        return after, losses, lambda carry: backward(0, support.steps, memory, carry)
+
+    every = min(checkpoint_every, support.max_steps)
+    segments = (support.steps + every - 1) // every
+
+    def length(segment: Any) -> Any:
+        return jnp.minimum(every, support.steps - segment * every)
+
+    def pass_segment(segment: Any, carry: Any) -> Any:
+        after, losses, memory = carry
+        memory = _write(memory, segment, after)
+        first, count = segment * every, length(segment)
+        after, losses = _walk(loss, meta, support, inner, after, losses=losses, first=first, count=count)
+        return after, losses, memory
+
+    memory = _slots(-(-support.max_steps // every), start)
+    after, losses, memory = jax.lax.fori_loop(0, segments, pass_segment, (start, Losses.none(), memory))
+
+    def back_segment(i: Any, carry: Any) -> Any:
+        segment = segments - 1 - i
+        first, count = segment * every, length(segment)
+        _, _, inside = forward(first, count, every, _read(memory, segment))
+        return backward(first, count, inside, carry)
+
+    return after, losses, lambda carry: jax.lax.fori_loop(0, segments, back_segment, carry)
+
+
+def _memory(
+    loss: ScalarLoss, meta: Any, support: Batches, inner: Inner, start: Any, *, tape: Callable[..., Any], keep: str
+) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+    """How to keep a step, how to get its transposed Jacobian out of what is kept, and the shapes of that."""
+
+    def record_parameters(t: Any, phi: Any, state: Any) -> Any:
+        value, gradient = value_and_gradient(loss, phi, support, t)
+        return value, inner.update(meta, gradient, state, phi), (phi, state)
+
+    def replay_parameters(t: Any, kept: Any) -> Any:
+        return tape(support, t, *kept)[2]
+
+    parameters = jax.eval_shape(lambda: start)
+    if keep == "parameters" or not (isinstance(support.chunks, int) and support.chunks == 1):
+        return record_parameters, replay_parameters, parameters
+
+    def linearised(t: Any, phi: Any, state: Any) -> tuple[Any, Any, list[Any], Any, list[int | None], list[Any]]:
+        batch = support.get(t, 0)
+        value, after, pull = tape(dataclasses.replace(support, get=lambda step, chunk: batch), t, phi, state)
+        residuals, structure = jax.tree.flatten(pull)
+        # A residual that is a leaf of meta or of the batch is the very same tracer, and a constant is none: they are at hand
+        # on the way back, and only the others are kept.
+        at_hand = jax.tree.leaves((meta, batch))
+        constants = [leaf for leaf in residuals if not isinstance(leaf, jax.core.Tracer)]
+        found = [next((i for i, have in enumerate([*at_hand, *constants]) if have is leaf), None) for leaf in residuals]
+        kept = [leaf for leaf, where in zip(residuals, found, strict=True) if where is None]
+        return value, after, kept, structure, found, constants
+
+    layout: list[Any] = []
+
+    def shapes() -> list[Any]:
+        *_, kept, structure, found, constants = linearised(0, *start)
+        layout[:] = structure, found, constants
+        return kept
+
+    def record_linearisation(t: Any, phi: Any, state: Any) -> Any:
+        return linearised(t, phi, state)[:3]
+
+    def replay_linearisation(t: Any, kept: Any) -> Any:
+        structure, found, constants = layout
+        at_hand, rest = [*jax.tree.leaves((meta, support.get(t, 0))), *constants], iter(kept)
+        return jax.tree.unflatten(structure, [next(rest) if where is None else at_hand[where] for where in found])
+
+    linearisation = jax.eval_shape(shapes)
+    if keep == "smaller" and _bytes(linearisation) > _bytes(parameters):
+        return record_parameters, replay_parameters, parameters
+    return record_linearisation, replay_linearisation, linearisation
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _slots(count: int, shapes: Any) -> Any:
+    """Room for `count` trees of these shapes."""
+    return jax.tree.map(lambda leaf: jax.lax.empty((count, *leaf.shape), leaf.dtype), shapes)
+
+
+def _write(slots: Any, i: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda slot, leaf: slot.at[i].set(leaf), slots, tree)
+
+
+def _read(slots: Any, i: Any) -> Any:
+    return jax.tree.map(lambda slot: slot[i], slots)
+
+
+def _loop(count: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`fori_loop`, without the loop where there is one step only."""
+    return body(0, carry) if isinstance(count, int) and count == 1 else jax.lax.fori_loop(0, count, body, carry)
+
+
+def _walk(
+    loss: ScalarLoss,
+    meta: Any,
+    support: Batches,
+    inner: Inner,
+    start: Any,
+    *,
+    losses: Losses,
+    first: Any = 0,
+    count: Any,
+) -> tuple[Any, Losses]:
+    """`count` inner steps from step `first` on, of which nothing is remembered."""
+
+    def step(i: Any, carry: Any) -> Any:
+        (phi, state), losses = carry
+        value, gradient = value_and_gradient(loss, phi, support, first + i)
+        return inner.update(meta, gradient, state, phi), losses.seen(first + i, value)
+
+    return _loop(count, step, (start, losses))
+
+
+def _to_meta(inner: Inner, meta: Any, outer: Any, state_outer: Any, total: Any) -> Any:
+    """The cotangents at the start of the inner loop, pulled back to the meta-parameters and added to those of the steps."""
+
+    def start(meta: Any) -> Any:
+        phi = inner.start(meta)
+        return phi, _partition(inner.init(meta, phi))[0]
+
+    _, pull_back = jax.vjp(start, meta)
+    return jax.tree.map(jnp.add, total, pull_back((outer, state_outer))[0])
+
+
+def _check_state(inner: Inner, meta: Any) -> None:
+    """Raises `ValueError` when integers in the optimiser state depend on gradients, other than by a comparison."""
+    phi = jax.eval_shape(inner.start, meta)
+    floats, integers = _partition(jax.eval_shape(inner.init, meta, phi))
+    if not jax.tree.leaves(integers):
+        return
+
+    def integers_after(differentiable: Any, integers: Any) -> Any:
+        meta, gradient, floats, phi = differentiable
+        return _partition(inner.update(meta, gradient, _combine(floats, integers), phi)[1])[1]
+
+    differentiable = (meta, phi, floats, phi)
+    jaxpr = jax.make_jaxpr(integers_after)(differentiable, integers).jaxpr
+    needed = {var for var in jaxpr.outvars if _carries_numbers(var)}
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            needed.update(var for var in equation.invars if _carries_numbers(var))
+    if not needed.isdisjoint(jaxpr.invars[: len(jax.tree.leaves(differentiable))]):
+        raise ValueError(
+            "the inner optimiser's state holds integers that depend on gradients: it cannot be differentiated exactly"
+        )
+
+
+def _carries_numbers(var: Any) -> bool:
+    return not isinstance(var, Literal) and getattr(var.aval, "dtype", None) != jnp.bool_
+
+
+def _partition(tree: Any) -> tuple[Any, Any]:
+    """(floating-point leaves, the others), each with `None` for the missing ones."""
+
+    def is_float(leaf: Any) -> bool:
+        return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+    return (
+        jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree),
+        jax.tree.map(lambda leaf: None if is_float(leaf) else leaf, tree),
+    )
+
+
+def _combine(floats: Any, integers: Any) -> Any:
+    return jax.tree.map(lambda a, b: b if a is None else a, floats, integers, is_leaf=lambda leaf: leaf is None)
+
+
+def _masked(gradient: Any, mask: Any) -> Any:
+    return gradient if mask is None else jax.tree.map(lambda keep, g: g if keep else jnp.zeros_like(g), mask, gradient)

@@ -115,12 +115,14 @@ def convolution(x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str 
     return z.reshape(x.shape[0], height, width, kernel.shape[0])
 
 
-def convolution_windows(x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str | None = None) -> jax.Array:
+def convolution_windows(
+    x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str | None = None, block: int | None = None
+) -> jax.Array:
     """`convolution`, laid out for a max-pool of 2x2: `[B, H', groups, 4, W' / groups, out]`.
 
     `H' x W'` is the pooled image (an odd last row or column is left out, as pooling would), and axis 3 runs over the four
-    entries of each pooling window. `pool_windows` finishes it. The banded form computes its outputs in this order, so that
-    pooling moves no data.
+    entries of each pooling window. `pool_windows` finishes it. The banded form computes its outputs in this order, `block`
+    columns at a time (an even divisor of 2 W'), so that pooling moves no data.
     """
     form = form or default_form()
     if form != "banded":
@@ -130,7 +132,7 @@ def convolution_windows(x: jax.Array, kernel: jax.Array, *, padding: int = 0, fo
     outputs = kernel.shape[0]
     height, width = (x.shape[1] - kernel.shape[1] + 1) // 2, (x.shape[2] - kernel.shape[2] + 1) // 2
     x = x[:, : 2 * height + kernel.shape[1] - 1, : 2 * width + kernel.shape[2] - 1]
-    block = _block(2 * width, 2 * outputs, 2)
+    block = block or _block(2 * width, 2 * outputs, 2)
     offsets = [(i, 2 * column + j) for i in range(2) for j in range(2) for column in range(block // 2)]
     z = _banded(x, kernel, (2, block), offsets)
     return z.reshape(x.shape[0], height, 2 * width // block, 4, block // 2, outputs)

@@ -24,7 +24,7 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import client_weight
-from fedjax_meta.algorithm import Algorithm, FederationOptions, Trained, federated
+from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
 from fedjax_meta.data.federated import ClientData, ClientView
 from fedjax_meta.task import Key, Task, Variables
 
@@ -66,18 +66,18 @@ def fedavg(
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
-    def client(key: Key, model: Variables, data: ClientData) -> Trained:
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
         order_key, key = jax.random.split(key)
         batches = data["train"].epochs(order_key, batch_size, epochs)
-        trained, loss = local.train(key, task.loss, model, batches, optimizer(lr), trainable)
+        trained, loss = local.train(key, task.loss, received.model, batches, optimizer(lr), trainable)
         return Trained(trained, client_weight(weighting, data), {"loss": loss})
 
-    def personalize(key: Key, model: Variables, support: ClientView) -> Variables:
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         if finetune_epochs == 0:
-            return model
+            return received.model
         order_key, key = jax.random.split(key)
         batches = support.epochs(order_key, batch_size, finetune_epochs)
-        return local.train(key, task.loss, model, batches, optimizer(lr), moves_at_test)[0]
+        return local.train(key, task.loss, received.model, batches, optimizer(lr), moves_at_test)[0]
 
     return federated(
         init=task.init,

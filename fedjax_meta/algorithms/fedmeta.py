@@ -28,7 +28,7 @@ import optax
 
 from fedjax_meta import checks, local, masks, meta
 from fedjax_meta.aggregate import client_weight
-from fedjax_meta.algorithm import Algorithm, FederationOptions, State, Trained, federated
+from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, State, Trained, federated
 from fedjax_meta.data.federated import Batches, ClientData, ClientView
 from fedjax_meta.engine import map_lanes
 from fedjax_meta.task import Key, Task, Variables
@@ -112,7 +112,8 @@ def fedmeta(
         batches = support.full(inner_steps) if batch_size is None else support.epochs(order_key, batch_size, inner_steps)
         return batches.keyed(key)
 
-    def client(key: Key, model: Any, data: ClientData) -> Trained:
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        model = received.model
         support_key, query_key, buffer_key = jax.random.split(key, 3)
         support = inner_batches(support_key, data["support"])
         query = data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None).keyed(query_key)
@@ -130,7 +131,7 @@ def fedmeta(
         if outer_at == "server":
             gradient = masks.merge(result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
         metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
-        return Trained(trained, client_weight(weighting, data), metrics, gradient)
+        return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
 
     def with_buffers(model: Any, variables: Variables) -> Any:
         return model._replace(params=variables) if learned_rates else variables
@@ -158,7 +159,7 @@ def fedmeta(
     return federated(
         init=init,
         client=client,
-        personalize=lambda key, model, support: adapt(key, model, support)[0],
+        personalize=lambda key, received, support: adapt(key, received.model, support)[0],
         predict=task.predict,
         personal=personal_model,
         trainable=trainable_model,
