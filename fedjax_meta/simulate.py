@@ -1,7 +1,7 @@
 """A whole run: blocks of rounds, each one compiled loop, with an evaluation after each block.
 
-The host does nothing between evaluations. A round's key is folded from the run's key and the round's number, so a run that goes
-on from a saved state is the run that was never stopped.
+The host does nothing between evaluations. A round's key is folded from the run's key and the round's number, so a run that
+goes on from a saved state is the run that was never stopped.
 """
 
 import time

@@ -79,7 +79,7 @@ def classification(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> init = lambda key: {"head": {"w": 0.1 * jax.random.normal(key, (4, 3)), "b": jnp.zeros(3)}}
+      >>> init = lambda key: {"head": {"w": 0.1 * jax.random.normal(key, (4, 3)), "b": jnp.zeros((1, 3))}}
       >>> predict = lambda p, x: x @ p["head"]["w"] + p["head"]["b"]
       >>> task = classification(init, predict, layers=("head",))
       >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape

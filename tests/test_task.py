@@ -49,7 +49,9 @@ def test_a_label_that_is_no_class_does_no_harm_in_a_padded_row(label):
 
 def test_classification_of_a_users_own_model():
     task = classification(
-        lambda key: {"w": jax.random.normal(key, (4, 3)), "b": jnp.zeros(3)}, lambda p, x: x @ p["w"] + p["b"], layers=("w",)
+        lambda key: {"w": jax.random.normal(key, (4, 3)), "b": jnp.zeros((1, 3))},
+        lambda p, x: x @ p["w"] + p["b"],
+        layers=("w",),
     )
     variables = task.init(jax.random.key(0))
     x, y = jnp.eye(4), jnp.array([0, 1, 2, 0])
