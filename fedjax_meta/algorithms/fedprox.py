@@ -36,6 +36,8 @@ def fedprox(
     """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0."""
     checks.not_negative("prox_weight", prox_weight)
     checks.positive("lr", lr)
+    checks.count("epochs", epochs)
+    checks.count("batch_size", batch_size)
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
