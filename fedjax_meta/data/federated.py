@@ -64,8 +64,13 @@ class Batches:
 
         Chunks count by their real samples, or, with `alike`, a partial last batch like a full one (S0's reference code).
         """
+
+        def get(step: Any, chunk: Any = 0) -> Any:
+            del step
+            return self.get(chunk, 0)
+
         return Batches(
-            get=lambda step, chunk=0: self.get(chunk, 0),
+            get=get,
             steps=steps,
             max_steps=steps,
             chunks=1 if self.max_steps == 1 else self.steps,
