@@ -10,9 +10,8 @@ from tests import problems
 KEY = jax.random.key(6)
 COMMON = {"cohort_size": 3, "batch_size": 32}
 SWEEPS = {
-    "fedavg": (lambda a, b, **o: fm.fedavg(problems.task(), lr=a, **o), (0.05, 0.2), (0, 0)),
     "fedavg with fine-tuning": (
-        lambda a, b, **o: fm.fedper(problems.task(), lr=a, finetune_epochs=1, **o),
+        lambda a, b, **o: fm.fedavg(problems.task(), lr=a, finetune_epochs=1, **o),
         (0.05, 0.2),
         (0, 0),
     ),
@@ -24,21 +23,25 @@ SWEEPS = {
         (0.01, 0.03),
     ),
 }
+ONE, TWO = {"devices": 1}, {"devices": 2, "lanes": 2}
 
 
-@pytest.mark.parametrize("name", SWEEPS)
-@pytest.mark.parametrize("layout", [{"devices": 1}, {"devices": 2, "lanes": 2}], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*((name, ONE) for name in SWEEPS), ("meta-sgd with personal head", TWO)],
+    ids=lambda value: value if isinstance(value, str) else f"{value['devices']} devices",
+)
 def test_a_vmapped_sweep_is_its_runs_one_by_one(name, layout):
     build, first, second = SWEEPS[name]
     data = problems.data()
 
     def whole(a, b):
-        """Two rounds, then what a known and a new client test with."""
+        """Two rounds, then what a new client tests with."""
         algorithm = build(a, b, **COMMON, **layout)
         state = algorithm.init(KEY, data)
         state, _ = fm.simulate.run_rounds(algorithm, KEY, state, data, 2, most=2)
         support = data.client(1)["test_support"]
-        return state, algorithm.personalize(KEY, state, support, 1), algorithm.personalize(KEY, state, support, None)
+        return state, algorithm.personalize(KEY, state, support, None)
 
     together = jax.jit(jax.vmap(whole))(jnp.array(first), jnp.array(second))
     results = [jax.tree.map(lambda leaf, i=i: leaf[i], together) for i in (0, 1)]
