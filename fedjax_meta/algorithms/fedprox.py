@@ -8,7 +8,8 @@ Algorithm 2. The local objective is f_i(w) + mu/2 ||w - w^t||^2.
 | mu | `prox_weight` | scalar |
 | w^t | `received.model` | like the model |
 
-Differs from the paper: a client always finishes its epochs unless the federation says otherwise.
+Differs from the paper: a client always finishes its epochs unless the federation says otherwise. Clients are sampled uniformly
+and count by their samples, as in the authors' code.
 """
 
 from typing import Any, Unpack
