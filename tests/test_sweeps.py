@@ -8,17 +8,25 @@ import fedjax_meta as fm
 from tests import problems
 
 KEY = jax.random.key(6)
-COMMON = {"cohort_size": 3, "batch_size": 32}
+COMMON = {"cohort_size": 3}
 SWEEPS = {
     "fedavg with fine-tuning": (
-        lambda a, b, **o: fm.fedavg(problems.task(), lr=a, finetune_epochs=1, **o),
+        lambda a, b, **o: fm.fedavg(problems.task(), lr=a, finetune_epochs=1, batch_size=32, **o),
         (0.05, 0.2),
         (0, 0),
     ),
-    "fedprox": (lambda a, b, **o: fm.fedprox(problems.task(), lr=a, prox_weight=b, epochs=2, **o), (0.05, 0.2), (0.0, 3.0)),
-    "maml": (lambda a, b, **o: fm.fedmeta(problems.task(), inner_lr=a, outer_lr=b, **o), (0.05, 0.2), (0.01, 0.03)),
+    "fedprox": (
+        lambda a, b, **o: fm.fedprox(problems.task(), lr=a, prox_weight=b, epochs=2, batch_size=32, **o),
+        (0.05, 0.2),
+        (0.0, 3.0),
+    ),
+    "maml": (
+        lambda a, b, **o: fm.fedmeta(problems.task(), inner_lr=a, outer_lr=b, batch_size=None, **o),
+        (0.05, 0.2),
+        (0.01, 0.03),
+    ),
     "meta-sgd with personal head": (
-        lambda a, b, **o: fm.fedmeta_per(problems.task(), inner_lr=a, outer_lr=b, learned_rates=True, **o),
+        lambda a, b, **o: fm.fedmeta_per(problems.task(), inner_lr=a, outer_lr=b, learned_rates=True, batch_size=None, **o),
         (0.05, 0.2),
         (0.01, 0.03),
     ),
