@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import masks
+from fedjax_meta import checks, masks
 from fedjax_meta.aggregate import mean
 from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, replicate, run_cohort, sample_cohort
@@ -95,8 +95,8 @@ class Trained(NamedTuple):
       weight: how much the client counts in that average, a scalar.
       metrics: diagnostics, a dict of scalars.
       memory: the client's memory for its next round, in the structure of `init_memory`.
-      pseudo_gradient: what the server's optimiser descends along, like `model`; `received - trained` when not given. An
-        algorithm whose clients send gradients gives them here.
+      pseudo_gradient: what the server's optimiser descends along, like `model`; the server's model minus the trained one when
+        not given. An algorithm whose clients send gradients gives them here, with that difference at the buffers.
       statistics: what else is averaged over the cohort, any pytree.
       statistics_weight: how much the client counts there: a scalar or a prefix tree of `statistics`; `weight` when not given.
       stacked: what the server must see of every client by itself, any pytree; it arrives as `[C, ...]`.
@@ -174,10 +174,10 @@ def federated(
         fresh memory when not given.
       init_memory: `model -> memory` of one client before its first round.
       init_extra: `model -> extra`, the server's.
-      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the new
-        model and the old `extra`. The mean is 0 where the weight is.
-      collaborate: `(key, state, cohort) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g. through a
-        client x client matrix (`aggregate.combine`). `state` has the new model and extra.
+      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the
+        new model and the old `extra`. The mean is 0 where the weight is.
+      collaborate: `(key, state, cohort) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g. through
+        a client x client matrix (`aggregate.combine`). `state` has the new model and extra.
       cohort_size: C, clients in a round.
       server_optimizer: steps along the averaged pseudo-gradient; replacement by the average (`optax.sgd(1.0)`) when not given.
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; one
@@ -186,8 +186,12 @@ def federated(
       lanes, devices: how the work is laid out, see `engine.run_cohort`.
 
     Raises:
-      ValueError: on `round`, a cohort larger than the population.
+      ValueError: a count below 1; on `round`, a cohort larger than the population.
     """
+    checks.count("cohort_size", cohort_size)
+    for name, value in (("lanes", lanes), ("devices", devices)):
+        if value is not None:
+            checks.count(name, value)
     server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     averaged = masks.everything_like(personal) if average_personal else masks.complement(personal)
     moved = masks.intersection(averaged, trainable)
@@ -218,13 +222,14 @@ def federated(
         trained = client(key, start, data.client(id_))
         descent = trained.pseudo_gradient
         if descent is None:
-            descent = jax.tree.map(jnp.subtract, start.model, trained.model)
+            # From the server's own leaves, also where the client began with its own: what is averaged is where they ended.
+            descent = jax.tree.map(jnp.subtract, state.model, trained.model)
         statistics_weight = trained.weight if trained.statistics_weight is None else trained.statistics_weight
         return ClientUpdate(
             upload=(masks.split(descent, averaged)[0], trained.statistics),
             weight=(trained.weight, statistics_weight),
             kept=(masks.split(trained.model, personal)[0], trained.memory),
-            outputs=(trained.metrics, trained.stacked, trained.weight > 0),
+            outputs=jax.tree.map(jnp.asarray, (trained.metrics, trained.stacked, trained.weight > 0)),
         )
 
     def step_server(state: State, descent: Any, returned: jax.Array) -> tuple[Any, Any]:
@@ -251,7 +256,8 @@ def federated(
         if update_extra is not None:
             state = state._replace(extra=update_extra(state, statistics, summed.weight[1]))
         if collaborate is not None:
-            kept = collaborate(collaborate_key, state, Cohort(ids, returned, *kept, stacked))
+            own, memory = kept
+            kept = collaborate(collaborate_key, state, Cohort(ids, returned, own, memory, stacked))
         personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
         seen = state.seen.at[ids].set(state.seen[ids] | returned)
         return state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1), RoundInfo(ids, metrics)
@@ -261,6 +267,7 @@ def federated(
             return new_client(key, state, support)
         if client is None:
             return personalize(key, Received(state.model, init_memory(state.model), state.extra, state.round), support)
+        checks.indices("client", client, state.seen.shape[0])
         own, memory = jax.tree.map(lambda leaf: leaf[client], (state.personal, state.memory))
         return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory), support)
 

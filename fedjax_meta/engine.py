@@ -1,8 +1,8 @@
 """The only place that knows about client axes, lanes and devices.
 
 A client rule is written for one client. `run_cohort` runs it for C clients: a group of `lanes` clients at a time under `vmap`,
-group after group in a loop that carries the weighted sum along, so that what will only be averaged is never stacked; on several
-devices each takes its share of the cohort, and one all-reduce adds the sums up.
+group after group in a loop that carries the weighted sum along, so that what will only be averaged is never stacked; on
+several devices each takes its share of the cohort, and one all-reduce adds the sums up.
 """
 
 from collections.abc import Callable

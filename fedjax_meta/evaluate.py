@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_meta import checks
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.engine import ClientUpdate, run_cohort
@@ -55,13 +56,19 @@ def evaluate(
       lanes, devices: as in `engine.run_cohort`.
 
     Raises:
-      ValueError: a view that the data do not have; known clients that outnumber those of the training.
+      ValueError: a view that the data do not have; known clients that outnumber those of the training; ids out of range;
+        targets that are no classes, or logits of another number of classes than the data have.
     """
     population = state.seen.shape[0]
     if known and data.num_clients > population:
         raise ValueError(f"known=True, but the data have {data.num_clients} clients and the training had {population}")
-    ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
+    checks.count("batch_size", batch_size)
     classes = data.num_classes
+    if classes == 0:
+        raise ValueError("the data have real targets (num_classes is 0): there are no classes to score")
+    if ids is not None:
+        checks.indices("ids", ids, data.num_clients)
+    ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
 
     def rule(key: Key, id_: jax.Array, _: Any, context: Any) -> ClientUpdate:
         state, data = context
@@ -73,10 +80,15 @@ def evaluate(
             confusion, total = carry
             batch = batches.get(t, 0)
             logits = algorithm.predict(variables, batch.x)
+            if logits.shape != (batch_size, classes):
+                raise ValueError(
+                    f"predict gives {logits.shape} for B={batch_size} samples, but the data have K={classes} classes "
+                    "(num_classes is the largest label plus 1 where the data were built without it)"
+                )
             losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
             cell = batch.y * classes + jnp.argmax(logits, -1)
             confusion = confusion.at[cell].add(batch.weight.astype(jnp.int32))
-            return confusion, total + jnp.sum(losses * batch.weight)
+            return confusion, total + jnp.sum(jnp.where(batch.weight > 0, losses * batch.weight, 0))
 
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)

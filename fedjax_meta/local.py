@@ -62,7 +62,10 @@ def train(
 
 
 def proximal(loss: Loss, anchor: Variables, weight: Any) -> Loss:
-    """The loss plus `weight / 2 * ||v - anchor||^2` over all floating-point leaves (FedProx; also Ditto, pFedMe, FedAMP)."""
+    """The loss plus `weight / 2 * ||v - anchor||^2` over all leaves (FedProx; also Ditto, pFedMe, FedAMP).
+
+    Leaves that are not trained, buffers among them, add to its value but not to its gradient.
+    """
 
     def regularised(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         value, moved_on = loss(variables, batch, key)

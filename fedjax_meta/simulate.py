@@ -5,6 +5,7 @@ goes on from a saved state is the run that was never stopped.
 """
 
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -134,7 +135,9 @@ def simulate(
 
     def measure(state: State, data: Any, key: Key) -> Any:
         key = jax.random.fold_in(key, state.round)
-        return {name: test(key, state, data[name]) for name, test in tests.items()}
+        # Each evaluator has a key of its own, which hangs on its name and not on what else is measured.
+        keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in tests}
+        return {name: test(keys[name], state, data[name]) for name, test in tests.items()}
 
     run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=place))
     run_measure = _Compiled(jax.jit(measure))
@@ -146,7 +149,8 @@ def simulate(
         lines: list[dict[str, np.ndarray]] = []
         while done < stop:
             count, clock = min(stretch, stop - done), time.perf_counter() - run_block.seconds
-            state, log = run_block(state, data, round_key, count)
+            # Waited for, so that the clock is right even where there is nothing to log.
+            state, log = jax.block_until_ready(run_block(state, data, round_key, count))
             lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
             done += count
             if on_progress is not None:

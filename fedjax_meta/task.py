@@ -56,7 +56,8 @@ class Task(NamedTuple):
 def weighted_mean(values: jax.Array, weight: jax.Array) -> jax.Array:
     """Mean of `values [B]` over the rows with weight; 0 when there are none, so that an empty batch moves nothing."""
     # What stands in a padded row may not even be a number (a label that is no class), and 0 times that is not 0.
-    return jnp.sum(jnp.where(weight > 0, values * weight, 0)) / jnp.maximum(jnp.sum(weight), 1)
+    total = jnp.sum(weight)
+    return jnp.sum(jnp.where(weight > 0, values * weight, 0)) / jnp.where(total > 0, total, 1)
 
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:

@@ -80,7 +80,9 @@ def test_state_of_clients_that_were_not_sampled_is_untouched(name):
     absent = np.setdiff1d(np.arange(len(problems.SIZES)), np.asarray(info.ids))
     assert absent.size == 2
     for old, new in ((before.personal, after.personal), (before.memory, after.memory), (before.seen, after.seen)):
-        assert problems.leaves_equal(jax.tree.map(lambda leaf: leaf[absent], old), jax.tree.map(lambda leaf: leaf[absent], new))
+        assert problems.leaves_equal(
+            jax.tree.map(lambda leaf: leaf[absent], old), jax.tree.map(lambda leaf: leaf[absent], new)
+        )
 
 
 @pytest.mark.parametrize("client", [2, None])

@@ -20,6 +20,11 @@ def test_weighted_mean_is_the_mean_of_the_real_rows(rows):
     )
 
 
+def test_weights_may_be_shares():
+    """Responsibilities of a mixture sum to less than 1 in a small batch, and the mean is still a mean."""
+    assert weighted_mean(jnp.array([2.0, 4.0]), jnp.array([0.1, 0.3])) == pytest.approx(3.5)
+
+
 def test_an_empty_batch_has_loss_and_gradient_zero():
     batch = Batch(None, jnp.array([0, 1]), jnp.zeros(2))
     loss, gradient = jax.value_and_grad(cross_entropy)(jnp.ones((2, 3)), batch)
