@@ -127,9 +127,7 @@ def fedmeta(
             batches = data["train"].epochs(buffer_key, batch_size or 256)
             trained = with_buffers(trained, local.train(buffer_key, task.loss, variables_of(trained), batches,
                                                         optax.set_to_zero(), trainable)[0])
-        gradient = None
-        if outer_at == "server":
-            gradient = masks.merge(result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
+        gradient = masks.merge(result.gradient, buffers) if outer_at == "server" else None
         metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
         return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
 
