@@ -8,6 +8,7 @@ from fedjax_meta.algorithms.fedavg import fedavg, fedper, local_only
 from fedjax_meta.algorithms.fedmeta import fedmeta, fedmeta_per
 from fedjax_meta.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedopt, fedyogi
 from fedjax_meta.algorithms.mtfl import fedavg_adam, fedbn, mtfl
+from fedjax_meta.algorithms.fedprox import fedprox
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
@@ -15,6 +16,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedper": fedper,
     "fedper_meta": partial(fedper, finetune_epochs=1),
     "local_only": local_only,
+    "fedprox": fedprox,
     "fedmeta_maml": fedmeta,
     "fedmeta_metasgd": partial(fedmeta, learned_rates=True),
     "fedmeta_per_maml": fedmeta_per,
@@ -42,6 +44,7 @@ __all__ = [
     "fedmeta_per",
     "fedopt",
     "fedper",
+    "fedprox",
     "fedyogi",
     "local_only",
     "mtfl",
