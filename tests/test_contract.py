@@ -18,10 +18,14 @@ from tests import problems
 KEY = jax.random.key(3)
 
 
+NEEDS_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
+
+
 @cache
 def build(name: str, **options) -> tuple[fm.Algorithm, Callable]:
     """An algorithm and its compiled round, shared by all tests of it: compilation is most of what they cost."""
-    algorithm = fm.ALGORITHMS[name](problems.task(), **({"cohort_size": 5, "devices": 1, "lanes": 1} | options))
+    task = problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
+    algorithm = fm.ALGORITHMS[name](task, **({"cohort_size": 5, "devices": 1, "lanes": 1} | options))
     return algorithm, jax.jit(algorithm.round)
 
 

@@ -28,7 +28,7 @@ def climber():
     def loss(variables, batch, key):
         return -jnp.sum(variables) * batch.x[0, 0], variables
 
-    return Task(lambda key: jnp.zeros(2), loss, lambda v, x: x + v)
+    return Task(lambda key: jnp.zeros(2), loss, lambda v, x: x + v[None])
 
 
 def fate(**by_client):

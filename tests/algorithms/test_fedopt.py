@@ -58,7 +58,7 @@ def quadratics():
     )
 
     def loss(variables, batch, key):
-        residual = batch.weight[:, None] * (variables - batch.x)
+        residual = batch.weight[:, None] * (variables[None] - batch.x)
         return 0.5 * jnp.sum(residual**2) / jnp.sum(batch.weight), variables
 
     task = Task(lambda key: jnp.zeros(4), loss, lambda v, x: jnp.zeros((x.shape[0], 1)))

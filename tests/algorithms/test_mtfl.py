@@ -195,7 +195,7 @@ def counting_task(samples):
     """The gradient of the loss counts visits: after SGD with rate 1, the weights are visits by batch size."""
 
     def loss(variables, batch, key):
-        return -jnp.sum(batch.weight @ jnp.where(batch.x == jnp.arange(samples), variables, 0)) / batch.weight.shape[0], variables
+        return -jnp.sum(batch.weight @ jnp.where(batch.x == jnp.arange(samples)[None], variables[None], 0)) / batch.weight.shape[0], variables
 
     return Task(lambda key: jnp.zeros(samples), loss, lambda v, x: jnp.zeros((x.shape[0], 1)))
 
@@ -253,7 +253,7 @@ def test_meta_learning_with_private_batch_norm(task, data, personal):
 
         def loss(params, x=x, y=y):
             h = jax.nn.relu(x @ params["fc1"]["kernel"].T + params["fc1"]["bias"])
-            h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) * params["bn1"]["scale"] + params["bn1"]["bias"]
+            h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) * params["bn1"]["scale"][None] + params["bn1"]["bias"]
             h = jax.nn.relu(h @ params["fc2"]["kernel"].T + params["fc2"]["bias"])
             logits = h @ params["head"]["kernel"].T + params["head"]["bias"]
             return optax.losses.softmax_cross_entropy_with_integer_labels(logits, y).mean()
