@@ -4,15 +4,15 @@
     python -m experiments.mtfl baselines --dataset mnist
     python -m experiments.mtfl shift --dataset mnist
 
-Expected is the paper's order (its numbers are curves): private gamma and beta, alone or with mu and sigma, reach the target in up
-to 5 times fewer rounds than federated averaging; FedAvg-Adam in up to 3 times fewer than FedAvg; private mu and sigma alone need
-more. A target that a run does not reach in its rounds is printed as "never". User accuracy is measured in every round on the
-clients of the cohort that are not noisy, before they train; "after training" is the accuracy over all of them after an epoch
-more on their own samples.
+Expected is the paper's order (its numbers are curves): private gamma and beta, alone or with mu and sigma, reach the target
+in up to 5 times fewer rounds than federated averaging; FedAvg-Adam in up to 3 times fewer than FedAvg; private mu and sigma
+alone need more. A target that a run does not reach in its rounds is printed as "never". User accuracy is measured in every
+round on the clients of the cohort that are not noisy, before they train; "after training" is the accuracy over all of them
+after an epoch more on their own samples.
 
-Rates: the paper's are not known but for its Figure 5 (0.3 on MNIST and 0.1 on CIFAR-10 for SGD clients) and the FedAvg-Adam rate
-of the authors' example on CIFAR-10 (0.003). `RATES` has those and, where there are none, ours. Targets are this library's choice
-as well: 0.97 and 0.65.
+Rates: the paper's are not known but for its Figure 5 (0.3 on MNIST and 0.1 on CIFAR-10 for SGD clients) and the FedAvg-Adam
+rate of the authors' example on CIFAR-10 (0.003). `RATES` has those and, where there are none, ours. Targets are this
+library's choice as well: 0.97 and 0.65.
 """
 
 import json
@@ -40,7 +40,12 @@ from fedjax_meta.task import Task, Variables
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-PRIVATE = {"none": "FL", "bn_stats": "MTFL, private mu sigma", "bn_affine": "MTFL, private gamma beta", "bn": "MTFL, both private"}
+PRIVATE = {
+    "none": "FL",
+    "bn_stats": "MTFL, private mu sigma",
+    "bn_affine": "MTFL, private gamma beta",
+    "bn": "MTFL, both private",
+}
 OPTIMIZERS = ("fedavg", "fedadam", "fedavg_adam")
 RATES = {
     ("mnist", "fedavg"): 0.3,
@@ -161,8 +166,7 @@ def report(name: str, runs: list[dict[str, Any]], target: float) -> str:
 
 
 HEADER = (
-    f"{'system':40} {'rounds to target':28} {'last':6} {'best':6} {'trained':6} {'MB':>7} {'min':>8} "
-    "down/train/up/aggregate %"
+    f"{'system':40} {'rounds to target':28} {'last':6} {'best':6} {'trained':6} {'MB':>7} {'min':>8} down/train/up/aggregate %"
 )
 
 
@@ -221,6 +225,7 @@ def chosen(given: str, allowed: tuple[str, ...]) -> list[str]:
 
 @app.command()
 def compare(
+    *,
     dataset: str = "mnist",
     clients: int = 200,
     share: float = 1.0,
@@ -248,6 +253,7 @@ def compare(
 
 @app.command()
 def baselines(
+    *,
     dataset: str = "mnist",
     clients: int = 200,
     share: float = 1.0,
@@ -283,9 +289,10 @@ def normalised(net: models.Network, variables: Variables, x: jax.Array) -> dict[
 def moved_by_aggregation(here: Setting, net: models.Network, private: str, state: State) -> dict[str, Any]:
     """How far aggregation moves activations on a client's own samples, with federated and with private batch norms.
 
-    All clients train from `state`; then the mean of their models replaces each client's, whole, or without its batch norms. For
-    each layer and channel of a client |mean after - mean before| and the same of the standard deviation; the means over channels
-    and clients, and the share of (client, channel) pairs for which private moves less than federated (S4's inequality (10)).
+    All clients train from `state`; then the mean of their models replaces each client's, whole, or without its batch norms.
+    For each layer and channel of a client |mean after - mean before| and the same of the standard deviation; the means over
+    channels and clients, and the share of (client, channel) pairs for which private moves less than federated (S4's
+    inequality (10)).
     """
     data = here.protocol.train
     sizes = jnp.asarray(data.sizes("train"))
@@ -334,6 +341,7 @@ def moved_by_aggregation(here: Setting, net: models.Network, private: str, state
 
 @app.command()
 def shift(
+    *,
     dataset: str = "mnist",
     clients: int = 200,
     rounds: str = "1,5,20",
@@ -348,7 +356,9 @@ def shift(
         algorithm = build(here, private, "fedavg")
         state: State | None = None
         for stop in stops:
-            state, _ = simulate(algorithm, here.protocol.train, key=jax.random.key(0), rounds=stop, eval_every=stop, state=state)
+            state, _ = simulate(
+                algorithm, here.protocol.train, key=jax.random.key(0), rounds=stop, eval_every=stop, state=state
+            )
             found = jax.jit(partial(moved_by_aggregation, here, net, private))(state)
             for layer, both in found.items():
                 numbers = {

@@ -76,7 +76,7 @@ def quantized(key: Any, tree: Any, bits: int) -> Any:
         level = jnp.floor((leaf - low) / width + jax.random.uniform(key, leaf.shape, leaf.dtype))
         return jnp.clip(low + level * width, low, high)
 
-    return structure.unflatten([one(jax.random.fold_in(key, i), leaf) for i, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(structure, [one(jax.random.fold_in(key, i), leaf) for i, leaf in enumerate(leaves)])
 
 
 def combine(matrix: jax.Array, stacked: Any) -> Any:

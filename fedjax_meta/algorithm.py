@@ -295,7 +295,8 @@ def federated(
             extra = update_extra(state, statistics, summed.weight[1])
             state = state._replace(extra=_where(jnp.any(reached), extra, state.extra))
         if collaborate is not None:
-            given = collaborate(collaborate_key, state, Cohort(ids, took_part & reached, *kept, stacked))
+            own, memory = kept
+            given = collaborate(collaborate_key, state, Cohort(ids, took_part & reached, own, memory, stacked))
             kept = given if participation is None else _where(reached, given, kept)
         personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
         seen = state.seen.at[ids].set(state.seen[ids] | took_part)
@@ -317,14 +318,11 @@ def federated(
 
         update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data))
         averages, statistics = update.upload
-        down = (masks.split(masks.split(state.model, personal)[1], moves[0])[0], state.extra)
-        apart = update.outputs[1]
+        down: Any = (masks.split(masks.split(state.model, personal)[1], moves[0])[0], state.extra)
+        apart: Any = update.outputs[1]
         if collaborate is not None:
-            stack = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), (*update.kept, apart)
-            )
-            flags = jax.ShapeDtypeStruct((cohort_size,), bool)
-            cohort = Cohort(jax.ShapeDtypeStruct((cohort_size,), jnp.int32), flags, *stack)
+            each = Cohort(jnp.zeros((), jnp.int32), jnp.zeros((), bool), update.kept[0], update.kept[1], apart)
+            cohort = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), each)
             read, given = _touched(collaborate, state, cohort)
             apart = (apart, masks.split(update.kept, read)[0])
             down = (*down, masks.split(update.kept, given)[0])
@@ -360,4 +358,5 @@ def _touched(collaborate: Callable[[Key, State, Cohort], Any], state: Any, cohor
     read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
     given = [out is not came for out, came in zip(jaxpr.outvars, received, strict=True)]
     moved = {id(out) for out, changed in zip(jaxpr.outvars, given, strict=True) if changed}
-    return structure.unflatten([id(came) in read | moved for came in received]), structure.unflatten(given)
+    seen = [id(came) in read | moved for came in received]
+    return jax.tree.unflatten(structure, seen), jax.tree.unflatten(structure, given)

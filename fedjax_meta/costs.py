@@ -1,8 +1,8 @@
 """What a round costs: bytes that a client receives and sends, and the wall-clock of a testbed of slow devices.
 
-Bytes follow from what an algorithm really exchanges (`Algorithm.exchange`): its masks, averaged optimiser slots, statistics and
-collaboration. They leave out a client's scalar weights and diagnostics. MTFL (arXiv 2007.09236, §5) gives the shares of download,
-training, upload and aggregation on a testbed of Raspberry Pis; `Testbed` models one.
+Bytes follow from what an algorithm really exchanges (`Algorithm.exchange`): its masks, averaged optimiser slots, statistics
+and collaboration. They leave out a client's scalar weights and diagnostics. MTFL (arXiv 2007.09236, §5) gives the shares of
+download, training, upload and aggregation on a testbed of Raspberry Pis; `Testbed` models one.
 """
 
 from typing import Any, NamedTuple
@@ -74,7 +74,8 @@ def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:
         return jax.grad(parameter_loss(task, buffers))(parameters, (Batch(*batch), jax.random.key(0)))
 
     index = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-    return float(jax.jit(gradient).lower(parameters, buffers, index).cost_analysis()["flops"])
+    counted: Any = jax.jit(gradient).lower(parameters, buffers, index).cost_analysis()
+    return float(counted["flops"])
 
 
 class Device(NamedTuple):

@@ -1,7 +1,7 @@
 """What becomes of clients that were asked: some do part of their work, return too late, or fail.
 
-A participation is a pure function `(key, client id) -> Participation`, an option of every algorithm. Weights are renormalised over
-those who return, because the server takes a mean over what comes in.
+A participation is a pure function `(key, client id) -> Participation`, an option of every algorithm. Weights are
+renormalised over those who return, because the server takes a mean over what comes in.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ class Participation(NamedTuple):
     """What becomes of ONE client in a round; every entry may be traced.
 
     Attributes:
-      work: share of its training steps that the client does, in [0, 1], rounded up to whole steps; with 0 it does not take part.
+      work: share of its training steps that the client does, in [0, 1], rounded up to whole steps; with 0 it does not take
+        part.
       returned: whether its upload reaches the server in time. One that is late keeps its own leaves and memory as trained.
       crashed: whether it fails: nothing reaches the server and what it kept stays as it was.
     """

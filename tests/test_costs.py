@@ -10,7 +10,7 @@ import pytest
 from fedjax_meta import aggregate, costs, masks, models, participation
 from fedjax_meta.algorithm import Received, Trained, federated
 from fedjax_meta.algorithms import fedavg, fedavg_adam, fedmeta_per, fedper, local_only, mtfl
-from fedjax_meta.costs import RASPBERRY_PIS, Device, Testbed, Traffic
+from fedjax_meta.costs import RASPBERRY_PIS, Device, Traffic
 from fedjax_meta.data.federated import from_clients
 from tests import problems
 
@@ -74,7 +74,9 @@ def rules(**overrides):
 
 def test_a_frozen_head_is_not_sent():
     def body_only(key, received: Received, data):
-        return Trained({**received.model, "body": jax.tree.map(lambda leaf: leaf - 1, received.model["body"])}, jnp.ones(()), {})
+        return Trained(
+            {**received.model, "body": jax.tree.map(lambda leaf: leaf - 1, received.model["body"])}, jnp.ones(()), {}
+        )
 
     sent = costs.traffic(federated(**rules(client=body_only)), problems.data())
     assert sent == Traffic(24 * FLOAT, 24 * FLOAT)  # 5 x 4 weights and 4 shifts of the body; the head has 15
@@ -132,8 +134,9 @@ def test_training_with_quantised_uploads_keeps_variances_positive():
     task = problems.normed_task()
     algorithm = fedavg_adam(task, private="none", upload_bits=3, cohort_size=5)
     state = algorithm.init(jax.random.key(0), problems.data())
+    step = jax.jit(algorithm.round)
     for r in range(3):
-        state, _ = jax.jit(algorithm.round)(jax.random.key(r), state, problems.data())
+        state, _ = step(jax.random.key(r), state, problems.data())
     assert np.all(np.asarray(state.model.variables["batch_stats"]["bn1"]["var"]) > 0)
     assert all(np.all(np.asarray(leaf) >= 0) for leaf in jax.tree.leaves(state.model.slots[0].nu))
     with pytest.raises(ValueError, match="upload_bits=0"):
@@ -148,7 +151,7 @@ def test_flops_of_a_dense_network(data):
 
 def test_time_of_a_round():
     slow, fast = Device("slow", 1, flops=1e6, down=100, up=50), Device("fast", 3, flops=4e6, down=100, up=100)
-    testbed = Testbed((slow, fast), aggregation=1000)
+    testbed = costs.Testbed((slow, fast), aggregation=1000)
     time = costs.round_time(Traffic(300, 200), 2e6, testbed, cohort_size=5)
     assert time == (3.0, 2.0, 4.0, 1.0) and time.total == 10
     assert time.shares == {"download": 0.3, "train": 0.2, "upload": 0.4, "aggregate": 0.1}
@@ -171,7 +174,7 @@ def test_the_papers_order_on_the_testbed(data):
 
 
 def test_bad_rates():
-    broken = Testbed((Device("broken", 1, flops=0.0, down=1, up=1),), 1.0)
+    broken = costs.Testbed((Device("broken", 1, flops=0.0, down=1, up=1),), 1.0)
     with pytest.raises(ValueError, match="rates"):
         costs.round_time(Traffic(1, 1), 1.0, broken, cohort_size=1)
     with pytest.raises(ValueError, match="cohort_size=0"):

@@ -120,7 +120,9 @@ def test_means_of_metrics_are_over_who_returned(data):
 
 
 def outcomes(rule, count=4000, client=0):
-    return jax.vmap(lambda key: jax.tree.map(jnp.asarray, rule(key, jnp.int32(client))))(jax.random.split(jax.random.key(0), count))
+    return jax.vmap(lambda key: jax.tree.map(jnp.asarray, rule(key, jnp.int32(client))))(
+        jax.random.split(jax.random.key(0), count)
+    )
 
 
 def test_unreliable_rates():

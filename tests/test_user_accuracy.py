@@ -14,15 +14,17 @@ from tests import problems
 def measured(excluded=(), builder=fedper, rounds=3, **options):
     algorithm = evaluate.with_user_accuracy(builder(problems.task(), lr=0.1, cohort_size=4, **options), excluded=excluded)
     state = algorithm.init(jax.random.key(0), problems.data())
+    step = jax.jit(algorithm.round)
     for r in range(rounds):
         before = state
-        state, info = jax.jit(algorithm.round)(jax.random.key(r), state, problems.data())
+        state, info = step(jax.random.key(r), state, problems.data())
     return algorithm, before, state, info
 
 
 def test_excluded_clients_do_not_count():
     algorithm, before, _, info = measured()
-    scores = evaluate.evaluate(algorithm, jax.random.key(0), before, problems.data(), query="test")
+    test = jax.jit(lambda state: evaluate.evaluate(algorithm, jax.random.key(0), state, problems.data(), query="test"))
+    scores = test(before)
     by_client = np.asarray(evaluate.accuracy(scores.confusion))
     ids = np.asarray(info.ids)
     assert float(info.metrics["user_accuracy"]) == pytest.approx(by_client[ids].mean())
@@ -36,16 +38,24 @@ def test_excluded_clients_do_not_count():
 def test_measuring_changes_no_training():
     plain = fedavg(problems.task(), lr=0.1, cohort_size=4)
     state = plain.init(jax.random.key(0), problems.data())
+    step = jax.jit(plain.round)
     for r in range(3):
-        state, _ = jax.jit(plain.round)(jax.random.key(r), state, problems.data())
+        state, _ = step(jax.random.key(r), state, problems.data())
     assert problems.leaves_equal(state, measured(builder=fedavg)[2])
 
 
 def test_it_is_recorded_for_every_round():
     algorithm = evaluate.with_user_accuracy(fedavg(problems.task(), lr=0.5, cohort_size=7))
-    _, records = simulate.simulate(algorithm, problems.data(), key=jax.random.key(0), rounds=12, eval_every=5)
+    _, records = simulate.simulate(algorithm, problems.data(), key=jax.random.key(0), rounds=5, eval_every=3)
     scores = np.concatenate([record.metrics["user_accuracy"] for record in records])
-    assert scores.shape == (12,) and scores[-1] > scores[0]
+    # Before any training it is the accuracy of the initial model, all clients taking part.
+    x, y, start, size = problems.data().x, problems.data().y, problems.data().start["test"], problems.data().size["test"]
+    model = problems.task().init(jax.random.split(jax.random.key(0), 3)[0])
+    hit = np.argmax(problems.task().predict(model, x), 1) == y
+    assert scores.shape == (5,) and scores[0] == pytest.approx(
+        np.mean([hit[a : a + n].mean() for a, n in zip(start, size, strict=True)])
+    )
+    assert len(set(scores.tolist())) > 1
 
 
 def test_bad_exclusions():

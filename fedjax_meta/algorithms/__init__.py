@@ -7,8 +7,8 @@ from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.algorithms.fedavg import fedavg, fedper, local_only
 from fedjax_meta.algorithms.fedmeta import fedmeta, fedmeta_per
 from fedjax_meta.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedopt, fedyogi
-from fedjax_meta.algorithms.mtfl import fedavg_adam, fedbn, mtfl
 from fedjax_meta.algorithms.fedprox import fedprox
+from fedjax_meta.algorithms.mtfl import fedavg_adam, fedbn, mtfl
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,

@@ -149,8 +149,11 @@ def fedmeta(
         shared = masks.split(state.model, personal_model)[1]
         scores = map_lanes(lambda part: adapt(key, masks.merge(part, shared), support)[1], state.personal)
         best = jnp.argmin(jnp.where(state.seen, scores, jnp.inf))
-        part = jax.tree.map(lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
-                            state.personal, masks.split(state.model, personal_model)[0])
+        part = jax.tree.map(
+            lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
+            state.personal,
+            masks.split(state.model, personal_model)[0],
+        )
         return adapt(key, masks.merge(part, shared), support)[0]
 
     personal_model = with_rates(own, own_rates)

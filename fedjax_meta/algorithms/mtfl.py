@@ -1,7 +1,7 @@
 """MTFL: batch-norm leaves stay with their client as its patches, and the clients' optimiser may be federated too.
 
 Mills, Hu, Min: "Multi-task federated learning for personalised deep neural networks in edge computing", arXiv 2007.09236 (S4),
-Algorithm 1 with the optimisers of its Table 1. FedBN: Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, arXiv 2102.07623.
+Algorithm 1 with the optimisers of its Table 1. FedBN: Li et al., ICLR 2021, arXiv 2102.07623.
 
 | paper | here | shape |
 |---|---|---|
@@ -12,8 +12,8 @@ Algorithm 1 with the optimisers of its Table 1. FedBN: Li, Jiang, Zhang, Kamp, D
 | E, B, steps of an epoch | `epochs`, `batch_size`; or `steps` of the cyclic feeder | |
 | n_k / n | `weighting="samples"` | `[C]` |
 
-Slots of private leaves are private. The step count is averaged with the rest; with a common number of steps it stays exact. The
-user accuracy of the paper is `evaluate.with_user_accuracy`.
+Slots of private leaves are private. The step count is averaged with the rest; with a common number of steps it stays exact.
+The user accuracy of the paper is `evaluate.with_user_accuracy`.
 
 Differs from the authors' code: slots begin at 0 and no step on an all-zero batch is taken to create them.
 """
@@ -72,8 +72,8 @@ def mtfl(
       task: what is learned.
       lr: learning rate of the clients; may be traced.
       optimizer: `lr -> optax transformation` of the clients.
-      federated_slots: clients download the optimiser's slots, go on from them, and send them back to be averaged (FedAvg-Adam);
-        else they start afresh in every round.
+      federated_slots: clients download the optimiser's slots, go on from them, and send them back to be averaged
+        (FedAvg-Adam); else they start afresh in every round.
       private: mask of the leaves that stay with their client.
       epochs: passes over the train view in a round, each batch at most `batch_size`.
       steps: take this many full batches instead, from an endless run of passes that goes on where the client's last round
@@ -85,7 +85,8 @@ def mtfl(
       **options: those of `federated`.
 
     Raises:
-      ValueError: a rate, size or count out of range, a mask that selects nothing in this model (batch norms where it has none).
+      ValueError: a rate, size or count out of range, a mask that selects nothing in this model (batch norms where it has
+        none).
     """
     checks.positive("lr", lr)
     checks.count("epochs", epochs)

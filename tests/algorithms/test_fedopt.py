@@ -67,15 +67,18 @@ def quadratics():
 
 def trained(algorithm, data, rounds=4):
     state = algorithm.init(jax.random.key(0), data)
+    step = jax.jit(algorithm.round)
     for r in range(rounds):
-        state, _ = jax.jit(algorithm.round)(jax.random.key(r), state, data)
+        state, _ = step(jax.random.key(r), state, data)
     return np.asarray(jax.tree.leaves(state.model)[0])
 
 
 OPTIONS = {"cohort_size": 3, "batch_size": 64, "lr": 0.5}
 
 
-@pytest.mark.parametrize(("builder", "rule", "b1"), [(fedadam, "adam", 0.9), (fedyogi, "yogi", 0.9), (fedadagrad, "adagrad", 0.0)])
+@pytest.mark.parametrize(
+    ("builder", "rule", "b1"), [(fedadam, "adam", 0.9), (fedyogi, "yogi", 0.9), (fedadagrad, "adagrad", 0.0)]
+)
 def test_rounds(quadratics, builder, rule, b1):
     task, data, _ = quadratics
     # Delta is the sample-weighted mean of 0.5 (centre - x), that is 0.5 (mean of all samples - x).

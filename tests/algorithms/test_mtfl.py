@@ -26,7 +26,9 @@ def data():
         x = (1 + i) * rng.normal(size=(n, 6)) + 2 * np.eye(6)[y] + i
         clients.append((x.astype(np.float32), y))
     sizes = np.array(SIZES)
-    return from_clients(clients, views={name: (0 * sizes, sizes) for name in ("train", "support", "query", "test", "test_support")})
+    return from_clients(
+        clients, views={name: (0 * sizes, sizes) for name in ("train", "support", "query", "test", "test_support")}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,8 @@ def test_private_statistics_train_bit_for_bit_like_none(task, data):
     # Only the test differs: each client normalises by its own statistics.
     i = int(np.argmax(np.asarray(b.seen)))
     mine, shared = (
-        algorithm.personalize(jax.random.key(0), state, data.client(i)["test"], i) for algorithm, state in ((private, b), (plain, a))
+        algorithm.personalize(jax.random.key(0), state, data.client(i)["test"], i)
+        for algorithm, state in ((private, b), (plain, a))
     )
     same(mine["params"], shared["params"])
     assert not np.allclose(mine["batch_stats"]["bn1"]["mean"], shared["batch_stats"]["bn1"]["mean"])
@@ -104,7 +107,9 @@ def test_statistics_never_go_through_an_adaptive_server(task, data):
     assert not np.allclose(plain.model["params"]["head"]["kernel"], adaptive.model["params"]["head"]["kernel"])
 
 
-@pytest.mark.parametrize("builder", [partial(fedadam, server_lr=1.0, epochs=20), partial(fedavg_adam, private="none", epochs=20)])
+@pytest.mark.parametrize(
+    "builder", [partial(fedadam, server_lr=1.0, epochs=20), partial(fedavg_adam, private="none", epochs=20)]
+)
 def test_variances_stay_positive(task, data, builder):
     """An average of the values is above 0; the old value less an average of differences may be rounded below it."""
     shrunk = task.init
@@ -187,7 +192,9 @@ def test_alike_clients_are_one(task):
     views = lambda n: {"train": (np.zeros(n, int), np.full(n, 16))}
     alone, many = from_clients([one], views=views(1)), from_clients([one] * 4, views=views(4))
     build = partial(fedavg_adam, task, lr=0.01, private="none", batch_size=16)
-    for a, b in zip(*(jax.tree.leaves(run(build(cohort_size=len(d.size["train"])), d).model) for d in (alone, many)), strict=True):
+    for a, b in zip(
+        *(jax.tree.leaves(run(build(cohort_size=len(d.size["train"])), d).model) for d in (alone, many)), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -195,7 +202,8 @@ def counting_task(samples):
     """The gradient of the loss counts visits: after SGD with rate 1, the weights are visits by batch size."""
 
     def loss(variables, batch, key):
-        return -jnp.sum(batch.weight @ jnp.where(batch.x == jnp.arange(samples)[None], variables[None], 0)) / batch.weight.shape[0], variables
+        named = jnp.where(batch.x == jnp.arange(samples)[None], variables[None], 0)
+        return -jnp.sum(batch.weight @ named) / batch.weight.shape[0], variables
 
     return Task(lambda key: jnp.zeros(samples), loss, lambda v, x: jnp.zeros((x.shape[0], 1)))
 
@@ -253,7 +261,9 @@ def test_meta_learning_with_private_batch_norm(task, data, personal):
 
         def loss(params, x=x, y=y):
             h = jax.nn.relu(x @ params["fc1"]["kernel"].T + params["fc1"]["bias"][None])
-            h = (h - h.mean(0)[None]) / jnp.sqrt(h.var(0)[None] + 1e-5) * params["bn1"]["scale"][None] + params["bn1"]["bias"][None]
+            h = (h - h.mean(0)[None]) / jnp.sqrt(h.var(0)[None] + 1e-5) * params["bn1"]["scale"][None] + params["bn1"]["bias"][
+                None
+            ]
             h = jax.nn.relu(h @ params["fc2"]["kernel"].T + params["fc2"]["bias"][None])
             logits = h @ params["head"]["kernel"].T + params["head"]["bias"][None]
             return optax.losses.softmax_cross_entropy_with_integer_labels(logits, y).mean()
