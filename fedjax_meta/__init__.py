@@ -32,8 +32,8 @@ from fedjax_meta.algorithms import (
     local_only,
     mtfl,
 )
-from fedjax_meta.participation import Participation
 from fedjax_meta.data.federated import FederatedData, federate, from_clients, train_test_views
+from fedjax_meta.participation import Participation
 from fedjax_meta.task import Batch, Task, classification
 
 __version__ = "0.1.0"
