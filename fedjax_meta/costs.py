@@ -2,7 +2,7 @@
 
 Bytes follow from what an algorithm really exchanges (`Algorithm.exchange`): its masks, averaged optimiser slots, statistics
 and collaboration. They leave out a client's scalar weights and diagnostics. MTFL (arXiv 2007.09236, §5) gives the shares of
-download, training, upload and aggregation on a testbed of Raspberry Pis; `Testbed` models one.
+download, training, upload and aggregation on a testbed of Raspberry Pis; `DeviceTestbed` models one.
 """
 
 from typing import Any, NamedTuple
@@ -35,8 +35,9 @@ def size_in_bytes(tree: Any, bits: int | None = None) -> int:
     """Bytes of a pytree of arrays or shapes; with `bits`, of its floating-point leaves after `aggregate.quantized`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> size_in_bytes({"a": jnp.ones(10), "b": jnp.ones(3)}), size_in_bytes({"a": jnp.ones(10), "b": jnp.ones(3)}, bits=4)
+      >>> import numpy as np
+      >>> tree = {"a": np.ones(10, np.float32), "b": np.ones(3, np.float32)}
+      >>> size_in_bytes(tree), size_in_bytes(tree, bits=4)
       (52, 23)
     """
     total = 0
@@ -95,14 +96,14 @@ class Device(NamedTuple):
     up: float
 
 
-class Testbed(NamedTuple):
+class DeviceTestbed(NamedTuple):
     """Client devices, and the bytes of uploads that the server averages in a second."""
 
     devices: tuple[Device, ...]
     aggregation: float
 
 
-RASPBERRY_PIS = Testbed(
+RASPBERRY_PIS = DeviceTestbed(
     (
         Device("Raspberry Pi 2B", share=0.5, flops=0.15e9, down=2.5e6, up=2.5e6),
         Device("Raspberry Pi 3B", share=0.5, flops=0.3e9, down=2.5e6, up=2.5e6),
@@ -131,7 +132,7 @@ class RoundTime(NamedTuple):
         return {name: value / self.total for name, value in self._asdict().items()}
 
 
-def client_times(bytes_: Traffic, flops: float, testbed: Testbed) -> list[RoundTime]:
+def client_times(bytes_: Traffic, flops: float, testbed: DeviceTestbed) -> list[RoundTime]:
     """What a client of each class of devices spends in a round of `flops` operations; without the server's part."""
     checks.positive("flops", flops)
     checks.positive("rates", [rate for device in testbed.devices for rate in device[1:]])
@@ -140,7 +141,7 @@ def client_times(bytes_: Traffic, flops: float, testbed: Testbed) -> list[RoundT
     ]
 
 
-def round_time(bytes_: Traffic, flops: float, testbed: Testbed, *, cohort_size: int) -> RoundTime:
+def round_time(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, cohort_size: int) -> RoundTime:
     """A synchronous round in which every class of devices has a client: the server waits for the slowest.
 
     Args:
@@ -162,7 +163,7 @@ def round_time(bytes_: Traffic, flops: float, testbed: Testbed, *, cohort_size: 
     return slowest._replace(aggregate=cohort_size * bytes_.up / testbed.aggregation)
 
 
-def seconds_by_client(bytes_: Traffic, flops: float, testbed: Testbed, *, num_clients: int) -> np.ndarray:
+def seconds_by_client(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, num_clients: int) -> np.ndarray:
     """`[N]`: how long each client takes for a round, classes dealt in turn by their shares; for `participation.deadline`."""
     checks.count("num_clients", num_clients)
     total = np.array([time.total for time in client_times(bytes_, flops, testbed)])

@@ -77,7 +77,7 @@ def deadline(seconds: Any, *, limit: Any, partial: bool) -> Rule:
     """Clients of known speed and a server that waits `limit` seconds for them.
 
     Args:
-      seconds: `[N]`, how long each client takes for a whole round (see `costs.Testbed`).
+      seconds: `[N]`, how long each client takes for a whole round (see `costs.DeviceTestbed`).
       limit: when the server stops waiting.
       partial: slow clients stop in time and send what they have, a share `limit / seconds` of their steps; else they are late.
 

@@ -151,7 +151,7 @@ def test_flops_of_a_dense_network(data):
 
 def test_time_of_a_round():
     slow, fast = Device("slow", 1, flops=1e6, down=100, up=50), Device("fast", 3, flops=4e6, down=100, up=100)
-    testbed = costs.Testbed((slow, fast), aggregation=1000)
+    testbed = costs.DeviceTestbed((slow, fast), aggregation=1000)
     time = costs.round_time(Traffic(300, 200), 2e6, testbed, cohort_size=5)
     assert time == (3.0, 2.0, 4.0, 1.0) and time.total == 10
     assert time.shares == {"download": 0.3, "train": 0.2, "upload": 0.4, "aggregate": 0.1}
@@ -174,7 +174,7 @@ def test_the_papers_order_on_the_testbed(data):
 
 
 def test_bad_rates():
-    broken = costs.Testbed((Device("broken", 1, flops=0.0, down=1, up=1),), 1.0)
+    broken = costs.DeviceTestbed((Device("broken", 1, flops=0.0, down=1, up=1),), 1.0)
     with pytest.raises(ValueError, match="rates"):
         costs.round_time(Traffic(1, 1), 1.0, broken, cohort_size=1)
     with pytest.raises(ValueError, match="cohort_size=0"):
