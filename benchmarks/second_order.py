@@ -129,8 +129,8 @@ def torch_cases(
 ) -> dict[str, Callable[[], Any]]:
     """The same meta-gradient in PyTorch, by `autograd.grad(create_graph=True)` and by nested `torch.func.grad`."""
     try:
-        import torch  # noqa: PLC0415
-        from torch import func, nn  # noqa: PLC0415
+        import torch
+        from torch import func, nn
     except ImportError:
         return {}
     if threads:
@@ -307,10 +307,10 @@ def shown(row: dict[str, Any]) -> list[str]:
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Time relative to first order against the error of the gradient, one line an estimator, one point a k."""
-    import matplotlib as mpl  # noqa: PLC0415
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for i, name in enumerate(dict.fromkeys(row["estimator"] for row in rows if "relative_error" in row)):

@@ -4,6 +4,7 @@ A checkpoint is a folder named by its round. It appears under that name only whe
 file with a digest taken when it was saved. Arrays are stored by orbax, which is imported only when it is needed.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -145,13 +146,14 @@ def write_text(path: str | os.PathLike, text: str) -> None:
       OSError: it could not be written; the old file is as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     other = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         other.write_text(text, encoding="utf-8")
         other.replace(path)
     except OSError as error:
-        other.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            other.unlink()
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 

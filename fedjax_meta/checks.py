@@ -52,6 +52,12 @@ def indices(name: str, values: Any, count: int) -> None:
         raise ValueError(f"{name}={values} must be integers in [0, {count})")
 
 
+def share(name: str, value: Any) -> None:
+    """Raises `ValueError` unless a concrete `value` lies in [0, 1]."""
+    if _concrete(value) and not 0 <= value <= 1:
+        raise ValueError(f"{name}={value} must lie between 0 and 1")
+
+
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises `ValueError` unless `value` is one of `allowed`."""
     if value not in allowed:

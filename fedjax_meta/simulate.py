@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
 
@@ -61,12 +61,13 @@ def run_rounds(
       most: static bound, the length of the metrics returned.
 
     Returns:
-      (state, for each metric the cohort's mean by round `[most]`, zero beyond `rounds`).
+      (state, for each metric the mean over who returned by round `[most]`, zero beyond `rounds`).
     """
 
     def step(state: State) -> tuple[State, dict[str, jax.Array]]:
         state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
-        return state, {name: jnp.mean(values) for name, values in info.metrics.items()}
+        # What a client that never returned has measured, the server does not know; where nobody did, the mean is no number.
+        return state, {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
 
     def body(i: Any, carry: Any) -> Any:
         state, log = carry
@@ -76,6 +77,10 @@ def run_rounds(
     shapes = jax.eval_shape(step, state)[1]
     log = {name: jnp.zeros(most, shape.dtype) for name, shape in shapes.items()}
     return jax.lax.fori_loop(0, rounds, body, (state, log))
+
+
+def _counted(values: jax.Array, info: RoundInfo) -> Any:
+    return True if info.returned is None or values.ndim == 0 else info.returned
 
 
 def schedule(rounds: int, eval_every: int) -> list[int]:

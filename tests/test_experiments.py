@@ -24,6 +24,13 @@ ROOT = Path(__file__).parent.parent
 HERE = ["--devices", "2", "--no-compile-cache"]
 
 
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    """The scripts run as they do from a shell, not with the stricter settings of the other tests."""
+    with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
+        yield
+
+
 # The tables of systems.
 
 
@@ -115,7 +122,7 @@ def numbers_of(folder):
 
 
 def test_a_whole_run_and_what_may_be_resumed(tmp_path):
-    """Table, report, figure and metrics; the same again is refused, --resume gives the same numbers, and other options do not."""
+    """Table, report, figure and metrics; the same again is refused, --resume gives the same numbers, other options do not."""
     out = tmp_path / "run"
     words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "2", "--eval-every", "1", *HERE]
     words += ["--out", str(out)]

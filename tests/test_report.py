@@ -17,7 +17,7 @@ CLIENTS, CLASSES = 6, 5
 
 @pytest.fixture(scope="module")
 def predictions():
-    """(true labels, predicted labels) of clients of unequal size that hold two classes each; some predictions are of others."""
+    """(true, predicted) labels of clients of unequal size that hold two classes each; some predictions are of others."""
     rng = np.random.default_rng(0)
     clients = []
     for client in range(CLIENTS):
@@ -38,7 +38,7 @@ def record(predictions, done=1, seconds=1.5):
 
 
 def test_compact_keeps_every_client(predictions):
-    """Accuracy and F1 of each client agree with scikit-learn's on the labels themselves, strays moved as the paper moves them."""
+    """Accuracy and F1 of each client agree with scikit-learn's on the labels, strays moved as the paper moves them."""
     row = json.loads(json.dumps(report.compact(record(predictions))))
     test = row["tests"]["a/local"]
     np.testing.assert_allclose(test["accuracy"], [accuracy_score(*pair) for pair in predictions], rtol=1e-6)

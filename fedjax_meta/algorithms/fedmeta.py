@@ -125,21 +125,16 @@ def fedmeta(
         updates, _ = optimizer.update(result.gradient, optimizer.init(parameters), parameters)
         trained = masks.merge(optax.apply_updates(parameters, updates), buffers)
         if has_buffers:
-            # Statistics stood still while the meta-gradient was taken; one pass over the client's samples moves them on.
-            batches = data["train"].epochs(order_key, batch_size or 256)
-            trained = with_buffers(
-                trained, local.train(buffer_key, task.loss, variables_of(trained), batches, optax.set_to_zero(), trainable)[0]
-            )
-        gradient = None
-        if outer_at == "server":
-            gradient = masks.merge(
-                result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1]
-            )
+            # Running statistics stood still while the meta-gradient was taken. They are for predictions, which the adapted model
+            # makes of samples it has not seen: one pass of it over the query view moves them on.
+            adapted = masks.merge(result.adapted, variables_of(buffers))
+            batches = data["query"].epochs(order_key, batch_size or 256)
+            moved_on, _ = local.train(buffer_key, task.loss, adapted, batches, optax.set_to_zero(), trainable)
+            variables = masks.merge(*(masks.split(v, trainable)[i] for i, v in enumerate((variables_of(trained), moved_on))))
+            trained = trained._replace(params=variables) if learned_rates else variables
+        gradient = masks.merge(result.gradient, buffers) if outer_at == "server" else None
         metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
         return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
-
-    def with_buffers(model: Any, variables: Variables) -> Any:
-        return model._replace(params=variables) if learned_rates else variables
 
     def adapt(key: Key, model: Any, support: ClientView) -> tuple[Variables, jax.Array]:
         """(adapted variables, score); what a test client does, and what a new client tries on every personal part."""

@@ -94,7 +94,11 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class ClientView:
-    """One named view of one client: `size` samples from `start` on in the flat arrays. `size` and `start` may be traced."""
+    """One named view of one client: `size` samples from `start` on in the flat arrays. `size` and `start` may be traced.
+
+    With `work`, a share in [0, 1] that may be traced, training stops early: `epochs`, `wrapped` and `full` give that share of
+    their steps, rounded up. Going through the view `in_order` is not training and is always whole.
+    """
 
     x: Any
     y: jax.Array
@@ -103,6 +107,11 @@ class ClientView:
     start: Any
     size: Any
     max_size: int
+    work: Any = None
+
+    def _done(self, steps: Any) -> Any:
+        # A third of nine steps is three, whatever binary makes of a third.
+        return steps if self.work is None else jnp.ceil(self.work * steps - 1e-3).astype(jnp.int32)
 
     def take(self, index: jax.Array, weight: jax.Array) -> Batch:
         """The samples `index [B]`, counted inside the view, decoded to the numbers that a model reads.
@@ -132,7 +141,7 @@ class ClientView:
             index = position * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
             return self.take(permuted(keys[epoch], index, size), index < size)
 
-        return Batches(get, a_pass * epochs, max_pass * epochs)
+        return Batches(get, self._done(a_pass * epochs), max_pass * epochs)
 
     def wrapped(self, key: Key, batch_size: int, steps: int, first: Any = 0) -> Batches:
         """`steps` full batches from an endless run of shuffled passes, beginning `first` samples into it.
@@ -148,7 +157,7 @@ class ClientView:
             keys = jax.vmap(lambda epoch: round_keys(jax.random.fold_in(key, epoch)))(position // size)
             return self.take(permuted(keys, position % size, size), jnp.ones(batch_size))
 
-        return Batches(get, steps, steps)
+        return Batches(get, self._done(steps), steps)
 
     def in_order(self, batch_size: int) -> Batches:
         """One pass in storage order, as steps of at most `batch_size` samples: for evaluation and statistics."""
@@ -163,7 +172,8 @@ class ClientView:
 
     def full(self, steps: int = 1, chunk_size: int = 256) -> Batches:
         """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
-        return self.in_order(min(chunk_size, self.max_size)).as_one_step(steps)
+        batches = self.in_order(min(chunk_size, self.max_size)).as_one_step(steps)
+        return dataclasses.replace(batches, steps=self._done(steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +186,10 @@ class ClientData:
         if name not in self.views:
             raise ValueError(f"the data have no view {name!r}; they have {', '.join(self.views)}")
         return self.views[name]
+
+    def working(self, share: Any) -> "ClientData":
+        """The same samples for a client that does this share of its training steps."""
+        return ClientData({name: dataclasses.replace(view, work=share) for name, view in self.views.items()})
 
 
 @partial(
