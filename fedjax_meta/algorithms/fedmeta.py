@@ -34,6 +34,40 @@ from fedjax_meta.engine import map_lanes
 from fedjax_meta.task import Key, Task, Variables
 
 
+Draw = Callable[[Key, ClientData, Any], tuple[Any, Any]]
+"""`(key, data, step) -> (support, query)`: what the meta-step of that number, of one client, adapts on and is judged by.
+
+The key is the same in all steps of a round. Support and query are whatever the estimator takes: `Batches`, for the support
+also `meta.WithHessian`, for Reptile's query `None`.
+"""
+
+
+def query_batches(data: ClientData, batch_size: int | None) -> Batches:
+    """The whole query view as one step; with a batch size, every batch of it counts alike, as in S0's code."""
+    return data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None)
+
+
+def _keyed(key: Key, support: Any, query: Any) -> tuple[Any, Any]:
+    """Support and query with a key of its own for every batch."""
+    support_key, hessian_key, query_key = jax.random.split(key, 3)
+    if isinstance(support, meta.WithHessian):
+        support = meta.WithHessian(support.support.keyed(support_key), support.hessian.keyed(hessian_key))
+    else:
+        support = support.keyed(support_key)
+    return support, None if query is None else query.keyed(query_key)
+
+
+def _pulled(loss: meta.ScalarLoss, anchor: Any, weight: Any) -> meta.ScalarLoss:
+    """The loss plus `weight / 2 ||phi - anchor||^2`."""
+
+    def regularised(phi: Any, batch: Any) -> jax.Array:
+        value = loss(phi, batch)
+        distance = optax.tree.norm(optax.tree.sub(phi, anchor), squared=True)
+        return value + (weight / 2 * distance).astype(value.dtype)
+
+    return regularised
+
+
 def fedmeta(
     task: Task,
     *,
@@ -45,6 +79,9 @@ def fedmeta(
     outer_at: str = "client",
     batch_size: int | None = 32,
     inner_steps: int = 1,
+    meta_steps: int = 1,
+    draw: Draw | None = None,
+    test_prox_weight: Any = None,
     adapts: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
     personal_rates: masks.MaskSpec | None = None,
@@ -60,11 +97,16 @@ def fedmeta(
       outer_lr: beta, the rate of the meta-update.
       learned_rates: learn one inner rate a parameter (Meta-SGD); else MAML.
       estimator: how the meta-gradient is found, a function of the inner rule: `meta.exact`, `meta.first_order`, ...
-      outer_optimizer: `outer_lr -> optax transformation`, started fresh in every round, one step of which is the meta-update.
+      outer_optimizer: `outer_lr -> optax transformation`, started fresh in every round; its step is the meta-update.
       outer_at: "client" (S0: the client steps and sends its model) or "server" (the client sends the gradient, which the
         `server_optimizer` descends; personal leaves still step at the client).
       batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
       inner_steps: passes over the support view, or full-batch steps when `batch_size` is `None`.
+      meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
+      draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then speak
+        of tests alone. See `Draw`.
+      test_prox_weight: pulls a test client's adaptation back to where it starts, by `test_prox_weight / 2 ||phi - theta||^2`
+        in its loss (iMAML); nothing does when not given.
       adapts: mask of the leaves that adaptation moves ("head" is ANIL).
       personal: mask of the leaves that stay with their client: "none" is FedMeta, "head" FedMeta-Per.
       personal_rates: mask of the learned rates that stay; those of the personal leaves when not given.
@@ -81,7 +123,14 @@ def fedmeta(
     checks.count("inner_steps", inner_steps)
     if batch_size is not None:
         checks.count("batch_size", batch_size)
+    checks.count("meta_steps", meta_steps)
+    if test_prox_weight is not None:
+        checks.not_negative("test_prox_weight", test_prox_weight)
     checks.one_of("outer_at", outer_at, ("client", "server"))
+    if outer_at == "server" and meta_steps > 1:
+        raise ValueError(
+            f"meta_steps={meta_steps} needs outer_at='client': a client that sends its gradient takes one meta-step"
+        )
     checks.one_of("score", score, ("online", "fitted"))
     if personal_rates is not None and not learned_rates:
         raise ValueError("personal_rates needs learned_rates=True: there are no rates to keep otherwise")
@@ -108,29 +157,48 @@ def fedmeta(
     trainable_model = with_rates(trainable, trainable)
 
     def inner_batches(key: Key, support: ClientView) -> Batches:
-        order_key, key = jax.random.split(key)
-        batches = support.full(inner_steps) if batch_size is None else support.epochs(order_key, batch_size, inner_steps)
-        return batches.keyed(key)
+        return support.full(inner_steps) if batch_size is None else support.epochs(key, batch_size, inner_steps)
+
+    def views(key: Key, data: ClientData, step: Any) -> tuple[Any, Any]:
+        return inner_batches(jax.random.fold_in(key, step), data["support"]), query_batches(data, batch_size)
+
+    draws = views if draw is None else draw
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model = received.model
-        support_key, query_key, buffer_key = jax.random.split(key, 3)
-        support = inner_batches(support_key, data["support"])
-        query = data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None).keyed(query_key)
+        draw_key, loss_key, buffer_key = jax.random.split(key, 3)
         parameters, buffers = masks.split(model, trainable_model)
-        result = meta_gradient(local.parameter_loss(task, variables_of(buffers)), parameters, support, query)
+        loss = local.parameter_loss(task, variables_of(buffers))
         optimizer = outer_optimizer(outer_lr)
-        updates, _ = optimizer.update(result.gradient, optimizer.init(parameters), parameters)
-        trained = masks.merge(optax.apply_updates(parameters, updates), buffers)
+
+        def meta_step(t: Any, carry: Any) -> Any:
+            parameters, slots, total, _ = carry
+            support, query = draws(draw_key, data, t)
+            result = meta_gradient(loss, parameters, *_keyed(jax.random.fold_in(loss_key, t), support, query))
+            updates, slots = optimizer.update(result.gradient, slots, parameters)
+            # Reptile may go without a query, and is then judged by its support loss.
+            losses = {
+                "loss": result.info.support_loss if query is None else result.info.query_loss,
+                "support_loss": result.info.support_loss,
+            }
+            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, losses)
+            return optax.apply_updates(parameters, updates), slots, total, (result.adapted, result.gradient)
+
+        nothing = {"loss": jnp.zeros(()), "support_loss": jnp.zeros(())}
+        carry = (parameters, optimizer.init(parameters), nothing, (variables_of(parameters), parameters))
+        carry = meta_step(0, carry) if meta_steps == 1 else jax.lax.fori_loop(0, meta_steps, meta_step, carry)
+        moved, _, total, (_, sent) = carry
+        trained = masks.merge(moved, buffers)
         if has_buffers:
             # Statistics stood still while the meta-gradient was taken; one pass over the client's samples moves them on.
             batches = data["train"].epochs(buffer_key, batch_size or 256)
-            trained = with_buffers(trained, local.train(buffer_key, task.loss, variables_of(trained), batches,
-                                                        optax.set_to_zero(), trainable)[0])
+            trained = with_buffers(
+                trained, local.train(buffer_key, task.loss, variables_of(trained), batches, optax.set_to_zero(), trainable)[0]
+            )
         gradient = None
         if outer_at == "server":
-            gradient = masks.merge(result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
-        metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
+            gradient = masks.merge(sent, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
+        metrics = jax.tree.map(lambda line: line / meta_steps, total)
         return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
 
     def with_buffers(model: Any, variables: Variables) -> Any:
@@ -139,8 +207,9 @@ def fedmeta(
     def adapt(key: Key, model: Any, support: ClientView) -> tuple[Variables, jax.Array]:
         """(adapted variables, score); what a test client does, and what a new client tries on every personal part."""
         parameters, buffers = masks.split(model, trainable_model)
-        loss = local.parameter_loss(task, variables_of(buffers))
-        adapted, online = meta.adapt(loss, parameters, inner_batches(key, support), inner)
+        loss, order_key, key = local.parameter_loss(task, variables_of(buffers)), *jax.random.split(key)
+        pulled = loss if test_prox_weight is None else _pulled(loss, variables_of(parameters), test_prox_weight)
+        adapted, online = meta.adapt(pulled, parameters, inner_batches(order_key, support).keyed(key), inner)
         if score == "fitted":
             fitted = support.in_order(batch_size or 256).as_one_step().keyed(key)
             online = fitted.mean(lambda pair: loss(adapted, pair), 0)
@@ -151,8 +220,11 @@ def fedmeta(
         shared = masks.split(state.model, personal_model)[1]
         scores = map_lanes(lambda part: adapt(key, masks.merge(part, shared), support)[1], state.personal)
         best = jnp.argmin(jnp.where(state.seen, scores, jnp.inf))
-        part = jax.tree.map(lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
-                            state.personal, masks.split(state.model, personal_model)[0])
+        part = jax.tree.map(
+            lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
+            state.personal,
+            masks.split(state.model, personal_model)[0],
+        )
         return adapt(key, masks.merge(part, shared), support)[0]
 
     personal_model = with_rates(own, own_rates)
@@ -171,3 +243,29 @@ def fedmeta(
 def fedmeta_per(task: Task, *, personal: masks.MaskSpec = "head", **options: Any) -> Algorithm:
     """FedMeta-Per: FedMeta whose last layers stay with their client (S0). `options` are those of `fedmeta`."""
     return fedmeta(task, personal=personal, **options)
+
+
+def fedmeta_server(
+    task: Task,
+    *,
+    outer_lr: Any = 0.001,
+    outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    cohort_size: int = 5,
+    **options: Any,
+) -> Algorithm:
+    """FedMeta as S1 writes it: clients send gradients, and the server takes theta - beta sum_i g_i, a sum over its cohort.
+
+    `outer_optimizer(outer_lr)` lives at the server, so that its state lasts from round to round; other options are those of
+    `fedmeta`, whose mean over the cohort is turned into the sum.
+    """
+    checks.count("cohort_size", cohort_size)
+    server = optax.chain(optax.scale(cohort_size), outer_optimizer(outer_lr))
+    return fedmeta(
+        task,
+        **{"weighting": "uniform"} | options,
+        outer_at="server",
+        outer_lr=outer_lr,
+        outer_optimizer=outer_optimizer,
+        server_optimizer=server,
+        cohort_size=cohort_size,
+    )
