@@ -33,7 +33,6 @@ from fedjax_meta.data.federated import Batches, ClientData, ClientView
 from fedjax_meta.engine import map_lanes
 from fedjax_meta.task import Key, Task, Variables
 
-
 Draw = Callable[[Key, ClientData, Any], tuple[Any, Any]]
 """`(key, data, step) -> (support, query)`: what the meta-step of that number, of one client, adapts on and is judged by.
 
