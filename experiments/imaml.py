@@ -43,7 +43,7 @@ SYSTEMS = {
     **{f"imaml_cg{k}": System(f"iMAML, CG {k}", "imaml", "inner_epochs", {**RATES, "cg_steps": k}) for k in (1, 5, 10)},
     **{
         f"published_cg{k}": System(
-            f"iMAML as in the published code, CG {k}", "imaml", "inner_epochs", {**RATES, **FL_IMAML, "cg_steps": k}
+            f"iMAML as published, CG {k}", "imaml", "inner_epochs", {**RATES, **FL_IMAML, "cg_steps": k}
         )
         for k in (1, 5, 10)
     },
@@ -70,9 +70,9 @@ LOGGED: dict[str, dict[int, dict[str, float]]] = {
     }.items()
 }
 NOTES = (
-    "The logged numbers of iMAML are those of a code whose gradient is another one: it takes the Hessian on the n query batches, "
-    "with the proximal term inside, so that the system it solves is (1 + n) v + sum_b H_b v / lambda, and its right side is the "
-    "gradient of the last query batch alone, proximal term included. The rows `published_cg*` solve that system.",
+    "The logged numbers of iMAML are those of a code whose gradient is another one: it takes the Hessian on the n query "
+    "batches, with the proximal term inside, so that the system it solves is (1 + n) v + sum_b H_b v / lambda, and its right "
+    "side is the gradient of the last query batch alone, proximal term included. The rows `published_cg*` solve that system.",
     "S1 prints Reptile with the sign reversed; here the server moves towards the adapted models, half of the way.",
     "Rates are those of the published code for all systems; its step for MAML is not logged, and is taken to be the same.",
     "Peak memory is what XLA plans for one round of one client at a time on one device, beside data, model and state.",
@@ -202,7 +202,7 @@ def _logged(dataset: str, epochs: int, system: str) -> str:
 
 
 def draw(path: Path, points: Sequence[Point], *, title: str, dataset: str) -> None:
-    """Accuracy of new clients, time and peak memory of a round against inner epochs, one line a system; what was logged, hollow."""
+    """New clients' accuracy, time and peak memory of a round by inner epochs, a line a system; logged values are hollow."""
     from matplotlib.figure import Figure
 
     systems = list(dict.fromkeys(p.system for p in points))
@@ -261,8 +261,8 @@ def main(
 ) -> None:
     """Trains every system at every number of inner epochs, and prints accuracy, time a round and peak memory.
 
-    50 clients with two classes each train, 5 a round, for 200 rounds; 30 clients with other pairs of classes, never seen, adapt
-    for E epochs and are tested. The system of iMAML pulls them back to the model that they received, as in training.
+    50 clients with two classes each train, 5 a round, for 200 rounds; 30 clients with other pairs of classes, never seen,
+    adapt for E epochs and are tested. iMAML pulls them back to the model that they received, as in training.
 
     The folder --out gets report.md, figure.png, metrics.json, costs.json and the last states of every run.
 

@@ -20,10 +20,16 @@ ALL = {"cohort_size": 7, "devices": 1, "inner_lr": 0.2, "outer_lr": 0.3}
 
 def gradient(w, view):
     """Gradient of the problem's loss over a whole view."""
-    batch = view.take(jnp.arange(view.size), jnp.ones(view.size))
+    index = jnp.arange(view.max_size)
+    return _gradient(w, view.take(index, index < view.size))
+
+
+@jax.jit
+def _gradient(w, batch):
     return jax.grad(lambda w: problems.task().loss(w, batch, KEY)[0])(w)
 
 
+@jax.jit
 def plus(a, scale, b):
     return jax.tree.map(lambda x, y: x + scale * y, a, b)
 
@@ -110,7 +116,7 @@ def test_three_batches_share_no_sample_unless_the_client_has_too_few(size, times
 
 
 def test_every_local_step_draws_afresh_and_gives_each_batch_its_role():
-    # The "gradient" that this estimator returns counts who was in b0, b1 and b2, so the model after a round is a protocol of it.
+    # The "gradient" that this estimator returns counts who was in b0, b1 and b2: the model after a round is their list.
     size = 40
     data = fm.from_clients(
         [(np.arange(size)[:, None] / 1.0, np.zeros(size, int))], num_classes=2, views={"train": ([0], [size])}

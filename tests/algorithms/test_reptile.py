@@ -120,7 +120,7 @@ def test_reptile_takes_server_momentum_sample_weights_and_a_private_head():
     after = rounds(algorithm, 1, start)
     assert problems.leaves_equal(after.model["head"], start.model["head"])
     heads = after.personal["head"]["w"]
-    assert float(jnp.min(jnp.max(jnp.abs(heads - start.model["head"]["w"]), (1, 2)))) > 1e-4
+    assert float(jnp.min(jnp.max(jnp.abs(heads - start.personal["head"]["w"]), (1, 2)))) > 1e-4
     assert problems.distance(after.model["body"], start.model["body"]) > 1e-4
     assert problems.distance(after.optimizer, start.optimizer) > 1e-4
 
