@@ -258,9 +258,9 @@ def main(
 ) -> None:
     """Redraws S3's figure: three systems, every set, error bars over runs.
 
-    A fifth of the users takes part in a round: 6 of 30 on synthetic sets, 10 of 50 on images. The runs of a system are one axis
-    of one program. The folder --out gets report.md, figure.png and metrics.json, which is written after every system; --resume
-    goes on with the systems that are not in it.
+    A fifth of the users takes part in a round: 6 of 30 on synthetic sets, 10 of 50 on images. The runs of a system are one
+    axis of one program. The folder --out gets report.md, figure.png and metrics.json, which is written after every system;
+    --resume goes on with the systems that are not in it.
 
     Examples:
 
