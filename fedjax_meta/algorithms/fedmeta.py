@@ -75,6 +75,7 @@ def fedmeta(
     learned_rates: bool = False,
     estimator: Callable[[meta.Inner], meta.Estimator] = meta.exact,
     outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.adam,
+    outer_slots: str = "fresh",
     outer_at: str = "client",
     batch_size: int | None = 32,
     inner_steps: int = 1,
@@ -97,6 +98,9 @@ def fedmeta(
       learned_rates: learn one inner rate a parameter (Meta-SGD); else MAML.
       estimator: how the meta-gradient is found, a function of the inner rule: `meta.exact`, `meta.first_order`, ...
       outer_optimizer: `outer_lr -> optax transformation`, started fresh in every round; its step is the meta-update.
+      outer_slots: "kept" lets a client keep the outer optimiser's state (Adam's moments) of its personal leaves from round to
+        round, where S0 starts it afresh; with "averaged" that of the shared leaves, learned rates among them, is averaged over
+        the cohort and goes on too (FedAvg-Adam).
       outer_at: "client" (S0: the client steps and sends its model) or "server" (the client sends the gradient, which the
         `server_optimizer` descends; personal leaves still step at the client).
       batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
@@ -130,6 +134,9 @@ def fedmeta(
         raise ValueError(
             f"meta_steps={meta_steps} needs outer_at='client': a client that sends its gradient takes one meta-step"
         )
+    checks.one_of("outer_slots", outer_slots, ("fresh", "kept", "averaged"))
+    if outer_slots == "averaged" and outer_at == "server":
+        raise ValueError("outer_slots='averaged' needs outer_at='client': at a server, server_optimizer has the state")
     checks.one_of("score", score, ("online", "fitted"))
     if personal_rates is not None and not learned_rates:
         raise ValueError("personal_rates needs learned_rates=True: there are no rates to keep otherwise")
@@ -162,19 +169,37 @@ def fedmeta(
         return inner_batches(jax.random.fold_in(key, step), data["support"]), query_batches(data, batch_size)
 
     draws = views if draw is None else draw
+    optimizer = outer_optimizer(outer_lr)
+
+    def outer_step(gradient: Any, slots: Any, parameters: Any) -> tuple[Any, Any]:
+        if outer_slots == "fresh":
+            return optimizer.update(gradient, slots, parameters)
+        both = [masks.split(tree, personal_model) for tree in (gradient, parameters)]
+        own, own_slots = optimizer.update(both[0][0], slots[0], both[1][0])
+        shared, shared_slots = optimizer.update(both[0][1], slots[1], both[1][1])
+        return masks.merge(own, shared), (own_slots, shared_slots)
+
+    def fresh_slots(model: Any) -> Any:
+        parameters = masks.split(model, trainable_model)[0]
+        if outer_slots == "fresh":
+            return optimizer.init(parameters)
+        own, shared = masks.split(parameters, personal_model)
+        return optimizer.init(own), optimizer.init(shared)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model = received.model
         draw_key, loss_key, buffer_key = jax.random.split(key, 3)
         parameters, buffers = masks.split(model, trainable_model)
         loss = local.parameter_loss(task, variables_of(buffers))
-        optimizer = outer_optimizer(outer_lr)
+        slots = fresh_slots(model)
+        if outer_slots != "fresh":
+            slots = received.memory, received.extra if outer_slots == "averaged" else slots[1]
 
         def meta_step(t: Any, carry: Any) -> Any:
             parameters, slots, total, _ = carry
             support, query = draws(draw_key, data, t)
             result = meta_gradient(loss, parameters, *_keyed(jax.random.fold_in(loss_key, t), support, query))
-            updates, slots = optimizer.update(result.gradient, slots, parameters)
+            updates, slots = outer_step(result.gradient, slots, parameters)
             # Reptile may go without a query, and is then judged by its support loss.
             losses = {
                 "loss": result.info.support_loss if query is None else result.info.query_loss,
@@ -184,9 +209,9 @@ def fedmeta(
             return optax.apply_updates(parameters, updates), slots, total, (result.adapted, result.gradient)
 
         nothing = {"loss": jnp.zeros(()), "support_loss": jnp.zeros(())}
-        carry = (parameters, optimizer.init(parameters), nothing, (variables_of(parameters), parameters))
+        carry = (parameters, slots, nothing, (variables_of(parameters), parameters))
         carry = meta_step(0, carry) if meta_steps == 1 else jax.lax.fori_loop(0, meta_steps, meta_step, carry)
-        moved, _, total, (_, sent) = carry
+        moved, slots, total, (_, sent) = carry
         trained = masks.merge(moved, buffers)
         if has_buffers:
             # Statistics stood still while the meta-gradient was taken; one pass over the client's samples moves them on.
@@ -198,7 +223,22 @@ def fedmeta(
         if outer_at == "server":
             gradient = masks.merge(sent, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
         metrics = jax.tree.map(lambda line: line / meta_steps, total)
-        return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
+        return Trained(
+            trained,
+            client_weight(weighting, data),
+            metrics,
+            memory=() if outer_slots == "fresh" else slots[0],
+            pseudo_gradient=gradient,
+            # A mean of step counts is no integer: it is taken in floating point, and rounded at the server.
+            statistics=jax.tree.map(lambda leaf: leaf.astype(float), slots[1]) if outer_slots == "averaged" else (),
+        )
+
+    def average_slots(state: State, mean: Any, weight: Any) -> Any:
+        def like(old: jax.Array, new: jax.Array) -> jax.Array:
+            rounded = new if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(new)
+            return jnp.where(weight > 0, rounded.astype(old.dtype), old)
+
+        return jax.tree.map(like, state.extra, mean)
 
     def with_buffers(model: Any, variables: Variables) -> Any:
         return model._replace(params=variables) if learned_rates else variables
@@ -235,6 +275,9 @@ def fedmeta(
         personal=personal_model,
         trainable=trainable_model,
         new_client=new_client if any(jax.tree.leaves(personal_model)) else None,
+        init_memory=lambda model: () if outer_slots == "fresh" else fresh_slots(model)[0],
+        init_extra=lambda model: fresh_slots(model)[1] if outer_slots == "averaged" else (),
+        update_extra=average_slots if outer_slots == "averaged" else None,
         **options,
     )
 
