@@ -25,12 +25,17 @@ from fedjax_meta.algorithms import (
     fedbn,
     fedmeta,
     fedmeta_per,
+    fedmeta_server,
     fedopt,
     fedper,
     fedprox,
     fedyogi,
+    imaml,
     local_only,
     mtfl,
+    perfedavg,
+    perfedavg_reptile,
+    reptile,
 )
 from fedjax_meta.data.federated import FederatedData, federate, from_clients, train_test_views
 from fedjax_meta.participation import Participation

@@ -38,6 +38,7 @@ def fedavg(
     batch_size: int = 32,
     finetune_epochs: int = 0,
     finetune: masks.MaskSpec = "all",
+    finetune_full_batch: bool = False,
     personal: masks.MaskSpec = "none",
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
@@ -52,6 +53,7 @@ def fedavg(
       batch_size: samples a step; the last batch of a pass may be smaller.
       finetune_epochs: passes over the support view before a client predicts; 0 tests the model as it is.
       finetune: mask of the leaves that fine-tuning moves.
+      finetune_full_batch: take `finetune_epochs` steps on the whole support view instead (S3's "one update").
       personal: mask of the leaves that stay with their client; "all" is local-only training.
       weighting: "samples", "query" or "uniform".
       **options: those of `federated`.
@@ -77,7 +79,10 @@ def fedavg(
         if finetune_epochs == 0:
             return received.model
         order_key, key = jax.random.split(key)
-        batches = support.epochs(order_key, batch_size, finetune_epochs)
+        if finetune_full_batch:
+            batches = support.full(finetune_epochs)
+        else:
+            batches = support.epochs(order_key, batch_size, finetune_epochs)
         return local.train(key, task.loss, received.model, batches, optimizer(lr), moves_at_test)[0]
 
     return federated(

@@ -34,6 +34,39 @@ from fedjax_meta.data.federated import Batches, ClientData, ClientView
 from fedjax_meta.engine import map_lanes
 from fedjax_meta.task import Key, Task, Variables
 
+Draw = Callable[[Key, ClientData, Any], tuple[Any, Any]]
+"""`(key, data, step) -> (support, query)`: what the meta-step of that number, of one client, adapts on and is judged by.
+
+The key is the same in all steps of a round. Support and query are whatever the estimator takes: `Batches`, for the support
+also `meta.WithHessian`, for Reptile's query `None`.
+"""
+
+
+def query_batches(data: ClientData, batch_size: int | None) -> Batches:
+    """The whole query view as one step; with a batch size, every batch of it counts alike, as in S0's code."""
+    return data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None)
+
+
+def _keyed(key: Key, support: Any, query: Any) -> tuple[Any, Any]:
+    """Support and query with a key of its own for every batch."""
+    support_key, hessian_key, query_key = jax.random.split(key, 3)
+    if isinstance(support, meta.WithHessian):
+        support = meta.WithHessian(support.support.keyed(support_key), support.hessian.keyed(hessian_key))
+    else:
+        support = support.keyed(support_key)
+    return support, None if query is None else query.keyed(query_key)
+
+
+def _pulled(loss: meta.ScalarLoss, anchor: Any, weight: Any) -> meta.ScalarLoss:
+    """The loss plus `weight / 2 ||phi - anchor||^2`."""
+
+    def regularised(phi: Any, batch: Any) -> jax.Array:
+        value = loss(phi, batch)
+        distance = optax.tree.norm(optax.tree.sub(phi, anchor), squared=True)
+        return value + (weight / 2 * distance).astype(value.dtype)
+
+    return regularised
+
 
 def fedmeta(
     task: Task,
@@ -43,9 +76,13 @@ def fedmeta(
     learned_rates: bool = False,
     estimator: Callable[[meta.Inner], meta.Estimator] = meta.exact,
     outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.adam,
+    outer_slots: str = "fresh",
     outer_at: str = "client",
     batch_size: int | None = 32,
     inner_steps: int = 1,
+    meta_steps: int = 1,
+    draw: Draw | None = None,
+    test_prox_weight: Any = None,
     adapts: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
     personal_rates: masks.MaskSpec | None = None,
@@ -61,11 +98,19 @@ def fedmeta(
       outer_lr: beta, the rate of the meta-update.
       learned_rates: learn one inner rate a parameter (Meta-SGD); else MAML.
       estimator: how the meta-gradient is found, a function of the inner rule: `meta.exact`, `meta.first_order`, ...
-      outer_optimizer: `outer_lr -> optax transformation`, started fresh in every round, one step of which is the meta-update.
+      outer_optimizer: `outer_lr -> optax transformation`, started fresh in every round; its step is the meta-update.
+      outer_slots: "kept" lets a client keep the outer optimiser's state (Adam's moments) of its personal leaves from round to
+        round, where S0 starts it afresh; with "averaged" that of the shared leaves, learned rates among them, is averaged over
+        the cohort and goes on too (FedAvg-Adam).
       outer_at: "client" (S0: the client steps and sends its model) or "server" (the client sends the gradient, which the
         `server_optimizer` descends; personal leaves still step at the client).
       batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
       inner_steps: passes over the support view, or full-batch steps when `batch_size` is `None`.
+      meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
+      draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then speak
+        of tests alone. See `Draw`.
+      test_prox_weight: pulls a test client's adaptation back to where it starts, by `test_prox_weight / 2 ||phi - theta||^2`
+        in its loss (iMAML); nothing does when not given.
       adapts: mask of the leaves that adaptation moves ("head" is ANIL).
       personal: mask of the leaves that stay with their client: "none" is FedMeta, "head" FedMeta-Per.
       personal_rates: mask of the learned rates that stay; those of the personal leaves when not given.
@@ -82,7 +127,17 @@ def fedmeta(
     checks.count("inner_steps", inner_steps)
     if batch_size is not None:
         checks.count("batch_size", batch_size)
+    checks.count("meta_steps", meta_steps)
+    if test_prox_weight is not None:
+        checks.not_negative("test_prox_weight", test_prox_weight)
     checks.one_of("outer_at", outer_at, ("client", "server"))
+    if outer_at == "server" and meta_steps > 1:
+        raise ValueError(
+            f"meta_steps={meta_steps} needs outer_at='client': a client that sends its gradient takes one meta-step"
+        )
+    checks.one_of("outer_slots", outer_slots, ("fresh", "kept", "averaged"))
+    if outer_slots == "averaged" and outer_at == "server":
+        raise ValueError("outer_slots='averaged' needs outer_at='client': at a server, server_optimizer has the state")
     checks.one_of("score", score, ("online", "fitted"))
     checks.one_of("weighting", weighting, WEIGHTINGS)
     if personal_rates is not None and not learned_rates:
@@ -110,38 +165,90 @@ def fedmeta(
     trainable_model = with_rates(trainable, trainable)
 
     def inner_batches(key: Key, support: ClientView) -> Batches:
-        order_key, key = jax.random.split(key)
-        batches = support.full(inner_steps) if batch_size is None else support.epochs(order_key, batch_size, inner_steps)
-        return batches.keyed(key)
+        return support.full(inner_steps) if batch_size is None else support.epochs(key, batch_size, inner_steps)
+
+    def views(key: Key, data: ClientData, step: Any) -> tuple[Any, Any]:
+        return inner_batches(jax.random.fold_in(key, step), data["support"]), query_batches(data, batch_size)
+
+    draws = views if draw is None else draw
+    optimizer = outer_optimizer(outer_lr)
+
+    def outer_step(gradient: Any, slots: Any, parameters: Any) -> tuple[Any, Any]:
+        if outer_slots == "fresh":
+            return optimizer.update(gradient, slots, parameters)
+        both = [masks.split(tree, personal_model) for tree in (gradient, parameters)]
+        own, own_slots = optimizer.update(both[0][0], slots[0], both[1][0])
+        shared, shared_slots = optimizer.update(both[0][1], slots[1], both[1][1])
+        return masks.merge(own, shared), (own_slots, shared_slots)
+
+    def fresh_slots(model: Any) -> Any:
+        parameters = masks.split(model, trainable_model)[0]
+        if outer_slots == "fresh":
+            return optimizer.init(parameters)
+        own, shared = masks.split(parameters, personal_model)
+        return optimizer.init(own), optimizer.init(shared)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model = received.model
-        support_key, query_key, order_key, buffer_key = jax.random.split(key, 4)
-        support = inner_batches(support_key, data["support"])
-        query = data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None).keyed(query_key)
+        draw_key, loss_key, order_key, buffer_key = jax.random.split(key, 4)
         parameters, buffers = masks.split(model, trainable_model)
-        result = meta_gradient(local.parameter_loss(task, variables_of(buffers)), parameters, support, query)
-        optimizer = outer_optimizer(outer_lr)
-        updates, _ = optimizer.update(result.gradient, optimizer.init(parameters), parameters)
-        trained = masks.merge(optax.apply_updates(parameters, updates), buffers)
+        loss = local.parameter_loss(task, variables_of(buffers))
+        slots = fresh_slots(model)
+        if outer_slots != "fresh":
+            slots = received.memory, received.extra if outer_slots == "averaged" else slots[1]
+
+        def meta_step(t: Any, carry: Any) -> Any:
+            parameters, slots, total, _ = carry
+            support, query = draws(draw_key, data, t)
+            result = meta_gradient(loss, parameters, *_keyed(jax.random.fold_in(loss_key, t), support, query))
+            updates, slots = outer_step(result.gradient, slots, parameters)
+            # Reptile may go without a query, and is then judged by its support loss.
+            losses = {
+                "loss": result.info.support_loss if query is None else result.info.query_loss,
+                "support_loss": result.info.support_loss,
+            }
+            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, losses)
+            return optax.apply_updates(parameters, updates), slots, total, (result.adapted, result.gradient)
+
+        nothing = {"loss": jnp.zeros(()), "support_loss": jnp.zeros(())}
+        carry = (parameters, slots, nothing, (variables_of(parameters), parameters))
+        carry = meta_step(0, carry) if meta_steps == 1 else jax.lax.fori_loop(0, meta_steps, meta_step, carry)
+        moved, slots, total, (adapted, sent) = carry
+        trained = masks.merge(moved, buffers)
         if has_buffers:
             # Running statistics stood still while the meta-gradient was taken. They are for predictions, which the adapted model
             # makes of samples it has not seen: one pass of it over the query view moves them on.
-            adapted = masks.merge(result.adapted, variables_of(buffers))
             batches = data["query"].epochs(order_key, batch_size or 256)
-            moved_on, _ = local.train(buffer_key, task.loss, adapted, batches, optax.set_to_zero(), trainable)
+            moved_on, _ = local.train(
+                buffer_key, task.loss, masks.merge(adapted, variables_of(buffers)), batches, optax.set_to_zero(), trainable
+            )
             variables = masks.merge(*(masks.split(v, trainable)[i] for i, v in enumerate((variables_of(trained), moved_on))))
             trained = trained._replace(params=variables) if learned_rates else variables
-        gradient = masks.merge(result.gradient, buffers) if outer_at == "server" else None
-        metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
-        return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
+        gradient = masks.merge(sent, buffers) if outer_at == "server" else None
+        metrics = jax.tree.map(lambda line: line / meta_steps, total)
+        return Trained(
+            trained,
+            client_weight(weighting, data),
+            metrics,
+            memory=() if outer_slots == "fresh" else slots[0],
+            pseudo_gradient=gradient,
+            # A mean of step counts is no integer: it is taken in floating point, and rounded at the server.
+            statistics=jax.tree.map(lambda leaf: leaf.astype(float), slots[1]) if outer_slots == "averaged" else (),
+        )
+
+    def average_slots(state: State, mean: Any, weight: Any) -> Any:
+        def like(old: jax.Array, new: jax.Array) -> jax.Array:
+            rounded = new if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(new)
+            return jnp.where(weight > 0, rounded.astype(old.dtype), old)
+
+        return jax.tree.map(like, state.extra, mean)
 
     def adapt(key: Key, model: Any, support: ClientView) -> tuple[Variables, jax.Array]:
         """(adapted variables, score); what a test client does, and what a new client tries on every personal part."""
         parameters, buffers = masks.split(model, trainable_model)
-        loss = local.parameter_loss(task, variables_of(buffers))
-        key, score_key = jax.random.split(key)
-        adapted, online = meta.adapt(loss, parameters, inner_batches(key, support), inner)
+        loss, (order_key, key, score_key) = local.parameter_loss(task, variables_of(buffers)), jax.random.split(key, 3)
+        pulled = loss if test_prox_weight is None else _pulled(loss, variables_of(parameters), test_prox_weight)
+        adapted, online = meta.adapt(pulled, parameters, inner_batches(order_key, support).keyed(key), inner)
         if score == "fitted":
             fitted = support.in_order(batch_size or 256).as_one_step().keyed(score_key)
             online = fitted.mean(lambda pair: loss(adapted, pair), 0)
@@ -172,6 +279,9 @@ def fedmeta(
         personal=personal_model,
         trainable=trainable_model,
         new_client=new_client if any(jax.tree.leaves(personal_model)) else None,
+        init_memory=lambda model: () if outer_slots == "fresh" else fresh_slots(model)[0],
+        init_extra=lambda model: fresh_slots(model)[1] if outer_slots == "averaged" else (),
+        update_extra=average_slots if outer_slots == "averaged" else None,
         **options,
     )
 
@@ -179,3 +289,29 @@ def fedmeta(
 def fedmeta_per(task: Task, *, personal: masks.MaskSpec = "head", **options: Any) -> Algorithm:
     """FedMeta-Per: FedMeta whose last layers stay with their client (S0). `options` are those of `fedmeta`."""
     return fedmeta(task, personal=personal, **options)
+
+
+def fedmeta_server(
+    task: Task,
+    *,
+    outer_lr: Any = 0.001,
+    outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    cohort_size: int = 5,
+    **options: Any,
+) -> Algorithm:
+    """FedMeta as S1 writes it: clients send gradients, and the server takes theta - beta sum_i g_i, a sum over its cohort.
+
+    `outer_optimizer(outer_lr)` lives at the server, so that its state lasts from round to round; other options are those of
+    `fedmeta`, whose mean over the cohort is turned into the sum.
+    """
+    checks.count("cohort_size", cohort_size)
+    server = optax.chain(optax.scale(cohort_size), outer_optimizer(outer_lr))
+    return fedmeta(
+        task,
+        **{"weighting": "uniform"} | options,
+        outer_at="server",
+        outer_lr=outer_lr,
+        outer_optimizer=outer_optimizer,
+        server_optimizer=server,
+        cohort_size=cohort_size,
+    )
