@@ -15,7 +15,7 @@ import optax
 from fedjax_meta import masks
 from fedjax_meta.aggregate import mean
 from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, replicate, run_cohort, sample_cohort
+from fedjax_meta.engine import ClientUpdate, populate, replicate, run_cohort, sample_cohort
 from fedjax_meta.task import Key, Variables
 
 
@@ -139,6 +139,7 @@ class FederationOptions(TypedDict, total=False):
     own_at_test: bool
     lanes: int | None
     devices: int | None
+    precision: str
 
 
 def federated(
@@ -160,6 +161,7 @@ def federated(
     own_at_test: bool = True,
     lanes: int | None = None,
     devices: int | None = None,
+    precision: str = "float32",
 ) -> Algorithm:
     """Puts an algorithm together.
 
@@ -183,11 +185,12 @@ def federated(
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; one
         that has not begins with it (S0's reference code). It costs upload and gives personal leaves away.
       own_at_test: a known client tests with its own personal leaves; else with the server's (as S0 tested FedPer).
-      lanes, devices: how the work is laid out, see `engine.run_cohort`.
+      lanes, devices, precision: how the work is laid out and how exact its products are, see `engine.run_cohort`.
 
     Raises:
-      ValueError: on `round`, a cohort larger than the population.
+      ValueError: on `init`, clients that keep more bytes than are free; on `round`, a cohort larger than the population.
     """
+    layout = {"lanes": lanes, "devices": devices, "precision": precision}
     server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     averaged = masks.everything_like(personal) if average_personal else masks.complement(personal)
     moved = masks.intersection(averaged, trainable)
@@ -195,14 +198,13 @@ def federated(
 
     def init_state(key: Key, data: FederatedData) -> State:
         model = replicate(init(key), devices)
-        each = (masks.split(model, personal)[0], init_memory(model))
-        own, memory = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), each)
+        own, memory = populate((masks.split(model, personal)[0], init_memory(model)), data.num_clients, devices)
         return State(
             model=model,
             optimizer=server.init(masks.split(model, moved)[0]),
             extra=replicate(init_extra(model), devices),
             personal=own,
-            memory=replicate(memory, devices),
+            memory=memory,
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
@@ -243,7 +245,7 @@ def federated(
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[ids]
         # What the whole population keeps stays out of what is handed to every client.
         context = (state._replace(personal=None, memory=None), data)
-        summed, kept, outputs = run_cohort(rule, client_key, ids, sizes, kept, context, lanes=lanes, devices=devices)
+        summed, kept, outputs = run_cohort(rule, client_key, ids, sizes, kept, context, **layout)
         metrics, stacked, returned = outputs
         descent, statistics = mean(summed)
         model, slots = step_server(state, descent, jnp.any(returned))

@@ -6,13 +6,14 @@ on from a saved state is the run that was never stopped.
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, engine
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
@@ -105,10 +106,15 @@ def simulate(
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
     init_key, round_key, measure_key = jax.random.split(key, 3)
-    state = algorithm.init(init_key, data) if state is None else jax.tree.map(jnp.copy, state)
-    # An algorithm places its state; all that it works with goes to the same devices and stays there.
-    place = state.round.sharding
-    state, data, round_key, measure_key = jax.device_put((state, data, round_key, measure_key), place)
+    # An algorithm places its state, and a saved one goes to the same places; all that it works with goes to the same devices.
+    if state is None:
+        state = algorithm.init(init_key, data)
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    else:
+        places = jax.jit(partial(algorithm.init, data=data)).lower(init_key).compile().output_shardings
+        state = jax.device_put(state, places, may_alias=False)
+    whole = places.round
+    data, round_key, measure_key = engine.share((data, round_key, measure_key), whole)
     done = int(state.round)
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has {done} rounds behind it")
@@ -120,7 +126,7 @@ def simulate(
         eval_key = jax.random.fold_in(measure_key, state.round)
         return {name: evaluator(eval_key, state) for name, evaluator in (evaluators or {}).items()}
 
-    run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=place))
+    run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
     run_measure = _Compiled(jax.jit(measure))
     records = []
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
