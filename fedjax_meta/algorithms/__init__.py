@@ -6,6 +6,7 @@ from functools import partial
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.algorithms.fedavg import fedavg, fedper, local_only
 from fedjax_meta.algorithms.fedmeta import fedmeta, fedmeta_per
+from fedjax_meta.algorithms.fedprox import fedprox
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
@@ -13,6 +14,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedper": fedper,
     "fedper_meta": partial(fedper, finetune_epochs=1),
     "local_only": local_only,
+    "fedprox": fedprox,
     "fedmeta_maml": fedmeta,
     "fedmeta_metasgd": partial(fedmeta, learned_rates=True),
     "fedmeta_per_maml": fedmeta_per,
@@ -20,4 +22,4 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 }
 """Every algorithm by name. The tests of `tests/test_contract.py` run over all of them."""
 
-__all__ = ["ALGORITHMS", "fedavg", "fedmeta", "fedmeta_per", "fedper", "local_only"]
+__all__ = ["ALGORITHMS", "fedavg", "fedmeta", "fedmeta_per", "fedper", "fedprox", "local_only"]
