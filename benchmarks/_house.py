@@ -70,7 +70,9 @@ def start(job: Job, key: Key, data: FederatedData, build: Algorithm) -> Any:
     """A fresh state that begins at the job's parameters."""
     state = build.init(key, data)
     model = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.device_put(job.parameters["/".join(masks.path_names(path)[1:])].astype(leaf.dtype), leaf.sharding),
+        lambda path, leaf: jax.device_put(
+            job.parameters["/".join(masks.path_names(path)[1:])].astype(leaf.dtype), leaf.sharding
+        ),
         state.model,
     )
     return state._replace(model=model)

@@ -38,7 +38,9 @@ class _Turn(TrainingProcessCallback):
     def __init__(self, turns: Any) -> None:
         self._turns = turns
 
-    def after_central_iteration(self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
         return next(self._turns, "stop") == "stop", Metrics()
 
 

@@ -176,13 +176,14 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help=f"Workloads; all by default. {', '.join(WORKLOADS)}.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help=f"Simulators; all by default. {', '.join(MODULES)}.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Rounds to time, after the first two.")] = 10,
-    patience: Annotated[float, typer.Option(help="Seconds a workload may take after its first rounds; at least 3 are run.")] = 600,
+    patience: Annotated[
+        float, typer.Option(help="Seconds a workload may take after its first rounds; at least 3 are run.")
+    ] = 600,
     compare: Annotated[bool, typer.Option(help="Also compare everyone's results after one round.")] = True,
     output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
 ) -> None:
     """Times a round of every simulator that is installed on every workload, side by side."""
-    console = Console()
-    console = Console(width=max(console.width, 150))
+    console = Console(width=max(Console().width, 150))
     names, wanted = case or list(WORKLOADS), peer or list(MODULES)
     for value, allowed, option in [*((n, WORKLOADS, "--case") for n in names), *((p, MODULES, "--peer") for p in wanted)]:
         if value not in allowed:
@@ -193,8 +194,18 @@ def main(
     about, ceiling = environment(), product_ceiling()
     console.print(f"{about['processor']}, {about['device']}; large float32 matrix products {ceiling:.0f} GFLOP/s")
     table = Table()
-    for heading in ("case", "simulator", "round (s)", "quartiles", "times ours", "first (s)", "20 rounds (s)", "GFLOP/s (of ceiling)",
-                    "memory", "difference"):
+    for heading in (
+        "case",
+        "simulator",
+        "round (s)",
+        "quartiles",
+        "times ours",
+        "first (s)",
+        "20 rounds (s)",
+        "GFLOP/s (of ceiling)",
+        "memory",
+        "difference",
+    ):
         table.add_column(heading, no_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

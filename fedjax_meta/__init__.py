@@ -1,5 +1,9 @@
 """fedjax_meta: federated meta-learning and personalised federated learning, with clients as an array axis."""
 
+from fedjax_meta import runtime  # isort: split
+
+runtime.configure()
+
 from fedjax_meta import aggregate, algorithms, data, engine, evaluate, local, masks, meta, simulate, task
 from fedjax_meta.algorithm import Algorithm, FederationOptions, RoundInfo, State, Trained, federated
 from fedjax_meta.algorithms import ALGORITHMS, fedavg, fedmeta, fedmeta_per, fedper, fedprox, local_only
