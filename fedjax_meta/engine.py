@@ -93,13 +93,17 @@ def share(tree: Any, placed: Sharding) -> Any:
     """
 
     def once(leaf: Any) -> jax.Array:
-        if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.extended) or getattr(leaf, "sharding", None) == placed:
-            return jax.device_put(leaf, placed)
-        # A JAX buffer is aligned as XLA wants it, so that the other devices can read it where it lies.
-        return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
+        if getattr(leaf, "sharding", None) == placed:
+            return leaf
+        if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        if _on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable:
+            # A JAX buffer is aligned as XLA wants it, so that the other devices can read it where it lies.
+            return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
+        # Devices of other processes take host arrays only, the same from every process.
+        return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
 
-    one_memory = _on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable
-    return jax.tree.map(once, tree) if one_memory else jax.device_put(tree, placed)
+    return jax.tree.map(once, tree)
 
 
 def populate(each: Any, num_clients: int, devices: int | None = None) -> Any:

@@ -4,8 +4,9 @@ The host does nothing between evaluations. A round's key is folded from the run'
 on from a saved state is the run that was never stopped.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -113,6 +114,7 @@ def simulate(
       (final state, records).
 
     Raises:
+      RuntimeError: a run over several processes lost one of them.
       ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`.
     """
     checks.count("rounds", rounds)
@@ -148,20 +150,36 @@ def simulate(
         lines: list[dict[str, np.ndarray]] = []
         while done < stop:
             count, clock = min(stretch, stop - done), time.perf_counter() - run_block.seconds
-            state, log = run_block(state, data, round_key, count)
-            lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
+            with _all_there(done):
+                state, log = run_block(state, data, round_key, count)
+                lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
             done += count
             if on_progress is not None:
                 took = time.perf_counter() - run_block.seconds - clock
                 stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
                 on_progress(done, lines[-1])
-        results = jax.tree.map(np.asarray, run_measure(state, test_data, measure_key))
+        with _all_there(done):
+            results = jax.tree.map(np.asarray, run_measure(state, test_data, measure_key))
         metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
         compiled = run_block.seconds + run_measure.seconds - compiled
         records.append(Record(done, metrics, results, time.perf_counter() - started - compiled, compiled))
         if on_record is not None:
             on_record(state, records[-1])
     return state, records
+
+
+@contextlib.contextmanager
+def _all_there(done: int) -> Iterator[None]:
+    """Says what has happened when other processes of the run no longer answer."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise RuntimeError(
+            f"another process of this run was lost after round {done}; start the run again from its last saved state, "
+            "on as many processes and devices as there are"
+        ) from error
 
 
 def _copy_like(state: State, wanted: Any, places: Any) -> State:
