@@ -50,6 +50,7 @@ def serve(peer: str, job: Job, turns: Any) -> None:
     if case.rule != "fedavg":
         raise ValueError(f"pfl-research has no meta-gradient, which rule={case.rule!r} asks for")
     torch.set_num_threads(job.threads)
+    turns.set_threads = torch.set_num_threads
     net = network(case.model)
     parameters = load(net, job)
     x, y = samples(job)

@@ -147,6 +147,8 @@ def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.
 def serve(peer: str, job: Job, turns: Any) -> None:
     """Runs rounds as the parent asks for them."""
     torch.set_num_threads(job.threads)
+    if "compile" not in peer:  # the number of threads is compiled in
+        turns.set_threads = torch.set_num_threads
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     server, one_round = sequential(job) if peer == "torch" else vmapped(job, compiled="compile" in peer)

@@ -1,7 +1,7 @@
 """One simulator in a process of its own: runs one round whenever it is told to, and says how long that took.
 
-A process each keeps threads, memory, settings and failures apart; the parent gives the turns, so that a drifting machine is the
-same for all. Lines of JSON go both ways; whatever a simulator prints goes to stderr.
+A process each keeps threads, memory, settings and failures apart; the parent gives the turns, so that a drifting machine is
+the same for all. Answers are lines of JSON; whatever a simulator prints goes to stderr.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Turns(Iterator[None]):
         self._begin = 0.0
         self.results: dict[str, np.ndarray] = {}
         self.device_bytes: int | None = None
+        self.set_threads: Callable[[int], None] = lambda threads: None
 
     def say(self, **message: Any) -> None:
         """Sends a line to the parent."""
@@ -45,8 +46,10 @@ class Turns(Iterator[None]):
             self.say(seconds=time.perf_counter() - self._begin)
         else:
             self.say(ready=True)
-        if sys.stdin.readline().strip() != "round":
+        command, _, threads = sys.stdin.readline().strip().partition(" ")
+        if command != "round":
             raise StopIteration
+        self.set_threads(int(threads))
         self._begin = time.perf_counter()
 
 

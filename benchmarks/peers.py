@@ -1,7 +1,7 @@
 """Rounds of this library beside rounds of PyTorch, Flower, pfl-research and FedJAX: same data, model, batches and steps.
 
-Every simulator runs in a process of its own and gets its turns one after the other, in another order each time. Its first round,
-with compilation, is reported apart. Results are compared too: everyone repeats one round of this library on the same batches.
+Every simulator runs in a process of its own and gets its turns one after the other, in another order each time. Its first
+round, with compilation, is reported apart. Results are compared: everyone repeats one round of this library on the same batches.
 
 The others: `pip install torch "flwr[simulation]" pfl fedjax`. What is not installed is left out, and the table says so.
 """
@@ -24,11 +24,13 @@ from _workloads import WORKLOADS, Job, Workload, parameters
 from rich.console import Console
 from rich.table import Table
 
+from fedjax_meta import runtime
+
 PACKAGES = {"Flower": "flwr", "pfl-research": "pfl", "FedJAX": "fedjax", "fedjax_meta": "fedjax_meta"}
 META = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)", "Flower")
 """Who can do meta-gradients; the others have federated averaging alone."""
-ONE_THREAD = {("torch", "W1"), ("torch.func.vmap", "W2"), ("torch", "W3b"), ("pfl-research", "W1")}
-"""Where one thread is faster than all cores (measured on two); Flower has an actor with one thread on each core."""
+CHOOSING = ("torch", "torch.func.vmap", "pfl-research")
+"""Who runs with one thread or with all cores, whichever is faster here; Flower has an actor with one thread on each core."""
 
 
 class Worker:
@@ -37,7 +39,9 @@ class Worker:
     def __init__(self, peer: str, workload: str, threads: int, recorded: str = "") -> None:
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
-        settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "RAY_DEDUP_LOGS": "0", "FLWR_TELEMETRY_ENABLED": "0"}
+        # First rounds are to be cold for everyone.
+        settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "FLWR_TELEMETRY_ENABLED": "0"}
+        settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
         if peer not in ("fedjax_meta", "FedJAX"):
             settings["OMP_NUM_THREADS"] = str(threads)
@@ -68,7 +72,7 @@ class Worker:
 
     def round(self) -> float:
         """Runs one round; its seconds."""
-        self._process.stdin.write("round\n")
+        self._process.stdin.write(f"round {self.threads}\n")
         self._process.stdin.flush()
         self.seconds.append(self.answer()["seconds"])
         return self.seconds[-1]
@@ -92,9 +96,22 @@ def installed(peer: str) -> bool:
     return importlib.util.find_spec(PACKAGES.get(peer, "torch")) is not None
 
 
-def threads_of(peer: str, name: str) -> int:
-    """The best setting of a peer."""
-    return 1 if peer == "Flower" or (peer, name.partition("-")[0]) in ONE_THREAD else os.cpu_count() or 1
+def threads_of(peer: str) -> int:
+    """With how many threads a peer begins."""
+    return 1 if peer == "Flower" else runtime.cores()
+
+
+def choose_threads(worker: Worker) -> None:
+    """Lets a worker have one thread where it is faster so; its second round may compile too, so that one does not count."""
+    worker.round()
+    if worker.peer not in CHOOSING or worker.threads == 1:
+        return
+    trials = {}
+    for threads in (worker.threads, 1):
+        worker.threads = threads
+        trials[threads] = min(worker.round(), worker.round())
+    worker.threads = min(trials, key=trials.__getitem__)
+    del worker.seconds[2:]
 
 
 def differences(name: str, peers: list[str], folder: str) -> dict[str, float | str]:
@@ -107,7 +124,7 @@ def differences(name: str, peers: list[str], folder: str) -> dict[str, float | s
     np.savez(file, x=expected.pop("x"), y=expected.pop("y"))
     found: dict[str, float | str] = {}
     for peer in peers:
-        worker = Worker(peer, name, threads_of(peer, name), file)
+        worker = Worker(peer, name, threads_of(peer), file)
         try:
             worker.answer()
             worker.round()
@@ -126,17 +143,16 @@ def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) ->
     workers = []
     for peer in peers:
         say(f"{name}: first round of {peer}")
-        worker = Worker(peer, name, threads_of(peer, name))
+        worker = Worker(peer, name, threads_of(peer))
         try:
             worker.answer()
             worker.round()
+            choose_threads(worker)
             workers.append(worker)
         except RuntimeError as error:
             worker.kill()
             results[peer] = {"error": str(error)}
     shuffle, deadline = np.random.default_rng(0), time.monotonic() + patience
-    for worker in workers:
-        worker.round()  # the second may compile as well (PyTorch)
     for turn in range(rounds):
         if time.monotonic() > deadline and turn >= 3:
             break
@@ -144,14 +160,14 @@ def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) ->
         for i in shuffle.permutation(len(workers)):
             workers[i].round()
     for worker in workers:
-        results[worker.peer] = {"times": np.array(worker.seconds), **worker.stop()}
+        results[worker.peer] = {"times": np.array(worker.seconds), "threads": worker.threads, **worker.stop()}
     return results
 
 
 def row_of(name: str, peer: str, result: dict[str, Any], ceiling: float) -> dict[str, Any]:
     """What is written of one peer on one workload."""
     case: Workload = WORKLOADS[name]
-    begin = {"benchmark": "peers", "case": name, "peer": peer, "threads": threads_of(peer, name)}
+    begin = {"benchmark": "peers", "case": name, "peer": peer, "threads": result.get("threads", threads_of(peer))}
     if "error" in result:
         return {**begin, "error": result["error"]}
     first, times = result["times"][0], result["times"][2:]
