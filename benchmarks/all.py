@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where rows and figure go.")] = Path("outputs/benchmarks"),
+    folder: Annotated[Path, typer.Option(help="Where rows and figure go.")] = Path("runs/benchmarks"),
     quick: Annotated[bool, typer.Option(help="Fewer rounds and no million clients: about ten minutes on two cores.")] = False,
 ) -> None:
     """Runs peers, scaling and second order, draws the roofline, and compares with the committed rows where there are any."""
