@@ -114,3 +114,30 @@ def write_row(path: Path | None, row: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def product_ceiling(size: int = 2048, repeats: int = 8) -> float:
+    """GFLOP/s of a large float32 matrix product on one device, the best of some: what the hardware can do here and now."""
+    with jax.default_matmul_precision("float32"):
+        product = jax.jit(lambda a, b: a @ b)
+        square = jax.device_put(np.ones((size, size), np.float32))
+        jax.block_until_ready(product(square, square))
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            jax.block_until_ready(product(square, square))
+            times.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(times) / 1e9
+
+
+def copy_rate(size: int = 2**26, repeats: int = 8) -> float:
+    """GB/s of copying a large float32 array on one device, reads and writes counted, the best of some."""
+    negate = jax.jit(lambda a: -a)
+    array = jax.device_put(np.ones(size, np.float32))
+    jax.block_until_ready(negate(array))
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(negate(array))
+        times.append(time.perf_counter() - begin)
+    return 8 * size / min(times) / 1e9

@@ -11,6 +11,7 @@ from fedjax_meta import (
     masks,
     meta,
     participation,
+    runtime,
     simulate,
     task,
 )
@@ -42,3 +43,5 @@ from fedjax_meta.participation import Participation
 from fedjax_meta.task import Batch, Task, classification
 
 __version__ = "0.1.0"
+
+runtime.configure()

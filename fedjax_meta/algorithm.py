@@ -15,7 +15,7 @@ import optax
 from fedjax_meta import checks, masks
 from fedjax_meta.aggregate import mean, quantized
 from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, replicate, run_cohort, sample_cohort
+from fedjax_meta.engine import ClientUpdate, populate, replicate, run_cohort, sample_cohort
 from fedjax_meta.participation import Participation
 from fedjax_meta.task import Key, Variables
 
@@ -165,6 +165,7 @@ class FederationOptions(TypedDict, total=False):
     upload_bits: int | None
     lanes: int | None
     devices: int | None
+    precision: str
 
 
 def federated(
@@ -188,6 +189,7 @@ def federated(
     upload_bits: int | None = None,
     lanes: int | None = None,
     devices: int | None = None,
+    precision: str = "float32",
 ) -> Algorithm:
     """Puts an algorithm together.
 
@@ -215,10 +217,11 @@ def federated(
         return when not given. A round from which nobody returns leaves everything but its number as it was, apart from what
         late clients keep for themselves. See `participation`.
       upload_bits: what is averaged is sent with this many bits a number (see `aggregate.quantized`).
-      lanes, devices: how the work is laid out, see `engine.run_cohort`.
+      lanes, devices, precision: how the work is laid out and how exact its products are, see `engine.run_cohort`.
 
     Raises:
-      ValueError: a count below 1; on `round`, a cohort larger than the population.
+      ValueError: a count below 1; on `init`, clients that keep more bytes than are free; on `round`, a cohort larger than the
+        population.
     """
     checks.count("cohort_size", cohort_size)
     for name, value in (("lanes", lanes), ("devices", devices), ("upload_bits", upload_bits)):
@@ -231,14 +234,13 @@ def federated(
 
     def init_state(key: Key, data: FederatedData) -> State:
         model = replicate(init(key), devices)
-        each = (masks.split(model, personal)[0], init_memory(model))
-        own, memory = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), each)
+        own, memory = populate((masks.split(model, personal)[0], init_memory(model)), data.num_clients, devices)
         return State(
             model=model,
             optimizer=server.init(masks.split(model, moved)[0]),
             extra=replicate(init_extra(model), devices),
             personal=own,
-            memory=replicate(memory, devices),
+            memory=memory,
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
@@ -290,7 +292,9 @@ def federated(
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[ids]
         # What the whole population keeps stays out of what is handed to every client.
         context = (state._replace(personal=None, memory=None), data)
-        summed, kept, outputs = run_cohort(rule, client_key, ids, sizes, kept, context, lanes=lanes, devices=devices)
+        summed, kept, outputs = run_cohort(
+            rule, client_key, ids, sizes, kept, context, lanes=lanes, devices=devices, precision=precision
+        )
         metrics, stacked, took_part, reached = outputs
         averages, statistics = mean(summed)
         model, slots = step_server(state, averages, summed.weight[0] > 0)

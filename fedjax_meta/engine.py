@@ -1,18 +1,22 @@
 """The only place that knows about client axes, lanes and devices.
 
 A client rule is written for one client. `run_cohort` runs it for C clients: a group of `lanes` clients at a time under `vmap`,
-group after group in a loop that carries the weighted sum along, so that what will only be averaged is never stacked; on
-several devices each takes its share of the cohort, and one all-reduce adds the sums up.
+group after group in a loop that carries the weighted sum along, so that what will only be averaged is never stacked. Several
+devices share the cohort by its work, and one all-reduce adds their sums up.
 """
 
+import contextlib
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_meta import checks
@@ -22,6 +26,11 @@ from fedjax_meta.task import Key
 
 CLIENTS = "clients"
 """Name of the mesh axis over which a cohort is spread."""
+
+PRECISIONS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "bfloat16"}
+"""How exact a client's matrix products are where the hardware has a choice; sums and parameters keep their own type."""
+
+_log = logging.getLogger("fedjax_meta")
 
 
 class ClientUpdate(NamedTuple):
@@ -77,6 +86,80 @@ def replicate(tree: Any, devices: int | None = None) -> Any:
     return tree if mesh.size == 1 else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
+def share(tree: Any, placed: Sharding) -> Any:
+    """A tree that is only read, wherever `placed` says; host devices read one copy of it in common.
+
+    Nothing of the result may be donated: on a CPU its buffers are one and the same memory.
+    """
+
+    def once(leaf: Any) -> jax.Array:
+        if getattr(leaf, "sharding", None) == placed:
+            return leaf
+        if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        if _on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable:
+            # A JAX buffer is aligned as XLA wants it, so that the other devices can read it where it lies.
+            return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
+        # Devices of other processes take host arrays only, the same from every process.
+        return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
+
+    return jax.tree.map(once, tree)
+
+
+def populate(each: Any, num_clients: int, devices: int | None = None) -> Any:
+    """What every client begins with, a copy for each: leaves `[N, ...]`, parted among the devices if their number divides N.
+
+    How many bytes that takes is logged before they are taken (logger `fedjax_meta`, level INFO).
+
+    Raises:
+      ValueError: more bytes than are free.
+    """
+    mesh = client_mesh(devices)
+    each = jax.tree.map(jnp.asarray, each)
+    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
+    if one == 0:
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_clients, *leaf.shape)), each)
+    parts = mesh.size if num_clients % mesh.size == 0 else 1
+    # Host devices all take from the same memory.
+    need = num_clients * one * (mesh.size if _on_cpu() else 1) // parts
+    free, where = free_bytes(mesh.local_devices[0]), "this host" if _on_cpu() else "each device"
+    sizes = f"{_amount(need)} on {where} (N={num_clients} clients, {_amount(one)} each, {parts} parts on {mesh.size} devices)"
+    _log.info("what clients keep takes %s; %s are free", sizes, _amount(free))
+    if need > free:
+        raise ValueError(f"what clients keep takes {sizes}, but only {_amount(free)} are free; keep fewer leaves or clients")
+
+    def copies(each: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_clients, *leaf.shape)), each)
+
+    placed = NamedSharding(mesh, P(CLIENTS) if parts > 1 else P())
+    return jax.jit(copies, out_shardings=placed if mesh.size > 1 else None)(each)
+
+
+def free_bytes(device: Any) -> int:
+    """Bytes that can still be taken on a device; on a CPU, of the host's memory."""
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    table = Path("/proc/meminfo")
+    if table.exists():
+        line = next(line for line in table.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _amount(count: float) -> str:
+    """A number of bytes as one reads it."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def run_cohort(
     rule: ClientRule,
     key: Key,
@@ -87,6 +170,7 @@ def run_cohort(
     *,
     lanes: int | None = None,
     devices: int | None = None,
+    precision: str = "float32",
 ) -> tuple[WeightedSum, Any, Any]:
     """Runs a client rule for every client of a cohort.
 
@@ -96,88 +180,143 @@ def run_cohort(
       rule: what one client does; a client of negative id is padding, has no samples, and nothing of it is counted or kept.
       key: client i gets `fold_in(key, i)`, by its id and never by its place.
       ids: int32 `[C]`, distinct.
-      sizes: int32 `[C]`, how much work each client is: clients of like size share a lane group.
+      sizes: int32 `[C]`, how much work each client is: clients of like size share a lane group, and devices get equal shares.
       kept: what each client kept from its last round, leaves `[C, ...]`.
       context: what every client reads, handed to the rule.
       lanes: clients that run side by side on a device: by default one on a CPU, where one client's matrix products fill a
-        core and lanes only enlarge the working set, and a device's whole share on an accelerator.
+        core and lanes only enlarge the working set, and on an accelerator as many as fit its memory.
       devices: how many devices share the cohort; all by default.
+      precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
 
     Returns:
       (weighted sum of the uploads, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
 
     Raises:
-      ValueError: lanes below 1, more devices than there are.
+      ValueError: lanes below 1, more devices than there are, an unknown precision.
     """
+    checks.one_of("precision", precision, PRECISIONS)
+    if lanes is not None:
+        checks.count("lanes", lanes)
     mesh = client_mesh(devices)
-    count = mesh.size
-    share = -(-ids.shape[0] // count)
-    lanes = min(share, lanes or (1 if jax.default_backend() == "cpu" else share))
-    checks.count("lanes", lanes)
-    slots = _deal(sizes, lanes, count)
-    here = ids.at[slots].get(mode="fill", fill_value=-1)
-    share_of = partial(_stream, rule, lanes)
-    if count > 1:
-
-        def on_device(*arguments: Any) -> Any:
-            total, *rest = share_of(*arguments)
-            return jax.lax.psum(total, CLIENTS), *rest
-
-        spread, whole = P(CLIENTS), P()
-        run = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(whole, spread, spread, whole),
-            out_specs=(whole, spread, spread),
-            check_vma=False,
-        )
-    else:
-        run = share_of
-    total, *dealt = run(key, here, jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept), context)
+    # On a CPU there is one precision, and a setting of it would only part otherwise equal programs.
+    exactness = contextlib.nullcontext() if _on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
+    with exactness:
+        if lanes is None:
+            lanes = 1 if _on_cpu() else _fitting_lanes(rule, mesh, key, ids, kept, context)
+        lanes = min(lanes, -(-ids.shape[0] // mesh.size))
+        slots, groups = _deal(sizes, lanes, mesh.size)
+        here = ids.at[slots].get(mode="fill", fill_value=-1)
+        kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
+        run: Callable[..., Any] = partial(_stream, rule, lanes)
+        if mesh.size > 1:
+            run = _on_each_device(run, mesh)
+        total, *dealt = run(key, groups, here, kept, context)
     place = jnp.zeros(ids.shape, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
     return total, *jax.tree.map(lambda leaf: leaf[place], dealt)
 
 
-def _deal(sizes: jax.Array, lanes: int, devices: int) -> jax.Array:
-    """Which member of the cohort each slot runs, int32 `[devices * groups * lanes]`; C (out of range) where none.
+def _on_each_device(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`run` on every device's own slots; sums are added up over the devices, everything else stays where it is."""
 
-    Slots are ordered by device, then group, then lane. Members are dealt largest first, so that lanes of one group are of like
-    size, and back and forth over the devices, so that their shares are alike.
+    def on_device(*arguments: Any) -> Any:
+        total, *rest = run(*arguments)
+        return jax.lax.psum(total, CLIENTS), *rest
+
+    spread, whole = P(CLIENTS), P()
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(whole, spread, spread, spread, whole),
+        out_specs=(whole, spread, spread),
+        check_vma=False,
+    )
+
+
+def _deal(sizes: jax.Array, lanes: int, devices: int) -> tuple[jax.Array, jax.Array]:
+    """Which member of the cohort each slot runs, and how many groups each device has.
+
+    Members are put in order of size and cut into G groups of `lanes`, so that those of one group are of like size; a group takes
+    as long as its largest member. Groups go, largest first, to the device with the least work so far (Graham 1969: at most 4/3
+    of the best makespan), so that any device may get all of them.
+
+    Returns:
+      (int32 `[devices * G * lanes]`, ordered by device, group and lane, C (out of range) where none; int32 `[devices]`).
     """
     cohort_size = sizes.shape[0]
-    groups = -(-cohort_size // (lanes * devices))
+    groups = -(-cohort_size // lanes)
     order = jnp.argsort(-sizes, stable=True).astype(jnp.int32)
-    order = jnp.pad(order, (0, groups * lanes * devices - cohort_size), constant_values=cohort_size)
-    dealt = order.reshape(groups, devices, lanes)
-    dealt = jnp.where((jnp.arange(groups) % 2 == 0)[:, None, None], dealt, dealt[:, ::-1])
-    return dealt.swapaxes(0, 1).reshape(-1)
+    order = jnp.pad(order, (0, groups * lanes - cohort_size), constant_values=cohort_size)
+    order = order.reshape(groups, lanes)
+    if devices == 1:
+        return order.reshape(-1), jnp.full(1, groups, jnp.int32)
+    work = jnp.maximum(sizes[order[:, 0]], 1)
+
+    def give(shares: Any, work: jax.Array) -> Any:
+        load, count = shares
+        least = jnp.argmin(load)
+        return (load.at[least].add(work), count.at[least].add(1)), (least, count[least])
+
+    none = jnp.zeros(devices, jnp.int32)
+    (_, count), (device, place) = jax.lax.scan(give, (none.astype(work.dtype), none), work)
+    slots = jnp.full((devices, groups, lanes), cohort_size, jnp.int32).at[device, place].set(order)
+    return slots.reshape(-1), count
 
 
-def _stream(rule: ClientRule, lanes: int, key: Key, ids: jax.Array, kept: Any, context: Any) -> Any:
-    """One device's share: groups of lanes one after the other, the weighted sum carried along."""
+def _group(rule: ClientRule, lanes: int, key: Key, context: Any, ids: jax.Array, kept: Any) -> ClientUpdate:
+    """`lanes` clients side by side; the upload is their weighted sum."""
 
     def one(client: jax.Array, kept: Any) -> ClientUpdate:
         update = rule(jax.random.fold_in(key, client), client, kept, context)
         weight = jax.tree.map(lambda w: jnp.where(client >= 0, w, 0), update.weight)
         return update._replace(upload=weigh(update.upload, weight), weight=())
 
-    def group(ids: jax.Array, kept: Any) -> ClientUpdate:
-        if lanes == 1:
-            update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], kept))
-            kept, outputs = jax.tree.map(lambda leaf: leaf[None], (update.kept, update.outputs))
-            return update._replace(kept=kept, outputs=outputs)
-        update = jax.vmap(one)(ids, kept)
-        return update._replace(upload=jax.tree.map(lambda leaf: jnp.sum(leaf, 0), update.upload))
+    if lanes == 1:
+        update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], kept))
+        kept, outputs = jax.tree.map(lambda leaf: leaf[None], (update.kept, update.outputs))
+        return update._replace(kept=kept, outputs=outputs)
+    update = jax.vmap(one)(ids, kept)
+    return update._replace(upload=jax.tree.map(lambda leaf: jnp.sum(leaf, 0), update.upload))
 
-    def step(total: WeightedSum, inputs: Any) -> tuple[WeightedSum, Any]:
-        update = group(*inputs)
-        return jax.tree.map(jnp.add, total, update.upload), (update.kept, update.outputs)
 
-    inputs = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
-    shapes = jax.eval_shape(group, *jax.tree.map(lambda leaf: leaf[0], inputs))
-    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.upload)
-    total, outputs = jax.lax.scan(step, zero, inputs)
-    return total, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
+def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: Any, context: Any) -> Any:
+    """One device's share: its groups of lanes one after the other, the weighted sum carried along."""
+    ids, kept = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
+    group = partial(_group, rule, lanes, key, context)
+    shapes = jax.eval_shape(group, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.upload)
+    outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape), leaf.dtype), shapes.outputs)
+
+    def step(g: Any, carry: Any) -> Any:
+        total, kept, outputs = carry
+        update = group(ids[g], jax.tree.map(lambda leaf: leaf[g], kept))
+        put = lambda leaf, new: leaf.at[g].set(new)  # noqa: E731
+        total = jax.tree.map(jnp.add, total, update.upload)
+        return total, jax.tree.map(put, kept, update.kept), jax.tree.map(put, outputs, update.outputs)
+
+    total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, kept, outputs))
+    return total, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), dealt)
+
+
+def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept: Any, context: Any) -> int:
+    """As many lanes as a device's free memory holds, by what XLA says that 2 and 4 lanes need; at most its whole share."""
+    share = -(-ids.shape[0] // mesh.size)
+    if share <= 4:
+        return share
+
+    def need(lanes: int) -> int:
+        members = jax.tree.map(lambda leaf: leaf[:lanes], (ids, kept))
+        # The rule may hold traced values (the rates of a sweep); as arguments of their own they need no value here.
+        traced = jax.make_jaxpr(partial(_group, rule, lanes))(key, context, *members)
+        arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
+        count = len(traced.jaxpr.constvars)
+        compiled = jax.jit(lambda *a: jax.core.eval_jaxpr(traced.jaxpr, a[:count], *a[count:])).lower(*arguments).compile()
+        analysis: Any = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+    two, four = need(2), need(4)
+    # A tenth stays free for what the round holds besides its lanes.
+    fitting = 2 + (0.9 * free_bytes(mesh.local_devices[0]) - two) // max((four - two) / 2, 1)
+    return int(max(1, min(share, fitting)))
 
 
 def map_lanes(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:

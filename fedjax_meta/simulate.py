@@ -4,16 +4,17 @@ The host does nothing between evaluations. A round's key is folded from the run'
 goes on from a saved state is the run that was never stopped.
 """
 
+import contextlib
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, engine
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
@@ -119,18 +120,21 @@ def simulate(
       (final state, records).
 
     Raises:
+      RuntimeError: a run over several processes lost one of them.
       ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`.
     """
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
     init_key, round_key, measure_key = jax.random.split(key, 3)
-    fresh = jax.jit(algorithm.init)(init_key, data)
-    # An algorithm places its state; all that it works with goes to the same devices and stays there.
-    place = fresh.round.sharding
-    state = fresh if state is None else jax.device_put(_copy_like(state, fresh), place)
+    initial = jax.jit(algorithm.init).lower(init_key, data)
+    # An algorithm places its state, and a given one goes to the same places; what is only read goes to the same devices.
+    begin = initial.compile()
+    places = begin.output_shardings
+    state = begin(init_key, data) if state is None else _copy_like(state, initial.out_info, places)
+    whole = places.round
     tests = {name: evaluator.measure for name, evaluator in (evaluators or {}).items()}
     test_data = {name: evaluator.data for name, evaluator in (evaluators or {}).items()}
-    state, data, test_data, round_key, measure_key = jax.device_put((state, data, test_data, round_key, measure_key), place)
+    data, test_data, round_key, measure_key = engine.share((data, test_data, round_key, measure_key), whole)
     done = int(state.round)
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has {done} rounds behind it")
@@ -144,7 +148,7 @@ def simulate(
         keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in tests}
         return {name: test(keys[name], state, data[name]) for name, test in tests.items()}
 
-    run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=place))
+    run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
     run_measure = _Compiled(jax.jit(measure))
     records = []
     stretch = eval_every if on_progress is None else 1
@@ -154,15 +158,17 @@ def simulate(
         lines: list[dict[str, np.ndarray]] = []
         while done < stop:
             count, clock = min(stretch, stop - done), time.perf_counter() - run_block.seconds
-            # Waited for, so that the clock is right even where there is nothing to log.
-            state, log = jax.block_until_ready(run_block(state, data, round_key, count))
-            lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
+            with _all_there(done):
+                # Waited for, so that the clock is right even where there is nothing to log.
+                state, log = jax.block_until_ready(run_block(state, data, round_key, count))
+                lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
             done += count
             if on_progress is not None:
                 took = time.perf_counter() - run_block.seconds - clock
                 stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
                 on_progress(done, lines[-1])
-        results = jax.tree.map(np.asarray, run_measure(state, test_data, measure_key))
+        with _all_there(done):
+            results = jax.tree.map(np.asarray, run_measure(state, test_data, measure_key))
         metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
         compiled = run_block.seconds + run_measure.seconds - compiled
         records.append(Record(done, metrics, results, time.perf_counter() - started - compiled, compiled))
@@ -171,12 +177,26 @@ def simulate(
     return state, records
 
 
-def _copy_like(state: State, fresh: State) -> State:
-    """A copy of a state that a caller gave; it must have the structure, shapes and types of a fresh one."""
-    given, wanted = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (state, fresh))
-    if given != wanted:
+@contextlib.contextmanager
+def _all_there(done: int) -> Iterator[None]:
+    """Says what has happened when other processes of the run no longer answer."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise RuntimeError(
+            f"another process of this run was lost after round {done}; start the run again from its last saved state, "
+            "on as many processes and devices as there are"
+        ) from error
+
+
+def _copy_like(state: State, wanted: Any, places: Any) -> State:
+    """A copy of a state that a caller gave, where it belongs; it must have the structure, shapes and types that are wanted."""
+    shapes, asked = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (state, wanted))
+    if shapes != asked:
         raise ValueError("state does not fit: it is of another algorithm, model or number of clients")
-    return jax.tree.map(jnp.copy, state)
+    return jax.device_put(state, places, may_alias=False)
 
 
 class _Compiled:

@@ -216,8 +216,8 @@ def fedmeta(
         moved, slots, total, (adapted, sent) = carry
         trained = masks.merge(moved, buffers)
         if has_buffers:
-            # Running statistics stood still while the meta-gradient was taken. They are for predictions, which the adapted model
-            # makes of samples it has not seen: one pass of it over the query view moves them on.
+            # Running statistics stood still while the meta-gradient was taken. They are for predictions, which the adapted
+            # model makes of samples it has not seen: one pass of it over the query view moves them on.
             batches = data["query"].epochs(order_key, batch_size or 256)
             moved_on, _ = local.train(
                 buffer_key, task.loss, masks.merge(adapted, variables_of(buffers)), batches, optax.set_to_zero(), trainable

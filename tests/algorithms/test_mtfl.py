@@ -162,9 +162,9 @@ def test_federated_adam_against_numpy(data, private):
                 gradient = softmax_gradient(leaves["body"][0], leaves["head"][0], x, y)
                 new = {}
                 for name, (w, m, v) in leaves.items():
-                    m = b1 * m + (1 - b1) * gradient[name]
-                    v = b2 * v + (1 - b2) * gradient[name] ** 2
-                    new[name] = (w - lr * (m / (1 - b1**k)) / (np.sqrt(v / (1 - b2**k)) + eps), m, v)
+                    m2 = b1 * m + (1 - b1) * gradient[name]
+                    v2 = b2 * v + (1 - b2) * gradient[name] ** 2
+                    new[name] = (w - lr * (m2 / (1 - b1**k)) / (np.sqrt(v2 / (1 - b2**k)) + eps), m2, v2)
                 leaves = new
             results.append((leaves, k))
             own[i] = {name: leaves[name] for name in own[i]}
@@ -189,7 +189,10 @@ def test_federated_adam_against_numpy(data, private):
 def test_alike_clients_are_one(task):
     rng = np.random.default_rng(0)
     one = (rng.normal(size=(16, 6)).astype(np.float32), rng.integers(0, 3, 16))
-    views = lambda n: {"train": (np.zeros(n, int), np.full(n, 16))}
+
+    def views(n):
+        return {"train": (np.zeros(n, int), np.full(n, 16))}
+
     alone, many = from_clients([one], views=views(1)), from_clients([one] * 4, views=views(4))
     build = partial(fedavg_adam, task, lr=0.01, private="none", batch_size=16)
     for a, b in zip(

@@ -16,7 +16,11 @@ NORMED = models.mtfl_mlp(inputs=5, classes=3)
 
 # (task, parts, which leaves must be personal)
 COMPOSITIONS = {
-    "FedMeta-Per x iMAML": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "implicit", "batch_size": None}, "head"),
+    "FedMeta-Per x iMAML": (
+        problems.task(),
+        {"algorithm": "fedmeta_per_maml", "estimator": "implicit", "batch_size": None},
+        "head",
+    ),
     "FedMeta-Per x FOMAML": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "first_order"}, "head"),
     "FedMeta-Per x Reptile": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "reptile"}, "head"),
     "FedMeta-Per x Hessian-free": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "hessian_free"}, "head"),

@@ -1,0 +1,99 @@
+"""One simulator in a process of its own: runs one round whenever it is told to, and says how long that took.
+
+A process each keeps threads, memory, settings and failures apart; the parent gives the turns, so that a drifting machine is
+the same for all. Answers are lines of JSON; whatever a simulator prints goes to stderr.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from _workloads import WORKLOADS, Job, parameters
+
+MODULES = {
+    "fedjax_meta": "_house",
+    "torch": "_torch_peers",
+    "torch.func.vmap": "_torch_peers",
+    "torch.compile(vmap)": "_torch_peers",
+    "Flower": "_flower_peer",
+    "pfl-research": "_pfl_peer",
+    "FedJAX": "_fedjax_peer",
+}
+
+
+class Turns(Iterator[None]):
+    """Iterates as long as the parent asks for rounds; a round is what happens between two iterations."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+        self._begin = 0.0
+        self.results: dict[str, np.ndarray] = {}
+        self.device_bytes: int | None = None
+        self.set_threads: Callable[[int], None] = lambda threads: None
+
+    def say(self, **message: Any) -> None:
+        """Sends a line to the parent."""
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+    def __next__(self) -> None:
+        if self._begin:
+            self.say(seconds=time.perf_counter() - self._begin)
+        else:
+            self.say(ready=True)
+        command, _, threads = sys.stdin.readline().strip().partition(" ")
+        if command != "round":
+            raise StopIteration
+        self.set_threads(int(threads))
+        self._begin = time.perf_counter()
+
+
+def main(peer: str, workload: str, threads: str, recorded: str) -> None:
+    """Serves one peer; `recorded` is "" or a file with the samples to compare results on, which get written beside it."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    turns = Turns(out)
+    case = WORKLOADS[workload]
+    if recorded:
+        with np.load(recorded) as file:
+            job = Job(case, file["x"], file["y"], dict(parameters(case.model)), shuffle=False, threads=int(threads))
+    else:
+        job = Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=int(threads))
+    importlib.import_module(MODULES[peer]).serve(peer, job, turns)
+    if recorded and turns.results:
+        np.savez(f"{recorded}.{peer}.npz", **turns.results)
+    turns.say(device_bytes=turns.device_bytes, memory=_peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """Peak resident memory of this process and all below it (actors), where the system says so."""
+    parents: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/status") as file:
+                fields = dict(line.split(":", 1) for line in file)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        parents[int(entry)] = int(fields["PPid"])
+        peaks[int(entry)] = int(fields.get("VmHWM", "0 kB").split()[0]) * 1024
+
+    def below(pid: int) -> bool:
+        while pid > 1:
+            if pid == os.getpid():
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    return sum(peak for pid, peak in peaks.items() if below(pid))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

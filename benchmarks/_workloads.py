@@ -1,0 +1,153 @@
+"""What the simulators are compared on: the same data, model, batches and steps for everyone. NumPy only.
+
+Axis letters: N clients, C cohort, S samples of a client, B batch, T steps.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+MODELS = {"mlp": ((28, 28, 1), 319_600), "lenet": ((32, 32, 3), 3_204_720)}
+"""Shape of a sample, and floating-point operations of its forward and backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One case.
+
+    Attributes:
+      model: "mlp" (784-100-10) or "lenet" (6 and 16 convolutions of 5x5, dense 120, 84, 10).
+      num_clients, samples, cohort_size: N, S and C.
+      batch_size: B, or the samples of a support batch.
+      rule: "fedavg" (one epoch of SGD) or a meta-gradient, "first" or "exact": T times a step on a support batch, then one of
+        the initial parameters along the gradient of a query batch's loss after it.
+      query_size: samples of a query batch.
+      lr: rate of every step.
+    """
+
+    model: str
+    num_clients: int
+    samples: int
+    cohort_size: int
+    batch_size: int
+    rule: str = "fedavg"
+    query_size: int = 0
+    lr: float = 0.01
+
+    @property
+    def steps(self) -> int:
+        """T, steps of a client in a round."""
+        return math.ceil(self.samples / (self.batch_size + self.query_size))
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a round, of model and gradients alone; a product with a Hessian counts as a gradient."""
+        per_sample = MODELS[self.model][1]
+        passes = self.samples + (self.steps * self.batch_size if self.rule == "exact" else 0)
+        return self.cohort_size * passes * per_sample
+
+    def support(self, step: int) -> slice:
+        """Where a client's support batch of a step stands among its samples."""
+        begin = step * (self.batch_size + self.query_size)
+        return slice(begin, begin + self.batch_size)
+
+    def query(self, step: int) -> slice:
+        """Where its query batch stands, behind the support batch."""
+        begin = self.support(step).stop
+        return slice(begin, begin + self.query_size)
+
+    def arrays(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(images uint8 `[N, S, H, W, channels]`, labels int32 `[N, S]`); random, because cost does not depend on values."""
+        rng = np.random.default_rng(seed)
+        shape = (self.num_clients, self.samples)
+        x = rng.integers(0, 256, (*shape, *MODELS[self.model][0]), dtype=np.uint8)
+        return x, rng.integers(0, 10, shape, dtype=np.int32)
+
+
+def _meta(model: str, steps: int, support: int, query: int, rule: str) -> Workload:
+    return Workload(model, 10, steps * (support + query), 5, support, rule, query)
+
+
+WORKLOADS = {
+    "W1": Workload("mlp", 50, 1400, 5, 32),
+    "W2-5": Workload("lenet", 50, 1050, 5, 32),
+    "W2-50": Workload("lenet", 50, 1050, 50, 32),
+    "W4": Workload("mlp", 1000, 100, 100, 20),
+    **{f"W3a-mlp-{rule}": _meta("mlp", 35, 32, 32, rule) for rule in ("first", "exact")},
+    **{f"W3a-lenet-{rule}": _meta("lenet", 26, 32, 32, rule) for rule in ("first", "exact")},
+    **{f"W3b-mlp-{rule}": _meta("mlp", 1, 280, 1120, rule) for rule in ("first", "exact")},
+    **{f"W3b-lenet-{rule}": _meta("lenet", 1, 210, 840, rule) for rule in ("first", "exact")},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a worker is to run.
+
+    Attributes:
+      workload: the case.
+      x, y: its samples, as `Workload.arrays` gives them. For a comparison of results they hold the cohort alone, `[C, S, ...]`,
+        in the order in which it went through them.
+      parameters: where to begin, by `layer/kernel` and `layer/bias` as the library stores them.
+      shuffle: whether each client shuffles its samples anew in each round; not for a comparison of results.
+      threads: threads of a peer's matrix products.
+    """
+
+    workload: Workload
+    x: np.ndarray
+    y: np.ndarray
+    parameters: dict[str, Any]
+    shuffle: bool
+    threads: int
+
+    def cohort(self, rng: np.random.Generator) -> np.ndarray:
+        """C of the N clients, `[C]`."""
+        return rng.permutation(len(self.x))[: self.workload.cohort_size]
+
+    def order(self, rng: np.random.Generator) -> np.ndarray:
+        """In which order a client goes through its samples, `[S]`."""
+        return rng.permutation(self.workload.samples) if self.shuffle else np.arange(self.workload.samples)
+
+
+LAYERS = {"mlp": ("fc1", "head"), "lenet": ("conv1", "conv2", "fc1", "fc2", "head")}
+
+
+def shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's parameters as the library stores them: outputs first, channels last."""
+    if model == "mlp":
+        kernels = {"fc1": (100, 784), "head": (10, 100)}
+    else:
+        kernels = {"conv1": (6, 5, 5, 3), "conv2": (16, 5, 5, 6), "fc1": (120, 400), "fc2": (84, 120), "head": (10, 84)}
+    return {
+        f"{layer}/{part}": shape if part == "kernel" else shape[:1]
+        for layer, shape in kernels.items()
+        for part in ("kernel", "bias")
+    }
+
+
+def parameters(model: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random parameters, uniform within 1/sqrt(fan in)."""
+    rng = np.random.default_rng(seed)
+    sizes = shapes(model)
+    bound = {name: 1 / math.sqrt(math.prod(sizes[f"{name.split('/')[0]}/kernel"][1:])) for name in sizes}
+    return {name: rng.uniform(-bound[name], bound[name], shape).astype(np.float32) for name, shape in sizes.items()}
+
+
+def channels_first(values: np.ndarray) -> np.ndarray:
+    """A parameter in the layout of libraries that put channels before rows and columns (PyTorch)."""
+    if values.ndim == 4:
+        return np.ascontiguousarray(values.transpose(0, 3, 1, 2))
+    if values.shape == (120, 400):
+        return np.ascontiguousarray(values.reshape(120, 5, 5, 16).transpose(0, 3, 1, 2).reshape(120, 400))
+    return values
+
+
+def channels_last(values: np.ndarray) -> np.ndarray:
+    """The inverse of `channels_first`."""
+    if values.ndim == 4:
+        return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
+    if values.shape == (120, 400):
+        return np.ascontiguousarray(values.reshape(120, 16, 5, 5).transpose(0, 2, 3, 1).reshape(120, 400))
+    return values

@@ -1,0 +1,265 @@
+"""Rounds of this library beside rounds of PyTorch, Flower, pfl-research and FedJAX: same data, model, batches and steps.
+
+Every simulator runs in a process of its own and gets its turns one after the other, in another order each time. Its first
+round, with compilation, is reported apart. Results are compared: everyone repeats one round of this library on the same batches.
+
+The others: `pip install torch "flwr[simulation]" pfl fedjax`. What is not installed is left out, and the table says so.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from _measure import Spread, environment, product_ceiling, write_row
+from _worker import MODULES
+from _workloads import WORKLOADS, Job, Workload, parameters
+from rich.console import Console
+from rich.table import Table
+
+from fedjax_meta import runtime
+
+PACKAGES = {"Flower": "flwr", "pfl-research": "pfl", "FedJAX": "fedjax", "fedjax_meta": "fedjax_meta"}
+META = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)", "Flower")
+"""Who can do meta-gradients; the others have federated averaging alone."""
+CHOOSING = ("torch", "torch.func.vmap", "pfl-research")
+"""Who runs with one thread or with all cores, whichever is faster here; Flower has an actor with one thread on each core."""
+
+
+class Worker:
+    """A simulator that waits for its turn."""
+
+    def __init__(self, peer: str, workload: str, threads: int, recorded: str = "") -> None:
+        self.peer, self.threads = peer, threads
+        folder = Path(__file__).parent
+        # First rounds are to be cold for everyone.
+        settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "FLWR_TELEMETRY_ENABLED": "0"}
+        settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
+        if peer not in ("fedjax_meta", "FedJAX"):
+            settings["OMP_NUM_THREADS"] = str(threads)
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(folder / "_worker.py"), peer, workload, str(threads), recorded],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **settings},
+        )
+        self.seconds: list[float] = []
+
+    def answer(self) -> dict[str, Any]:
+        """Its next line.
+
+        Raises:
+          RuntimeError: it has ended instead; the message holds its last words.
+        """
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            words = [line for line in self._errors.read().strip().splitlines() if line.strip()]
+            raise RuntimeError(words[-1] if words else f"ended with code {self._process.returncode}")
+        return json.loads(line)
+
+    def round(self) -> float:
+        """Runs one round; its seconds."""
+        self._process.stdin.write(f"round {self.threads}\n")
+        self._process.stdin.flush()
+        self.seconds.append(self.answer()["seconds"])
+        return self.seconds[-1]
+
+    def stop(self) -> dict[str, Any]:
+        """Ends it; what it says of its memory."""
+        self._process.stdin.write("stop\n")
+        self._process.stdin.close()
+        farewell = self.answer()
+        self._process.wait()
+        return farewell
+
+    def kill(self) -> None:
+        """Ends it whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+
+def installed(peer: str) -> bool:
+    """Whether the package behind a peer can be imported."""
+    return importlib.util.find_spec(PACKAGES.get(peer, "torch")) is not None
+
+
+def threads_of(peer: str) -> int:
+    """With how many threads a peer begins."""
+    return 1 if peer == "Flower" else runtime.cores()
+
+
+def choose_threads(worker: Worker) -> None:
+    """Lets a worker have one thread where it is faster so; its second round may compile too, so that one does not count."""
+    worker.round()
+    if worker.peer not in CHOOSING or worker.threads == 1:
+        return
+    trials = {}
+    for threads in (worker.threads, 1):
+        worker.threads = threads
+        trials[threads] = min(worker.round(), worker.round())
+    worker.threads = min(trials, key=trials.__getitem__)
+    del worker.seconds[2:]
+
+
+def differences(name: str, peers: list[str], folder: str) -> dict[str, float | str]:
+    """The largest difference of any parameter from this library's after the same round, for each peer; or what went wrong."""
+    import _house
+
+    case = WORKLOADS[name]
+    expected = _house.one_round_by_hand(Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=1))
+    file = f"{folder}/{name}.npz"
+    np.savez(file, x=expected.pop("x"), y=expected.pop("y"))
+    found: dict[str, float | str] = {}
+    for peer in peers:
+        worker = Worker(peer, name, threads_of(peer), file)
+        try:
+            worker.answer()
+            worker.round()
+            worker.stop()
+            with np.load(f"{file}.{peer}.npz") as got:
+                found[peer] = float(max(np.max(np.abs(got[leaf] - value)) for leaf, value in expected.items()))
+        except RuntimeError as error:
+            worker.kill()
+            found[peer] = str(error)
+    return found
+
+
+def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) -> dict[str, dict[str, Any]]:
+    """Times `rounds` rounds of every peer, in turns; by peer its times or, under "error", why there are none."""
+    results: dict[str, dict[str, Any]] = {}
+    workers = []
+    for peer in peers:
+        say(f"{name}: first round of {peer}")
+        worker = Worker(peer, name, threads_of(peer))
+        try:
+            worker.answer()
+            worker.round()
+            choose_threads(worker)
+            workers.append(worker)
+        except RuntimeError as error:
+            worker.kill()
+            results[peer] = {"error": str(error)}
+    shuffle, deadline = np.random.default_rng(0), time.monotonic() + patience
+    for turn in range(rounds):
+        if time.monotonic() > deadline and turn >= 3:
+            break
+        say(f"{name}: round {turn + 1} of {rounds}")
+        for i in shuffle.permutation(len(workers)):
+            workers[i].round()
+    for worker in workers:
+        results[worker.peer] = {"times": np.array(worker.seconds), "threads": worker.threads, **worker.stop()}
+    return results
+
+
+def row_of(name: str, peer: str, result: dict[str, Any], ceiling: float) -> dict[str, Any]:
+    """What is written of one peer on one workload."""
+    case: Workload = WORKLOADS[name]
+    begin = {"benchmark": "peers", "case": name, "peer": peer, "threads": result.get("threads", threads_of(peer))}
+    if "error" in result:
+        return {**begin, "error": result["error"]}
+    first, times = result["times"][0], result["times"][2:]
+    spread = Spread.of(times)
+    return {
+        **begin,
+        "first_seconds": round(float(first), 4),
+        "seconds": spread.median,
+        "low": spread.low,
+        "high": spread.high,
+        "min": float(times.min()),
+        "rounds": len(times),
+        "seconds_of_20": float(first + 19 * spread.median),
+        "gflops": case.flops / spread.median / 1e9,
+        "share_of_ceiling": case.flops / spread.median / 1e9 / ceiling,
+        "memory_bytes": result["memory"],
+        "device_bytes": result["device_bytes"],
+    }
+
+
+def main(
+    case: Annotated[list[str] | None, typer.Option(help=f"Workloads; all by default. {', '.join(WORKLOADS)}.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help=f"Simulators; all by default. {', '.join(MODULES)}.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds to time, after the first two.")] = 10,
+    patience: Annotated[
+        float, typer.Option(help="Seconds a workload may take after its first rounds; at least 3 are run.")
+    ] = 600,
+    compare: Annotated[bool, typer.Option(help="Also compare everyone's results after one round.")] = True,
+    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+) -> None:
+    """Times a round of every simulator that is installed on every workload, side by side."""
+    console = Console(width=max(Console().width, 150))
+    names, wanted = case or list(WORKLOADS), peer or list(MODULES)
+    for value, allowed, option in [*((n, WORKLOADS, "--case") for n in names), *((p, MODULES, "--peer") for p in wanted)]:
+        if value not in allowed:
+            raise typer.BadParameter(f"{value!r} is unknown; allowed are {', '.join(allowed)}", param_hint=option)
+    present = [p for p in wanted if installed(p)]
+    for missing in [p for p in wanted if p not in present]:
+        console.print(f"{missing} is not installed and left out.")
+    about, ceiling = environment(), product_ceiling()
+    console.print(f"{about['processor']}, {about['device']}; large float32 matrix products {ceiling:.0f} GFLOP/s")
+    table = Table()
+    for heading in (
+        "case",
+        "simulator",
+        "round (s)",
+        "quartiles",
+        "times ours",
+        "first (s)",
+        "20 rounds (s)",
+        "GFLOP/s (of ceiling)",
+        "memory",
+        "difference",
+    ):
+        table.add_column(heading, no_wrap=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            able = [p for p in present if WORKLOADS[name].rule == "fedavg" or p in META]
+            with console.status("") as status:
+                status.update(f"{name}: comparing results")
+                differ = differences(name, [p for p in able if p != "fedjax_meta"], folder) if compare else {}
+                results = race(name, able, rounds, patience, status.update)
+            rows = {p: row_of(name, p, results[p], ceiling) for p in able}
+            ours = rows.get("fedjax_meta", {}).get("seconds")
+            for p, row in rows.items():
+                row["difference"] = differ.get(p)
+                write_row(output, {**row, "ceiling_gflops": ceiling, **about})
+                table.add_row(*_cells(row, ours))
+            table.add_section()
+    console.print(table)
+
+
+def _cells(row: dict[str, Any], ours: float | None) -> list[str]:
+    difference = row["difference"]
+    shown = "" if difference is None else difference[:60] if isinstance(difference, str) else f"{difference:.0e}"
+    threads = "" if row["peer"] in ("fedjax_meta", "FedJAX") else f", {row['threads']} thr"
+    begin = [row["case"], row["peer"] + threads]
+    if "error" in row:
+        return [*begin, row["error"][:60], *[""] * 6, shown]
+    memory = row["device_bytes"] or row["memory_bytes"]
+    return [
+        *begin,
+        f"{row['seconds']:.4f}",
+        f"{row['low']:.4f}-{row['high']:.4f}",
+        f"{row['seconds'] / ours:.2f}" if ours else "",
+        f"{row['first_seconds']:.2f}",
+        f"{row['seconds_of_20']:.2f}",
+        f"{row['gflops']:.1f} ({row['share_of_ceiling']:.0%})",
+        f"{memory / 1e9:.2f} GB",
+        shown,
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

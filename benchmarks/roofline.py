@@ -1,0 +1,54 @@
+"""A roofline figure from the rows of `peers.py`: what each simulator reaches of the measured matrix-product rate."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib as mpl
+import numpy as np
+import typer
+from _measure import copy_rate
+from _workloads import WORKLOADS, shapes
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def intensity(name: str) -> float:
+    """Floating-point operations for each byte that a step must move at least: parameters, gradients and samples, once each."""
+    case = WORKLOADS[name]
+    parameters = 4 * sum(int(np.prod(shape)) for shape in shapes(case.model).values())
+    sample = {"mlp": 784, "lenet": 3072}[case.model]
+    moved = 3 * parameters + sample * (case.batch_size + case.query_size)
+    return case.flops / case.cohort_size / case.steps / moved
+
+
+def main(
+    rows: Annotated[Path, typer.Argument(help="File with rows of peers.py.", exists=True)],
+    figure: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("roofline.png"),
+) -> None:
+    """Draws rate against intensity, with the measured ceilings of products and of copying."""
+    read = [json.loads(line) for line in rows.read_text().splitlines()]
+    read = [row for row in read if row.get("benchmark") == "peers" and "seconds" in row]
+    if not read:
+        raise typer.BadParameter(f"{rows} has no rows of peers.py")
+    ceiling, copying = read[-1]["ceiling_gflops"], copy_rate()
+    axis = plt.figure(figsize=(8, 5), layout="constrained").add_subplot()
+    span = np.geomspace(1, 300)
+    axis.loglog(span, np.minimum(ceiling, copying * span), color="black", label="measured ceilings")
+    for peer in dict.fromkeys(row["peer"] for row in read):
+        mine = [row for row in read if row["peer"] == peer]
+        marker = "*" if peer == "fedjax_meta" else "."
+        axis.loglog(
+            [intensity(row["case"]) for row in mine], [row["gflops"] for row in mine], marker, markersize=9, label=peer
+        )
+    for case in dict.fromkeys(row["case"] for row in read):
+        axis.annotate(case, (intensity(case), ceiling * 1.1), rotation=60, fontsize=7)
+    axis.set(xlabel="FLOP / byte", ylabel="GFLOP / s")
+    axis.legend(fontsize=8)
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    axis.figure.savefig(figure, dpi=150)
+
+
+if __name__ == "__main__":
+    typer.run(main)

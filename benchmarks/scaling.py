@@ -1,0 +1,192 @@
+"""How the time of a round grows: with the cohort, with the population, with uneven clients, with devices.
+
+Each axis is one row a point: seconds a round (median and quartiles), compile seconds, memory. Clients are those of the MLP
+workload (100 samples, batches of 20) unless said.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from _measure import Spread, environment, interleaved, write_row
+from rich.console import Console
+from rich.table import Table
+
+from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, simulate
+from fedjax_meta.data.federated import FederatedData
+
+AXES = ("cohort", "population", "skew", "devices")
+SKEWED = tuple(int(size) for size in np.geomspace(135, 5201, 50))
+"""Sizes of 50 clients that spread as the MNIST clients of Nguyen and Cao do: 135 to 5,201 samples."""
+
+
+def federation(sizes: Any, *, pool: int = 20_000) -> FederatedData:
+    """Clients with this many random images each; they share a pool of images, so that 10^6 clients take little memory."""
+    rng = np.random.default_rng(0)
+    sizes = np.asarray(sizes)
+    total = int(sizes.sum())
+    pool = min(pool, total)
+    data = federate(
+        rng.integers(0, 256, (pool, 784), dtype=np.uint8), rng.integers(0, 10, pool), np.arange(pool), [pool], num_classes=10
+    )
+    begin = ((np.cumsum(sizes) - sizes) % (pool - sizes.max() + 1)).astype(np.int32)
+    return FederatedData(
+        x=data.x,
+        y=data.y,
+        offset=data.offset,
+        scale=data.scale,
+        start={"train": begin},
+        size={"train": sizes.astype(np.int32)},
+        max_size=(("train", int(sizes.max())),),
+        num_classes=10,
+    )
+
+
+class Run:
+    """An algorithm on some clients, compiled, ready to run a block of rounds at a time."""
+
+    def __init__(self, algorithm: Algorithm, data: FederatedData, rounds: int = 1, scale: float = 1.0) -> None:
+        """`rounds` in each call; times are multiplied by `scale`."""
+        key = jax.random.key(0)
+        self._state = algorithm.init(key, data)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+        self._unit = scale / rounds
+        self._rest = engine.share((data, key, np.int32(rounds)), places.round)
+
+        def block(state: Any, data: FederatedData, key: Any, count: Any) -> Any:
+            return simulate.run_rounds(algorithm, key, state, data, count, most=rounds)[0]
+
+        begin = time.perf_counter()
+        jitted = jax.jit(block, donate_argnums=0, out_shardings=places)
+        self._program = jitted.lower(self._state, *self._rest).compile()
+        self.compile_seconds = time.perf_counter() - begin
+        self.temp_bytes = self._program.memory_analysis().temp_size_in_bytes
+        self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((self._state.personal, self._state.memory)))
+
+    def __call__(self) -> None:
+        """One block, to its end; every call has the same cohorts."""
+        first = jax.device_put(np.int32(0), self._state.round.sharding)
+        self._state = jax.block_until_ready(self._program(self._state._replace(round=first), *self._rest))
+
+    def row(self, seconds: np.ndarray) -> dict[str, Any]:
+        """Of times of whole blocks."""
+        spread = Spread.of(seconds * self._unit)
+        return {
+            "seconds": spread.median,
+            "low": spread.low,
+            "high": spread.high,
+            "compile_seconds": round(self.compile_seconds, 3),
+            "temp_bytes": self.temp_bytes,
+            "state_bytes": self.state_bytes,
+        }
+
+
+Cases = dict[str, Callable[[], Run]]
+
+
+def mlp_rounds(cohort: int, **options: Any) -> Algorithm:
+    """FedAvg on the MLP."""
+    return fedavg(models.mlp(), cohort_size=cohort, **{"batch_size": 20, **options})
+
+
+def cohort_cases(most: int) -> Cases:
+    """Cohorts of 1 to 4,096."""
+    data = federation(np.full(4096, 100))
+    return {str(c): lambda c=c: Run(mlp_rounds(c), data) for c in (1, 4, 16, 64, 256, 1024, 4096) if c <= most}
+
+
+def population_cases(most: int) -> Cases:
+    """Rounds of 100 among 10^2 to 10^6 clients with personal heads."""
+    rule = fedper(models.mlp(), batch_size=20, cohort_size=100)
+    return {
+        str(n): lambda n=n: Run(rule, federation(np.full(n, 100))) for n in (100, 1000, 10_000, 100_000, 10**6) if n <= most
+    }
+
+
+def skew_cases() -> Cases:
+    """Uneven clients, and equal ones with as many samples in all; times are for cohorts of as many samples as equal ones hold."""
+    rounds, cohort = 50, 5
+    uneven = np.array(SKEWED)
+    keys = [jax.random.split(jax.random.fold_in(jax.random.key(0), r), 3)[0] for r in range(rounds)]
+    drawn = np.mean([uneven[np.asarray(engine.sample_cohort(key, len(uneven), cohort))].sum() for key in keys])
+    rule = mlp_rounds(cohort, batch_size=32)
+    equal = np.full(len(uneven), round(uneven.mean()))
+    return {
+        "equal": lambda: Run(rule, federation(equal, pool=100_000), rounds),
+        "skewed": lambda: Run(rule, federation(uneven, pool=100_000), rounds, float(cohort * equal[0] / drawn)),
+    }
+
+
+def one_count_of_devices() -> None:
+    """Prints the row of the devices that this process was started with."""
+    data = federation(np.full(1000, 100))
+    run = Run(mlp_rounds(100), data)
+    print(json.dumps(run.row(interleaved({"": run}, repeats=10)[""])))
+
+
+def on_devices(count: int) -> dict[str, Any]:
+    """The row of `count` devices, from a process of its own where they are a CPU's."""
+    if jax.default_backend() != "cpu":
+        data = federation(np.full(1000, 100))
+        run = Run(mlp_rounds(100, devices=count), data)
+        return run.row(interleaved({"": run}, repeats=10)[""])
+    command = [sys.executable, __file__, "--worker"]
+    environment_ = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count)}
+    done = subprocess.run(command, env=environment_, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(
+    axis: Annotated[list[str] | None, typer.Option(help=f"What grows; all by default. {', '.join(AXES)}.")] = None,
+    most: Annotated[int, typer.Option(help="Largest population; 10^6 takes 4 GB.")] = 10**6,
+    cohort: Annotated[int, typer.Option(help="Largest cohort.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=3, help="Times each point is timed.")] = 10,
+    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+    worker: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Times rounds along one or more axes of scale."""
+    if worker:
+        one_count_of_devices()
+        return
+    console, about = Console(), environment()
+    axes = axis or list(AXES)
+    for name in axes:
+        if name not in AXES:
+            raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
+        table = Table(name, "round (s)", "quartiles", "against the first", "compile (s)", "kept by clients", "peak memory")
+        rows = {}
+        with console.status(f"{name}: compiling and timing"):
+            if name == "devices":
+                rows = {str(n): on_devices(n) for n in (1, 2, 4, 8) if _on_cpu() or n <= jax.device_count()}
+            else:
+                cases = {"cohort": lambda: cohort_cases(cohort), "population": lambda: population_cases(most)}
+                runs = {point: build() for point, build in cases.get(name, skew_cases)().items()}
+                times = interleaved(runs, repeats=repeats if name != "skew" else 3)
+                rows = {point: run.row(times[point]) for point, run in runs.items()}
+        first = next(iter(rows.values()))["seconds"]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        for point, row in rows.items():
+            write_row(output, {"benchmark": "scaling", "axis": name, "case": point, **row, "peak_bytes": peak, **about})
+            spread = f"{row['low']:.4f}-{row['high']:.4f}"
+            kept = f"{row['state_bytes'] / 1e9:.3f} GB"
+            compile_ = f"{row['compile_seconds']:.1f}"
+            cells = (f"{row['seconds']:.4f}", spread, f"{row['seconds'] / first:.2f}", compile_, kept, f"{peak / 1e9:.1f} GB")
+            table.add_row(point, *cells)
+        console.print(table)
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,75 @@
+"""Two processes over loopback are one run: the same cohorts, the same numbers, and a way on when one of them is lost."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from tests import problems
+from tests.process import federation
+
+ROOT = Path(__file__).parent.parent
+
+
+def start(folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """Runs both processes to their end; (exit code, output) of each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.process", str(i), "2", address, str(folder), *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def saved(folder: Path) -> tuple[fm.State, np.ndarray]:
+    algorithm, data = federation()
+    structure = jax.tree.structure(jax.eval_shape(algorithm.init, jax.random.key(0), data))
+    with np.load(folder / "state.npz") as file:
+        return jax.tree.unflatten(structure, [file[f"arr_{i}"] for i in range(structure.num_leaves)]), file["loss"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same run by one process."""
+    algorithm, data = federation()
+    state, records = fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=7, eval_every=3)
+    return jax.tree.map(np.asarray, state), records
+
+
+def test_two_processes_run_what_one_runs(tmp_path, alone):
+    for code, output in start(tmp_path, "7"):
+        assert code == 0, output
+    state, loss = saved(tmp_path)
+    assert np.array_equal(state.seen, alone[0].seen)
+    assert state.round == 7
+    assert problems.distance(state, alone[0]) < 1e-12
+    np.testing.assert_allclose(loss, alone[1][-1].metrics["loss"], rtol=1e-12)
+
+
+def test_a_lost_process_ends_the_run_with_a_message_and_a_state_to_go_on_from(tmp_path, alone):
+    (code, output), (lost, _) = start(tmp_path, "7", "3")
+    assert lost < 0 != code, output
+    assert "another process of this run was lost after round 3" in output
+    state, _ = saved(tmp_path)
+    assert state.round == 3
+    algorithm, data = federation()
+    resumed, _ = fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=7, eval_every=3, state=state)
+    assert problems.distance(jax.tree.map(np.asarray, resumed), alone[0]) < 1e-12

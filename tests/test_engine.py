@@ -1,0 +1,261 @@
+"""The engine against plain loops: whatever the layout of the work, every client is run once, counted once and put back."""
+
+import itertools
+import logging
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fedjax_meta as fm
+from fedjax_meta import engine
+from fedjax_meta.engine import ClientUpdate
+from tests import problems
+
+KEY = jax.random.key(5)
+IDS = np.array([9, 2, 14, 7, 0, 11, 3], np.int32)
+SIZES = np.array([3, 50, 1, 8, 8, 21, 2], np.int32)
+
+
+def rule(key, id_, kept, context):
+    """A client whose work is a loop of its own length and whose numbers depend on its id and its key."""
+    steps = jnp.where(id_ >= 0, context["length"][id_], 0)
+    noise = jax.random.normal(key)
+    value = jax.lax.fori_loop(0, steps, lambda t, v: 0.9 * v + jnp.sin(id_ + t) * noise, kept["v"][0])
+    return ClientUpdate(
+        upload={"a": jnp.stack([value, 2 * value]), "b": noise},
+        weight={"a": steps.astype(float), "b": jnp.ones(())},
+        kept={"v": kept["v"] + value, "n": kept["n"] + 1},
+        outputs=(steps, id_ % 2 == 0),
+    )
+
+
+def problem(ids):
+    """Context and kept values of clients, by id, so that the order of a cohort can be changed."""
+    length = np.zeros(16, np.int32)
+    length[IDS] = SIZES
+    return {"length": jnp.asarray(length)}, {"v": jnp.asarray(ids * 0.1)[:, None] + jnp.zeros((1, 3)), "n": jnp.asarray(ids)}
+
+
+def by_hand(ids):
+    """The same cohort by a Python loop."""
+    context, kept = problem(ids)
+    total, weight, rows = {"a": np.zeros(2), "b": 0.0}, {"a": 0.0, "b": 0.0}, []
+    for i, client in enumerate(ids):
+        mine = jax.tree.map(lambda leaf: leaf[i], kept)  # noqa: B023
+        update = rule(jax.random.fold_in(KEY, int(client)), jnp.asarray(client), mine, context)
+        for part in total:
+            total[part] = total[part] + float(update.weight[part]) * np.asarray(update.upload[part])
+            weight[part] += float(update.weight[part])
+        rows.append((update.kept, update.outputs))
+    return total, weight, jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("lanes", [None, 1, 2, 3, 7, 100])
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["forwards", "backwards"])
+def test_a_cohort_is_a_loop_over_its_clients_whatever_the_layout(lanes, devices, order):
+    ids = IDS[order]
+    context, kept = problem(ids)
+    sizes = jnp.asarray(SIZES[order])
+    run = jax.jit(
+        lambda kept: engine.run_cohort(rule, KEY, jnp.asarray(ids), sizes, kept, context, lanes=lanes, devices=devices)
+    )
+    summed, *rows = run(kept)
+    total, weight, expected = by_hand(ids)
+    assert problems.distance(summed.total, total) < 1e-10
+    assert problems.distance(summed.weight, weight) == 0
+    assert problems.distance(tuple(rows), expected) < 1e-12
+
+
+def test_padding_is_not_counted_even_where_it_is_not_finite():
+    def poison(key, id_, kept, context):
+        return ClientUpdate(jnp.where(id_ < 0, jnp.nan, 1.0), jnp.ones(()), kept, jnp.where(id_ < 0, jnp.nan, 2.0))
+
+    # Three lanes for four clients: two of the slots are padding.
+    summed, kept, outputs = engine.run_cohort(poison, KEY, jnp.arange(4), jnp.ones(4, int), jnp.arange(4.0), (), lanes=3)
+    assert (float(summed.total), float(summed.weight)) == (4, 4)
+    assert kept.tolist() == [0, 1, 2, 3] and outputs.tolist() == [2] * 4
+
+
+def loads(sizes, lanes, devices):
+    """(work of each device in units of its groups' largest members, members in the order of the slots)."""
+    slots, groups = engine._deal(jnp.asarray(sizes), lanes, devices)
+    slots = np.asarray(slots).reshape(devices, -1, lanes)
+    padded = np.append(sizes, 0)
+    work = [sum(padded[group].max() for group in slots[d, : groups[d]]) for d in range(devices)]
+    assert all((slots[d, groups[d] :] == len(sizes)).all() for d in range(devices))
+    return work, slots[slots < len(sizes)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("lanes", "devices"), list(itertools.product([1, 2, 3], repeat=2)))
+def test_every_member_is_dealt_once_and_work_is_as_even_as_graham_promises(seed, lanes, devices):
+    rng = np.random.default_rng(seed)
+    sizes = rng.lognormal(3, 1.5, 8).astype(np.int32) + 1
+    work, members = loads(sizes, lanes, devices)
+    assert sorted(members.tolist()) == list(range(8))
+    groups = [max(group) for group in np.split(np.sort(sizes)[::-1], range(lanes, 8, lanes))]
+    best = min(
+        max(sum(g for g, d in zip(groups, choice, strict=True) if d == device) for device in range(devices))
+        for choice in itertools.product(range(devices), repeat=len(groups))
+    )
+    assert best <= max(work) <= best * (4 / 3 - 1 / (3 * devices)) + 1e-9
+
+
+def test_one_large_client_gets_a_device_of_its_own():
+    assert sorted(loads(np.array([10, 10, 40, 10, 10], np.int32), 1, 2)[0]) == [40, 40]
+    assert loads(np.full(6, 7, np.int32), 1, 3)[0] == [14, 14, 14]
+
+
+def test_a_device_does_only_the_work_that_it_was_dealt(monkeypatch):
+    # Padding groups must cost nothing: the loop runs over a device's own groups, not over the most that one could have.
+    seen = []
+    context, kept = problem(IDS)
+
+    def counted(key, id_, kept, context):
+        jax.debug.callback(lambda i: seen.append(int(i)), id_)
+        return rule(key, id_, kept, context)
+
+    jax.block_until_ready(
+        engine.run_cohort(counted, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, lanes=1, devices=2)
+    )
+    jax.effects_barrier()
+    assert sorted(seen) == sorted(IDS.tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lanes": 0}, "lanes=0"),
+        ({"devices": 3}, "devices=3, but JAX sees 2"),
+        ({"precision": "half"}, "precision='half' is unknown; allowed are float32, tf32, bfloat16"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(options, message):
+    context, kept = problem(IDS)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.run_cohort(rule, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, **options)
+
+
+def test_lanes_follow_the_memory_that_is_free(monkeypatch):
+    def hungry(key, id_, kept, context):
+        # A product that cannot be fused away: a megabyte of float64 a client.
+        square = jax.random.normal(key, (256, 256))
+        return ClientUpdate(jnp.sum(square @ square @ square), jnp.ones(()), (), ())
+
+    def lanes(free):
+        monkeypatch.setattr(engine, "free_bytes", lambda device: free)
+        return engine._fitting_lanes(hungry, engine.client_mesh(1), KEY, jnp.arange(64), (), ())
+
+    assert lanes(10**12) == 64
+    some, half = lanes(40_000_000), lanes(20_000_000)
+    assert 1 <= half < some < 64
+    # A lane holds one to six squares of 0.52 MB at a time, of 36 MB (90 % of what is free).
+    assert 36 / 3.2 <= some <= 36 / 0.52
+    assert lanes(1000) == 1
+
+
+def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
+    monkeypatch.setattr(engine, "_on_cpu", lambda: False)
+    context, kept = problem(IDS)
+
+    def total(rate):
+        def scaled(key, id_, kept, context):
+            update = rule(key, id_, kept, context)
+            return update._replace(upload=jax.tree.map(lambda leaf: rate * leaf, update.upload))
+
+        return engine.run_cohort(scaled, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, devices=1)[0].total
+
+    swept = jax.vmap(total)(jnp.array([1.0, 3.0]))
+    assert (
+        problems.distance(jax.tree.map(lambda leaf: leaf[1], swept), jax.tree.map(lambda leaf: 3 * leaf, by_hand(IDS)[0]))
+        < 1e-9
+    )
+
+
+def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(caplog):
+    each = {"w": jnp.ones((3, 4)), "n": jnp.zeros((), jnp.int32)}
+    with caplog.at_level(logging.INFO, "fedjax_meta"):
+        population = engine.populate(each, 10, 2)
+    # 12 float64 and one int32: 100 bytes a client.
+    assert "1 kB on this host (N=10 clients, 100 bytes each, 2 parts on 2 devices)" in caplog.text
+    assert {shard.data.shape for shard in population["w"].addressable_shards} == {(5, 3, 4)}
+    assert {shard.data.shape for shard in engine.populate(each, 9, 2)["w"].addressable_shards} == {(9, 3, 4)}
+    assert engine.populate((), 10, 2) == ()
+
+
+def test_more_than_is_free_is_refused_with_numbers(monkeypatch):
+    monkeypatch.setattr(engine, "free_bytes", lambda device: 5_000_000)
+    data, algorithm = problems.data(), fm.fedper(problems.task(), cohort_size=2)
+    assert algorithm.init(KEY, data).seen.shape == (7,)
+    with pytest.raises(ValueError, match=r"takes 6 MB on this host \(N=1000 .*, but only 5 MB are free"):
+        engine.populate(jnp.ones(750), 1000, 1)
+    with pytest.raises(ValueError, match=r"takes 6.01 MB on this host \(N=501 .* 1 parts on 2 devices"):
+        engine.populate(jnp.ones(750), 501, 2)
+
+
+def test_host_devices_read_one_copy_of_the_data():
+    whole = NamedSharding(engine.client_mesh(2), PartitionSpec())
+    shared = engine.share({"x": np.arange(1000.0), "key": KEY}, whole)
+    first, second = (shard.data.unsafe_buffer_pointer() for shard in shared["x"].addressable_shards)
+    assert first == second
+    assert shared["x"].tolist() == list(range(1000))
+    assert shared["key"] == KEY
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_round_updates_a_large_population_in_place(devices):
+    population, each = 50_000, 400
+    data = fm.federate(np.zeros((population, 2)), np.zeros(population, int), np.arange(population), np.ones(population, int),
+                       num_classes=2)  # fmt: skip
+
+    def init(key):
+        return {"body": jnp.zeros(2), "head": jnp.zeros((each, 2))}
+
+    task = fm.classification(init, lambda v, x: x @ v["head"][:2] + v["body"][None], layers=("body", "head"))
+    algorithm = fm.fedper(task, cohort_size=8, devices=devices)
+    state = algorithm.init(KEY, data)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    data = engine.share(data, places.round)
+    block = jax.jit(
+        lambda state, data: fm.simulate.run_rounds(algorithm, KEY, state, data, 3, most=3)[0],
+        donate_argnums=0,
+        out_shardings=places,
+    )
+    program = block.lower(state, data).compile()
+    memory, kept = program.memory_analysis(), population * each * 2 * 8 // devices
+    assert memory.alias_size_in_bytes >= kept
+    assert memory.temp_size_in_bytes < kept / 10
+    # Between devices go the cohort's rows and sums, never the population.
+    moved = re.findall(r"= \w+\[([\d,]*)\][^ ]* (?:all-gather|all-reduce|collective-permute|all-to-all)\(", program.as_text())
+    assert bool(moved) == (devices > 1)
+    assert all(math.prod(map(int, filter(None, shape.split(",")))) <= 8 * each * 2 for shape in moved)
+    state = program(state, data)
+    assert state.personal["head"].sharding.is_equivalent_to(places.personal["head"], 3)
+    assert 8 <= int(jnp.sum(state.seen)) <= 24
+
+
+def test_a_saved_state_goes_on_where_the_devices_are():
+    data = problems.data()
+    options = {"key": KEY, "rounds": 4, "eval_every": 2}
+    one, two = (fm.fedper(problems.task(), cohort_size=3, devices=devices) for devices in (1, 2))
+    whole, _ = fm.simulate.simulate(one, data, **options)
+    half, _ = fm.simulate.simulate(two, data, **(options | {"rounds": 2}))
+    saved = jax.tree.map(np.asarray, half)
+    resumed, _ = fm.simulate.simulate(one, data, state=saved, **options)
+    assert problems.distance(resumed, whole) < 1e-10
+    again, _ = fm.simulate.simulate(two, data, state=saved, **options)
+    assert problems.distance(jax.tree.map(np.asarray, again), jax.tree.map(np.asarray, whole)) < 1e-10
+    assert again.round.sharding.device_set == set(jax.devices())
+
+
+def test_cohorts_are_distinct_and_uniform():
+    draws = np.asarray(jax.vmap(lambda k: engine.sample_cohort(k, 20, 6))(jax.random.split(KEY, 3000)))
+    assert all(len(set(cohort)) == 6 for cohort in draws.tolist())
+    # Every client is drawn 900 times on average, with a deviation of sqrt(3000 * 0.3 * 0.7) = 25.
+    assert np.abs(np.bincount(draws.ravel(), minlength=20) - 900).max() < 5 * 25.1
