@@ -60,6 +60,10 @@ class Batches:
             samples=(lambda batch: jnp.ones(())) if alike else self.samples,
         )
 
+    def only_if(self, condition: Any) -> "Batches":
+        """The same batches where the condition, a bool that may be traced, holds; no steps where it does not."""
+        return dataclasses.replace(self, steps=jnp.where(condition, self.steps, 0))
+
     def mean(self, function: Callable[[Any], Any], step: Any) -> Any:
         """Mean of `function(batch)`, a pytree of floating-point arrays, over the chunks of one step."""
         if isinstance(self.chunks, int) and self.chunks == 1:
@@ -353,7 +357,9 @@ def _array(name: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError:
-        raise ValueError(f"{name} is not one array [M, ...]; samples of mixed shape must be brought to one shape first") from None
+        raise ValueError(
+            f"{name} is not one array [M, ...]; samples of mixed shape must be brought to one shape first"
+        ) from None
 
 
 def _check_samples(x: np.ndarray, y: np.ndarray, *, regression: bool) -> None:

@@ -1,0 +1,112 @@
+"""What systems need that look inside a classifier: its features, its head, and what a client's classes look like there.
+
+K classes, d features.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta import masks
+from fedjax_meta.data.federated import Batches, ClientView, FederatedData
+from fedjax_meta.task import Batch, Key, Task, Variables, cross_entropy
+
+
+def require(task: Task, system: str, *, buffers: bool = True) -> None:
+    """Raises `ValueError` unless the task has `features` and `head`, and no buffers where `buffers` is false."""
+    if task.features is None or task.head is None:
+        raise ValueError(f"{system} looks at features, but the task has no features and head; give it both")
+    if not buffers:
+        require_plain(task, system)
+
+
+def require_plain(task: Task, system: str) -> None:
+    """Raises `ValueError` when the task has buffers (batch-norm statistics)."""
+    if not all(jax.tree.leaves(task.trainable(masks.variables_shape(task)))):
+        raise ValueError(f"{system} is for models without buffers, but this one has some (batch-norm statistics)")
+
+
+def penalised(
+    task: Task, penalty: Callable[[jax.Array, Batch], jax.Array]
+) -> Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]:
+    """The loss of a classifier plus `penalty(features [B, d], batch)`.
+
+    Without buffers it is the cross-entropy of the head on the very features that the penalty sees, so that the network runs
+    once. With buffers it is the task's own loss, and the features are those of evaluation mode.
+    """
+    buffers = not all(jax.tree.leaves(task.trainable(masks.variables_shape(task))))
+
+    def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        features = task.features(variables, batch.x)  # type: ignore[misc]
+        if buffers:
+            value, moved_on = task.loss(variables, batch, key)
+        else:
+            value, moved_on = cross_entropy(task.head(variables, features), batch), variables  # type: ignore[misc]
+        return value + penalty(features, batch), moved_on
+
+    return loss
+
+
+def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[int, int]:
+    """(K, d) of a task on these inputs; nothing is computed."""
+
+    def both(variables: Variables) -> tuple[jax.Array, jax.Array]:
+        features = task.features(variables, view.take(jnp.zeros(1, jnp.int32), jnp.ones(1)).x)  # type: ignore[misc]
+        return features, task.head(variables, features)  # type: ignore[misc]
+
+    features, logits = jax.eval_shape(both, variables)
+    return logits.shape[-1], features.shape[-1]
+
+
+def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int, int]:
+    """`feature_shape` on the inputs of a federation."""
+    return feature_shape(task, variables, data.client(0)[data.views[0]])
+
+
+class ClassSums(NamedTuple):
+    """Sums over a client's samples, class by class.
+
+    Attributes:
+      count: `[K]`, samples.
+      total: `[K, d]`, sum of their features.
+      square: `[K]`, sum of the squared norms of their features.
+    """
+
+    count: jax.Array
+    total: jax.Array
+    square: jax.Array
+
+    def mean(self) -> jax.Array:
+        """Mean feature of each class, `[K, d]`; 0 for a class without samples."""
+        return self.total / jnp.maximum(self.count, 1)[:, None]
+
+
+def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size: int = 256) -> ClassSums:
+    """One pass over a view, in evaluation mode."""
+    classes, width = feature_shape(task, variables, view)
+    batches = view.in_order(min(batch_size, view.max_size))
+
+    def step(t: Any, sums: ClassSums) -> ClassSums:
+        batch = batches.get(t)
+        features = task.features(variables, batch.x)  # type: ignore[misc]
+        member = jax.nn.one_hot(batch.y, classes, dtype=features.dtype) * batch.weight[:, None]
+        here = ClassSums(jnp.sum(member, 0), member.T @ features, member.T @ jnp.sum(features**2, -1))
+        return jax.tree.map(jnp.add, sums, here)
+
+    dtype = jnp.result_type(float)
+    start = ClassSums(jnp.zeros(classes, dtype), jnp.zeros((classes, width), dtype), jnp.zeros(classes, dtype))
+    return jax.lax.fori_loop(0, batches.steps, step, start)
+
+
+def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> jax.Array:
+    """How many samples of each class a view holds, `[K]`."""
+    # Only labels are read: XLA drops the inputs, which nothing uses.
+    batches: Batches = view.in_order(min(batch_size, view.max_size))
+
+    def step(t: Any, counts: jax.Array) -> jax.Array:
+        batch = batches.get(t)
+        return counts.at[batch.y].add(batch.weight.astype(counts.dtype))
+
+    return jax.lax.fori_loop(0, batches.steps, step, jnp.zeros(classes))
