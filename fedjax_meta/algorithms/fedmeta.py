@@ -125,14 +125,11 @@ def fedmeta(
         if has_buffers:
             # Statistics stood still while the meta-gradient was taken; one pass over the client's samples moves them on.
             batches = data["train"].epochs(buffer_key, batch_size or 256)
-            trained = with_buffers(
-                trained, local.train(buffer_key, task.loss, variables_of(trained), batches, optax.set_to_zero(), trainable)[0]
-            )
+            trained = with_buffers(trained, local.train(buffer_key, task.loss, variables_of(trained), batches,
+                                                        optax.set_to_zero(), trainable)[0])
         gradient = None
         if outer_at == "server":
-            gradient = masks.merge(
-                result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1]
-            )
+            gradient = masks.merge(result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
         metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
         return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
 
@@ -154,11 +151,8 @@ def fedmeta(
         shared = masks.split(state.model, personal_model)[1]
         scores = map_lanes(lambda part: adapt(key, masks.merge(part, shared), support)[1], state.personal)
         best = jnp.argmin(jnp.where(state.seen, scores, jnp.inf))
-        part = jax.tree.map(
-            lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
-            state.personal,
-            masks.split(state.model, personal_model)[0],
-        )
+        part = jax.tree.map(lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
+                            state.personal, masks.split(state.model, personal_model)[0])
         return adapt(key, masks.merge(part, shared), support)[0]
 
     personal_model = with_rates(own, own_rates)

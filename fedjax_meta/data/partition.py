@@ -158,9 +158,7 @@ def lognormal_classes(labels: Any, slots: Any, *, seed: int) -> Partition:
     labels, slots = _labels(labels), _slots(slots, labels)
     num_clients, per_client = slots.shape
     if num_clients % 10:
-        raise ValueError(
-            f"num_clients={num_clients} must be a multiple of 10, because a tenth of the clients shares its draws"
-        )
+        raise ValueError(f"num_clients={num_clients} must be a multiple of 10, because a tenth of the clients shares its draws")
     counts = np.bincount(labels, minlength=slots.max() + 1)
     uniform, generator = random.Random(seed), np.random.RandomState(seed)
     shares = generator.lognormal(0, 2.0, (len(counts), 50, per_client))
@@ -214,9 +212,7 @@ def shards(labels: Any, assignment: Any, *, uneven: bool = False) -> Partition:
     if total > len(labels):
         raise ValueError(f"{total} shards are more than the M={len(labels)} samples")
     if len(labels) % total and not uneven:
-        raise ValueError(
-            f"M={len(labels)} samples do not divide into {total} equal shards; uneven=True lets them differ by one"
-        )
+        raise ValueError(f"M={len(labels)} samples do not divide into {total} equal shards; uneven=True lets them differ by one")
     by_class = np.argsort(labels, kind="stable")
     length = _even(len(labels), total)
     begin = np.cumsum(length) - length
@@ -399,9 +395,7 @@ def _labels(labels: Any) -> np.ndarray:
 def _clients(num_clients: int, samples: int, least: int = 1) -> None:
     checks.count("num_clients", num_clients)
     if num_clients * least > samples:
-        raise ValueError(
-            f"num_clients={num_clients} with at least {least} samples each need more than the M={samples} there are"
-        )
+        raise ValueError(f"num_clients={num_clients} with at least {least} samples each need more than the M={samples} there are")
 
 
 def _slots(slots: Any, labels: np.ndarray) -> np.ndarray:

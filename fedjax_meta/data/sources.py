@@ -205,13 +205,9 @@ def _checked(x: Any, y: Any, which: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         x, y = np.asarray(x), np.asarray(y)
     except ValueError:
-        raise ValueError(
-            f"the {which} inputs are not one array [M, ...]; samples of mixed shape must be resized first"
-        ) from None
+        raise ValueError(f"the {which} inputs are not one array [M, ...]; samples of mixed shape must be resized first") from None
     if x.dtype == object or not (np.issubdtype(x.dtype, np.number) or x.dtype == bool):
-        raise ValueError(
-            f"the {which} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)"
-        )
+        raise ValueError(f"the {which} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)")
     if not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
             f"the {which} labels must be integers, not {y.dtype}; np.unique(labels, return_inverse=True)[1] numbers any labels"

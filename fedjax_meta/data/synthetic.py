@@ -143,12 +143,7 @@ def sinusoids(
     y = amplitude[:, None] * np.sin(x - phase[:, None]) + noise * rng.standard_normal(x.shape)
     sizes = np.full(num_clients, size)
     data = federate(
-        x.reshape(-1, 1),
-        y.ravel(),
-        np.arange(x.size),
-        sizes,
-        num_classes=0,
-        views=train_test_views(sizes, train=0.5, support=0.5),
+        x.reshape(-1, 1), y.ravel(), np.arange(x.size), sizes, num_classes=0, views=train_test_views(sizes, train=0.5, support=0.5)
     )
     return data, amplitude, phase
 
