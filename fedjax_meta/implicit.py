@@ -1,6 +1,7 @@
 """The implicit meta-gradient (iMAML): of a proximal inner problem at its solution, however that was found.
 
-It solves one linear system by conjugate gradient and remembers nothing of the inner steps, so its memory does not depend on them.
+It solves one linear system by conjugate gradient and remembers nothing of the inner steps, so its memory is the same for any
+number of them.
 """
 
 import dataclasses
@@ -83,9 +84,9 @@ def implicit(
 
         (I + H / lambda) gradient = grad f(phi; query).
 
-    The gradient is exact when the inner steps and the solver have converged, and otherwise as good as both of them; lambda -> inf
-    gives the plain query gradient at theta. With an inner mask only the leaves b that adapt have a proximal term and stand in
-    the system; the others, a, then get grad_a f(phi; query) - H_ab gradient_b / lambda.
+    The gradient is exact when the inner steps and the solver have converged, and otherwise as good as both of them; lambda ->
+    inf gives the plain query gradient at theta. With an inner mask only the leaves b that adapt have a proximal term and stand
+    in the system; the others, a, then get grad_a f(phi; query) - H_ab gradient_b / lambda.
 
     Args:
       inner: any rule but learned rates, on the regularised loss.
@@ -102,12 +103,12 @@ def implicit(
       outer: right side: gradient of the whole "query", or of its "last_chunk" with the proximal term (S1's code).
 
     H is that of the whole support: of the one batch, or of all its steps and chunks together. `WithHessian(support, hessian)`
-    names other samples for it, which spares many passes where the support is several epochs or repeated full batches. A Hessian
-    over one chunk is linearised once for all products.
+    names other samples for it, which spares many passes where the support is several epochs or repeated full batches. A
+    Hessian over one chunk is linearised once for all products.
 
-    Where I + H/lambda (plus damping) is not positive there may be no minimum, and the system no solution. The solver then stops
-    at the first direction of no positive curvature and returns what it has, which is the plain query gradient if that is the
-    first one; `info` says so, with the residual left.
+    Where I + H/lambda (plus damping) is not positive there may be no minimum, and the system no solution. The solver then
+    stops at the first direction of no positive curvature and returns what it has, which is the plain query gradient if that is
+    the first one; `info` says so, with the residual left.
 
     Raises:
       ValueError: an argument out of range, learned rates, and from the estimator what `meta.exact` raises.
@@ -204,8 +205,8 @@ def conjugate_gradient(
       from_right_side: start at `right` in place of 0.
 
     Returns:
-      a `Solution`. At a direction p with p.operator(p) <= 0 (or not a number) it stops with what it has by then, which is `right`
-      when p is the first.
+      a `Solution`. At a direction p with p.operator(p) <= 0 (or not a number) it stops with what it has by then, which is
+      `right` when p is the first.
 
     Example:
       >>> import jax.numpy as jnp
@@ -251,7 +252,7 @@ def _whole(batches: Batches) -> Batches:
     chunks = batches.chunks
     return dataclasses.replace(
         batches,
-        get=lambda step, chunk=0: batches.get(chunk // chunks, chunk % chunks),
+        get=lambda step, chunk: batches.get(chunk // chunks, chunk % chunks),
         steps=1,
         max_steps=1,
         chunks=batches.steps * chunks,

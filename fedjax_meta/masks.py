@@ -164,14 +164,12 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
         plain, *path = re.split(r"(?:^|\+)\s*(?=path:)", spec, maxsplit=1)
         words = [*(plain.split("+") if plain or not path else []), *path]
         return functools.reduce(union, [_named(word.strip(), task, name) for word in words])
-    shape = variables_shape(task)
+    structure: Any = jax.tree.structure(variables_shape(task))
     # The tree of a model that is itself a function, as in Equinox, is callable too.
-    is_tree = jax.tree.structure(spec) == jax.tree.structure(shape) and not any(map(callable, jax.tree.leaves(spec)))
+    is_tree = structure == jax.tree.structure(spec) and not any(map(callable, jax.tree.leaves(spec)))
     mask = spec if is_tree or not callable(spec) else spec(task)
-    if jax.tree.structure(mask) != jax.tree.structure(shape):
-        raise ValueError(
-            f"{name} has structure {jax.tree.structure(mask)}, but the task's variables have {jax.tree.structure(shape)}"
-        )
+    if structure != jax.tree.structure(mask):
+        raise ValueError(f"{name} has structure {jax.tree.structure(mask)}, but the task's variables have {structure}")
     if not all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask)):
         raise ValueError(f"{name} must hold a Python bool at every leaf: it is decided when a function is traced")
     return mask

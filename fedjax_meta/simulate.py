@@ -17,8 +17,18 @@ from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
 
-Evaluator = Callable[[Key, State], Any]
-"""`(key, state) -> pytree of arrays`, traceable; usually `evaluate.evaluate` with the data filled in."""
+
+class Evaluator(NamedTuple):
+    """What to measure, and on which data.
+
+    Attributes:
+      measure: `(key, state, data) -> pytree of arrays`, traceable; usually `evaluate.evaluate` with its algorithm filled in.
+      data: given to `measure`. Data that a function closes over would be compiled into the program as constants, which takes
+        longer than the run.
+    """
+
+    measure: Callable[[Key, State, Any], Any]
+    data: Any
 
 
 class Record(NamedTuple):
@@ -82,6 +92,7 @@ def simulate(
     evaluators: Mapping[str, Evaluator] | None = None,
     state: State | None = None,
     on_record: Callable[[State, Record], None] | None = None,
+    on_progress: Callable[[int, dict[str, np.ndarray]], None] | None = None,
 ) -> tuple[State, list[Record]]:
     """Trains, and evaluates after round 1, every `eval_every` rounds and at the end.
 
@@ -95,46 +106,68 @@ def simulate(
       state: where to go on from, e.g. a checkpoint; a fresh one when not given. Same key, same run.
       on_record: called after each evaluation, to show, save or stop (by raising). The state it gets is reused by the next
         block: copy what you keep.
+      on_progress: called with (rounds done, training metrics of the rounds since the last call) about once a second. Blocks
+        are then cut into stretches of about a second, which changes no number.
 
     Returns:
       (final state, records).
 
     Raises:
-      ValueError: counts below 1, a state that is already beyond `rounds`.
+      ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`.
     """
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
     init_key, round_key, measure_key = jax.random.split(key, 3)
-    state = algorithm.init(init_key, data) if state is None else jax.tree.map(jnp.copy, state)
+    fresh = jax.jit(algorithm.init)(init_key, data)
     # An algorithm places its state; all that it works with goes to the same devices and stays there.
-    place = state.round.sharding
-    state, data, round_key, measure_key = jax.device_put((state, data, round_key, measure_key), place)
+    place = fresh.round.sharding
+    state = fresh if state is None else jax.device_put(_copy_like(state, fresh), place)
+    tests = {name: evaluator.measure for name, evaluator in (evaluators or {}).items()}
+    test_data = {name: evaluator.data for name, evaluator in (evaluators or {}).items()}
+    state, data, test_data, round_key, measure_key = jax.device_put((state, data, test_data, round_key, measure_key), place)
     done = int(state.round)
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has {done} rounds behind it")
 
-    def block(state: State, data: FederatedData, count: Any) -> Any:
-        return run_rounds(algorithm, round_key, state, data, count, most=eval_every)
+    def block(state: State, data: FederatedData, key: Key, count: Any) -> Any:
+        return run_rounds(algorithm, key, state, data, count, most=eval_every)
 
-    def measure(state: State) -> Any:
-        eval_key = jax.random.fold_in(measure_key, state.round)
-        return {name: evaluator(eval_key, state) for name, evaluator in (evaluators or {}).items()}
+    def measure(state: State, data: Any, key: Key) -> Any:
+        key = jax.random.fold_in(key, state.round)
+        return {name: test(key, state, data[name]) for name, test in tests.items()}
 
     run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=place))
     run_measure = _Compiled(jax.jit(measure))
     records = []
+    stretch = eval_every if on_progress is None else 1
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
         started = time.perf_counter()
         compiled = run_block.seconds + run_measure.seconds
-        state, log = run_block(state, data, stop - done)
-        results = jax.tree.map(np.asarray, run_measure(state))
-        metrics = {name: np.asarray(line)[: stop - done] for name, line in log.items()}
+        lines: list[dict[str, np.ndarray]] = []
+        while done < stop:
+            count, clock = min(stretch, stop - done), time.perf_counter() - run_block.seconds
+            state, log = run_block(state, data, round_key, count)
+            lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
+            done += count
+            if on_progress is not None:
+                took = time.perf_counter() - run_block.seconds - clock
+                stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
+                on_progress(done, lines[-1])
+        results = jax.tree.map(np.asarray, run_measure(state, test_data, measure_key))
+        metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
         compiled = run_block.seconds + run_measure.seconds - compiled
-        done = stop
         records.append(Record(done, metrics, results, time.perf_counter() - started - compiled, compiled))
         if on_record is not None:
             on_record(state, records[-1])
     return state, records
+
+
+def _copy_like(state: State, fresh: State) -> State:
+    """A copy of a state that a caller gave; it must have the structure, shapes and types of a fresh one."""
+    given, wanted = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (state, fresh))
+    if given != wanted:
+        raise ValueError("state does not fit: it is of another algorithm, model or number of clients")
+    return jax.tree.map(jnp.copy, state)
 
 
 class _Compiled:

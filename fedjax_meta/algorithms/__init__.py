@@ -12,6 +12,7 @@ from fedjax_meta.algorithms.fedem import fedem
 from fedjax_meta.algorithms.fedfomo import fedfomo
 from fedjax_meta.algorithms.fedmeta import fedmeta, fedmeta_per
 from fedjax_meta.algorithms.fedpac import fedpac
+from fedjax_meta.algorithms.fedprox import fedprox
 from fedjax_meta.algorithms.fedrep import fedbabu, fedrep
 from fedjax_meta.algorithms.fedrod import fedrod
 from fedjax_meta.algorithms.knnper import knn_per
@@ -28,6 +29,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedper": fedper,
     "fedper_meta": partial(fedper, finetune_epochs=1),
     "local_only": local_only,
+    "fedprox": fedprox,
     "fedmeta_maml": fedmeta,
     "fedmeta_metasgd": partial(fedmeta, learned_rates=True),
     "fedmeta_per_maml": fedmeta_per,
@@ -68,6 +70,7 @@ __all__ = [
     "fedmeta_per",
     "fedpac",
     "fedper",
+    "fedprox",
     "fedrep",
     "fedrod",
     "knn_per",

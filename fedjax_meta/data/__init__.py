@@ -10,7 +10,7 @@ from fedjax_meta.data.federated import (
     train_test_views,
 )
 from fedjax_meta.data.partition import Partition
-
+from fedjax_meta.data.protocols import Protocol, fedmeta_per, fedmeta_per_iid, fedpac, mtfl, pooled, reptile, reptile_synthetic
 from fedjax_meta.data.sources import Source, from_arrays, load
 
 __all__ = [

@@ -249,7 +249,8 @@ def federate(
     """
     x, y = _array("x", x), _array("y", y)
     order, sizes = np.asarray(order, np.int64), np.asarray(sizes, np.int64)
-    _check_samples(x, y, regression=num_classes == 0)
+    regression = num_classes == 0
+    _check_samples(x, y, regression=regression)
     if sizes.ndim != 1 or sizes.size == 0 or sizes.min() < 1:
         empty = int(np.argmin(sizes)) if sizes.size else None
         raise ValueError(f"every client needs at least 1 sample, but client {empty} has none (sizes is {sizes.shape})")
@@ -258,7 +259,7 @@ def federate(
     if order.min() < 0 or order.max() >= len(y):
         raise ValueError(f"order names samples {order.min()} to {order.max()}, but there are M={len(y)}")
     num_classes = int(y.max()) + 1 if num_classes is None else num_classes
-    if num_classes and (y.min() < 0 or y.max() >= num_classes):
+    if not regression and (y.min() < 0 or y.max() >= num_classes):
         raise ValueError(f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={num_classes})")
     if offset is None and scale is None and x.dtype == np.uint8:
         scale = 1 / 255
@@ -279,7 +280,7 @@ def federate(
         start[name], size[name] = (base + begin).astype(np.int32), (end - begin).astype(np.int32)
     return FederatedData(
         x=x[order],
-        y=y[order].astype(np.int32 if num_classes else np.result_type(y, np.float32)),
+        y=y[order].astype(np.result_type(y, np.float32) if regression else np.int32),
         offset=offset,
         scale=scale,
         start=start,
@@ -357,9 +358,7 @@ def _array(name: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError:
-        raise ValueError(
-            f"{name} is not one array [M, ...]; samples of mixed shape must be brought to one shape first"
-        ) from None
+        raise ValueError(f"{name} is not one array [M, ...]; samples must be brought to one shape first") from None
 
 
 def _check_samples(x: np.ndarray, y: np.ndarray, *, regression: bool) -> None:

@@ -1,7 +1,7 @@
 """Who holds which samples: partitions of a data set among clients, from labels alone.
 
-Every partitioner is a pure function of its arguments and seed and returns a `Partition`; none makes a client empty, none gives a
-sample to two clients unless it is told to. Axis letters: M samples of the data set, N clients, S samples that clients hold,
+Every partitioner is a pure function of its arguments and seed and returns a `Partition`; none makes a client empty, none gives
+a sample to two clients unless it is told to. Axis letters: M samples of the data set, N clients, S samples that clients hold,
 K classes.
 """
 
@@ -38,9 +38,7 @@ class Partition(NamedTuple):
 
     def shuffled(self, seed: Seed) -> "Partition":
         """The same clients with the samples of each in random order."""
-        # A random number a sample and its owner in one word: one fast sort instead of one a client.
-        rng = np.random.default_rng(seed)
-        return Partition(self.order[_grouped(self.owner(), rng.permutation(len(self.order)))], self.sizes)
+        return Partition(self.order[_grouped(self.owner(), np.random.default_rng(seed))], self.sizes)
 
 
 def iid(labels: Any, num_clients: int, *, seed: Seed) -> Partition:
@@ -83,8 +81,8 @@ def quantity_skew(labels: Any, num_clients: int, *, concentration: float, seed: 
 def class_slots(num_clients: int, num_classes: int, *, per_client: int = 2, stride: int = 2) -> np.ndarray:
     """int `[N, per_client]`: the classes of each client, `(stride * u + j) mod K` for slot j of client u.
 
-    With ten classes and two a client, stride 2 gives the five pairs 01, 23, 45, 67, 89 (S0 on MNIST), stride 1 the ten pairs of
-    neighbours (S0 on CIFAR-10).
+    With ten classes and two a client, stride 2 gives the five pairs 01, 23, 45, 67, 89 (S0 on MNIST), stride 1 the ten pairs
+    of neighbours (S0 on CIFAR-10).
 
     Raises:
       ValueError: more classes a client than there are.
@@ -104,9 +102,9 @@ def class_slots(num_clients: int, num_classes: int, *, per_client: int = 2, stri
 def stick_breaking(labels: Any, slots: Any, *, seed: int, least: int = 0) -> Partition:
     """Cuts each class into unequal parts, one for every client that holds the class (generator of S0 for MNIST).
 
-    With h holders left of a class, h - 1 parts are drawn one after the other from [rest // (h + 1), rest // 2), where h + 1 keeps
-    its first value; the last holder takes what remains. Every sample of a class that anybody holds is assigned once. The draws
-    are those of numpy's legacy generator, so that seed 1 gives the sizes that S0's authors drew.
+    With h holders left of a class, h - 1 parts are drawn one after the other from [rest // (h + 1), rest // 2), where h + 1
+    keeps its first value; the last holder takes what remains. Every sample of a class that anybody holds is assigned once. The
+    draws are those of numpy's legacy generator, so that seed 1 gives the sizes that S0's authors drew.
 
     Args:
       labels: int `[M]`.
@@ -142,10 +140,10 @@ def stick_breaking(labels: Any, slots: Any, *, seed: int, least: int = 0) -> Par
 def lognormal_classes(labels: Any, slots: Any, *, seed: int) -> Partition:
     """Client sizes by a lognormal law within each class (generator of S0 for CIFAR-10, after pFedMe's).
 
-    Every slot gets 10 samples, then `share + uniform{300..600}` more if the class still has that many to spare, where the shares
-    of a class are lognormal(0, 2) draws scaled to a sum of its size less 50 and shared by the clients of one tenth of the
-    population; some samples stay unused. For classes of another size than CIFAR-10's 6,000 all these constants scale with it. The
-    draws are those of Python's and numpy's legacy generators, so that seed 1 gives Table 2 of S0 to the digit.
+    Every slot gets 10 samples, then `share + uniform{300..600}` more if the class still has that many to spare, where the
+    shares of a class are lognormal(0, 2) draws scaled to a sum of its size less 50 and shared by the clients of one tenth of
+    the population; some samples stay unused. For classes of another size than CIFAR-10's 6,000 all these constants scale with
+    it. The draws are those of Python's and numpy's legacy generators, so that seed 1 gives Table 2 of S0 to the digit.
 
     Args:
       labels: int `[M]`.
@@ -158,7 +156,9 @@ def lognormal_classes(labels: Any, slots: Any, *, seed: int) -> Partition:
     labels, slots = _labels(labels), _slots(slots, labels)
     num_clients, per_client = slots.shape
     if num_clients % 10:
-        raise ValueError(f"num_clients={num_clients} must be a multiple of 10, because a tenth of the clients shares its draws")
+        raise ValueError(
+            f"num_clients={num_clients} must be a multiple of 10, because a tenth of the clients shares its draws"
+        )
     counts = np.bincount(labels, minlength=slots.max() + 1)
     uniform, generator = random.Random(seed), np.random.RandomState(seed)
     shares = generator.lognormal(0, 2.0, (len(counts), 50, per_client))
@@ -198,7 +198,8 @@ def shards(labels: Any, assignment: Any, *, uneven: bool = False) -> Partition:
       uneven: whether shards may differ by one sample where they do not divide M.
 
     Raises:
-      ValueError: shards that do not divide M (unless `uneven`), more shards than samples, an assignment that is no permutation.
+      ValueError: shards that do not divide M (unless `uneven`), more shards than samples, an assignment that is no
+        permutation.
 
     Example:
       >>> part = shards(np.array([1, 0, 1, 0]), np.array([[0], [1]]))
@@ -212,7 +213,9 @@ def shards(labels: Any, assignment: Any, *, uneven: bool = False) -> Partition:
     if total > len(labels):
         raise ValueError(f"{total} shards are more than the M={len(labels)} samples")
     if len(labels) % total and not uneven:
-        raise ValueError(f"M={len(labels)} samples do not divide into {total} equal shards; uneven=True lets them differ by one")
+        raise ValueError(
+            f"M={len(labels)} samples do not divide into {total} equal shards; uneven=True lets them differ by one"
+        )
     by_class = np.argsort(labels, kind="stable")
     length = _even(len(labels), total)
     begin = np.cumsum(length) - length
@@ -242,7 +245,7 @@ def dirichlet_classes(labels: Any, num_clients: int, *, concentration: float, se
     shares = rng.dirichlet(np.full(num_clients, concentration), len(counts))
     parts = _cut(shares, counts)
     owner = np.repeat(np.tile(np.arange(num_clients), len(counts)), parts.ravel())
-    samples = _class_shuffled(labels, rng)
+    samples = _grouped(labels, rng)
     owner = _filled_up(owner, num_clients, least, rng)
     return _collect(samples, owner, num_clients)
 
@@ -277,11 +280,11 @@ def dirichlet_clients(labels: Any, num_clients: int, *, concentration: float, se
     owner = np.repeat(np.arange(num_clients), sizes)
     wanted = np.repeat(np.tile(present, num_clients), wishes.ravel())
     # Wishes in random order inside each class meet the samples of the class in random order.
-    queue = _grouped(wanted, rng.permutation(len(wanted)))
+    queue = _grouped(wanted, rng)
     rank = _rank_in_runs(np.bincount(wanted, minlength=len(counts)))
     met = rank < counts[wanted[queue]]
     begin = np.cumsum(counts) - counts
-    samples = _class_shuffled(labels, rng)
+    samples = _grouped(labels, rng)
     place = begin[wanted[queue]][met] + rank[met]
     left = np.ones(len(samples), bool)
     left[place] = False
@@ -335,9 +338,9 @@ def dominant_groups(
     common = int(uniform * size)
     wishes = np.zeros((len(groups), num_classes), np.int64)
     for wish, group in zip(wishes, groups, strict=True):
-        for amount, classes in ((common, range(num_classes)), (size - common, group)):
-            wish[list(classes)] += amount // len(classes)
-            wish[list(classes)[-1]] += amount % len(classes)
+        for amount, among in ((common, list(range(num_classes))), (size - common, list(group))):
+            wish[among] += amount // len(among)
+            wish[among[-1]] += amount % len(among)
     parts = wishes[np.arange(num_clients) % len(groups)]
     asked = parts.sum(0)
     short = int(np.argmax(asked - counts))
@@ -349,8 +352,8 @@ def dominant_groups(
     begin = np.cumsum(counts) - counts
     offset = first + np.cumsum(parts, 0) - parts
     within = _runs(offset.ravel(), parts.ravel())
-    classes = np.repeat(np.tile(np.arange(num_classes), num_clients), parts.ravel())
-    return Partition(np.argsort(labels, kind="stable")[begin[classes] + within % counts[classes]], parts.sum(1))
+    cell = np.repeat(np.tile(np.arange(num_classes), num_clients), parts.ravel())
+    return Partition(np.argsort(labels, kind="stable")[begin[cell] + within % counts[cell]], parts.sum(1))
 
 
 def natural(features: Any, *, least: int = 1) -> Partition:
@@ -395,7 +398,9 @@ def _labels(labels: Any) -> np.ndarray:
 def _clients(num_clients: int, samples: int, least: int = 1) -> None:
     checks.count("num_clients", num_clients)
     if num_clients * least > samples:
-        raise ValueError(f"num_clients={num_clients} with at least {least} samples each need more than the M={samples} there are")
+        raise ValueError(
+            f"num_clients={num_clients} with at least {least} samples each need more than the M={samples} there are"
+        )
 
 
 def _slots(slots: Any, labels: np.ndarray) -> np.ndarray:
@@ -431,14 +436,14 @@ def _rank_in_runs(length: np.ndarray) -> np.ndarray:
     return np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
 
 
-def _grouped(group: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """Positions sorted by group and, inside one, by the permutation `rank`."""
-    return np.argsort(group.astype(np.int64) * len(group) + rank)
-
-
-def _class_shuffled(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The samples sorted by class, in random order inside each."""
-    return _grouped(labels, rng.permutation(len(labels)))
+def _grouped(group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Positions sorted by group and in random order inside each."""
+    random_order = rng.permutation(len(group))
+    if group.max() < 2**16:
+        # numpy sorts words of 16 bits by radix, in linear time.
+        return random_order[np.argsort(group[random_order].astype(np.uint16), kind="stable")]
+    # A random rank and its group in one word: one sort instead of one a group.
+    return np.argsort(group.astype(np.int64) * len(group) + random_order)
 
 
 def _collect(samples: np.ndarray, owner: np.ndarray, num_clients: int) -> Partition:
@@ -467,7 +472,7 @@ def _filled_up(owner: np.ndarray, num_clients: int, least: int, rng: np.random.G
     lack = np.maximum(least - sizes, 0)
     if not lack.any():
         return owner
-    queue = _grouped(owner, rng.permutation(len(owner)))
+    queue = _grouped(owner, rng)
     spare = queue[_rank_in_runs(sizes) >= least]
     owner = owner.copy()
     owner[rng.permutation(spare)[: lack.sum()]] = np.repeat(np.arange(num_clients), lack)

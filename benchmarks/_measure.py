@@ -1,0 +1,116 @@
+"""What all benchmarks measure alike: compile time, run times side by side, XLA's own account of work and memory, rows."""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+def environment() -> dict[str, Any]:
+    """Where a number was measured: device, processor, versions."""
+    versions = {}
+    for name in ("jax", "jaxlib", "flax", "optax", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    devices = jax.devices()
+    return {
+        "device": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "devices": len(devices),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+class Program(NamedTuple):
+    """A compiled function with what XLA says about it.
+
+    Attributes:
+      call: the compiled function.
+      compile_seconds: tracing, lowering and compiling.
+      flops: floating-point operations; the body of a loop counts once, however often it runs. NaN where XLA does not tell.
+      temp_bytes: peak of temporary memory; arguments and results are not in it.
+    """
+
+    call: Callable[..., Any]
+    compile_seconds: float
+    flops: float
+    temp_bytes: int
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
+    """Compiles `function` for these arguments."""
+    begin = time.perf_counter()
+    program = jax.jit(function).lower(*arguments).compile()
+    seconds = time.perf_counter() - begin
+    costs, memory = program.cost_analysis() or {}, program.memory_analysis()
+    return Program(program, seconds, float(costs.get("flops", np.nan)), memory.temp_size_in_bytes if memory else 0)
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], Any]], *, repeats: int = 30, least_seconds: float = 0.005
+) -> dict[str, np.ndarray]:
+    """Seconds a call, `[repeats]` for each case, taken in turn so that a drifting machine is the same for all.
+
+    Args:
+      cases: functions without arguments that return only when their work is done (`block_until_ready`).
+      repeats: rounds; in each, every case is timed once, in another order.
+      least_seconds: a case is called several times in a row when one call is shorter than this.
+    """
+    calls = {}
+    for name, case in cases.items():
+        case()
+        begin = time.perf_counter()
+        case()
+        calls[name] = max(1, int(least_seconds / max(time.perf_counter() - begin, 1e-9)))
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    order = list(cases)
+    shuffle = np.random.default_rng(0)
+    for _ in range(repeats):
+        shuffle.shuffle(order)
+        for name in order:
+            begin = time.perf_counter()
+            for _ in range(calls[name]):
+                cases[name]()
+            times[name].append((time.perf_counter() - begin) / calls[name])
+    return {name: np.array(values) for name, values in times.items()}
+
+
+class Spread(NamedTuple):
+    """Median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Spread":
+        """Of a sample."""
+        low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+        return cls(float(median), float(low), float(high))
+
+
+def write_row(path: Path | None, row: Mapping[str, Any]) -> None:
+    """Appends one JSON line; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")

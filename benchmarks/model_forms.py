@@ -1,0 +1,214 @@
+"""Times the alternative forms of convolution, pooling, dense layer and whole models that `fedjax_meta.models` chooses among.
+
+`python -m benchmarks.model_forms` prints one table a part; `--output FILE` also writes one JSON row a case. All cases of a part
+are timed in turn, one after the other in every repeat, so that a busy machine is unfair to none of them.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax import lax
+
+from fedjax_meta import models
+from fedjax_meta.task import Batch, Task
+
+Cases = dict[tuple[str, str], Callable[[], Any]]
+
+# height and width, channels, outputs, kernel, padding of the networks' convolutions, each followed by a pool
+LAYERS = {
+    "lenet conv1": (32, 3, 6, 5, 0),
+    "lenet conv2": (14, 6, 16, 5, 0),
+    "fedpac conv1": (32, 3, 16, 5, 0),
+    "fedpac conv2": (14, 16, 32, 5, 1),
+    "fedpac conv3": (6, 32, 64, 3, 1),
+    "mtfl conv1": (32, 3, 32, 3, 0),
+    "mtfl conv2": (15, 32, 64, 3, 0),
+}
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def _gradients(name: str, form: str, scalar: Callable[..., jax.Array], argument: Any, *rest: Any) -> Iterator[tuple[Any, Any]]:
+    """The gradient of a scalar function in its first argument, and gradient with Hessian-vector product."""
+    gradient = jax.grad(scalar)
+
+    def curvature(argument: Any, *rest: Any) -> Any:
+        return jax.jvp(lambda a: gradient(a, *rest), (argument,), (argument,))
+
+    yield (f"{name}, gradient", form), partial(jax.jit(gradient), argument, *rest)
+    yield (f"{name}, gradient and HVP", form), partial(jax.jit(curvature), argument, *rest)
+
+
+def convolution_cases() -> Cases:
+    """Convolution with pool, batch of 32: every block of the banded form, im2col and XLA's convolution; lone and 5 vmapped."""
+    cases: Cases = {}
+    for name, (width, channels, outputs, size, padding) in LAYERS.items():
+        x, kernel = _normal(0, 32, width, width, channels), _normal(1, outputs, size, size, channels)
+        pooled = (width + 2 * padding - size + 1) // 2
+        blocks = [b for b in range(2, 2 * pooled + 1, 2) if 2 * pooled % b == 0]
+        forms: list[tuple[str, dict[str, Any]]] = [
+            *((f"banded, block {b}", {"form": "banded", "block": b}) for b in blocks),
+            ("banded, chosen block", {"form": "banded"}),
+            ("im2col", {"form": "im2col"}),
+            ("lax", {"form": "lax"}),
+        ]
+        for form, options in forms:
+
+            def scalar(argument: tuple[jax.Array, jax.Array], padding: int = padding, options: Any = options) -> jax.Array:
+                windows = models.convolution_windows(*argument, padding=padding, **options)
+                return jnp.sum(models.pool_windows(windows) ** 2)
+
+            cases[f"{name}, gradient", form] = partial(jax.jit(jax.grad(scalar)), (x, kernel))
+            clients = jnp.stack([x] * 5), jnp.stack([kernel] * 5)
+            cases[f"{name}, gradient of 5 clients", form] = partial(jax.jit(jax.vmap(jax.grad(scalar))), clients)
+    return cases
+
+
+def pool_cases() -> Cases:
+    """Max-pool 2x2 of a LeNet's first layer, batch of 32."""
+
+    def reduce_window(x: jax.Array) -> jax.Array:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    def reshape_max(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).max((2, 4))
+
+    def pairwise(x: jax.Array) -> jax.Array:
+        x = jnp.maximum(x[:, ::2], x[:, 1::2])
+        return jnp.maximum(x[:, :, ::2], x[:, :, 1::2])
+
+    x = _normal(0, 32, 28, 28, 6)
+    # The layout in which the banded convolution leaves its outputs.
+    windows = _normal(0, 32, 14, 7, 4, 2, 6)
+    cases: Cases = {}
+    for form, pool, argument in (
+        ("reduce_window", reduce_window, x),
+        ("reshape, max", reshape_max, x),
+        ("pairwise maximum", pairwise, x),
+        ("max_pool", models.max_pool, x),
+        ("pool_windows", models.pool_windows, windows),
+    ):
+        cases.update(_gradients("pool", form, lambda x, pool=pool: jnp.sum(jnp.sin(pool(x))), argument))
+    return cases
+
+
+def dense_cases() -> Cases:
+    """Gradient of a dense layer 784-100 in its kernel: outputs first against inputs first, alone and for 100 clients."""
+    cases: Cases = {}
+    for form, product, shape in (
+        ("kernel [out, in]", models.dense, (100, 784)),
+        ("kernel [in, out]", jnp.matmul, (784, 100)),
+    ):
+
+        def step(kernel: jax.Array, x: jax.Array, product: Any = product) -> jax.Array:
+            return kernel - 0.1 * jax.grad(lambda kernel: jnp.sum(jnp.sin(product(x, kernel))))(kernel)
+
+        cases["dense step, batch 32", form] = partial(jax.jit(step), _normal(0, *shape), _normal(1, 32, 784))
+        clients = _normal(0, 100, *shape), _normal(1, 100, 20, 784)
+        cases["dense step, 100 clients of 20", form] = partial(jax.jit(jax.vmap(step)), *clients)
+    return cases
+
+
+def _loss(task: Task) -> Callable[..., jax.Array]:
+    return lambda variables, batch: task.loss(variables, batch, jax.random.key(0))[0]
+
+
+def model_cases() -> Cases:
+    """Gradient and HVP of batch 32; and 5 clients x 33 SGD steps of 32, one client after the other and vmapped."""
+    cases: Cases = {}
+    networks: dict[tuple[str, str], tuple[Task, tuple[int, ...]]] = {("mlp", "[out, in]"): (models.mlp(), (784,))}
+    networks.update({("lenet", form): (models.lenet(form=form), (32, 32, 3)) for form in models.FORMS})
+    for (name, form), (task, shape) in networks.items():
+        variables = jax.jit(task.init)(jax.random.key(0))
+        labels = jnp.asarray(np.random.default_rng(2).integers(0, 10, (5, 33, 32)))
+        batches = Batch(_normal(3, 5, 33, 32, *shape), labels, jnp.ones((5, 33, 32)))
+        loss = _loss(task)
+        cases.update(_gradients(name, form, loss, variables, jax.tree.map(lambda leaf: leaf[0, 0], batches)))
+
+        def client(variables: Any, batches: Batch, loss: Any = loss) -> Any:
+            def step(variables: Any, batch: Batch) -> tuple[Any, None]:
+                return jax.tree.map(lambda p, g: p - 0.01 * g, variables, jax.grad(loss)(variables, batch)), None
+
+            return lax.scan(step, variables, batches)[0]
+
+        def streamed(variables: Any, batches: Batch, client: Any = client) -> Any:
+            def add(total: Any, batches: Batch) -> tuple[Any, None]:
+                return jax.tree.map(lambda a, b: a + b / 5, total, client(variables, batches)), None
+
+            return lax.scan(add, jax.tree.map(jnp.zeros_like, variables), batches)[0]
+
+        def vmapped(variables: Any, batches: Batch, client: Any = client) -> Any:
+            return jax.tree.map(lambda leaf: leaf.mean(0), jax.vmap(client, (None, 0))(variables, batches))
+
+        cases[f"{name}, 5 clients x 33 steps streamed", form] = partial(jax.jit(streamed), variables, batches)
+        if form != "lax" or jax.default_backend() != "cpu":  # a grouped convolution takes minutes there
+            cases[f"{name}, 5 clients x 33 steps vmapped", form] = partial(jax.jit(vmapped), variables, batches)
+    return cases
+
+
+PARTS: dict[str, Callable[[], Cases]] = {
+    "dense": dense_cases,
+    "pool": pool_cases,
+    "convolution": convolution_cases,
+    "model": model_cases,
+}
+
+
+def measure(cases: Cases, repeats: int) -> list[dict[str, Any]]:
+    """Least and median milliseconds of each case over interleaved repeats, after one call that compiles."""
+    for run in cases.values():
+        jax.block_until_ready(run())
+    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+    for _ in range(repeats):
+        for case, run in cases.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[case].append(time.perf_counter() - start)
+    return [
+        {
+            "case": name,
+            "form": form,
+            "backend": jax.default_backend(),
+            "min_ms": 1e3 * min(times),
+            "median_ms": 1e3 * float(np.median(times)),
+        }
+        for (name, form), times in seconds.items()
+    ]
+
+
+def main(
+    part: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(PARTS)}; all of them by default.")] = None,
+    only: Annotated[str, typer.Option(help="Only cases whose name holds this text.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each case.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="File that gets one JSON row a case.")] = None,
+) -> None:
+    """Times the forms side by side, fastest first."""
+    chosen = part or list(PARTS)
+    for name in chosen:
+        if name not in PARTS:
+            raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(PARTS)}", param_hint="--part")
+    rows = []
+    for name in chosen:
+        cases = {case: run for case, run in PARTS[name]().items() if only in case[0]}
+        measured = measure(cases, repeats)
+        rows += measured
+        for case in dict.fromkeys(row["case"] for row in measured):
+            print(case)
+            for row in sorted((row for row in measured if row["case"] == case), key=lambda row: row["min_ms"]):
+                print(f"  {row['form']:24} min {row['min_ms']:9.3f} ms   median {row['median_ms']:9.3f} ms")
+    if output is not None:
+        output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

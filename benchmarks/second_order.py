@@ -1,0 +1,328 @@
+"""What a second-order meta-gradient costs, and what its cheaper stand-ins get wrong.
+
+For one client, every estimator of `fedjax_meta` at k inner steps: time, compile time, work and memory, relative to first
+order, and the distance of its gradient from the exact one in float64. PyTorch is timed in the same run when it is installed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from _measure import Program, Spread, compiled, environment, interleaved, write_row
+from jax.flatten_util import ravel_pytree
+from rich.console import Console
+from rich.table import Table
+
+from fedjax_meta import implicit, meta, models
+from fedjax_meta.data.federated import Batches
+from fedjax_meta.task import Batch
+
+RATE = 0.01
+PROX_WEIGHT = 2.0
+
+ESTIMATORS: dict[str, Callable[[meta.Inner], meta.Estimator]] = {
+    "first order": meta.first_order,
+    "exact": meta.exact,
+    "exact, parameters kept": partial(meta.exact, keep="parameters"),
+    "exact, linearisations kept": partial(meta.exact, keep="linearisation"),
+    "Hessian-free (difference)": meta.hessian_free,
+    "Hessian-free (product)": partial(meta.hessian_free, method="product"),
+    "reptile": meta.reptile,
+    "implicit, 1 CG": partial(implicit.implicit, prox_weight=PROX_WEIGHT, cg_steps=1, tolerance=0.0),
+    "implicit, 5 CG": partial(implicit.implicit, prox_weight=PROX_WEIGHT, cg_steps=5, tolerance=0.0),
+}
+"""What is compared. Of "exact", the library keeps the smaller of parameters and linearisation; both are shown too."""
+
+
+def reverse_over_reverse(inner: meta.Inner) -> meta.Estimator:
+    """The baseline that every autodiff tutorial writes: `jax.grad` through a scanned inner loop."""
+
+    def estimate(loss: Any, theta: Any, support: Batches, query: Any) -> meta.MetaGradient:
+        def outer(theta: Any) -> jax.Array:
+            def step(phi: Any, t: jax.Array) -> Any:
+                return inner.update(theta, jax.grad(loss)(phi, support.get(t, 0)), (), phi)[0], None
+
+            return loss(jax.lax.scan(step, theta, jnp.arange(support.max_steps))[0], query)
+
+        value, gradient = jax.value_and_grad(outer)(theta)
+        return meta.MetaGradient(None, gradient, value)
+
+    return estimate
+
+
+def problem(model: str, support: int, query: int, steps: int, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+    """(loss, parameters, support samples [k, B, ...], query samples [B, ...]); synthetic: cost does not depend on values."""
+    task = models.MODELS[model]()
+    shape = (784,) if model == "mlp" else (32, 32, 3)
+    rng = np.random.default_rng(seed)
+
+    def samples(*leading: int) -> Batch:
+        x = rng.normal(size=(*leading, *shape)).astype(np.float32)
+        y = rng.integers(0, 10, leading).astype(np.int32)
+        return jax.tree.map(jnp.asarray, Batch(x, y, np.ones(leading, np.float32)))
+
+    key = jax.random.key(seed)
+    theta = task.init(key)
+    return lambda p, batch: task.loss(p, batch, key)[0], theta, samples(steps, support), samples(query)
+
+
+def program(estimate: meta.Estimator, loss: Any, theta: Any, support: Any, query: Any) -> Program:
+    """The gradient of one client, compiled; the data are arguments, so nothing is folded into constants."""
+
+    def gradient(theta: Any, support: Any, query: Any) -> Any:
+        steps = support.y.shape[0]
+        batches = Batches(lambda step, chunk: jax.tree.map(lambda leaf: leaf[step], support), steps, steps)
+        return estimate(loss, theta, batches, query).gradient
+
+    return compiled(gradient, theta, support, query)
+
+
+def work_of_parts(loss: Any, theta: Any, support: Any, query: Any) -> dict[str, float]:
+    """XLA's FLOPs of the parts: gradients of support and query, and a Hessian-vector product beside a gradient."""
+
+    def with_product(theta: Any, vector: Any, batch: Any) -> Any:
+        _, gradient, product = meta.hessian_product(loss, theta, meta.as_batches(batch, 1), 0)
+        return gradient, product(vector)
+
+    one = jax.tree.map(lambda leaf: leaf[0], support)
+    gradient = compiled(jax.grad(loss), theta, one).flops
+    return {
+        "support": gradient,
+        "query": compiled(jax.grad(loss), theta, query).flops,
+        "product": compiled(with_product, theta, theta, one).flops - gradient,
+    }
+
+
+def executed(name: str, once: float, k: int, parts: dict[str, float]) -> float:
+    """FLOPs that run, from XLA's count of the program, which holds the body of each loop once."""
+    if name.startswith("implicit"):
+        solver = int(name.split()[1])
+        return once + (k - 1) * parts["support"] + (solver - 1) * parts["product"]
+    outside = 0.0 if name == "reptile" else parts["query"]
+    return outside + k * (once - outside)
+
+
+def floor(name: str, k: int, parts: dict[str, float]) -> float:
+    """The least FLOPs: every gradient and every product once, and nothing that was computed before again."""
+    products = {"first order": 0, "reptile": 0}.get(name, k)
+    if name.startswith("implicit"):
+        products = int(name.split()[1])
+    total = k * parts["support"] + products * parts["product"]
+    if name == "Hessian-free (difference)":
+        total = 3 * k * parts["support"]
+    return total + (0 if name == "reptile" else parts["query"])
+
+
+def exact_in_float64(model: str, support: int, query: int, steps: int) -> np.ndarray:
+    """The reference gradient, flat."""
+    loss, theta, inner, outer = problem(model, support, query, steps)
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(  # noqa: E731
+            lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64) if leaf.dtype == jnp.float32 else leaf, tree
+        )
+        theta, inner, outer = wide(theta), wide(inner), wide(outer)
+        gradient = program(meta.exact(meta.sgd(RATE)), loss, theta, inner, outer).call(theta, inner, outer)
+        return np.asarray(ravel_pytree(gradient)[0])
+
+
+def torch_cases(model: str, support: Any, query: Any, *, compile_too: bool) -> dict[str, Callable[[], Any]]:
+    """The same meta-gradient in PyTorch, by `autograd.grad(create_graph=True)` and by nested `torch.func.grad`."""
+    try:
+        import torch  # noqa: PLC0415
+        from torch import func, nn  # noqa: PLC0415
+    except ImportError:
+        return {}
+    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    if model == "mlp":
+        net = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+    else:
+        convolutions = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        dense = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
+        net = nn.Sequential(*convolutions, nn.Flatten(), *dense)
+    net = net.to(device)
+    theta = {name: leaf.detach().clone() for name, leaf in net.named_parameters()}
+
+    def to_torch(x: Any, y: Any) -> tuple[Any, Any]:
+        x = torch.tensor(np.asarray(x), device=device)
+        x = x if model == "mlp" else x.permute(0, 3, 1, 2).contiguous()
+        return x, torch.tensor(np.asarray(y), device=device).long()
+
+    steps = [to_torch(x, y) for x, y in zip(support.x, support.y, strict=True)]
+    last = to_torch(query.x, query.y)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(func.functional_call(net, params, (x,)), y)
+
+    def autograd(second: bool) -> Any:
+        leaves = {name: leaf.clone().requires_grad_(True) for name, leaf in theta.items()}
+        params = leaves
+        for batch in steps:
+            gradients = torch.autograd.grad(loss(params, *batch), list(params.values()), create_graph=second)
+            params = {name: p - RATE * g for (name, p), g in zip(params.items(), gradients, strict=True)}
+            if not second:
+                params = {name: p.detach().requires_grad_(True) for name, p in params.items()}
+        result = torch.autograd.grad(loss(params, *last), list((leaves if second else params).values()))
+        return finish(result)
+
+    def adapted_loss(params: Any) -> Any:
+        for batch in steps:
+            gradients = func.grad(loss)(params, *batch)
+            params = {name: p - RATE * gradients[name] for name, p in params.items()}
+        return loss(params, *last)
+
+    def finish(result: Any) -> Any:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    outer = func.grad(adapted_loss)
+    cases = {
+        "torch autograd, first order": partial(autograd, False),
+        "torch autograd, exact": partial(autograd, True),
+        "torch.func, exact": lambda: finish(outer(theta)),
+    }
+    if compile_too:
+        fast = torch.compile(outer)
+        cases["torch.compile(torch.func), exact"] = lambda: finish(fast(theta))
+    return cases
+
+
+def bench(
+    *,
+    model: Annotated[str, typer.Option(help="mlp (784-100-10) or lenet (CIFAR-10 size).")] = "mlp",
+    steps: Annotated[str, typer.Option(help="Inner steps k, separated by commas.")] = "1,2,4,8,16,32",
+    support: Annotated[int, typer.Option(help="Samples of each inner step.")] = 32,
+    query: Annotated[int, typer.Option(help="Samples of the query.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Timed rounds; every estimator is timed once in each.")] = 30,
+    peers: Annotated[bool, typer.Option(help="Time PyTorch in the same run, if it is installed.")] = True,
+    compile_peers: Annotated[
+        bool, typer.Option(help="Also torch.compile (tens of seconds a case, needs a C++ compiler).")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Append one JSON row a case to this file.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw time against gradient error into this file.")] = None,
+) -> None:
+    """Cost and fidelity of every meta-gradient of one client.
+
+    \b
+    time      seconds a gradient; all estimators take turns in one process, so a busy machine slows them alike
+    /FO       median of the ratios to first order in the same round, with quartiles
+    best      the same ratio of the shortest times, which a busy machine disturbs least
+    floor     the same ratio if time followed FLOPs and nothing were computed twice (gradients: k support, 1 query;
+              Hessian-vector products: k, or one a CG step)
+    GFLOP     FLOPs that run, from XLA's count of the compiled program (which holds a loop's body once)
+    temp      XLA's peak of temporary memory in parameter trees, data not included
+    cosine,   of the gradient against `exact` in float64; implicit gradients are those of another inner problem (with a
+    error     proximal term), and Reptile's is divided by rate * k: their error is what one accepts, not a fault
+
+    \b
+    Examples:
+      python benchmarks/second_order.py --model mlp --out rows.jsonl --figure cost.pdf
+      python benchmarks/second_order.py --model lenet --steps 1 --support 210 --query 840      (20/80, full batch)
+    """
+    if model not in ("mlp", "lenet"):
+        raise typer.BadParameter(f"model={model!r} is unknown; allowed are mlp, lenet")
+    try:
+        counts = [int(k) for k in steps.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"steps={steps!r} must be integers separated by commas") from None
+    where = environment()
+    console = Console(width=160)
+    title = f"{model}, {support} support and {query} query samples, {where['device']}, JAX {where['jax']}"
+    table = Table(title=title)
+    for column in ("k", "estimator", "time ms", "/FO", "best", "floor", "compile s", "GFLOP", "temp trees", "cosine", "error"):
+        table.add_column(column, justify="left" if column == "estimator" else "right")
+    rows = []
+    for k in counts:
+        for row in measure_steps(model, support, query, k, repeats=repeats, peers=peers, compile_peers=compile_peers):
+            rows.append(row)
+            write_row(out, {"benchmark": "second_order", **row, **where})
+            table.add_row(*shown(row))
+        table.add_section()
+    console.print(table)
+    if figure is not None:
+        draw(rows, title, figure)
+
+
+def measure_steps(
+    model: str, support: int, query: int, k: int, *, repeats: int, peers: bool, compile_peers: bool
+) -> list[dict[str, Any]]:
+    """All estimators at k steps."""
+    loss, theta, inner, outer = problem(model, support, query, k)
+    tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
+    parts = work_of_parts(loss, theta, inner, outer)
+    reference = exact_in_float64(model, support, query, k)
+    programs: dict[str, Program] = {}
+    for name, build in {**ESTIMATORS, "reverse over reverse": reverse_over_reverse}.items():
+        if k == 1 and name.startswith("exact,"):
+            continue  # one step keeps nothing but its linearisation
+        programs[name] = program(build(meta.sgd(RATE)), loss, theta, inner, outer)
+    cases = {name: partial(_finished, found.call, theta, inner, outer) for name, found in programs.items()}
+    if peers:
+        cases |= torch_cases(model, inner, outer, compile_too=compile_peers)
+    times = interleaved(cases, repeats=repeats)
+    rows = []
+    for name, seconds in times.items():
+        time, ratio = Spread.of(seconds), Spread.of(seconds / times["first order"])
+        row = {"model": model, "support": support, "query": query, "k": k, "estimator": name}
+        row |= {"seconds": time.median, "seconds_quartiles": time[1:], "ratio": ratio.median, "ratio_quartiles": ratio[1:]}
+        row["ratio_of_best"] = float(seconds.min() / times["first order"].min())
+        if name in programs:
+            found = programs[name]
+            gradient = np.asarray(ravel_pytree(cases[name]())[0], np.float64) / (RATE * k if name == "reptile" else 1)
+            row |= {
+                "floor": floor(name, k, parts) / floor("first order", k, parts),
+                "compile_seconds": found.compile_seconds,
+                "flops": executed(name, found.flops, k, parts),
+                "temp_bytes": found.temp_bytes,
+                "temp_trees": found.temp_bytes / tree,
+                "cosine": float(gradient @ reference / (np.linalg.norm(gradient) * np.linalg.norm(reference))),
+                "relative_error": float(np.linalg.norm(gradient - reference) / np.linalg.norm(reference)),
+            }
+        rows.append(row)
+    return rows
+
+
+def _finished(call: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.block_until_ready(call(*arguments))
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    """A row as the table shows it."""
+    low, high = row["ratio_quartiles"]
+    cells = [str(row["k"]), row["estimator"], f"{1e3 * row['seconds']:.3f}", f"{row['ratio']:.2f} ({low:.2f}-{high:.2f})"]
+    cells.append(f"{row['ratio_of_best']:.2f}")
+    if "flops" not in row:
+        return [*cells, *[""] * 6]
+    cells += [f"{row['floor']:.2f}", f"{row['compile_seconds']:.2f}", f"{row['flops'] / 1e9:.4f}", f"{row['temp_trees']:.1f}"]
+    return [*cells, f"{row['cosine']:.6f}", f"{row['relative_error']:.1e}"]
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Time relative to first order against the error of the gradient, one line an estimator, one point a k."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for i, name in enumerate(dict.fromkeys(row["estimator"] for row in rows if "relative_error" in row)):
+        points = [row for row in rows if row["estimator"] == name]
+        x, y = [row["ratio"] for row in points], [row["relative_error"] for row in points]
+        axes.plot(x, y, marker="osD^vP*Xh<"[i % 10], label=name, lw=0.8, color=f"C{i}")
+        axes.annotate(f"k={points[-1]['k']}", (x[-1], y[-1]), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axes.set(yscale="log", xlabel="time / first order", ylabel="relative error against exact in float64", title=title)
+    axes.title.set_fontsize(9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    typer.run(bench)

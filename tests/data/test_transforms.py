@@ -1,0 +1,128 @@
+"""Shifts between clients and augmentation, against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_meta.data import transforms
+from fedjax_meta.data.federated import federate, train_test_views
+from fedjax_meta.task import Batch, Task
+
+SIZES = np.array([10, 14, 8])
+
+
+@pytest.fixture
+def images():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (32, 5, 5, 1), dtype=np.uint8), rng.integers(0, 4, 32)
+    return federate(x, y, np.arange(32), SIZES, num_classes=4, views=train_test_views(SIZES))
+
+
+def _rows(data, view, u):
+    return slice(int(data.start[view][u]), int(data.start[view][u] + data.sizes(view)[u]))
+
+
+def test_concept_shift_permutes_labels_by_group(images):
+    shifted = transforms.concept_shift(images, num_groups=2, seed=1)
+    meanings = []
+    for u in range(3):
+        whole = slice(_rows(images, "train", u).start, _rows(images, "test", u).stop)
+        old, new = images.y[whole], shifted.y[whole]
+        meanings.append({(a, b) for a, b in zip(old.tolist(), new.tolist(), strict=True)})
+        assert len(meanings[-1]) == len(set(old.tolist())) == len(set(new.tolist()))
+    assert all(a == b for a, b in meanings[0] | meanings[2]) and any(a != b for a, b in meanings[1])
+    assert np.array_equal(shifted.x, images.x)
+
+
+def test_concept_shift_gives_every_group_a_permutation_of_its_own():
+    data = federate(np.zeros((18, 2)), np.tile(np.arange(3), 6), np.arange(18), [3] * 6)
+    shifted = transforms.concept_shift(data, num_groups=6, seed=0)
+    assert len({tuple(shifted.y[3 * u : 3 * u + 3]) for u in range(6)}) == 6
+
+
+def test_rotation_is_by_client(images):
+    turned = transforms.rotate(images, [0, 1, 2])
+    for u in range(3):
+        for view in ("train", "test"):
+            for before, after in zip(images.x[_rows(images, view, u)], turned.x[_rows(images, view, u)], strict=True):
+                assert np.array_equal(after, np.rot90(before, u))
+    assert images.x is not turned.x
+
+
+def test_noise_has_the_asked_deviation_in_the_asked_places():
+    x = np.full((3000, 4, 4, 1), 128, np.uint8)
+    sizes = np.array([1000, 2000])
+    data = federate(x, np.zeros(3000, int), np.arange(3000), sizes, views=train_test_views(sizes))
+    noisy = transforms.add_noise(data, [0.0, 0.1], seed=0)
+    assert (noisy.x[:1000] == 128).all() and (noisy.x[_rows(data, "test", 1)] == 128).all()
+    drawn = noisy.x[_rows(data, "train", 1)] / 255
+    assert drawn.mean() == pytest.approx(128 / 255, abs=0.003) and drawn.std() == pytest.approx(0.1, rel=0.03)
+    assert noisy.x.dtype == np.uint8
+
+
+def test_noise_on_floats_is_clipped_only_when_asked():
+    data = federate(np.full((500, 3), 0.5), np.zeros(500, int), np.arange(500), [500])
+    free, clipped = (transforms.add_noise(data, 3.0, seed=0, clip=clip) for clip in (None, (0.0, 1.0)))
+    assert free.x.min() < -3 and clipped.x.min() == 0 and clipped.x.max() == 1
+    assert np.clip(free.x, 0, 1) == pytest.approx(clipped.x)
+
+
+def test_device_arrays_stay_device_arrays(images):
+    on_device = jax.tree.map(jnp.asarray, images)
+    assert isinstance(transforms.add_noise(on_device, 0.5, seed=0).x, jax.Array)
+    assert isinstance(transforms.concept_shift(on_device, num_groups=3, seed=0).y, jax.Array)
+
+
+def test_crops_are_windows_of_the_padded_image_and_half_are_mirrored():
+    image = np.arange(1, 37, dtype=np.float32).reshape(6, 6, 1)
+    out = np.asarray(transforms.crop_and_flip(jax.random.key(0), jnp.tile(image, (2000, 1, 1, 1)), pad=2, fill=-1.0))
+    padded = np.pad(image, ((2, 2), (2, 2), (0, 0)), constant_values=-1)
+    windows = {}
+    for i in range(5):
+        for j in range(5):
+            window = padded[i : i + 6, j : j + 6]
+            windows[window.tobytes()] = (i, j, False)
+            windows[window[:, ::-1].tobytes()] = (i, j, True)
+    seen = [windows[one.tobytes()] for one in out]
+    assert len({(i, j) for i, j, _ in seen}) == 25
+    assert np.mean([flip for *_, flip in seen]) == pytest.approx(0.5, abs=0.05)
+    # 25 equally likely shifts: chi-square with 24 degrees of freedom, 5 deviations above its mean is 59.
+    counts = np.bincount([5 * i + j for i, j, _ in seen], minlength=25)
+    assert ((counts - 80) ** 2 / 80).sum() < 59
+
+
+def test_augmented_changes_what_the_loss_sees_and_nothing_else():
+    task = Task(
+        init=lambda key: {},
+        loss=lambda variables, batch, key: (jnp.sum(batch.x), variables),
+        predict=lambda variables, x: x,
+    )
+    wrapped = transforms.augmented(task, lambda key, x: 10 * x)
+    batch = Batch(jnp.ones((2, 1)), jnp.zeros(2, jnp.int32), jnp.ones(2))
+    assert float(wrapped.loss({}, batch, jax.random.key(0))[0]) == 20
+    assert wrapped.predict is task.predict
+
+
+def _regression():
+    return federate(np.ones((4, 2)), np.ones(4), np.arange(4), [4], num_classes=0)
+
+
+BAD = {
+    "no labels": (lambda d: transforms.concept_shift(_regression(), num_groups=2, seed=0), "permutes class labels"),
+    "too many groups": (lambda d: transforms.concept_shift(d, num_groups=25, seed=0), "num_groups=25 is more than"),
+    "no groups": (lambda d: transforms.concept_shift(d, num_groups=0, seed=0), "num_groups=0 must be"),
+    "turns for others": (lambda d: transforms.rotate(d, [1]), r"quarter_turns must be integers \[N=3\]"),
+    "part of a turn": (lambda d: transforms.rotate(d, [0.5, 1, 2]), "quarter_turns must be integers"),
+    "no images": (lambda d: transforms.rotate(_regression(), [1]), "only square images"),
+    "negative noise": (lambda d: transforms.add_noise(d, -1, seed=0), "std=-1 must be finite and at least 0"),
+    "bytes without bounds": (lambda d: transforms.add_noise(d, 1, seed=0, clip=None), "clip=None needs floating-point"),
+    "unknown view": (lambda d: transforms.add_noise(d, 1, seed=0, views=("dev",)), "no view 'dev'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_clear_line(case, images):
+    call, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        call(images)

@@ -1,0 +1,74 @@
+"""The look at the data: its table, its figure, and its one-line errors."""
+
+import numpy as np
+import pytest
+
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
+data = pytest.importorskip("experiments.data", reason="the command line needs typer, rich and matplotlib")
+
+RUNNER = typer_testing.CliRunner()
+
+
+@pytest.fixture
+def own(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x=rng.integers(0, 256, (1000, 6, 6), dtype=np.uint8), y=np.repeat(np.arange(10), 100))
+    return tmp_path / "own.npz"
+
+
+def _run(*arguments):
+    return RUNNER.invoke(data.app, [str(a) for a in arguments], env={"COLUMNS": "120", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize("name", data.PARTITIONS)
+def test_every_partition_has_a_table_and_a_figure(name, own, tmp_path):
+    options = ["--share"] if name == "fedpac" else []
+    options += ["--size", 50] if name == "fedpac" else []
+    result = _run("--dataset", own, "--partition", name, "--clients", 20, "--out", tmp_path / "f" / "look.png", *options)
+    assert result.exit_code == 0, result.output
+    assert "samples" in result.output and "train" in result.output
+    assert (tmp_path / "f" / "look.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_table_counts_what_the_clients_hold(own, tmp_path):
+    result = _run("--dataset", own, "--partition", "shards", "--clients", 25, "--out", tmp_path / "look.png")
+    row = next(line for line in result.output.splitlines() if "train" in line and "1,000" in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert cells == ["training", "train", "25", "1,000", "40", "40.0", "0.0", "40", "1 to 2"]
+
+
+def test_clients_may_be_few_or_without_images(tmp_path):
+    np.savez(tmp_path / "flat.npz", x=np.random.default_rng(0).normal(size=(200, 3)), y=np.arange(200) % 4)
+    result = _run("--dataset", tmp_path / "flat.npz", "--partition", "shards", "--clients", 2, "--out", tmp_path / "look.svg")
+    assert result.exit_code == 0 and (tmp_path / "look.svg").stat().st_size > 1000
+
+
+def test_class_counts_against_a_loop(own):
+    protocol = data.build(data.sources.load(own), "dirichlet_classes", num_clients=7, seed=0)
+    counts = data.class_counts(protocol.train, "train")
+    begin = 0
+    for u, size in enumerate(np.asarray(protocol.train.sizes("train"))):
+        assert np.array_equal(counts[u], np.bincount(protocol.train.y[begin : begin + size], minlength=10))
+        begin += size
+
+
+BAD = {
+    "unknown partition": (["--partition", "random"], "partition 'random' is unknown; allowed are fedmeta_per"),
+    "foreign option": (["--partition", "mtfl", "--concentration", "1"], "takes no --concentration; it takes --noisy"),
+    "too many clients": (["--partition", "iid", "--clients", "2000"], "num_clients=2000"),
+    "alpha": (["--partition", "dirichlet_classes", "--concentration", "-1"], "concentration=-1.0 must be"),
+    "unknown set": (["--dataset", "no-such-set"], "data set 'no-such-set' is unknown"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_are_one_line_and_a_status(case, own, tmp_path):
+    arguments, message = BAD[case]
+    result = _run("--dataset", own, "--out", tmp_path / "look.png", *arguments)
+    assert result.exit_code == 2 and message in result.output
+    assert "Traceback" not in result.output and not (tmp_path / "look.png").exists()
+
+
+def test_help_teaches():
+    result = _run("--help")
+    assert result.exit_code == 0 and "Examples" in result.output and "dirichlet_classes" in result.output

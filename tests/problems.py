@@ -1,0 +1,65 @@
+"""Small problems with known answers, asymmetric and of unequal size: a symmetric one hides sign errors."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedjax_meta as fm
+
+SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
+
+
+def _init(key):
+    body, head = jax.random.split(key)
+    return {
+        "body": {"w": jax.random.normal(body, (5, 4)) / 2, "b": jnp.zeros(4)},
+        "head": {"w": jax.random.normal(head, (4, 3)) / 2, "b": jnp.zeros(3)},
+    }
+
+
+def _features(variables, x):
+    return jnp.tanh(x @ variables["body"]["w"] + variables["body"]["b"][None])
+
+
+def _head(variables, features):
+    return features @ variables["head"]["w"] + variables["head"]["b"][None]
+
+
+@cache
+def task() -> fm.Task:
+    """A two-layer classifier of 3 classes from 5 inputs; smooth, so that derivatives of any order exist."""
+    base = fm.classification(_init, lambda variables, x: _head(variables, _features(variables, x)), layers=("body", "head"))
+    return base._replace(features=_features, head=_head)
+
+
+@cache
+def data() -> fm.FederatedData:
+    """7 clients of unequal size with train, support, query, test, test_support and test_query views."""
+    rng = np.random.default_rng(0)
+    clients = []
+    for i, size in enumerate(SIZES):
+        x = rng.normal(0.2 * i, 1, (size, 5))
+        y = np.argmax(x @ rng.normal(size=(5, 3)) + 0.3 * rng.normal(size=(size, 3)), axis=1)
+        y[:3] = 0, 1, 2
+        clients.append((x, y))
+    return fm.from_clients(clients, num_classes=3)
+
+
+def forms(tree):
+    """Shape and dtype of every leaf."""
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def leaves_equal(a, b) -> bool:
+    """Whether two trees are the same, bit for bit."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def distance(a, b) -> float:
+    """Largest absolute difference between two trees."""
+    gaps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(jnp.asarray(x, float) - jnp.asarray(y, float)), initial=0), a, b)
+    return float(max(jax.tree.leaves(gaps), default=0))

@@ -1,0 +1,466 @@
+"""Meta-gradients against finite differences, `jax.grad` of the unrolled loop, and closed forms on quadratics."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from fedjax_meta import meta
+from fedjax_meta.data.federated import Batches, ClientView
+from fedjax_meta.task import Batch, cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def network(params: Any, batch: Batch) -> jax.Array:
+    """Cross-entropy of a small smooth network, so that finite differences are clean."""
+    hidden = jnp.tanh(batch.x @ params["body"]["w"] + params["body"]["b"])
+    return cross_entropy(hidden @ params["head"]["w"] + params["head"]["b"], batch)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def parameters() -> Any:
+    return {
+        "body": {"w": 0.5 * normal(0, 4, 5), "b": 0.1 * normal(1, 5)},
+        "head": {"w": 0.5 * normal(2, 5, 3), "b": 0.1 * normal(3, 3)},
+    }
+
+
+def batch(seed: int, size: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    return Batch(jnp.asarray(rng.normal(size=(size, 4))), jnp.asarray(rng.integers(0, 3, size), jnp.int32), jnp.ones(size))
+
+
+def several(seed: int, steps: Any, max_steps: int, size: int = 6) -> Batches:
+    """Another batch in every step."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[batch(seed + i, size) for i in range(max_steps)])
+    return Batches(lambda step, chunk: jax.tree.map(lambda leaf: leaf[step], stacked), steps, max_steps)
+
+
+HEAD_ONLY = {"body": {"w": False, "b": False}, "head": {"w": True, "b": True}}
+RATES_OF_LEAVES = {"body": {"w": 0.3, "b": 0.1}, "head": {"w": 0.7, "b": 0.0}}
+
+RULES: dict[str, Callable[[], meta.Inner]] = {
+    "sgd": lambda: meta.sgd(0.4),
+    "rate a leaf": lambda: meta.sgd(RATES_OF_LEAVES),
+    "rate a parameter": lambda: meta.sgd(jax.tree.map(lambda p: 0.4 + 0.3 * jnp.tanh(p), parameters())),
+    "head only": lambda: meta.sgd(0.4, mask=HEAD_ONLY),
+    "momentum": lambda: meta.optimizer(optax.sgd(0.3, momentum=0.9, nesterov=True)),
+    "adam": lambda: meta.optimizer(optax.adam(0.05, eps=1e-3)),
+    "adamw, head only": lambda: meta.optimizer(optax.adamw(0.05, eps=1e-3, weight_decay=0.1), mask=HEAD_ONLY),
+    "schedule": lambda: meta.optimizer(optax.sgd(optax.linear_schedule(0.5, 0.1, 4))),
+    "clipped": lambda: meta.optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5))),
+    "Meta-SGD": meta.learned_sgd,
+    "Meta-SGD, head only": lambda: meta.learned_sgd(mask=HEAD_ONLY),
+}
+
+
+def start_of(inner: meta.Inner) -> Any:
+    if not inner.learned:
+        return parameters()
+    return meta.MetaSGD(parameters(), jax.tree.map(lambda p: 0.3 + 0.5 * jnp.sin(5 * p), parameters()))
+
+
+def after_adaptation(theta: Any, inner: meta.Inner, support: Batches, query: Batch, loss: Any = network) -> jax.Array:
+    """F(theta) by a plain loop over all foreseen steps, of which those from `support.steps` on change nothing."""
+    phi = inner.start(theta)
+    state = inner.init(theta, phi)
+    for t in range(support.max_steps):
+        moved = inner.update(theta, jax.grad(loss)(phi, support.get(t, 0)), state, phi)
+        phi, state = jax.tree.map(lambda new, old, t=t: jnp.where(t < support.steps, new, old), moved, (phi, state))
+    return loss(phi, query)
+
+
+def run(estimate: meta.Estimator, loss: Any, theta: Any, support: Any, query: Any) -> meta.MetaGradient:
+    """An estimator under jit; tests are bound by compile time, so nothing is optimised."""
+    return small_jit(lambda theta: estimate(loss, theta, support, query))(theta)
+
+
+def small_jit(function: Any) -> Any:
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+
+
+def along(function: Callable[[Any], jax.Array], at: Any, direction: Any, step: float = 1e-3) -> jax.Array:
+    """Derivative of `function` along a direction, by central differences of order 6 (error about step^6 and 1e-13)."""
+
+    def shifted(k: jax.Array) -> jax.Array:
+        return function(jax.tree.map(lambda p, d: p + k * step * d, at, direction))
+
+    values = jax.lax.map(shifted, jnp.array([1.0, -1.0, 2.0, -2.0, 3.0, -3.0]))
+    pairs = values[0::2] - values[1::2]
+    return (45 * pairs[0] - 9 * pairs[1] + pairs[2]) / (60 * step)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    a, b = ravel_pytree(actual)[0], ravel_pytree(expected)[0]
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert float(jnp.max(jnp.abs(a - b))) <= tolerance * (1 + float(jnp.max(jnp.abs(b))))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_exact_is_the_gradient_of_the_unrolled_loop(name: str) -> None:
+    """For k = 1, 2, 5 with another batch a step, and k traced; and along a direction of finite differences, which share no
+    derivative with the code under test."""
+    inner = RULES[name]()
+    theta, query = start_of(inner), batch(99, 9)
+    direction = jax.tree.map(lambda p: jnp.cos(7 * p + 1), theta)
+
+    def both(theta: Any, k: jax.Array) -> Any:
+        support = several(10, k, 5)
+        target = partial(after_adaptation, inner=inner, support=support, query=query)
+        return (
+            meta.exact(inner)(network, theta, support, query),
+            jax.value_and_grad(target)(theta),
+            along(target, theta, direction),
+        )
+
+    compiled = small_jit(both)
+    for k in (1, 2, 5):
+        result, (value, reference), derivative = compiled(theta, jnp.int32(k))
+        np.testing.assert_allclose(result.info.query_loss, value, rtol=1e-12)
+        assert_close(result.gradient, reference, 1e-10)
+        product = ravel_pytree(result.gradient)[0] @ ravel_pytree(direction)[0]
+        np.testing.assert_allclose(product, derivative, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["sgd", "rate a parameter", "adam", "Meta-SGD, head only"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_is_remembered_changes_nothing(name: str, k: int) -> None:
+    inner = RULES[name]()
+    support, query = several(10, k, k), batch(99, 9)
+    ways: list[dict[str, Any]] = [{"keep": "linearisation"}, {"checkpoint_every": 3}]
+    ways += [{"checkpoint_every": 9, "keep": "linearisation"}] if k > 1 else []
+    one = run(meta.exact(inner, keep="parameters"), network, start_of(inner), support, query)
+    target = partial(after_adaptation, inner=inner, support=support, query=query)
+    assert_close(one.gradient, small_jit(jax.grad(target))(start_of(inner)), 1e-10)
+    for way in ways:
+        assert_close(run(meta.exact(inner, **way), network, start_of(inner), support, query), one, 1e-12)
+
+
+@pytest.mark.parametrize("way", [{"keep": "parameters"}, {"keep": "linearisation"}, {"checkpoint_every": 2}])
+def test_the_number_of_steps_may_differ_between_clients(way: dict[str, Any]) -> None:
+    """Under vmap each client has 1 to 4 of at most 4 steps, inside `lax.scan`, with the rate traced too."""
+    query = batch(99, 9)
+
+    def client(steps: jax.Array, rate: jax.Array) -> Any:
+        support = several(10, steps, 4)
+        result = meta.exact(meta.sgd(rate), **way)(network, parameters(), support, query)
+        target = partial(after_adaptation, inner=meta.sgd(rate), support=support, query=query)
+        return result.gradient, jax.grad(target)(parameters())
+
+    def scanned(carry: jax.Array, rate: jax.Array) -> Any:
+        return carry, jax.vmap(client, in_axes=(0, None))(jnp.arange(1, 5), rate)
+
+    rates = jnp.array([0.2, 0.5])
+    _, (gradients, references) = small_jit(lambda rates: jax.lax.scan(scanned, jnp.zeros(()), rates))(rates)
+    assert_close(gradients, references, 1e-10)
+
+
+@pytest.mark.parametrize("estimator", [meta.exact, partial(meta.hessian_free, method="product"), meta.first_order])
+def test_chunks_of_support_and_query_are_one_batch(estimator: Any) -> None:
+    """Full-batch steps over chunks of 4, the last one partial, equal the same steps over one batch; so do mean losses."""
+    support, query = batch(1, 11), batch(2, 7)
+
+    def view(samples: Batch) -> ClientView:
+        return ClientView(samples.x, samples.y, None, None, 0, jnp.asarray(len(samples.y)), len(samples.y))
+
+    for inner in (meta.sgd(0.4), meta.learned_sgd()):
+        theta = start_of(inner)
+        whole = run(estimator(inner, steps=3), network, theta, support, query)
+        chunked = run(estimator(inner), network, theta, view(support).full(3, chunk_size=4), view(query).full(chunk_size=3))
+        assert_close(chunked, whole, 1e-12)
+
+
+def test_info_tells_first_mean_and_last_loss() -> None:
+    inner, support, query = meta.sgd(0.4), [batch(10 + i, 6) for i in range(3)], batch(99, 9)
+    phi, values = parameters(), []
+    for samples in support:
+        values.append(network(phi, samples))
+        phi = jax.tree.map(lambda p, g: p - 0.4 * g, phi, jax.grad(network)(phi, samples))
+    expected = meta.Info(sum(values) / 3, network(phi, query), values[0], values[-1])
+    for estimator in (meta.exact, meta.first_order, meta.reptile, meta.hessian_free):
+        result = run(estimator(inner), network, parameters(), several(10, 3, 3), query)
+        assert_close(result.info, expected, 1e-12)
+        assert_close(result.adapted, phi, 1e-12)
+    assert_close(meta.adapt(network, parameters(), several(10, 3, 3), inner), (phi, expected.support_loss), 1e-12)
+
+
+def quadratic(w: jax.Array, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """w'Hw/2 - b'w; H as given, of which only the symmetric part counts."""
+    matrix, b = batch
+    return w @ matrix @ w / 2 - b @ w
+
+
+def test_closed_form_on_quadratics() -> None:
+    """With phi_{t+1} = phi_t - A (H phi_t - b), A diagonal: grad F = (I - A H)'^k (H_q phi_k - b_q). A and H do not commute,
+    the given matrices are not symmetric, and no two entries are alike, so a wrong order, sign or transpose shows."""
+    dims = 4
+    matrices, offsets = normal(0, 2, dims, dims), normal(1, 2, dims)
+    w, rates = normal(2, dims), jnp.array([0.3, 0.1, 0.05, 0.2])
+    hessians = (matrices + jnp.swapaxes(matrices, 1, 2)) / 2
+    support, query = (matrices[0], offsets[0]), (matrices[1], offsets[1])
+    for k in (1, 3):
+        phi, jacobian, by_rate = w, jnp.eye(dims), jnp.zeros((dims, dims))
+        for _ in range(k):
+            g = hessians[0] @ phi - offsets[0]
+            by_rate = (jnp.eye(dims) - jnp.diag(rates) @ hessians[0]) @ by_rate - jnp.diag(g)
+            jacobian = (jnp.eye(dims) - jnp.diag(rates) @ hessians[0]) @ jacobian
+            phi = phi - rates * g
+        outer = hessians[1] @ phi - offsets[1]
+        plain = meta.exact(meta.sgd(rates), steps=k)(quadratic, w, support, query)
+        assert_close(plain.gradient, jacobian.T @ outer, 1e-10)
+        learned = meta.exact(meta.learned_sgd(), steps=k)(quadratic, meta.MetaSGD(w, rates), support, query)
+        assert_close(learned.gradient, meta.MetaSGD(jacobian.T @ outer, by_rate.T @ outer), 1e-10)
+        assert_close(meta.first_order(meta.sgd(rates), steps=k)(quadratic, w, support, query).gradient, outer, 1e-10)
+
+
+def test_inner_rate_zero_is_the_query_gradient() -> None:
+    support, query = batch(1, 6), batch(2, 9)
+    expected = jax.grad(network)(parameters(), query)
+    for estimator in (meta.exact, meta.first_order, meta.hessian_free):
+        assert_close(run(estimator(meta.sgd(0.0), steps=3), network, parameters(), support, query).gradient, expected, 1e-14)
+
+
+def test_first_order_is_exact_for_a_linear_loss() -> None:
+    def linear(params: Any, samples: Batch) -> jax.Array:
+        return jnp.mean(samples.x @ params["body"]["w"]) - jnp.sum(params["head"]["b"])
+
+    support, query = batch(1, 6), batch(2, 9)
+    for inner in (meta.sgd(0.4), meta.learned_sgd()):
+        both = [
+            run(estimator(inner, steps=3), linear, start_of(inner), support, query).gradient
+            for estimator in (meta.exact, meta.first_order)
+        ]
+        assert_close(both[0], both[1], 1e-13)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_first_order_gradient_of_learned_rates(k: int) -> None:
+    """With the inner gradients held constant, phi_k = theta - sum_t rates * g_t: the reference stops their gradient."""
+    inner, query = meta.learned_sgd(), batch(99, 9)
+    theta = start_of(inner)
+
+    def held(theta: meta.MetaSGD) -> jax.Array:
+        phi = theta.params
+        for t in range(k):
+            gradient = jax.lax.stop_gradient(jax.grad(network)(phi, batch(10 + t, 6)))
+            phi = jax.tree.map(lambda p, r, g: p - r * g, phi, theta.rates, gradient)
+        return network(phi, query)
+
+    result = run(meta.first_order(inner), network, theta, several(10, k, k), query)
+    assert_close(result.gradient, jax.grad(held)(theta), 1e-12)
+
+
+def test_hessian_free_error_falls_as_delta_squared_until_round_off() -> None:
+    """Central differences: a hundredth of the error for a tenth of delta; at 1e-9 round-off is larger than at 1e-4."""
+    support, query = several(10, 3, 3), batch(99, 9)
+    reference = ravel_pytree(run(meta.exact(meta.sgd(0.4)), network, parameters(), support, query).gradient)[0]
+
+    @small_jit
+    def error(delta: jax.Array) -> jax.Array:
+        result = meta.hessian_free(meta.sgd(0.4), delta=delta)(network, parameters(), support, query)
+        return jnp.linalg.norm(ravel_pytree(result.gradient)[0] - reference)
+
+    errors = [float(error(delta)) for delta in (0.3, 0.03, 0.003, 1e-4, 1e-9)]
+    np.testing.assert_allclose(errors[0] / errors[1], 100, rtol=0.1)
+    np.testing.assert_allclose(errors[1] / errors[2], 100, rtol=0.01)
+    assert errors[3] < 1e-8 < errors[4]
+
+
+@pytest.mark.parametrize("method", ["difference", "product"])
+def test_hessian_free_is_per_fedavgs_formula_on_three_batches(method: str) -> None:
+    """One step on b0, g on b1, the Hessian on b2, of different sizes: g - alpha h, h by the paper's difference or exactly."""
+    alpha, delta = 0.3, 1e-2
+    w, unravel = ravel_pytree(parameters())
+    b0, b1, b2 = batch(1, 5), batch(2, 6), batch(3, 7)
+
+    def gradient(w: jax.Array, samples: Batch) -> jax.Array:
+        return jax.grad(lambda w: network(unravel(w), samples))(w)
+
+    g = gradient(w - alpha * gradient(w, b0), b1)
+    if method == "difference":
+        h = (gradient(w + delta * g, b2) - gradient(w - delta * g, b2)) / (2 * delta)
+    else:
+        h = jax.hessian(lambda w: network(unravel(w), b2))(w) @ g
+    estimate = meta.hessian_free(meta.sgd(alpha), delta=delta, method=method)
+    result = run(estimate, network, parameters(), meta.WithHessian(b0, b2), b1)
+    assert_close(ravel_pytree(result.gradient)[0], g - alpha * h, 1e-12)
+
+
+def test_hessian_free_with_a_hessian_batch_for_every_step() -> None:
+    """v <- v - alpha H(phi_t; c_t) v, backwards, with dense Hessians."""
+    alpha, query = 0.3, batch(99, 9)
+    w, unravel = ravel_pytree(parameters())
+
+    def flat(w: jax.Array, samples: Batch) -> jax.Array:
+        return network(unravel(w), samples)
+
+    gradient, hessian = small_jit(jax.grad(flat)), small_jit(jax.hessian(flat))
+    trajectory = [w]
+    for t in range(3):
+        trajectory.append(trajectory[-1] - alpha * gradient(trajectory[-1], batch(10 + t, 6)))
+    v = gradient(trajectory[-1], query)
+    for t in (2, 1, 0):
+        v = v - alpha * hessian(trajectory[t], batch(50 + t, 6)) @ v
+    support = meta.WithHessian(several(10, 3, 3), several(50, 3, 3))
+    for options, tolerance in (
+        ({"method": "product"}, 1e-12),
+        ({"delta": 1e-4}, 1e-8),
+        ({"delta": 1e-4, "normalise": True}, 1e-8),
+    ):
+        estimate = meta.hessian_free(meta.sgd(alpha), **options)  # type: ignore[arg-type]
+        result = run(estimate, network, parameters(), support, query)
+        assert_close(ravel_pytree(result.gradient)[0], v, tolerance)
+
+
+@pytest.mark.parametrize("name", ["rate a leaf", "head only", "adam", "Meta-SGD"])
+def test_hessian_free_follows_exact_for_other_rules(name: str) -> None:
+    inner, query, support = RULES[name](), batch(99, 9), several(10, 3, 3)
+
+    @small_jit
+    def gradients(theta: Any) -> Any:
+        estimates = [meta.exact(inner), meta.hessian_free(inner, method="product"), meta.hessian_free(inner, delta=1e-4)]
+        return [estimate(network, theta, support, query).gradient for estimate in estimates]
+
+    exact, product, difference = gradients(start_of(inner))
+    assert_close(product, exact, 1e-12)
+    assert_close(difference, exact, 1e-7)
+
+
+def test_hessian_free_without_outer_gradient_is_zero() -> None:
+    result = meta.hessian_free(meta.sgd(0.4))(lambda p, b: jnp.sum(0 * p), jnp.ones(3), jnp.ones(3), jnp.ones(3))
+    np.testing.assert_array_equal(result.gradient, np.zeros(3))
+
+
+def test_reptile_points_from_the_adapted_parameters_to_theta() -> None:
+    """One step: rate * gradient. Several: descent of length 1 along it lands on phi_k. The query changes nothing."""
+    support, query = batch(1, 6), batch(2, 9)
+    one = run(meta.reptile(meta.sgd(0.4)), network, parameters(), support, None)
+    assert_close(one.gradient, jax.tree.map(lambda g: 0.4 * g, jax.grad(network)(parameters(), support)), 1e-13)
+    assert np.isnan(one.info.query_loss)
+    result = run(meta.reptile(meta.sgd(0.4), steps=4, scale=0.5), network, parameters(), support, query)
+    landed = jax.tree.map(lambda p, g: p - 0.5 * g, parameters(), result.gradient)
+    assert_close(landed, meta.adapt(network, parameters(), support, meta.sgd(0.4), steps=4)[0], 1e-13)
+    np.testing.assert_allclose(result.info.query_loss, network(landed, query), rtol=1e-12)
+
+
+def test_masked_leaves_stay_and_still_get_their_gradient() -> None:
+    """ANIL: the body does not adapt, not even by weight decay, but its meta-gradient is not zero."""
+    inner = meta.optimizer(optax.adamw(0.1, weight_decay=0.5), mask=HEAD_ONLY)
+    result = run(meta.exact(inner, steps=2), network, parameters(), batch(1, 6), batch(2, 9))
+    assert_close(result.adapted["body"], parameters()["body"], 0)
+    assert float(jnp.linalg.norm(result.gradient["body"]["w"])) > 1e-3
+
+
+def test_estimators_ignore_hessian_batches_that_they_do_not_read() -> None:
+    support, query = batch(1, 6), batch(2, 9)
+    for estimator in (meta.exact, meta.first_order, meta.reptile):
+        estimate = estimator(meta.sgd(0.4), steps=2)
+        with_hessian = run(estimate, network, parameters(), meta.WithHessian(support, batch(3, 5)), query)
+        assert_close(with_hessian, run(estimate, network, parameters(), support, query), 0)
+
+
+def test_parameters_in_bfloat16_keep_their_type() -> None:
+    theta = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters())
+    rates = jax.tree.map(lambda p: jnp.full(p.shape, 0.1, jnp.float32), theta)
+    for inner, start in ((meta.sgd(0.4), theta), (meta.learned_sgd(), meta.MetaSGD(theta, rates))):
+        for estimator in (meta.exact, meta.first_order, meta.hessian_free):
+            estimate = partial(estimator(inner, steps=2), network, support=batch(1, 6), query=batch(2, 9))
+            gradient = jax.eval_shape(lambda start, estimate=estimate: estimate(meta=start).gradient, start)
+            assert jax.tree.map(lambda leaf: leaf.dtype, gradient) == jax.tree.map(lambda leaf: leaf.dtype, start)
+
+
+def test_memory_of_many_steps_is_that_of_first_order_and_the_trajectory() -> None:
+    """k = 32 within first order + 40 parameter trees, by XLA's own account; checkpoints hold fewer still, and so do the
+    linearisations of a network with few activations."""
+    theta = {"body": {"w": normal(0, 400, 50), "b": normal(1, 50)}, "head": {"w": normal(2, 50, 3), "b": normal(3, 3)}}
+    samples = Batch(normal(4, 32, 400), jnp.zeros(32, jnp.int32), jnp.ones(32))
+    tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
+
+    def temporary(estimate: meta.Estimator) -> float:
+        compiled = jax.jit(partial(estimate, network)).lower(theta, samples, samples).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / tree
+
+    rule = meta.sgd(0.1)
+    first_order = temporary(meta.first_order(rule, steps=32))
+    assert 30 <= temporary(meta.exact(rule, steps=32, keep="parameters")) <= first_order + 40
+    assert temporary(meta.exact(rule, steps=32, checkpoint_every=6, keep="parameters")) <= first_order + 15
+    assert temporary(meta.exact(rule, steps=32)) <= first_order + 15
+
+
+def quantised_momentum() -> optax.GradientTransformation:
+    """Momentum kept in int8: a state of integers that do depend on gradients."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        moved = jax.tree.map(lambda m, g: jnp.round(0.9 * m + 10 * g).astype(jnp.int8), state, updates)
+        return jax.tree.map(lambda m: -m / 10.0, moved), moved
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int8), p), update)
+
+
+def test_integers_in_the_state_that_depend_on_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match="integers that depend on gradients"):
+        meta.exact(meta.optimizer(quantised_momentum()))(network, parameters(), batch(1, 6), batch(2, 9))
+    # Step counts do not depend on them, nor do counts of events: the comparison has no derivative.
+    for transformation in (optax.adam(0.1), optax.apply_if_finite(optax.adam(0.1), 3)):
+        estimate = partial(meta.exact(meta.optimizer(transformation)), network)
+        jax.eval_shape(estimate, parameters(), batch(1, 6), batch(2, 9))
+
+
+ESTIMATORS = [meta.exact, meta.first_order, meta.hessian_free, meta.reptile]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_steps_must_be_a_positive_integer(estimator: Any, steps: Any) -> None:
+    with pytest.raises(ValueError, match="steps="):
+        estimator(meta.sgd(0.1), steps=steps)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_bad_problems_are_named(estimator: Any) -> None:
+    estimate, samples, query = estimator(meta.sgd(0.1)), batch(1, 6), batch(2, 9)
+    with pytest.raises(ValueError, match="one real scalar"):
+        estimate(lambda p, b: b.x @ p["body"]["w"], parameters(), samples, query)
+    with pytest.raises(ValueError, match="one real scalar"):
+        estimate(lambda p, b: (network(p, b), b.y), parameters(), samples, query)
+    with pytest.raises(ValueError, match=r"floating-point.*int"):
+        estimate(lambda p, b: jnp.sum(p["w"]) * 1.0, {"w": jnp.arange(3)}, samples, query)
+    with pytest.raises(ValueError, match="one structure"):
+        estimate(network, parameters(), samples, samples._asdict())
+    with pytest.raises(ValueError, match="up to 3 steps"):
+        estimate(network, parameters(), samples, several(1, 3, 3))
+    with pytest.raises(ValueError, match="must be at least 1"):
+        estimate(network, parameters(), dataclasses.replace(several(1, 3, 3), steps=0), query)
+
+
+def test_bad_options_are_named() -> None:
+    rule = meta.sgd(0.1)
+    for build, name in (
+        (lambda: meta.sgd(-0.1), "inner rate"),
+        (lambda: meta.hessian_free(rule, delta=0.0), "delta"),
+        (lambda: meta.hessian_free(rule, method="forward"), "method"),
+        (lambda: meta.exact(rule, keep="everything"), "keep"),
+        (lambda: meta.exact(rule, checkpoint_every=0), "checkpoint_every"),
+        (lambda: meta.reptile(rule, scale=0.0), "scale"),
+        (lambda: meta.reptile(meta.learned_sgd()), "reptile"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            build()
+    with pytest.raises(ValueError, match="as many Hessian batches"):
+        support = meta.WithHessian(several(1, 3, 3), several(1, 2, 2))
+        meta.hessian_free(rule)(network, parameters(), support, batch(2, 9))

@@ -1,0 +1,63 @@
+"""Tasks: the mean over real rows and the loss of a user's own model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_meta.task import Batch, classification, cross_entropy, weighted_mean
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_weighted_mean_is_the_mean_of_the_real_rows(rows):
+    values, real = np.array([v for v, _ in rows], np.float32), np.array([r for _, r in rows])
+    expected = values[real].mean() if real.any() else 0
+    np.testing.assert_allclose(
+        weighted_mean(jnp.asarray(values), jnp.asarray(real, jnp.float32)), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_an_empty_batch_has_loss_and_gradient_zero():
+    batch = Batch(None, jnp.array([0, 1]), jnp.zeros(2))
+    loss, gradient = jax.value_and_grad(cross_entropy)(jnp.ones((2, 3)), batch)
+    assert loss == 0
+    assert not np.any(gradient)
+
+
+def test_cross_entropy_and_its_gradient_in_closed_form():
+    """The loss is log sum exp(z) - z_y, its gradient softmax(z) - onehot(y), each divided by the number of real rows."""
+    logits = np.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [9.0, 9.0, 9.0]], np.float32)
+    y, weight = np.array([1, 0, 2]), np.array([1.0, 1.0, 0.0], np.float32)
+    loss, gradient = jax.value_and_grad(cross_entropy)(jnp.asarray(logits), Batch(None, jnp.asarray(y), jnp.asarray(weight)))
+    softmax = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(loss, -np.log(softmax[[0, 1], [1, 0]]).mean(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, (softmax - np.eye(3)[y]) * weight[:, None] / 2, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", [-1, 3, 255])
+def test_a_label_that_is_no_class_does_no_harm_in_a_padded_row(label):
+    logits = jnp.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    of = jax.value_and_grad(cross_entropy)
+    loss, gradient = of(logits, Batch(None, jnp.array([1, label]), jnp.array([1.0, 0.0])))
+    alone, gradient_alone = of(logits[:1], Batch(None, jnp.array([1]), jnp.ones(1)))
+    np.testing.assert_allclose(loss, alone, rtol=1e-6)
+    np.testing.assert_allclose(gradient, jnp.concatenate([gradient_alone, jnp.zeros((1, 3))]), rtol=1e-6)
+
+
+def test_classification_of_a_users_own_model():
+    task = classification(
+        lambda key: {"w": jax.random.normal(key, (4, 3)), "b": jnp.zeros(3)}, lambda p, x: x @ p["w"] + p["b"], layers=("w",)
+    )
+    variables = task.init(jax.random.key(0))
+    x, y = jnp.eye(4), jnp.array([0, 1, 2, 0])
+    loss, after = task.loss(variables, Batch(x, y, jnp.ones(4)), jax.random.key(1))
+    # The identity as input: the logits are the rows of w.
+    expected = -jnp.mean(jax.nn.log_softmax(variables["w"])[jnp.arange(4), y])
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert after is variables
+    assert task.trainable(variables) == {"w": True, "b": True}
+    assert task.features is task.head is None
+    assert task.layers == ("w",)
