@@ -72,7 +72,7 @@ def mixtures(
     curvature = distance + variance[:, None] + variance[None, :]
     scale = jnp.sum(square + variance) / jnp.maximum(jnp.sum(sound), 1)
     allowed = both | alone
-    place = jnp.arange(count)
+    place = jnp.arange(count)[None]
 
     def first(mask: jax.Array) -> jax.Array:
         """Index of the first true entry of each row; XLA's own argmin is several times slower on a CPU."""

@@ -119,7 +119,7 @@ def fedamp(
             matrix = cosine_attention(flat @ flat.T, valid, width=width, own_share=own_share)
         else:
             # Distances do not see a common shift, and rounding does.
-            flat = flat - jnp.mean(flat, 0)
+            flat = flat - jnp.mean(flat, 0, keepdims=True)
             matrix = attention(flat @ flat.T, valid, step=step, width=width, relative=relative)
         mixed = combine(matrix, cohort.personal)
 

@@ -36,7 +36,7 @@ class Mixture(NamedTuple):
 
 def responsibilities(losses: jax.Array, share: jax.Array) -> jax.Array:
     """q ∝ π_m exp(-ℓ_m) of each sample: `[B, M]` from losses `[B, M]` and shares `[M]`."""
-    return jax.nn.softmax(jnp.log(jnp.maximum(share, jnp.finfo(share.dtype).tiny)) - losses, -1)
+    return jax.nn.softmax(jnp.log(jnp.maximum(share, jnp.finfo(share.dtype).tiny))[None] - losses, -1)
 
 
 def fedem(

@@ -38,7 +38,7 @@ class Model(NamedTuple):
 def balanced_loss(logits: jax.Array, batch: Batch, counts: jax.Array, exponent: Any) -> jax.Array:
     """Cross-entropy of softmax(logits + exponent * log counts); a class that the client lacks gets probability 0."""
     offset = jnp.where(counts > 0, exponent * jnp.log(jnp.where(counts > 0, counts, 1)), -jnp.inf)
-    return cross_entropy(logits + offset, batch)
+    return cross_entropy(logits + offset[None], batch)
 
 
 def fedrod(

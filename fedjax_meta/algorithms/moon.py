@@ -57,7 +57,7 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
         return {"base": masks.split(task.init(key), own_head)[1], **layers}
 
     def dense(layer: Any, x: jax.Array) -> jax.Array:
-        return x @ layer["kernel"].T + layer["bias"]
+        return x @ layer["kernel"].T + layer["bias"][None]
 
     def project(variables: Variables, x: Any) -> jax.Array:
         unused = jax.tree.map(
