@@ -63,14 +63,14 @@ def mixtures(
     both = sound[:, None] & sound[None, :]
     gram, variance = jnp.where(both, gram, 0), jnp.where(sound, variance, 0)
     # On the simplex a shift of all h changes nothing, and without their mean less is lost to rounding.
-    share = sound / jnp.maximum(jnp.sum(sound), 1)
+    share = sound.astype(gram.dtype) / jnp.maximum(jnp.sum(sound), 1).astype(gram.dtype)
     to_mean = gram @ share
     gram = jnp.where(both, gram - to_mean[:, None] - to_mean[None, :] + share @ to_mean, 0)
     square = jnp.diagonal(gram)
     quadratic = gram + jnp.diag(variance)
     distance = jnp.maximum(square[:, None] + square[None, :] - 2 * gram, 0)
     curvature = distance + variance[:, None] + variance[None, :]
-    scale = jnp.sum(square + variance) / jnp.maximum(jnp.sum(sound), 1)
+    scale = jnp.sum(square + variance) / jnp.maximum(jnp.sum(sound), 1).astype(gram.dtype)
     allowed = both | alone
     place = jnp.arange(count)[None]
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta.task import Batch
 from tests import problems
 
 KEY = jax.random.key(3)
@@ -11,8 +12,15 @@ FULL = {"batch_size": 128, "cohort_size": 7, "devices": 1}
 
 
 def batch(client, view="train"):
-    samples = problems.data().client(client)[view]
-    return samples.take(jnp.arange(samples.size), jnp.ones(samples.size))
+    size, start = (int(part[view][client]) for part in (problems.data().size, problems.data().start))
+    return Batch(*(jnp.asarray(part[start : start + size]) for part in (problems.data().x, problems.data().y)), jnp.ones(size))
+
+
+def buffered():
+    """The problem's task, one leaf of which is no parameter but a buffer."""
+    everything = jax.tree.map(lambda _: True, problems.task().init(KEY))
+    everything["body"]["b"] = False
+    return problems.task()._replace(trainable=lambda variables: everything)
 
 
 def loss(variables, client, view="train"):

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import models
 from tests import problems
-from tests.algorithms.common import FULL, batch, gradient, of, personalized, run, step
+from tests.algorithms.common import FULL, batch, buffered, gradient, of, personalized, run, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -48,7 +47,9 @@ def test_share_and_personal_model_of_a_round_written_out():
 
 
 def test_for_a_linear_model_mixing_weights_is_mixing_outputs():
-    task = models.logistic(5, 3)
+    task = fm.classification(
+        lambda key: {"w": jax.random.normal(key, (5, 3))}, lambda variables, x: x @ variables["w"], layers=("w",)
+    )
     one, other = run(apfl(task), 3), run(apfl(task, mix="outputs"), 3)
     assert problems.distance((one.model, one.memory), (other.model, other.memory)) < 1e-10
     x = batch(2).x
@@ -71,4 +72,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"share=1.5 must lie in \[0, 1\]"):
         apfl(share=1.5)
     with pytest.raises(ValueError, match="models without buffers"):
-        apfl(models.mtfl_mlp(5, 3), mix="outputs")
+        apfl(buffered(), mix="outputs")

@@ -6,7 +6,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta.task import cross_entropy
 from tests import problems
-from tests.algorithms.common import FULL, batch, of, personalized, run, start
+from tests.algorithms.common import FULL, batch, buffered, of, personalized, run, start
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -93,4 +93,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="components=0"):
         fedem(components=0)
     with pytest.raises(ValueError, match="models without buffers"):
-        fm.ALGORITHMS["fedem"](fm.models.mtfl_mlp(5, 3))
+        fm.ALGORITHMS["fedem"](buffered())

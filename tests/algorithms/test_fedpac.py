@@ -6,8 +6,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
-from fedjax_meta.algorithms import fedpac as module
-from fedjax_meta.algorithms import fedrep
+from fedjax_meta.algorithms.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
 from tests.algorithms.common import FULL, KEY, batch, of, personalized, run, start
@@ -46,7 +45,7 @@ def test_class_sums_and_statistics_are_those_of_the_paper():
         np.testing.assert_allclose(sums.count, np.bincount(y, minlength=3))
         np.testing.assert_allclose(sums.total, [z[y == k].sum(0) for k in range(3)], atol=1e-12)
         v, h = reference_statistics(variables, client)
-        stats = module.statistics(sums)
+        stats = statistics(sums)
         np.testing.assert_allclose(stats.variance, v, rtol=1e-12)
         np.testing.assert_allclose(stats.profile, h, atol=1e-12)
         assert v > 0
@@ -56,8 +55,8 @@ def test_the_programme_from_the_gram_matrix_is_equation_11():
     # P_jl = [j = l] v_j + Σ_k <h_i - h_j, h_i - h_l>, and α' P α is what `mixtures` makes least.
     rng = np.random.default_rng(1)
     v, h = rng.uniform(0.1, 1, 4), rng.normal(size=(4, 6))
-    stats = module.Statistics(jnp.asarray(v), jnp.asarray(h))
-    matrix = np.asarray(module.mixing_matrix(stats, jnp.ones(4, bool), least=0))
+    stats = Statistics(jnp.asarray(v), jnp.asarray(h))
+    matrix = np.asarray(mixing_matrix(stats, jnp.ones(4, bool), least=0))
     for i in range(4):
         apart = h[i] - h
         quadratic = np.diag(v) + apart @ apart.T
@@ -68,9 +67,9 @@ def test_the_programme_from_the_gram_matrix_is_equation_11():
 
 def test_small_weights_are_dropped_and_rows_sum_to_one():
     h = jnp.array([[0.0], [0.0], [30.0]])
-    stats = module.Statistics(jnp.array([1.0, 1.0, 1.0]), h)
+    stats = Statistics(jnp.array([1.0, 1.0, 1.0]), h)
     assert 0 < mixtures(h @ h.T, stats.variance)[0, 2] < 2e-3
-    matrix = module.mixing_matrix(stats, jnp.ones(3, bool), least=2e-3)
+    matrix = mixing_matrix(stats, jnp.ones(3, bool), least=2e-3)
     assert matrix[0, 2] == 0
     np.testing.assert_allclose(jnp.sum(matrix, 1), 1, atol=1e-15)
 
@@ -79,7 +78,7 @@ def test_heads_are_combined_by_the_statistics_of_before_training():
     together, alone = run(fedpac(), 1), run(fedpac(collaborate=False), 1)
     first = start(fedpac()).model
     v, h = zip(*(reference_statistics(first, i) for i in range(7)), strict=True)
-    matrix = np.asarray(module.mixing_matrix(module.Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)))
+    matrix = np.asarray(mixing_matrix(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)))
     assert np.count_nonzero(matrix) > 7
     expected = jax.tree.map(lambda leaf: np.tensordot(matrix, leaf, 1), alone.personal)
     assert problems.distance(together.personal, expected) < 1e-9
@@ -106,8 +105,8 @@ def test_a_class_that_nobody_holds_has_no_centroid_and_harms_nobody():
 
 def test_a_class_without_a_global_centroid_is_drawn_to_the_clients_own():
     sums = features.ClassSums(jnp.array([2.0, 4.0]), jnp.array([[2.0, 4.0], [8.0, 0.0]]), jnp.zeros(2))
-    centroids = module.Centroids(jnp.array([[9.0, 9.0], [0.0, 0.0]]), jnp.array([True, False]))
-    np.testing.assert_array_equal(module.aligned(sums, centroids), [[9, 9], [2, 0]])
+    centroids = Centroids(jnp.array([[9.0, 9.0], [0.0, 0.0]]), jnp.array([True, False]))
+    np.testing.assert_array_equal(aligned(sums, centroids), [[9, 9], [2, 0]])
 
 
 def test_alignment_begins_in_the_second_round_and_pulls_features_to_the_centroids():
@@ -127,7 +126,7 @@ def test_without_weight_alignment_is_off_and_without_both_parts_it_is_fedrep():
     off = run(fedpac(align=False, collaborate=False), 3)
     zero = run(fedpac(alignment=0.0, collaborate=False), 3)
     assert problems.distance((off.model, off.personal), (zero.model, zero.personal)) < 1e-12
-    other = fedrep(problems.task(), **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd)
+    other = fm.ALGORITHMS["fedrep"](problems.task(), **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd)
     state = run(other, 3)
     assert problems.distance((off.model, off.personal), (state.model, state.personal)) < 1e-12
 

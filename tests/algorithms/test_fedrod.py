@@ -8,7 +8,7 @@ import fedjax_meta as fm
 from fedjax_meta.algorithms.fedrod import balanced_loss
 from fedjax_meta.task import Batch, cross_entropy
 from tests import problems
-from tests.algorithms.common import FULL, batch, of, personalized, run, start
+from tests.algorithms.common import FULL, batch, buffered, of, personalized, run, start
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2, "optimizer": optax.sgd}
 
@@ -88,4 +88,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="classes=1"):
         fedrod(classes=1)
     with pytest.raises(ValueError, match="models without buffers"):
-        fm.ALGORITHMS["fedrod"](fm.models.mtfl_mlp(5, 3))
+        fm.ALGORITHMS["fedrod"](buffered())

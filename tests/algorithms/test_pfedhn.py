@@ -7,7 +7,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import masks
 from tests import problems
-from tests.algorithms.common import KEY, loss, of, personalized, run, start
+from tests.algorithms.common import KEY, buffered, loss, of, personalized, run, start
 
 OPTIONS = {"cohort_size": 1, "devices": 1, "width": 8, "hidden": 1, "embedding_size": 3, "lr": 0.1, "batch_size": 8}
 
@@ -79,4 +79,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="clip=0"):
         pfedhn(clip=0)
     with pytest.raises(ValueError, match="models without buffers"):
-        fm.ALGORITHMS["pfedhn"](fm.models.mtfl_mlp(5, 3))
+        fm.ALGORITHMS["pfedhn"](buffered())
