@@ -179,8 +179,8 @@ def federated(
         fresh memory when not given.
       init_memory: `(key, model, num_clients) -> memory` of one client before its first round; the key is its own.
       init_extra: `(model, data) -> extra`, the server's; of the data it may use shapes.
-      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the new
-        model and the old `extra`. The mean is 0 where the weight is.
+      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the
+        new model and the old `extra`. The mean is 0 where the weight is.
       collaborate: `(key, state, cohort, data) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g.
         through a client x client matrix (`aggregate.combine`). `state` has the new model and extra.
       cohort_size: C, clients in a round.
@@ -203,8 +203,9 @@ def federated(
         own = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), masks.split(model, personal)[0]
         )
-        keys = jax.random.split(jax.random.fold_in(key, 1), data.num_clients)
-        memory = jax.vmap(lambda key: init_memory(key, model, data.num_clients))(keys)
+        memory = jax.vmap(lambda key: init_memory(key, model, data.num_clients))(
+            jax.random.split(jax.random.fold_in(key, 1), data.num_clients)
+        )
         return State(
             model=model,
             optimizer=server.init(masks.split(model, moved)[0]),

@@ -13,13 +13,21 @@ from fedjax_meta import masks
 from fedjax_meta.data.federated import Batches, ClientView, FederatedData
 from fedjax_meta.task import Batch, Key, Task, Variables, cross_entropy
 
+Extractor = Callable[[Variables, Any], jax.Array]
+Head = Callable[[Variables, jax.Array], jax.Array]
 
-def require(task: Task, system: str, *, buffers: bool = True) -> None:
-    """Raises `ValueError` unless the task has `features` and `head`, and no buffers where `buffers` is false."""
+
+def require(task: Task, system: str, *, buffers: bool = True) -> tuple[Extractor, Head]:
+    """The task's `features` and `head`.
+
+    Raises:
+      ValueError: when it has none, or has buffers where `buffers` is false.
+    """
     if task.features is None or task.head is None:
         raise ValueError(f"{system} looks at features, but the task has no features and head; give it both")
     if not buffers:
         require_plain(task, system)
+    return task.features, task.head
 
 
 def require_plain(task: Task, system: str) -> None:
@@ -37,13 +45,14 @@ def penalised(
     once. With buffers it is the task's own loss, and the features are those of evaluation mode.
     """
     buffers = not all(jax.tree.leaves(task.trainable(masks.variables_shape(task))))
+    extract, head = require(task, "this loss")
 
     def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
-        features = task.features(variables, batch.x)  # type: ignore[misc]
+        features = extract(variables, batch.x)
         if buffers:
             value, moved_on = task.loss(variables, batch, key)
         else:
-            value, moved_on = cross_entropy(task.head(variables, features), batch), variables  # type: ignore[misc]
+            value, moved_on = cross_entropy(head(variables, features), batch), variables
         return value + penalty(features, batch), moved_on
 
     return loss
@@ -52,9 +61,11 @@ def penalised(
 def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[int, int]:
     """(K, d) of a task on these inputs; nothing is computed."""
 
+    extract, head = require(task, "the shape of features")
+
     def both(variables: Variables) -> tuple[jax.Array, jax.Array]:
-        features = task.features(variables, view.take(jnp.zeros(1, jnp.int32), jnp.ones(1)).x)  # type: ignore[misc]
-        return features, task.head(variables, features)  # type: ignore[misc]
+        features = extract(variables, view.take(jnp.zeros(1, jnp.int32), jnp.ones(1)).x)
+        return features, head(variables, features)
 
     features, logits = jax.eval_shape(both, variables)
     return logits.shape[-1], features.shape[-1]
@@ -86,11 +97,12 @@ class ClassSums(NamedTuple):
 def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size: int = 256) -> ClassSums:
     """One pass over a view, in evaluation mode."""
     classes, width = feature_shape(task, variables, view)
+    extract, _ = require(task, "a pass over features")
     batches = view.in_order(min(batch_size, view.max_size))
 
     def step(t: Any, sums: ClassSums) -> ClassSums:
         batch = batches.get(t)
-        features = task.features(variables, batch.x)  # type: ignore[misc]
+        features = extract(variables, batch.x)
         member = jax.nn.one_hot(batch.y, classes, dtype=features.dtype) * batch.weight[:, None]
         here = ClassSums(jnp.sum(member, 0), member.T @ features, member.T @ jnp.sum(features**2, -1))
         return jax.tree.map(jnp.add, sums, here)

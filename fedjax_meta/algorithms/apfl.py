@@ -9,8 +9,8 @@ Deng, Kamani, Mahdavi: "Adaptive personalized federated learning", arXiv 2003.13
 | v bar = alpha v + (1 - alpha) w | `mixture` | like the model |
 | eta | `lr`, `share_lr` (for alpha) | |
 
-Differs from the paper: alpha adapts once a round, at its first batch. `mix="outputs"` joins the logits of both models instead of
-their weights, as the authors' code does; for models that are linear in their weights it is the same.
+Differs from the paper: alpha adapts once a round, at its first batch. `mix="outputs"` joins the logits of both models instead
+of their weights, as the authors' code does; for models that are linear in their weights it is the same.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,8 @@ Algorithm 1.
 | eta, s | `personal_lr`, `personal_epochs` | |
 
 Differs from the authors' code: clients are sampled uniformly and weighted as `weighting` says (there they are sampled by their
-number of samples and weighted equally); the steps of v and w do not alternate, which changes nothing, because both look at w^t.
+number of samples and weighted equally); the steps of v and w do not alternate, which changes nothing, because both look at
+w^t.
 """
 
 from collections.abc import Callable

@@ -10,8 +10,8 @@ Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized cross-silo federated lear
 | alpha_k, lambda, sigma | `step`, `prox_weight`, `width` | scalars |
 | xi | `attention`, `cosine_attention` | `[C, C]` |
 
-Differs from the paper: the kernel's squared distances can be taken relative to their mean (`relative`), because those of networks
-underflow it otherwise; a row whose weights exceed 1 is normalised, with nothing left for the client itself.
+Differs from the paper: the kernel's squared distances can be taken relative to their mean (`relative`), because those of
+networks underflow it otherwise; a row whose weights exceed 1 is normalised, with nothing left for the client itself.
 """
 
 from collections.abc import Callable

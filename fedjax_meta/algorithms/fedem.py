@@ -9,8 +9,8 @@ Marfoq, Neglia, Bellet, Kameni, Vidal: "Federated multi-task learning under a mi
 | pi_t | a client's memory | `[M]` |
 | q_t(s, m) | `responsibilities` | `[B, M]` |
 
-Differs from the paper: responsibilities are found anew for each batch from the models that the client received, instead of being
-stored for all samples; they are the same numbers.
+Differs from the paper: responsibilities are found anew for each batch from the models that the client received, instead of
+being stored for all samples; they are the same numbers.
 """
 
 from collections.abc import Callable

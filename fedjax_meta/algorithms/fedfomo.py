@@ -10,9 +10,9 @@ Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized federated learning with firs
 | P | `preference`, a client's memory | `[N]` |
 | M, epsilon | `downloads`, `exploration` | |
 
-Differs from the paper: clients exchange models at the end of a round rather than at the beginning of the next, so a client tests
-with what it took over. A client compares with its own model as it is after training. Exploration falls by `exploration_decay` a
-round, to 0.
+Differs from the paper: clients exchange models at the end of a round rather than at the beginning of the next, so a client
+tests with what it took over. A client compares with its own model as it is after training. Exploration falls by
+`exploration_decay` a round, to 0.
 """
 
 from collections.abc import Callable

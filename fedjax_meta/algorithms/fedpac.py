@@ -1,7 +1,7 @@
 """FedPAC: a shared extractor whose features are drawn to global class centroids, and for each client its own mixture of heads.
 
-FedAvg averages whole models; here only the extractor is averaged. A client trains its head first and its extractor after it, and
-the server gives each client the combination of all heads with the least bound on that client's test error.
+FedAvg averages whole models; here only the extractor is averaged. A client trains its head first and its extractor after it,
+and the server gives each client the combination of all heads with the least bound on that client's test error.
 
 Xu, Tong, Huang: "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv
 2306.11867, Algorithm 1; the combination is its equation 11 as the authors' code has it.
@@ -16,8 +16,8 @@ Xu, Tong, Huang: "Personalized federated learning with feature alignment and cla
 | E, eta_f, eta_g | `epochs`, `lr`, `head_lr` | |
 
 Differs from the paper: the programmes are solved exactly up to a tolerance by pairwise steps rather than by a general convex
-solver, so that the authors' repair of eigenvalues is not needed; weights below 0.001 are dropped as in their code. A class that
-nobody of a cohort holds keeps its last centroid. The norms of the alignment term are divided by d, as in their code.
+solver, so that the authors' repair of eigenvalues is not needed; weights below 0.001 are dropped as in their code. A class
+that nobody of a cohort holds keeps its last centroid. The norms of the alignment term are divided by d, as in their code.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def fedpac(
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
-    """FedPAC. A new client, and one that never took part, begins with the server's first head and trains it on its support set.
+    """FedPAC. A client that never took part begins with the server's first head and trains it on its support set.
 
     Args:
       task: a classifier with `features` and `head`.

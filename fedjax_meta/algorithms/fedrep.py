@@ -3,9 +3,9 @@
 FedRep keeps the heads with their clients and trains head, then body. FedBABU leaves the head as it was initialised, trains and
 averages the body, and fine-tunes at test time.
 
-Collins, Hassani, Mokhtari, Shakkottai: "Exploiting shared representations for personalized federated learning", ICML 2021, arXiv
-2102.07078, Algorithm 1. Oh, Kim, Yun: "FedBABU: toward enhanced representation for federated image classification", ICLR 2022,
-arXiv 2106.06042, Algorithm 1.
+Collins, Hassani, Mokhtari, Shakkottai: "Exploiting shared representations for personalized federated learning", ICML 2021,
+arXiv 2102.07078, Algorithm 1. Oh, Kim, Yun: "FedBABU: toward enhanced representation for federated image classification", ICLR
+2022, arXiv 2106.06042, Algorithm 1.
 
 | paper | here | shape |
 |---|---|---|
@@ -79,7 +79,8 @@ def fedrep(
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
-    def phase(key: Key, start: Any, view: ClientView, epochs: int, rate: Any, moving: Any, needed: Any = True) -> Any:
+    def phase(key: Key, start: Any, passes: tuple[ClientView, int, Any], moving: Any, needed: Any = True) -> Any:
+        view, epochs, rate = passes
         order_key, key = jax.random.split(key)
         batches = view.epochs(order_key, batch_size, epochs).only_if(needed)
         return local.train(key, task.loss, start, batches, optimizer(rate), moving)
@@ -88,18 +89,18 @@ def fedrep(
         head_key, body_key = jax.random.split(key)
         model, metrics = received.model, {}
         if head_epochs:
-            model, metrics["head_loss"] = phase(head_key, model, data["train"], head_epochs, head_lr, head_leaves)
+            model, metrics["head_loss"] = phase(head_key, model, (data["train"], head_epochs, head_lr), head_leaves)
         if body_epochs:
-            model, metrics["loss"] = phase(body_key, model, data["train"], body_epochs, lr, body_leaves)
+            model, metrics["loss"] = phase(body_key, model, (data["train"], body_epochs, lr), body_leaves)
         return Trained(model, client_weight(weighting, data), metrics)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         seen_key, new_key = jax.random.split(key)
         model = received.model
         if finetune_epochs:
-            model = phase(seen_key, model, support, finetune_epochs, head_lr, moves_at_test, received.seen)[0]
+            model = phase(seen_key, model, (support, finetune_epochs, head_lr), moves_at_test, received.seen)[0]
         if new_client_epochs:
-            model = phase(new_key, model, support, new_client_epochs, head_lr, moves_at_test, ~received.seen)[0]
+            model = phase(new_key, model, (support, new_client_epochs, head_lr), moves_at_test, ~received.seen)[0]
         return model
 
     return federated(

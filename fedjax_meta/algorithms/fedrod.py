@@ -54,8 +54,8 @@ def fedrod(
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
-    """Fed-RoD. A client that never took part predicts with the generic model, or, with a hypernetwork, with the personal head that
-    this makes of the class shares of its support set.
+    """Fed-RoD. A client that never took part predicts with the generic model, or, with a hypernetwork, with the personal head
+    that this makes of the class shares of its support set.
 
     Args:
       task: a classifier with features, without buffers.
@@ -72,7 +72,7 @@ def fedrod(
     Raises:
       ValueError: a task without features or with buffers, a negative exponent, a rate or count out of range.
     """
-    features.require(task, "fedrod", buffers=False)
+    extract, apply_head = features.require(task, "fedrod", buffers=False)
     checks.positive("lr", lr)
     checks.not_negative("balance", balance)
     for name, value in (("hyper_width", hyper_width), ("epochs", epochs), ("batch_size", batch_size)):
@@ -99,7 +99,7 @@ def fedrod(
 
     def logits(generic: Any, head: Any, z: jax.Array) -> jax.Array:
         body = masks.split(generic, in_head)[1]
-        return task.head(generic, z) + task.head(masks.merge(head, body), z)  # type: ignore[misc]
+        return apply_head(generic, z) + apply_head(masks.merge(head, body), z)
 
     def counts_of(model: Model, view: ClientView) -> jax.Array:
         return features.class_counts(view, features.feature_shape(task, model.generic, view)[0])
@@ -109,8 +109,8 @@ def fedrod(
         counts = counts_of(received.model, data["train"])
 
         def loss(model: Model, batch: Batch, key: Key) -> tuple[jax.Array, Model]:
-            z = task.features(model.generic, batch.x)  # type: ignore[misc]
-            generic = balanced_loss(task.head(model.generic, z), batch, counts, balance)  # type: ignore[misc]
+            z = extract(model.generic, batch.x)
+            generic = balanced_loss(apply_head(model.generic, z), batch, counts, balance)
             frozen, z = jax.lax.stop_gradient((model.generic, z))
             return generic + cross_entropy(logits(frozen, personal_head(model, counts), z), batch), model
 
@@ -125,7 +125,7 @@ def fedrod(
         return Model(model.generic, personal_head(model, counts_of(model, support)), ())
 
     def predict(variables: Model, x: Any) -> jax.Array:
-        return logits(variables.generic, variables.personal, task.features(variables.generic, x))  # type: ignore[misc]
+        return logits(variables.generic, variables.personal, extract(variables.generic, x))
 
     shape = jax.eval_shape(init, jax.random.key(0))
     nothing, everything = (jax.tree.map(lambda _, value=value: value, shape) for value in (False, True))

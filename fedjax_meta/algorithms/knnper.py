@@ -9,8 +9,9 @@ equations 7 and 8.
 | k, sigma | `neighbours`, `scale` | |
 | lambda_m | `mixing`, or chosen from `grid` by each client | scalar |
 
-Differs from the paper: distances are squared and divided by d, as in the authors' code. When `mixing` is not given a client chooses
-it by leave-one-out likelihood on its support set; the paper has a validation set, and the code tries the grid on the test set.
+Differs from the paper: distances are squared and divided by d, as in the authors' code. When `mixing` is not given a client
+chooses it by leave-one-out likelihood on its support set; the paper has a validation set, and the code tries the grid on the
+test set.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def knn_per(
     Raises:
       ValueError: a task without features, values out of range; on `personalize`, a support view larger than `capacity`.
     """
-    features.require(task, "knn_per")
+    extract, head = features.require(task, "knn_per")
     checks.count("neighbours", neighbours)
     checks.count("capacity", capacity)
     checks.positive("scale", scale)
@@ -91,7 +92,7 @@ def knn_per(
         return jnp.where(total > 0, votes / jnp.maximum(total, 1e-30), 1 / classes)
 
     def mixed(store: Datastore, z: jax.Array, mixing: Any, itself: Any = None) -> jax.Array:
-        model = jax.nn.softmax(task.head(store.model, z))  # type: ignore[misc]
+        model = jax.nn.softmax(head(store.model, z))
         return mixing * near(store, z, model.shape[-1], itself) + (1 - mixing) * model
 
     def personalize(key: Key, state: State, support: ClientView, client: Any) -> Variables:
@@ -100,7 +101,7 @@ def knn_per(
         model = base.personalize(key, state, support, client)
         index = jnp.arange(support.max_size, dtype=jnp.int32)
         samples = support.take(index, index < support.size)
-        keys = task.features(model, samples.x)  # type: ignore[misc]
+        keys = extract(model, samples.x)
         store = Datastore(model, keys, samples.y, index < support.size, jnp.zeros(()))
         if mixing is not None:
             return store._replace(mixing=jnp.asarray(mixing, keys.dtype))
@@ -115,7 +116,7 @@ def knn_per(
         return store._replace(mixing=tries[jnp.argmax(jax.vmap(likelihood)(tries))])
 
     def predict(variables: Datastore, x: Any) -> jax.Array:
-        z = task.features(variables.model, x)  # type: ignore[misc]
+        z = extract(variables.model, x)
         return jnp.log(mixed(variables, z, variables.mixing) + 1e-12)
 
     return base._replace(personalize=personalize, predict=predict)

@@ -1,15 +1,15 @@
 """LG-FedAvg: FedAvg of the head alone; each client keeps its own representation.
 
-Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think locally, act globally: federated learning with local and
-global representations", arXiv 2001.01523, Algorithm 1.
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think locally, act globally: federated learning with local
+and global representations", arXiv 2001.01523, Algorithm 1.
 
 | paper | here | shape |
 |---|---|---|
 | local, global parameters | leaves inside and outside `personal` | |
 | ensemble of a new device | `Ensemble` | leaves `[N, ...]` |
 
-Differs from the authors' code: the first layers are personal, as in the paper (there, on CIFAR-10, the last ones are); training
-starts from scratch and no model is chosen by its test accuracy.
+Differs from the authors' code: the first layers are personal, as in the paper (there, on CIFAR-10, the last ones are);
+training starts from scratch and no model is chosen by its test accuracy.
 """
 
 from typing import Any, NamedTuple
@@ -58,10 +58,8 @@ def lg_fedavg(
         def member(carry: Any, entry: Any) -> tuple[Any, None]:
             part, trained = entry
             logits = task.predict(masks.merge(part, variables.shared), x)
-            if vote == "mean":
-                share = jax.nn.softmax(logits)
-            else:
-                share = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+            majority = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+            share = jax.nn.softmax(logits) if vote == "mean" else majority
             return carry + jnp.where(trained, share, 0), None
 
         # Before anybody has taken part all members are the same untrained model; they then count all.

@@ -8,8 +8,8 @@ Li, He, Song: "Model-contrastive federated learning", CVPR 2021, arXiv 2103.1625
 | mu, tau | `contrast_weight`, `temperature` | scalars |
 | projection head | `with_projection` | |
 
-Differs from the paper: nothing. The features that are contrasted are those of the task; the paper's are the output of a projection
-head of two layers, which `with_projection` gives to any task.
+Differs from the paper: nothing. The features that are contrasted are those of the task; the paper's are the output of a
+projection head of two layers, which `with_projection` gives to any task.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
     Raises:
       ValueError: a task without features, or with buffers; a size below 1.
     """
-    features.require(task, "with_projection", buffers=False)
+    extract, _ = features.require(task, "with_projection", buffers=False)
     for name, value in (("width", width), ("classes", classes), ("projection", projection)):
         checks.count(name, value)
     own_head = masks.resolve("head", task)
@@ -63,7 +63,7 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
         unused = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), masks.split(masks.variables_shape(task), own_head)[0]
         )
-        z = task.features(masks.merge(unused, variables["base"]), x)  # type: ignore[misc]
+        z = extract(masks.merge(unused, variables["base"]), x)
         return dense(variables["project2"], jax.nn.relu(dense(variables["project1"], z)))
 
     def predict(variables: Variables, x: Any) -> jax.Array:
@@ -129,7 +129,7 @@ def moon(
     Raises:
       ValueError: a task without features, a negative weight, a rate, temperature or count out of range.
     """
-    features.require(task, "moon")
+    extract, _ = features.require(task, "moon")
     checks.positive("lr", lr)
     checks.not_negative("contrast_weight", contrast_weight)
     checks.positive("temperature", temperature)
@@ -143,7 +143,7 @@ def moon(
         order_key, key = jax.random.split(key)
 
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            towards, away = (task.features(frozen, batch.x) for frozen in (received.model, received.memory))  # type: ignore[misc]
+            towards, away = (extract(frozen, batch.x) for frozen in (received.model, received.memory))
             return contrast_weight * weighted_mean(contrast(z, towards, away, temperature), batch.weight)
 
         batches = data["train"].epochs(order_key, batch_size, epochs)

@@ -1,6 +1,7 @@
 """pFedHN: the server has a network that makes each client's model from the client's embedding, and learns from how it moved.
 
-Shamsian, Navon, Fetaya, Chechik: "Personalized federated learning using hypernetworks", ICML 2021, arXiv 2103.04628, Algorithm 1.
+Shamsian, Navon, Fetaya, Chechik: "Personalized federated learning using hypernetworks", ICML 2021, arXiv
+2103.04628, Algorithm 1.
 
 | paper | here | shape |
 |---|---|---|
@@ -40,6 +41,28 @@ class Embedding(NamedTuple):
     slots: Any
 
 
+def _sgd(rate: Any, decay: float) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9))
+
+
+def _layer(key: Key, inputs: int, outputs: int) -> dict[str, jax.Array]:
+    kernel_key, bias_key = jax.random.split(key)
+    bound = inputs**-0.5
+    return {
+        "kernel": jax.random.uniform(kernel_key, (outputs, inputs), minval=-bound, maxval=bound),
+        "bias": jax.random.uniform(bias_key, (outputs,), minval=-bound, maxval=bound),
+    }
+
+
+def _outputs(hyper: Any, embedding: jax.Array) -> list[jax.Array]:
+    """A trunk of dense layers with ReLU between them, and a dense layer for each leaf."""
+    first, *rest = hyper["trunk"]
+    h = first["kernel"] @ embedding + first["bias"]
+    for dense in rest:
+        h = dense["kernel"] @ jax.nn.relu(h) + dense["bias"]
+    return [dense["kernel"] @ h + dense["bias"] for dense in hyper["leaves"]]
+
+
 def pfedhn(
     task: Task,
     *,
@@ -77,9 +100,10 @@ def pfedhn(
     features.require_plain(task, "pfedhn")
     for name, rate in (("lr", lr), ("server_lr", server_lr), ("clip", clip), ("new_client_lr", new_client_lr)):
         checks.positive(name, rate)
-    for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden), ("batch_size", batch_size)):
+    for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden)):
         checks.count(name, value)
     checks.count("local_steps", local_steps)
+    checks.count("batch_size", batch_size)
     checks.count("new_client_steps", new_client_steps, least=0)
     shape = masks.variables_shape(task)
     in_own = masks.resolve(personal, task, name="personal")
@@ -88,35 +112,20 @@ def pfedhn(
         raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to make")
     everything = jax.tree.map(lambda _: True, shape)
 
-    def sgd(rate: Any, decay: float) -> optax.GradientTransformation:
-        return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9))
-
-    def layer(key: Key, inputs: int, outputs: int) -> dict[str, jax.Array]:
-        kernel_key, bias_key = jax.random.split(key)
-        bound = inputs**-0.5
-        return {
-            "kernel": jax.random.uniform(kernel_key, (outputs, inputs), minval=-bound, maxval=bound),
-            "bias": jax.random.uniform(bias_key, (outputs,), minval=-bound, maxval=bound),
-        }
-
     def init(key: Key) -> Model:
         own_key, *keys = jax.random.split(key, 2 + hidden + len(made))
         sizes = [(embedding_size, width)] + [(width, width)] * hidden + [(width, leaf.size) for leaf in made]
-        layers = [layer(key, *size) for key, size in zip(keys, sizes, strict=True)]
+        layers = [_layer(key, *size) for key, size in zip(keys, sizes, strict=True)]
         hyper = {"trunk": layers[: 1 + hidden], "leaves": layers[1 + hidden :]}
         return Model(hyper, masks.split(task.init(own_key), in_own)[0])
 
     def generate(hyper: Any, embedding: jax.Array) -> Any:
         """h(v; φ): the leaves that the hypernetwork makes."""
-        first, *rest = hyper["trunk"]
-        h = first["kernel"] @ embedding + first["bias"]
-        for dense in rest:
-            h = dense["kernel"] @ jax.nn.relu(h) + dense["bias"]
-        leaves = [dense["kernel"] @ h + dense["bias"] for dense in hyper["leaves"]]
+        leaves = _outputs(hyper, embedding)
         return structure.unflatten([leaf.reshape(like.shape) for leaf, like in zip(leaves, made, strict=True)])
 
-    embedding_optimizer = sgd(server_lr, 1e-3)
-    local_optimizer = optax.chain(optax.clip_by_global_norm(clip), sgd(lr, 5e-5))
+    embedding_optimizer = _sgd(server_lr, 1e-3)
+    local_optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))
 
     def init_memory(key: Key, model: Model, num_clients: int) -> Embedding:
         value = jax.random.normal(key, (embedding_size,))
@@ -156,7 +165,7 @@ def pfedhn(
 
     model_shape = jax.eval_shape(init, jax.random.key(0))
     trainable = jax.tree.map(lambda _: True, model_shape)
-    options.setdefault("server_optimizer", sgd(server_lr, 1e-3))
+    options.setdefault("server_optimizer", _sgd(server_lr, 1e-3))
     return federated(
         init=init,
         client=client,

@@ -10,9 +10,10 @@ Dinh, Tran, Nguyen: "Personalized federated learning with Moreau envelopes", Neu
 | R, K | `local_rounds`, `inner_steps` | |
 | beta | `server_optimizer=optax.sgd(beta)` | |
 
-Differs from the paper: the personal model of a client is found at test time, from the server's model and its support set, as the
-definition of theta has it; the authors test the last theta of training. Within a round theta goes on from one batch to the next,
-as in their code; their hidden weight decay of 0.001 is left out. Their code also trains the clients that are not sampled.
+Differs from the paper: the personal model of a client is found at test time, from the server's model and its support set, as
+the definition of theta has it; the authors test the last theta of training. Within a round theta goes on from one batch to the
+next, as in their code; their hidden weight decay of 0.001 is left out. Their code also trains the clients that are not
+sampled.
 """
 
 from typing import Any, Unpack

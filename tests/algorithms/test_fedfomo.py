@@ -53,8 +53,9 @@ def test_a_round_written_out():
         share = share / share.sum() if share.sum() > 0 else share
         took += share.sum() > 0
         expected = jax.tree.map(
-            lambda *leaves, share=share, i=i: sum(s * leaf for s, leaf in zip(share, leaves, strict=True))
-            + (1 - share.sum()) * leaves[i],
+            lambda *leaves, share=share, i=i: (
+                sum(s * leaf for s, leaf in zip(share, leaves, strict=True)) + (1 - share.sum()) * leaves[i]
+            ),
             *trained,
         )
         assert problems.distance(of(after.personal, i), expected) < 1e-10

@@ -126,7 +126,9 @@ def test_without_weight_alignment_is_off_and_without_both_parts_it_is_fedrep():
     off = run(fedpac(align=False, collaborate=False), 3)
     zero = run(fedpac(alignment=0.0, collaborate=False), 3)
     assert problems.distance((off.model, off.personal), (zero.model, zero.personal)) < 1e-12
-    other = fm.ALGORITHMS["fedrep"](problems.task(), **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd)
+    other = fm.ALGORITHMS["fedrep"](
+        problems.task(), **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd
+    )
     state = run(other, 3)
     assert problems.distance((off.model, off.personal), (state.model, state.personal)) < 1e-12
 

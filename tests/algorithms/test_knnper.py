@@ -22,7 +22,7 @@ def test_without_neighbours_it_is_fedavg():
     np.testing.assert_allclose(np.exp(algorithm.predict(personalized(algorithm, state, 3), x)), expected, atol=1e-9)
 
 
-def neighbours_share(model, client, queries, count, scale, leave_out=False):
+def neighbours_share(model, client, queries, count, scale, *, leave_out=False):
     """p(c) of each query, one after the other."""
     task, samples = problems.task(), batch(client, "train")
     stored, labels = np.asarray(task.features(model, samples.x)), np.asarray(samples.y)
@@ -49,7 +49,9 @@ def test_prediction_joins_model_and_neighbours():
     small = personalized(algorithm, state, 0, "train")
     assert int(small.real.sum()) < small.real.shape[0]
     x = batch(0, "test_query").x
-    expected = 0.3 * neighbours_share(state.model, 0, x, 5, 0.2) + 0.7 * np.asarray(jax.nn.softmax(problems.task().predict(state.model, x)))
+    expected = 0.3 * neighbours_share(state.model, 0, x, 5, 0.2) + 0.7 * np.asarray(
+        jax.nn.softmax(problems.task().predict(state.model, x))
+    )
     np.testing.assert_allclose(np.exp(algorithm.predict(small, x)), expected, atol=1e-9)
 
 
