@@ -453,9 +453,9 @@ def main(
             go_on = runner.command_line(folder, resume=True)
             raise runner.Stopped(f"stopped; finished systems are saved. Go on with:\n  {go_on}") from None
         how = (
-            f"{num_clients} clients, {cohort} a round, {rounds} rounds, {epochs} epochs, batches of {batch_size}. Accuracy: mean "
-            f"over clients and the last {last} rounds{', ± std over seeds' if len(seed_list) > 1 else ''}. Every system was tuned "
-            f"over the rates {', '.join(f'{rate:g}' for rate in grid)} on 20 % of its training samples "
+            f"{num_clients} clients, {cohort} a round, {rounds} rounds, {epochs} epochs, batches of {batch_size}. Accuracy: "
+            f"mean over clients and the last {last} rounds{', ± std over seeds' if len(seed_list) > 1 else ''}. Every system "
+            f"was tuned over the rates {', '.join(f'{rate:g}' for rate in grid)} on 20 % of its training samples "
             f"({tune_rounds or rounds} rounds)."
         )
         write_report(folder, f"FedPAC and its rivals on {dataset}", source.note, results, how)

@@ -100,9 +100,10 @@ def pfedhn(
     features.require_plain(task, "pfedhn")
     for name, rate in (("lr", lr), ("server_lr", server_lr), ("clip", clip), ("new_client_lr", new_client_lr)):
         checks.positive(name, rate)
-    for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden)):
+    for name, value in zip(
+        ("embedding_size", "width", "hidden", "local_steps"), (embedding_size, width, hidden, local_steps), strict=True
+    ):
         checks.count(name, value)
-    checks.count("local_steps", local_steps)
     checks.count("batch_size", batch_size)
     checks.count("new_client_steps", new_client_steps, least=0)
     shape = masks.variables_shape(task)
