@@ -85,7 +85,7 @@ def l2gd(
 
         def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
             returned = cohort.returned.reshape(-1, *[1] * (own.ndim - 1))
-            return jnp.where(returned, own - amount.astype(own.dtype) * (own - mean), own)
+            return jnp.where(returned, own - amount.astype(own.dtype) * (own - mean[None]), own)
 
         return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
 
