@@ -223,7 +223,7 @@ def federated(
 
     def rule(key: Key, id_: jax.Array, kept: Any, context: tuple[State, FederatedData, Key]) -> ClientUpdate:
         state, data, shared_key = context
-        start = receive(state, state.seen.at[id_].get(mode="clip"), *kept, shared_key)
+        start = receive(state, state.seen.at[id_].get(mode="clip"), kept[0], kept[1], shared_key)
         trained = client(key, start, data.client(id_))
         descent = trained.pseudo_gradient
         if descent is None:
@@ -260,7 +260,7 @@ def federated(
         if update_extra is not None:
             state = state._replace(extra=update_extra(state, statistics, summed.weight[1]))
         if collaborate is not None:
-            kept = collaborate(shared_key, state, Cohort(ids, returned, *kept, stacked), data)
+            kept = collaborate(shared_key, state, Cohort(ids, returned, kept[0], kept[1], stacked), data)
         personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
         seen = state.seen.at[ids].set(state.seen[ids] | returned)
         return state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1), RoundInfo(ids, metrics)

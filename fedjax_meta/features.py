@@ -80,18 +80,18 @@ class ClassSums(NamedTuple):
     """Sums over a client's samples, class by class.
 
     Attributes:
-      count: `[K]`, samples.
+      number: `[K]`, samples.
       total: `[K, d]`, sum of their features.
       square: `[K]`, sum of the squared norms of their features.
     """
 
-    count: jax.Array
+    number: jax.Array
     total: jax.Array
     square: jax.Array
 
     def mean(self) -> jax.Array:
         """Mean feature of each class, `[K, d]`; 0 for a class without samples."""
-        return self.total / jnp.maximum(self.count, 1)[:, None]
+        return self.total / jnp.maximum(self.number, 1)[:, None]
 
 
 def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size: int = 256) -> ClassSums:
@@ -101,7 +101,7 @@ def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size
     batches = view.in_order(min(batch_size, view.max_size))
 
     def step(t: Any, sums: ClassSums) -> ClassSums:
-        batch = batches.get(t)
+        batch = batches.get(t, 0)
         features = extract(variables, batch.x)
         member = jax.nn.one_hot(batch.y, classes, dtype=features.dtype) * batch.weight[:, None]
         here = ClassSums(jnp.sum(member, 0), member.T @ features, member.T @ jnp.sum(features**2, -1))
@@ -118,7 +118,7 @@ def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> j
     batches: Batches = view.in_order(min(batch_size, view.max_size))
 
     def step(t: Any, counts: jax.Array) -> jax.Array:
-        batch = batches.get(t)
+        batch = batches.get(t, 0)
         return counts.at[batch.y].add(batch.weight.astype(counts.dtype))
 
     return jax.lax.fori_loop(0, batches.steps, step, jnp.zeros(classes))

@@ -127,7 +127,7 @@ def apfl(
         own, shared = received.memory, received.model
         if adaptive:
             # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα.
-            batch, batch_key = batches.keyed(key).get(0)
+            batch, batch_key = batches.keyed(key).get(0, 0)
             slope = jax.grad(lambda share: mixture_loss(own.model, shared, share, batch, batch_key)[0])(own.share)
             own = own._replace(share=jnp.clip(own.share - share_lr * slope, 0, 1))
         (model, mine), loss = train(key, shared, own, batches, (trainable, trainable))

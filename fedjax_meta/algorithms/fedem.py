@@ -88,7 +88,7 @@ def fedem(
         batches = view.in_order(min(256, view.max_size))
 
         def step(t: Any, total: jax.Array) -> jax.Array:
-            batch = batches.get(t)
+            batch = batches.get(t, 0)
             return total + batch.weight @ responsibilities(losses(models, batch), share)
 
         total = jax.lax.fori_loop(0, batches.steps, step, jnp.zeros_like(share))

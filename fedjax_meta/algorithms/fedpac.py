@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
 
 def statistics(sums: features.ClassSums) -> Statistics:
     """v = (1/n) (sum_k p_k E|z|^2_k - sum_k p_k^2 |mu_k|^2) and h_k = p_k mu_k, of features before training."""
-    size = jnp.maximum(jnp.sum(sums.count), 1)
+    size = jnp.maximum(jnp.sum(sums.number), 1)
     profile = sums.total / size
     variance = (jnp.sum(sums.square) / size - jnp.sum(profile**2)) / size
     return Statistics(variance, profile.reshape(-1))
@@ -145,7 +145,7 @@ def fedpac(
         after = features.class_sums(task, model, view) if align else before
         if noise:
             before, after = (
-                sums._replace(total=sums.total + noise * sums.count[:, None] * jax.random.normal(key, sums.total.shape))
+                sums._replace(total=sums.total + noise * sums.number[:, None] * jax.random.normal(key, sums.total.shape))
                 for key, sums in zip(jax.random.split(noise_key), (before, after), strict=True)
             )
         weight = client_weight(weighting, data)
@@ -153,7 +153,7 @@ def fedpac(
             model,
             weight,
             {"loss": loss, "head_loss": head_loss},
-            statistics=(after.total, after.count) if align else (),
+            statistics=(after.total, after.number) if align else (),
             statistics_weight=jnp.where(weight > 0, 1.0, 0.0),
             stacked=statistics(before) if collaborate else (),
         )

@@ -85,7 +85,7 @@ def fedrod(
     flat, unravel = ravel_pytree(no_head)
 
     def init(key: Key) -> Model:
-        hyper = ()
+        hyper: Any = ()
         if classes is not None:
             hidden = jax.random.normal(jax.random.fold_in(key, 1), (hyper_width, classes)) * (2 / classes) ** 0.5
             hyper = {"hidden": hidden, "bias": jnp.zeros(hyper_width), "out": jnp.zeros((flat.size, hyper_width))}

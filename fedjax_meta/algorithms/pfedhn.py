@@ -123,7 +123,7 @@ def pfedhn(
     def generate(hyper: Any, embedding: jax.Array) -> Any:
         """h(v; φ): the leaves that the hypernetwork makes."""
         leaves = _outputs(hyper, embedding)
-        return structure.unflatten([leaf.reshape(like.shape) for leaf, like in zip(leaves, made, strict=True)])
+        return jax.tree.unflatten(structure, [leaf.reshape(like.shape) for leaf, like in zip(leaves, made, strict=True)])
 
     embedding_optimizer = _sgd(server_lr, 1e-3)
     local_optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))

@@ -70,7 +70,7 @@ def pfedme(
     def towards_theta(theta: Any, centre: Any, sample: tuple[Batch, Key]) -> tuple[Variables, jax.Array]:
         """K steps θ ← θ - η_p (∇f(θ) + λ (θ - w)) on one batch."""
         batch, key = sample
-        again = Batches(lambda step, chunk=0: batch, inner_steps, inner_steps)
+        again = Batches(lambda step, chunk: batch, inner_steps, inner_steps)
         return local.train(key, local.proximal(task.loss, centre, prox_weight), theta, again, optax.sgd(lr), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
@@ -79,7 +79,7 @@ def pfedme(
 
         def step(r: Any, carry: Any) -> Any:
             theta, own, total = carry
-            theta, loss = towards_theta(theta, own, batches.get(r))
+            theta, loss = towards_theta(theta, own, batches.get(r, 0))
             # w_i ← w_i - η λ (w_i - θ): λ (w - θ) is the gradient of the envelope. Buffers follow θ.
             moved = jax.tree.map(lambda w, t: w - outer_lr * prox_weight * (w - t), own, theta)
             own = jax.tree.map(lambda move, new, follow: new if move else follow, trainable, moved, theta)
@@ -94,7 +94,7 @@ def pfedme(
         batches = support.epochs(order_key, batch_size, test_epochs).keyed(key)
 
         def step(t: Any, theta: Variables) -> Variables:
-            return towards_theta(theta, received.model, batches.get(t))[0]
+            return towards_theta(theta, received.model, batches.get(t, 0))[0]
 
         return jax.lax.fori_loop(0, batches.steps, step, received.model)
 

@@ -42,7 +42,7 @@ def test_class_sums_and_statistics_are_those_of_the_paper():
     for client in (0, 3):
         sums = features.class_sums(problems.task(), variables, problems.data().client(client)["train"], batch_size=7)
         z, y = class_features(variables, client)
-        np.testing.assert_allclose(sums.count, np.bincount(y, minlength=3))
+        np.testing.assert_allclose(sums.number, np.bincount(y, minlength=3))
         np.testing.assert_allclose(sums.total, [z[y == k].sum(0) for k in range(3)], atol=1e-12)
         v, h = reference_statistics(variables, client)
         stats = statistics(sums)
