@@ -321,8 +321,8 @@ def restore(folder: Path, config: Mapping[str, Any]) -> dict[Setting, dict[str, 
         raise ValueError(f"the run in {folder} has {name}={old}, not {new}: give the same options to go on with it")
     results: dict[Setting, dict[str, Outcome]] = {}
     for row in saved["rows"]:
-        setting = Setting(**row.pop("setting"))
-        results.setdefault(setting, {})[row.pop("system")] = Outcome(**row)
+        setting, name = Setting(**row.pop("setting")), row.pop("system")
+        results.setdefault(setting, {})[name] = Outcome(**row)
     return results
 
 

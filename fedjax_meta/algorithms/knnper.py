@@ -100,9 +100,11 @@ def knn_per(
             raise ValueError(f"a client's support view has up to {support.max_size} samples, more than capacity={capacity}")
         model = base.personalize(key, state, support, client)
         index = jnp.arange(support.max_size, dtype=jnp.int32)
-        samples = support.take(index, index < support.size)
-        keys = extract(model, samples.x)
-        store = Datastore(model, keys, samples.y, index < support.size, jnp.zeros(()))
+        real = index < support.size
+        samples = support.take(index, real)
+        # What stands in the padding is somebody's sample, and has no place in this client's datastore.
+        keys, labels = jnp.where(real[:, None], extract(model, samples.x), 0), jnp.where(real, samples.y, 0)
+        store = Datastore(model, keys, labels, real, jnp.zeros(()))
         if mixing is not None:
             return store._replace(mixing=jnp.asarray(mixing, keys.dtype))
 
