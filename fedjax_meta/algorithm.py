@@ -102,12 +102,17 @@ class Received(NamedTuple):
       memory: the client's memory; as `init_memory` made it, for a client that never took part.
       extra: the server's extra state.
       round: int32 scalar, rounds done before this one.
+      seen: bool scalar, whether the client has taken part before; its memory is fresh otherwise.
+      shared_key: the same for every client of a round, and for `collaborate`: for coins that all must see alike. In a test,
+        the test's own key.
     """
 
     model: Any
     memory: Any
     extra: Any
     round: jax.Array
+    seen: Any
+    shared_key: Key
 
 
 class Trained(NamedTuple):
@@ -177,10 +182,10 @@ def federated(
     personal: masks.Mask,
     trainable: masks.Mask,
     new_client: Callable[[Key, State, ClientView], Variables] | None = None,
-    init_memory: Callable[[Any], Any] = lambda model: (),
-    init_extra: Callable[[Any], Any] = lambda model: (),
+    init_memory: Callable[[Key, Any, int], Any] = lambda key, model, num_clients: (),
+    init_extra: Callable[[Any, FederatedData], Any] = lambda model, data: (),
     update_extra: Callable[[State, Any, Any], Any] | None = None,
-    collaborate: Callable[[Key, State, Cohort], tuple[Any, Any]] | None = None,
+    collaborate: Callable[[Key, State, Cohort, FederatedData], tuple[Any, Any]] | None = None,
     cohort_size: int = 5,
     server_optimizer: optax.GradientTransformation | None = None,
     average_personal: bool = False,
@@ -202,12 +207,12 @@ def federated(
       trainable: mask over the model, true for leaves that the server optimiser may move; others (buffers) are averaged.
       new_client: `(key, state, support) -> variables` for a client never seen; `personalize` from the server's model and a
         fresh memory when not given.
-      init_memory: `model -> memory` of one client before its first round.
-      init_extra: `model -> extra`, the server's.
+      init_memory: `(key, model, num_clients) -> memory` of one client before its first round; the key is its own.
+      init_extra: `(model, data) -> extra`, the server's; of the data it may use shapes.
       update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the
         new model and the old `extra`. The mean is 0 where the weight is.
-      collaborate: `(key, state, cohort) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g. through
-        a client x client matrix (`aggregate.combine`). `state` has the new model and extra.
+      collaborate: `(key, state, cohort, data) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g.
+        through a client x client matrix (`aggregate.combine`). `state` has the new model and extra.
       cohort_size: C, clients in a round.
       server_optimizer: steps along the averaged pseudo-gradient; replacement by the average (`optax.sgd(1.0)`) when not given.
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; one
@@ -234,25 +239,31 @@ def federated(
 
     def init_state(key: Key, data: FederatedData) -> State:
         model = replicate(init(key), devices)
-        own, memory = populate((masks.split(model, personal)[0], init_memory(model)), data.num_clients, devices)
+        memory_key = jax.random.fold_in(key, 1)
+
+        def begin(id_: jax.Array) -> tuple[Any, Any]:
+            memory = init_memory(jax.random.fold_in(memory_key, id_), model, data.num_clients)
+            return jax.tree.map(jnp.asarray, (masks.split(model, personal)[0], memory))
+
+        own, memory = populate(begin, data.num_clients, devices)
         return State(
             model=model,
             optimizer=server.init(masks.split(model, moved)[0]),
-            extra=replicate(init_extra(model), devices),
+            extra=replicate(init_extra(model, data), devices),
             personal=own,
             memory=memory,
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
 
-    def receive(state: State, seen: Any, own: Any, memory: Any) -> Received:
+    def receive(state: State, seen: Any, own: Any, memory: Any, shared_key: Key) -> Received:
         theirs, shared = masks.split(state.model, personal)
         own = jax.tree.map(lambda mine, server: jnp.where(seen, mine, server), own, theirs)
-        return Received(masks.merge(own, shared), memory, state.extra, state.round)
+        return Received(masks.merge(own, shared), memory, state.extra, state.round, seen, shared_key)
 
-    def rule(key: Key, id_: jax.Array, kept: Any, context: tuple[State, FederatedData]) -> ClientUpdate:
-        state, data = context
-        start = receive(state, state.seen.at[id_].get(mode="clip"), *kept)
+    def rule(key: Key, id_: jax.Array, kept: Any, context: tuple[State, FederatedData, Key]) -> ClientUpdate:
+        state, data, shared_key = context
+        start = receive(state, state.seen.at[id_].get(mode="clip"), kept[0], kept[1], shared_key)
         mine, did, reached = data.client(id_), True, True
         if participation is not None:
             participation_key, key = jax.random.split(key)
@@ -286,12 +297,12 @@ def federated(
         return jax.tree.map(lambda new, old: jnp.where(any_weight, new, old), (model, slots), (state.model, state.optimizer))
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
-        cohort_key, client_key, collaborate_key = jax.random.split(key, 3)
+        cohort_key, client_key, shared_key = jax.random.split(key, 3)
         ids = sample_cohort(cohort_key, data.num_clients, cohort_size)
         kept = jax.tree.map(lambda leaf: leaf[ids], (state.personal, state.memory))
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[ids]
         # What the whole population keeps stays out of what is handed to every client.
-        context = (state._replace(personal=None, memory=None), data)
+        context = (state._replace(personal=None, memory=None), data, shared_key)
         summed, kept, outputs = run_cohort(
             rule, client_key, ids, sizes, kept, context, lanes=lanes, devices=devices, precision=precision
         )
@@ -304,7 +315,7 @@ def federated(
             state = state._replace(extra=_where(jnp.any(reached), extra, state.extra))
         if collaborate is not None:
             own, memory = kept
-            given = collaborate(collaborate_key, state, Cohort(ids, took_part & reached, own, memory, stacked))
+            given = collaborate(shared_key, state, Cohort(ids, took_part & reached, own, memory, stacked), data)
             kept = given if participation is None else _where(reached, given, kept)
         personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
         seen = state.seen.at[ids].set(state.seen[ids] | took_part)
@@ -317,21 +328,21 @@ def federated(
         moves = []
 
         def look(key: Key, id_: jax.Array, kept: Any, context: Any) -> ClientUpdate:
-            start = receive(context[0], True, *kept)
+            start = receive(context[0], True, kept[0], kept[1], context[2])
             trained = client(key, start, context[1].client(id_))
             sends_gradient = trained.pseudo_gradient is not None
             # A leaf that a client hands back as it came is the very same object when the rule is traced.
             moves.append(jax.tree.map(lambda new, old: sends_gradient or new is not old, trained.model, start.model))
             return rule(key, id_, kept, context)
 
-        update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data))
+        update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data, jax.random.key(0)))
         averages, statistics = update.upload
         down: Any = (masks.split(masks.split(state.model, personal)[1], moves[0])[0], state.extra)
         apart: Any = update.outputs[1]
         if collaborate is not None:
             each = Cohort(jnp.zeros((), jnp.int32), jnp.zeros((), bool), update.kept[0], update.kept[1], apart)
             cohort = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), each)
-            read, given = _touched(collaborate, state, cohort)
+            read, given = _touched(collaborate, state, cohort, data)
             apart = (apart, masks.split(update.kept, read)[0])
             down = (*down, masks.split(update.kept, given)[0])
         return Exchange(down, (masks.split(averages, moves[0])[0], statistics), apart, upload_bits)
@@ -340,10 +351,12 @@ def federated(
         if client is None and new_client is not None:
             return new_client(key, state, support)
         if client is None:
-            return personalize(key, Received(state.model, init_memory(state.model), state.extra, state.round), support)
+            memory = init_memory(jax.random.fold_in(key, 1), state.model, state.seen.shape[0])
+            stranger = Received(state.model, memory, state.extra, state.round, jnp.zeros((), bool), key)
+            return personalize(key, stranger, support)
         checks.indices("client", client, state.seen.shape[0])
         own, memory = jax.tree.map(lambda leaf: leaf[client], (state.personal, state.memory))
-        return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory), support)
+        return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory, key), support)
 
     return Algorithm(init_state, one_round, adapt, predict, exchange)
 
@@ -357,10 +370,10 @@ def _where(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(choose, new, old)
 
 
-def _touched(collaborate: Callable[[Key, State, Cohort], Any], state: Any, cohort: Any) -> tuple[Any, Any]:
+def _touched(collaborate: Callable[..., Any], state: Any, cohort: Any, data: Any) -> tuple[Any, Any]:
     """Masks over (personal, memory) of a cohort: what `collaborate` reads of it, and what it hands back changed."""
     kept = (cohort.personal, cohort.memory)
-    jaxpr = jax.make_jaxpr(collaborate)(jax.random.key(0), state, cohort).jaxpr
+    jaxpr = jax.make_jaxpr(collaborate)(jax.random.key(0), state, cohort, data).jaxpr
     first = len(jax.tree.leaves((jax.random.key(0), state, cohort.ids, cohort.returned)))
     places, structure = jax.tree.flatten(kept)
     received = jaxpr.invars[first : first + len(places)]

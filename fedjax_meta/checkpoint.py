@@ -75,6 +75,7 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
     try:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
+        _try_space(writing / "space", sum(array.nbytes for array in arrays.values()) + 2**16)
         checkpointer.save(writing / "state", arrays)
         text = json.dumps({**run, "files": _files(writing / "state")})
         (writing / "run.json").write_text(f"{_digest(text.encode())}\n{text}\n", encoding="utf-8")
@@ -258,6 +259,16 @@ def _rounds(folder: Path) -> list[int]:
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
+
+
+def _try_space(path: Path, size: int) -> None:
+    """Fails with a plain `OSError` where so many bytes do not fit; orbax would write tracebacks to stderr."""
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.write(bytes(size))
+    path.unlink()
 
 
 def _checkpointer() -> Any:

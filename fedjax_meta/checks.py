@@ -58,6 +58,12 @@ def share(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} must lie between 0 and 1")
 
 
+def between(name: str, value: Any, least: float, most: float) -> None:
+    """Raises `ValueError` unless every entry of a concrete `value` lies in [least, most]."""
+    if _concrete(value) and not (np.all(np.asarray(value) >= least) and np.all(np.asarray(value) <= most)):
+        raise ValueError(f"{name}={value} must lie in [{least}, {most}]")
+
+
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises `ValueError` unless `value` is one of `allowed`."""
     if value not in allowed:

@@ -106,8 +106,8 @@ def share(tree: Any, placed: Sharding) -> Any:
     return jax.tree.map(once, tree)
 
 
-def populate(each: Any, num_clients: int, devices: int | None = None) -> Any:
-    """What every client begins with, a copy for each: leaves `[N, ...]`, parted among the devices if their number divides N.
+def populate(begin: Callable[[jax.Array], Any], num_clients: int, devices: int | None = None) -> Any:
+    """What every client begins with: leaves `[N, ...]` of `begin(client id)`, parted among the devices if these divide N.
 
     How many bytes that takes is logged before they are taken (logger `fedjax_meta`, level INFO).
 
@@ -115,10 +115,11 @@ def populate(each: Any, num_clients: int, devices: int | None = None) -> Any:
       ValueError: more bytes than are free.
     """
     mesh = client_mesh(devices)
-    each = jax.tree.map(jnp.asarray, each)
+    ids = jnp.arange(num_clients, dtype=jnp.int32)
+    each = jax.eval_shape(begin, ids[0])
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
     if one == 0:
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_clients, *leaf.shape)), each)
+        return jax.vmap(begin)(ids)
     parts = mesh.size if num_clients % mesh.size == 0 else 1
     # Host devices all take from the same memory.
     need = num_clients * one * (mesh.size if _on_cpu() else 1) // parts
@@ -128,11 +129,8 @@ def populate(each: Any, num_clients: int, devices: int | None = None) -> Any:
     if need > free:
         raise ValueError(f"what clients keep takes {sizes}, but only {_amount(free)} are free; keep fewer leaves or clients")
 
-    def copies(each: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_clients, *leaf.shape)), each)
-
     placed = NamedSharding(mesh, P(CLIENTS) if parts > 1 else P())
-    return jax.jit(copies, out_shardings=placed if mesh.size > 1 else None)(each)
+    return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
 
 
 def free_bytes(device: Any) -> int:

@@ -85,15 +85,15 @@ def test_a_frozen_head_is_not_sent():
 def test_what_clients_give_each_other_is_counted():
     """Heads are personal, but the server mixes them: they travel both ways. A memory that it only sees goes up alone."""
 
-    def collaborate(key, state, cohort):
+    def collaborate(key, state, cohort, data):
         mix = jnp.full((3, 3), 1 / 3) + 0 * jnp.sum(cohort.memory["seen"])
         return aggregate.combine(mix, cohort.personal), cohort.memory
 
     algorithm = federated(
         **rules(
             personal=masks.resolve("head", problems.task()),
-            init_memory=lambda model: {"seen": jnp.zeros(7), "unseen": jnp.zeros(11)},
-            init_extra=lambda model: jnp.zeros(2),
+            init_memory=lambda *_: {"seen": jnp.zeros(7), "unseen": jnp.zeros(11)},
+            init_extra=lambda *_: jnp.zeros(2),
             collaborate=collaborate,
             cohort_size=3,
         )

@@ -79,10 +79,9 @@ def fedavg(
         if finetune_epochs == 0:
             return received.model
         order_key, key = jax.random.split(key)
-        if finetune_full_batch:
-            batches = support.full(finetune_epochs)
-        else:
-            batches = support.epochs(order_key, batch_size, finetune_epochs)
+        batches = (
+            support.full(finetune_epochs) if finetune_full_batch else support.epochs(order_key, batch_size, finetune_epochs)
+        )
         return local.train(key, task.loss, received.model, batches, optimizer(lr), moves_at_test)[0]
 
     return federated(

@@ -279,8 +279,8 @@ def fedmeta(
         personal=personal_model,
         trainable=trainable_model,
         new_client=new_client if any(jax.tree.leaves(personal_model)) else None,
-        init_memory=lambda model: () if outer_slots == "fresh" else fresh_slots(model)[0],
-        init_extra=lambda model: fresh_slots(model)[1] if outer_slots == "averaged" else (),
+        init_memory=lambda key, model, population: () if outer_slots == "fresh" else fresh_slots(model)[0],
+        init_extra=lambda model, data: fresh_slots(model)[1] if outer_slots == "averaged" else (),
         update_extra=average_slots if outer_slots == "averaged" else None,
         **options,
     )

@@ -153,7 +153,9 @@ def mtfl(
         predict=task.predict,
         personal=Model(own, own_slots),
         trainable=Model(trainable, jax.tree.map(lambda _: False, own_slots)),
-        init_memory=lambda model: () if steps is None else Feeder(jnp.zeros((), jnp.uint32), jnp.zeros((), jnp.int32)),
+        init_memory=lambda key, model, population: (
+            () if steps is None else Feeder(jnp.zeros((), jnp.uint32), jnp.zeros((), jnp.int32))
+        ),
         **options,
     )
 

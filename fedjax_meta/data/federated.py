@@ -77,6 +77,10 @@ class Batches:
             samples=_one if alike else self.samples,
         )
 
+    def only_if(self, condition: Any) -> "Batches":
+        """The same batches where the condition, a bool that may be traced, holds; no steps where it does not."""
+        return dataclasses.replace(self, steps=jnp.where(condition, self.steps, 0))
+
     def mean(self, function: Callable[[Any], Any], step: Any) -> Any:
         """Mean of `function(batch)`, a pytree of floating-point arrays, over the chunks of one step."""
         if isinstance(self.chunks, int) and self.chunks == 1:

@@ -1,0 +1,465 @@
+"""FedPAC against the field of personalised federated learning: the comparison of Xu, Tong and Huang (ICLR 2023).
+
+`python -m experiments.fedpac --help` says what is run and how long it takes.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+
+import fedjax_meta as fm
+from experiments import _runner as runner
+from fedjax_meta import checkpoint, checks, evaluate, models, report
+from fedjax_meta.algorithms.moon import with_projection
+from fedjax_meta.data import protocols, sources, transforms
+from fedjax_meta.engine import map_lanes
+from fedjax_meta.simulate import run_rounds
+
+DATASETS = ("cifar10", "fashion_mnist", "emnist", "cinic10")
+
+
+class System(NamedTuple):
+    """One row of the tables.
+
+    Attributes:
+      title: in tables.
+      algorithm: name in `fedjax_meta.ALGORITHMS`.
+      options: of the algorithm, beyond what all have in common; a function of the local epochs.
+      plain: whether it has plain SGD by definition, and so takes no `optimizer`.
+    """
+
+    title: str
+    algorithm: str
+    options: Callable[[int], Mapping[str, Any]] = lambda epochs: {"epochs": epochs}
+    plain: bool = False
+
+
+def _epochs(**options: Any) -> Callable[[int], Mapping[str, Any]]:
+    return lambda epochs: {"epochs": epochs, **options}
+
+
+def _fedpac(**options: Any) -> System:
+    left_out = ", ".join(f"no {what}" for key, what in PARTS.items() if key in options)
+    return System(f"FedPAC ({left_out})" if left_out else "FedPAC", "fedpac", _epochs(**options))
+
+
+PARTS = {"align": "alignment", "collaborate": "collaboration"}
+
+SYSTEMS = {
+    "local_only": System("Local only", "local_only"),
+    "fedavg": System("FedAvg", "fedavg"),
+    "fedavg_ft": System("FedAvg-FT", "fedavg_ft", lambda epochs: {"epochs": epochs, "finetune_epochs": epochs}),
+    "fedprox": System("FedProx", "fedprox", _epochs(prox_weight=0.1), plain=True),
+    "scaffold": System("SCAFFOLD", "scaffold", plain=True),
+    "moon": System("MOON", "moon", _epochs(contrast_weight=1.0)),
+    "fedper": System("FedPer", "fedper"),
+    "lg_fedavg": System("LG-FedAvg", "lg_fedavg"),
+    "fedrep": System("FedRep", "fedrep", lambda epochs: {"head_epochs": epochs, "body_epochs": epochs}),
+    "fedbabu": System("FedBABU", "fedbabu", lambda epochs: {"epochs": epochs, "finetune_epochs": epochs}),
+    "fedrod": System("Fed-RoD", "fedrod"),
+    "knn_per": System("kNN-Per", "knn_per"),
+    "fedfomo": System("FedFomo", "fedfomo"),
+    "fedamp": System("FedAMP", "fedamp"),
+    "heur_fedamp": System("HeurFedAMP", "heur_fedamp"),
+    "apfl": System("APFL", "apfl"),
+    "ditto": System("Ditto", "ditto"),
+    "pfedme": System("pFedMe", "pfedme", lambda epochs: {"local_rounds": 12 * epochs, "test_epochs": epochs}, plain=True),
+    "l2gd": System("L2GD", "l2gd", _epochs(probability=0.2)),
+    "fedem": System("FedEM", "fedem"),
+    "pfedhn": System("pFedHN", "pfedhn", lambda epochs: {"local_steps": 12 * epochs, "server_lr": 0.1}, plain=True),
+    "fedpac": _fedpac(),
+    "fedpac_no_alignment": _fedpac(align=False),
+    "fedpac_no_collaboration": _fedpac(collaborate=False),
+    "fedpac_neither": _fedpac(align=False, collaborate=False),
+}
+ABLATION = ("fedpac", "fedpac_no_alignment", "fedpac_no_collaboration", "fedpac_neither")
+
+
+class Setting(NamedTuple):
+    """What the clients hold: samples each, percent of them uniform over the classes, and how many concepts there are."""
+
+    size: int
+    uniform: float
+    concepts: int
+
+    @property
+    def title(self) -> str:
+        """In tables."""
+        shift = f", {self.concepts} concepts" if self.concepts > 1 else ""
+        return f"{self.size} samples a client, s = {100 * self.uniform:g} %{shift}"
+
+
+class Outcome(NamedTuple):
+    """What one system reached in one setting; accuracies are means over clients, in percent.
+
+    Attributes:
+      rates: the grid.
+      validation: accuracy at each rate on samples held back from training.
+      rate: the best of them.
+      known: accuracy on the training clients' tests, mean over the last rounds, for each seed.
+      new: on clients that never took part, after the last round, for each seed.
+      seconds: wall-clock of the final runs, compilation left out.
+    """
+
+    rates: list[float]
+    validation: list[float]
+    rate: float
+    known: list[float]
+    new: list[float]
+    seconds: float
+
+
+def sgd(rate: Any) -> optax.GradientTransformation:
+    """The optimiser of all systems that do not define their own: momentum 0.5, weight decay 5e-4."""
+    return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.5))
+
+
+def builder(
+    system: System, task: fm.Task, *, epochs: int, batch_size: int, cohort: int, devices: int | None
+) -> Callable[[Any], fm.Algorithm]:
+    """`learning rate -> algorithm`; the rate may be traced."""
+    options = {**system.options(epochs), "batch_size": batch_size, "cohort_size": cohort, "devices": devices}
+    if not system.plain:
+        options["optimizer"] = sgd
+    return lambda rate: fm.ALGORITHMS[system.algorithm](task, lr=rate, **options)
+
+
+def clients(data: fm.FederatedData, chosen: slice) -> fm.FederatedData:
+    """Some of the clients; the samples stay where they are."""
+    cut = {"start": {k: v[chosen] for k, v in data.start.items()}, "size": {k: v[chosen] for k, v in data.size.items()}}
+    return dataclasses.replace(data, **cut)
+
+
+def validation_cut(data: fm.FederatedData, share: float = 0.2) -> fm.FederatedData:
+    """The same clients without their tests: the last `share` of each train view becomes the view "test"."""
+    start, size = np.asarray(data.start["train"]), np.asarray(data.sizes("train"))
+    train = size - np.maximum((size * share).astype(np.int32), 1)
+    support = np.maximum((train * share).astype(np.int32), 1)
+    runs = {
+        "train": (start, train),
+        "support": (start, support),
+        "query": (start + support, train - support),
+        "test": (start + train, size - train),
+    }
+    return protocols.on_device(
+        dataclasses.replace(
+            data,
+            start={name: begin.astype(np.int32) for name, (begin, _) in runs.items()},
+            size={name: count.astype(np.int32) for name, (_, count) in runs.items()},
+            max_size=tuple((name, int(count.max())) for name, (_, count) in runs.items()),
+        )
+    )
+
+
+def train_and_test(
+    build: Callable[[Any], fm.Algorithm],
+    run: tuple[jax.Array, Any],
+    data: fm.FederatedData,
+    new: fm.FederatedData | None,
+    *,
+    rounds: int,
+    last: int,
+    devices: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(accuracy of the training clients in each of the last rounds `[last]`, of new clients), pure in (seed, rate) and data.
+
+    A client is tested with the model that it has after a round, and whatever it does at test time it does on its train view.
+    """
+    seed, rate = run
+    algorithm = build(rate)
+    init_key, key, test_key = jax.random.split(jax.random.key(seed), 3)
+
+    def accuracy(state: fm.State, data: fm.FederatedData, known: bool) -> jax.Array:
+        result = evaluate.evaluate(
+            algorithm, test_key, state, data, support="train", query="test", known=known, devices=devices
+        )
+        return 100 * jnp.mean(evaluate.accuracy(result.confusion))
+
+    state = run_rounds(algorithm, key, algorithm.init(init_key, data), data, rounds - last, most=max(rounds - last, 1))[0]
+
+    def one(state: fm.State, _: Any) -> tuple[fm.State, jax.Array]:
+        state, _ = algorithm.round(jax.random.fold_in(key, state.round), state, data)
+        return state, accuracy(state, data, True)
+
+    state, known = jax.lax.scan(one, state, None, length=last)
+    return known, jnp.zeros(()) if new is None else accuracy(state, new, False)
+
+
+def compare(
+    build: Callable[[Any], fm.Algorithm],
+    train: fm.FederatedData,
+    new: fm.FederatedData,
+    *,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    tune_rounds: int,
+    rounds: int,
+    last: int,
+    devices: int | None,
+) -> Outcome:
+    """Tunes the learning rate on held-back training samples, the grid as one program, and runs the best with all seeds."""
+
+    def grid(runs: Any, data: fm.FederatedData) -> jax.Array:
+        return map_lanes(
+            lambda run: train_and_test(build, run, data, None, rounds=tune_rounds, last=1, devices=devices)[0][0], runs
+        )
+
+    held_back = validation_cut(train)
+    runs = (jnp.full(len(rates), seeds[0], jnp.uint32), jnp.asarray(rates, jnp.result_type(float)))
+    validation = np.nan_to_num(np.asarray(jax.jit(grid)(runs, held_back)))
+    rate = float(rates[int(np.argmax(validation))])
+
+    def final(runs: Any, train: fm.FederatedData, new: fm.FederatedData) -> Any:
+        return map_lanes(lambda run: train_and_test(build, run, train, new, rounds=rounds, last=last, devices=devices), runs)
+
+    runs = (jnp.asarray(seeds, jnp.uint32), jnp.full(len(seeds), rate, jnp.result_type(float)))
+    program = jax.jit(final).lower(runs, train, new).compile()
+    started = time.perf_counter()
+    known, strangers = (np.asarray(part) for part in program(runs, train, new))
+    seconds = time.perf_counter() - started
+    return Outcome(list(rates), validation.tolist(), rate, known.mean(1).tolist(), strangers.tolist(), round(seconds, 2))
+
+
+def load(source: Any, setting: Setting, *, num_clients: int, num_new: int, seed: int, share: bool) -> tuple[Any, Any]:
+    """(training clients, new clients) of one setting; new ones are like the others and never train."""
+    together = num_clients + num_new
+    data = protocols.fedpac(
+        source,
+        seed=seed,
+        num_clients=together,
+        size=setting.size,
+        uniform=setting.uniform,
+        concept_groups=setting.concepts,
+        share=share,
+    ).train
+    return clients(data, slice(0, num_clients)), clients(data, slice(num_clients, together))
+
+
+def make_task(dataset: str, classes: int, system: System, train: fm.FederatedData, *, augment: bool) -> fm.Task:
+    """The paper's network; with MOON's projection head for MOON, with random crops and flips of colour images if asked for."""
+    image = tuple(train.x.shape[1:])
+    task = models.fedpac_cnn(image, classes)
+    if system.algorithm == "moon":
+        task = with_projection(task, 128, classes)
+    if augment and image[-1] == 3:
+        black = -jnp.asarray(train.offset) * jnp.asarray(train.scale)
+        task = transforms.augmented(task, partial(transforms.crop_and_flip, fill=black))
+    return task
+
+
+HEADINGS = ("system", "rate", "accuracy", "new clients", "on validation", "minutes")
+
+
+def table(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
+    """Rows under `HEADINGS`, in the order of `SYSTEMS`."""
+    rows = []
+    for name in [name for name in SYSTEMS if name in outcomes]:
+        o = outcomes[name]
+        rows.append(
+            [
+                SYSTEMS[name].title,
+                f"{o.rate:g}",
+                _spread(o.known),
+                _spread(o.new),
+                f"{max(o.validation):.2f}",
+                f"{o.seconds / 60:.1f}",
+            ]
+        )
+    return rows
+
+
+def _spread(values: Sequence[float]) -> str:
+    spread = f" ±{np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{spread}"
+
+
+def write_report(folder: Path, title: str, note: str, results: Mapping[Setting, Mapping[str, Outcome]], how: str) -> None:
+    """Prints one table a setting and writes them as `report.md`."""
+    lines = [f"# {title}", "", *([note, ""] if note else []), how, ""]
+    for setting, outcomes in results.items():
+        rows = table(outcomes)
+        runner.console.print(report.rich_table(f"{title}: {setting.title} (percent)", HEADINGS, rows))
+        lines += [f"## {setting.title}", "", report.markdown_table(HEADINGS, rows), ""]
+    lines += ["Command:", "", f"    {runner.command_line(folder)}", ""]
+    checkpoint.write_text(folder / "report.md", "\n".join(lines))
+    runner.console.print(f"\nreport and metrics: {folder}", soft_wrap=True)
+
+
+def save(folder: Path, config: Mapping[str, Any], results: Mapping[Setting, Mapping[str, Outcome]]) -> None:
+    """Writes `metrics.json`: the options that matter, and every outcome so far."""
+    rows = [
+        {"setting": setting._asdict(), "system": name, **outcome._asdict()}
+        for setting, outcomes in results.items()
+        for name, outcome in outcomes.items()
+    ]
+    checkpoint.write_text(folder / "metrics.json", json.dumps({"config": config, "rows": rows}, indent=1) + "\n")
+
+
+def restore(folder: Path, config: Mapping[str, Any]) -> dict[Setting, dict[str, Outcome]]:
+    """What `save` wrote.
+
+    Raises:
+      ValueError: a run with other options.
+    """
+    path = folder / "metrics.json"
+    if not path.is_file():
+        return {}
+    saved = json.loads(path.read_text())
+    different = checkpoint.first_difference(saved["config"], json.loads(json.dumps(config)))
+    if different is not None:
+        name, old, new = different
+        raise ValueError(f"the run in {folder} has {name}={old}, not {new}: give the same options to go on with it")
+    results: dict[Setting, dict[str, Outcome]] = {}
+    for row in saved["rows"]:
+        setting, name = Setting(**row.pop("setting")), row.pop("system")
+        results.setdefault(setting, {})[name] = Outcome(**row)
+    return results
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    dataset: Annotated[str, typer.Option(help="One of " + ", ".join(DATASETS) + ", through tensorflow-datasets.")] = "cifar10",
+    systems: Annotated[
+        str, typer.Option(help="`all`, `ablation`, or names with commas between: " + ", ".join(SYSTEMS))
+    ] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds R of the final runs.")] = 200,
+    tune_rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of tuning; as many when not given.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Rounds at the end over which accuracy is averaged.")] = 5,
+    rates: Annotated[str, typer.Option(help="Learning rates that every system is tuned over.")] = "0.003,0.01,0.03,0.1",
+    seeds: Annotated[str, typer.Option(help="Seeds of training; clients and their samples stay the same.")] = "1,2,3",
+    num_clients: Annotated[int, typer.Option(min=1, help="Clients N that train.")] = 20,
+    clients_per_round: Annotated[int | None, typer.Option(min=1, help="Cohort C; everybody when not given.")] = None,
+    new_clients: Annotated[int, typer.Option(min=1, help="Clients that never train, drawn like the others.")] = 5,
+    sizes: Annotated[str, typer.Option(help="Training samples of a client; several make a sweep.")] = "600",
+    uniform: Annotated[str, typer.Option(help="Share s of uniform samples; several make a sweep.")] = "0.2",
+    concepts: Annotated[str, typer.Option(help="Groups of clients that label differently; 1 is no concept shift.")] = "1",
+    epochs: Annotated[int, typer.Option(min=1, help="Local epochs E.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 50,
+    augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Random crops and flips of colour images.")] = True,
+    share: Annotated[
+        bool, typer.Option("--share", help="Let clients share samples where a class runs out, as in the authors' code.")
+    ] = False,
+    data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples; 2022 is the authors'.")] = 2022,
+    out: runner.OutOption = None,
+    data_dir: runner.DataDirOption = None,
+    resume: runner.ResumeOption = False,
+    download: Annotated[bool, typer.Option("--download", help="Download and prepare the set if needed (TensorFlow).")] = False,
+    devices: runner.DevicesOption = None,
+    compile_cache: runner.CacheOption = True,
+    debug: runner.DebugOption = False,
+) -> None:
+    """Compares FedPAC with its rivals as the paper did, every system with the same effort of tuning.
+
+    Clients have one size; a share of their samples is uniform over the classes and the rest is from a group of dominant
+    classes. For each system and setting all learning rates of one grid are tried on samples held back from training; the best
+    one is trained anew, on all training samples, with every seed, and tested on the clients' own tests in each of the last
+    rounds. New clients, which never took part, are tested after the last round, after doing what the system has for them.
+    Systems that adapt at test time do so on the client's training samples.
+
+    The paper's 200 rounds of all systems are for an accelerator; on a CPU take fewer clients, rounds and systems. A run may be
+    stopped at any time; --resume goes on with the next system.
+
+    Examples:
+
+    `python -m experiments.fedpac --dataset fashion_mnist --systems ablation --rounds 20 --sizes 100 --seeds 1,2`
+
+    `python -m experiments.fedpac --data-dir DIR --out runs/fedpac`
+
+    `python -m experiments.fedpac --data-dir DIR --uniform 0,0.2,0.5 --systems local_only,fedavg_ft,fedper,fedrep,fedpac`
+
+    `python -m experiments.fedpac --data-dir DIR --concepts 2 --systems fedavg,fedper,fedpac`
+    """
+    with runner.one_line_errors(debug):
+        checks.one_of("--dataset", dataset, DATASETS)
+        named = {"all": list(SYSTEMS), "ablation": list(ABLATION)}
+        chosen = named.get(systems) or [name.strip() for name in systems.split(",")]
+        for name in chosen:
+            checks.one_of("--systems", name, (*named, *SYSTEMS))
+        grid, seed_list = runner.numbers(rates, "--rates", float), runner.numbers(seeds, "--seeds")
+        for rate in grid:
+            checks.positive("--rates", rate)
+        settings = [
+            Setting(size, s, groups)
+            for size in runner.numbers(sizes, "--sizes")
+            for s in runner.numbers(uniform, "--uniform", float)
+            for groups in runner.numbers(concepts, "--concepts")
+        ]
+        if last > rounds:
+            raise ValueError(f"--last {last} must be at most --rounds {rounds}")
+        cohort = num_clients if clients_per_round is None else clients_per_round
+        if cohort > num_clients:
+            raise ValueError(f"--clients-per-round {cohort} is more than the --num-clients {num_clients} there are")
+        shared = runner.prepare(devices, compile_cache, cohort_size=cohort)
+        with runner.console.status(f"loading {dataset}"):
+            source = sources.load(dataset, data_dir=data_dir, download=download)
+        config = {
+            "experiment": "fedpac",
+            "dataset": dataset,
+            "rounds": rounds,
+            "tune_rounds": tune_rounds or rounds,
+            "last": last,
+            "rates": grid,
+            "seeds": seed_list,
+            "num_clients": num_clients,
+            "clients_per_round": cohort,
+            "new_clients": new_clients,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "augment": augment,
+            "share": share,
+            "data_seed": data_seed,
+        }
+        folder = runner.open_folder(out, f"fedpac-{dataset}", resume=resume, options={**config, "systems": chosen})
+        results = restore(folder, config) if resume else {}
+        try:
+            for setting in settings:
+                train, new = load(source, setting, num_clients=num_clients, num_new=new_clients, seed=data_seed, share=share)
+                for name in [name for name in chosen if name not in results.get(setting, {})]:
+                    system = SYSTEMS[name]
+                    task = make_task(dataset, source.num_classes, system, train, augment=augment)
+                    build = builder(system, task, epochs=epochs, batch_size=batch_size, cohort=cohort, devices=shared)
+                    with runner.console.status(f"{system.title}: {setting.title}"):
+                        outcome = compare(
+                            build,
+                            train,
+                            new,
+                            rates=grid,
+                            seeds=seed_list,
+                            tune_rounds=tune_rounds or rounds,
+                            rounds=rounds,
+                            last=last,
+                            devices=shared,
+                        )
+                    results.setdefault(setting, {})[name] = outcome
+                    save(folder, config, results)
+                    runner.console.print(
+                        f"{system.title}: {_spread(outcome.known)} %, new clients {_spread(outcome.new)} %  "
+                        f"[dim]rate {outcome.rate:g}, {setting.title}[/dim]"
+                    )
+        except KeyboardInterrupt:
+            go_on = runner.command_line(folder, resume=True)
+            raise runner.Stopped(f"stopped; finished systems are saved. Go on with:\n  {go_on}") from None
+        how = (
+            f"{num_clients} clients, {cohort} a round, {rounds} rounds, {epochs} epochs, batches of {batch_size}. Accuracy: "
+            f"mean over clients and the last {last} rounds{', ± std over seeds' if len(seed_list) > 1 else ''}. Every system "
+            f"was tuned over the rates {', '.join(f'{rate:g}' for rate in grid)} on 20 % of its training samples "
+            f"({tune_rounds or rounds} rounds)."
+        )
+        write_report(folder, f"FedPAC and its rivals on {dataset}", source.note, results, how)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,91 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta.algorithms.fedrod import balanced_loss
+from fedjax_meta.task import Batch, cross_entropy
+from tests import problems
+from tests.algorithms.common import FULL, batch, buffered, of, personalized, run, start
+
+OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2, "optimizer": optax.sgd}
+
+
+def fedrod(**options):
+    return fm.ALGORITHMS["fedrod"](problems.task(), **(OPTIONS | options))
+
+
+def test_the_balanced_softmax_weighs_classes_by_their_number():
+    rng = np.random.default_rng(0)
+    logits, y, counts = rng.normal(size=(6, 3)), rng.integers(0, 3, 6), np.array([5.0, 1.0, 9.0])
+    weighted = counts**0.7 * np.exp(logits)
+    expected = -np.mean(np.log(weighted[np.arange(6), y] / weighted.sum(1)))
+    samples = Batch(None, jnp.asarray(y), jnp.ones(6))
+    np.testing.assert_allclose(balanced_loss(jnp.asarray(logits), samples, jnp.asarray(counts), 0.7), expected, rtol=1e-12)
+
+
+def test_a_client_of_one_class_teaches_the_generic_model_nothing_and_stays_finite():
+    samples = Batch(None, jnp.array([1, 1, 0]), jnp.array([1.0, 1.0, 0.0]))
+    counts = jnp.array([0.0, 2.0, 0.0])
+    value, slope = jax.value_and_grad(balanced_loss)(jnp.ones((3, 3)), samples, counts, 1.0)
+    assert value == 0
+    np.testing.assert_array_equal(slope, 0)
+
+
+def test_unbalanced_its_generic_model_is_that_of_fedavg():
+    options = dict(OPTIONS)
+    state, average = run(fedrod(balance=0.0), 3), run(fm.fedavg(problems.task(), **options), 3)
+    assert problems.distance(state.model.generic, average.model) < 1e-12
+
+
+def test_one_full_step_of_generic_model_and_personal_head_written_out():
+    algorithm = fedrod(**FULL, epochs=1, weighting="uniform")
+    state = run(algorithm, 2)
+    after = run(algorithm, 1, state)
+    task, generic = problems.task(), state.model.generic
+    means = []
+    for client in range(7):
+        samples, own = batch(client), of(state.personal.personal, client)
+        counts = jnp.bincount(samples.y, length=3).astype(float)
+
+        def balanced(w, samples=samples, counts=counts):
+            return balanced_loss(task.predict(w, samples.x), samples, counts, 1.0)
+
+        def residual(w, p, samples=samples):
+            z = task.features(w, samples.x)
+            return cross_entropy(task.predict(w, samples.x) + z @ p["w"] + p["b"][None], samples)
+
+        means.append(jax.tree.map(lambda w, g: w - 0.1 * g, generic, jax.grad(balanced)(generic)))
+        head = jax.tree.map(lambda p, g: p - 0.1 * g, own["head"], jax.grad(residual, 1)(generic, own["head"]))
+        assert problems.distance(of(after.personal.personal, client)["head"], head) < 1e-12
+    assert problems.distance(after.model.generic, jax.tree.map(lambda *leaves: sum(leaves) / 7, *means)) < 1e-12
+
+
+def test_a_new_client_predicts_as_the_generic_model_does():
+    algorithm = fedrod()
+    state, x = run(algorithm, 3), batch(1).x
+    generic = problems.task().predict(state.model.generic, x)
+    np.testing.assert_allclose(algorithm.predict(personalized(algorithm, state, None, of_client=1), x), generic, atol=1e-12)
+    assert np.max(np.abs(algorithm.predict(personalized(algorithm, state, 1), x) - generic)) > 1e-3
+
+
+def test_with_a_hypernetwork_heads_follow_from_class_shares_alone():
+    algorithm = fedrod(classes=3)
+    state = run(algorithm, 8)
+    assert not jax.tree.leaves(state.personal)
+    by_train = personalized(algorithm, state, 1, "train")
+    stranger = personalized(algorithm, state, None, "train", of_client=1)
+    assert problems.leaves_equal(by_train, stranger)
+    assert problems.distance(by_train.personal, personalized(algorithm, state, 5, "train").personal) > 1e-6
+    assert problems.distance(start(algorithm).model.hyper["out"], state.model.hyper["out"]) > 1e-4
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="balance=-1"):
+        fedrod(balance=-1)
+    with pytest.raises(ValueError, match="classes=1"):
+        fedrod(classes=1)
+    with pytest.raises(ValueError, match="models without buffers"):
+        fm.ALGORITHMS["fedrod"](buffered())

@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import masks
+from tests import problems
+from tests.algorithms.common import KEY, buffered, loss, of, personalized, run, start
+
+OPTIONS = {"cohort_size": 1, "devices": 1, "width": 8, "hidden": 1, "embedding_size": 3, "lr": 0.1, "batch_size": 8}
+
+
+def pfedhn(**options):
+    return fm.ALGORITHMS["pfedhn"](problems.task(), **(OPTIONS | options))
+
+
+def one_client():
+    """A client whose batch is all of its samples, so that order plays no part."""
+    x, y = problems.data().x[:24], problems.data().y[:24]
+    everything = (np.array([0]), np.array([24]))
+    return fm.from_clients([(x, y)], num_classes=3, views={"train": everything})
+
+
+@pytest.mark.parametrize("personal", ["none", "head"])
+def test_the_server_descends_the_gradient_through_the_hypernetwork(personal):
+    # After ONE local step Δθ = η (∇f(θ) + decay θ), so the product with the Jacobian is η times the gradient of f(h(v; φ)).
+    data = one_client()
+    algorithm = pfedhn(local_steps=1, batch_size=24, server_optimizer=optax.sgd(1.0), new_client_steps=0, personal=personal)
+    state = algorithm.init(KEY, data)
+    after = run(algorithm, 1, state, data)
+    samples = data.client(0)["train"].take(jnp.arange(24), jnp.ones(24))
+
+    def generated(hyper, embedding):
+        memory = state.memory._replace(value=embedding[None])
+        model = state.model._replace(hyper=hyper)
+        return algorithm.personalize(KEY, state._replace(model=model, memory=memory), data.client(0)["train"], 0)
+
+    def objective(hyper, embedding):
+        theta = generated(hyper, embedding)
+        made = masks.split(theta, masks.resolve(personal, problems.task()))[1]
+        decay = 5e-5 / 2 * optax.tree.norm(made, squared=True)
+        return 0.1 * (problems.task().loss(theta, samples, KEY)[0] + decay)
+
+    gradients = jax.grad(objective, (0, 1))(state.model.hyper, state.memory.value[0])
+    expected = jax.tree.map(jnp.subtract, state.model.hyper, gradients[0])
+    assert problems.distance(after.model.hyper, expected) < 1e-12
+    # Embeddings have the paper's server optimiser: rate 0.01, weight decay 1e-3.
+    value = state.memory.value[0] - 0.01 * (gradients[1] + 1e-3 * state.memory.value[0])
+    np.testing.assert_allclose(after.memory.value[0], value, atol=1e-12)
+    assert bool(jax.tree.leaves(after.personal)) == (personal == "head")
+
+
+def test_clients_begin_with_embeddings_of_their_own_and_only_the_sampled_one_moves():
+    algorithm = pfedhn(local_steps=3)
+    state = start(algorithm)
+    assert len(np.unique(np.asarray(state.memory.value)[:, 0])) == 7
+    after, info = jax.jit(algorithm.round)(KEY, state, problems.data())
+    moved = np.any(np.asarray(after.memory.value != state.memory.value), 1)
+    assert np.flatnonzero(moved).tolist() == info.ids.tolist()
+
+
+def test_a_new_client_fits_an_embedding_to_its_support_set():
+    algorithm = pfedhn(local_steps=5, cohort_size=7, new_client_steps=40)
+    state = run(algorithm, 3)
+    fitted = loss(personalized(algorithm, state, None, of_client=3), 3, "test_support")
+    unfitted = pfedhn(local_steps=5, cohort_size=7, new_client_steps=0)
+    assert fitted < loss(personalized(unfitted, state, None, of_client=3), 3, "test_support") - 1e-3
+    known = personalized(algorithm, state, 3)
+    assert problems.leaves_equal(known, personalized(unfitted, state, 3))
+    assert problems.distance(known, personalized(algorithm, state, 4)) > 1e-6
+    assert of(state.seen, 3)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="leaves nothing for the hypernetwork"):
+        pfedhn(personal="all")
+    with pytest.raises(ValueError, match="clip=0"):
+        pfedhn(clip=0)
+    with pytest.raises(ValueError, match="models without buffers"):
+        fm.ALGORITHMS["pfedhn"](buffered())
