@@ -48,7 +48,7 @@ def _client_app(file: str) -> ClientApp:
 
 def serve(peer: str, job: Job, turns: Any) -> None:
     """Runs rounds as the parent asks for them."""
-    import tempfile  # noqa: PLC0415
+    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/job.npz"

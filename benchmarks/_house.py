@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from _workloads import Job, Workload
 
 from fedjax_meta import Algorithm, Task, engine, fedavg, local, masks, meta, models, simulate

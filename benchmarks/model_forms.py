@@ -1,7 +1,7 @@
 """Times the alternative forms of convolution, pooling, dense layer and whole models that `fedjax_meta.models` chooses among.
 
-`python -m benchmarks.model_forms` prints one table a part; `--output FILE` also writes one JSON row a case. All cases of a part
-are timed in turn, one after the other in every repeat, so that a busy machine is unfair to none of them.
+`python -m benchmarks.model_forms` prints one table a part; `--output FILE` also writes one JSON row a case. The cases of a
+part are timed in turn, one after the other in every repeat, so that a busy machine is unfair to none of them.
 """
 
 import json

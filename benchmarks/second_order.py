@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_meta import implicit, meta, models
-from fedjax_meta.data.federated import Batches
 from fedjax_meta.task import Batch
 
 RATE = 0.01
 PROX_WEIGHT = 2.0
 
-ESTIMATORS: dict[str, Callable[[meta.Inner], meta.Estimator]] = {
+ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "first order": meta.first_order,
     "exact": meta.exact,
     "exact, parameters kept": partial(meta.exact, keep="parameters"),
@@ -39,15 +38,15 @@ ESTIMATORS: dict[str, Callable[[meta.Inner], meta.Estimator]] = {
 """What is compared. Of "exact", the library keeps the smaller of parameters and linearisation; both are shown too."""
 
 
-def reverse_over_reverse(inner: meta.Inner) -> meta.Estimator:
+def reverse_over_reverse(inner: meta.Inner, *, steps: int) -> meta.Estimator:
     """The baseline that every autodiff tutorial writes: `jax.grad` through a scanned inner loop."""
 
-    def estimate(loss: Any, theta: Any, support: Batches, query: Any) -> meta.MetaGradient:
+    def estimate(loss: Any, theta: Any, support: Any, query: Any) -> meta.MetaGradient:
         def outer(theta: Any) -> jax.Array:
-            def step(phi: Any, t: jax.Array) -> Any:
-                return inner.update(theta, jax.grad(loss)(phi, support.get(t, 0)), (), phi)[0], None
+            def step(phi: Any, _: None) -> Any:
+                return inner.update(theta, jax.grad(loss)(phi, support), (), phi)[0], None
 
-            return loss(jax.lax.scan(step, theta, jnp.arange(support.max_steps))[0], query)
+            return loss(jax.lax.scan(step, theta, length=steps)[0], query)
 
         value, gradient = jax.value_and_grad(outer)(theta)
         return meta.MetaGradient(None, gradient, value)
@@ -55,31 +54,25 @@ def reverse_over_reverse(inner: meta.Inner) -> meta.Estimator:
     return estimate
 
 
-def problem(model: str, support: int, query: int, steps: int, seed: int = 0) -> tuple[Any, Any, Any, Any]:
-    """(loss, parameters, support samples [k, B, ...], query samples [B, ...]); synthetic: cost does not depend on values."""
+def problem(model: str, support: int, query: int, seed: int = 0) -> tuple[Any, Any, Batch, Batch]:
+    """(loss, parameters, support [B, ...], query [B, ...]); synthetic, for cost does not depend on values."""
     task = models.MODELS[model]()
     shape = (784,) if model == "mlp" else (32, 32, 3)
     rng = np.random.default_rng(seed)
 
-    def samples(*leading: int) -> Batch:
-        x = rng.normal(size=(*leading, *shape)).astype(np.float32)
-        y = rng.integers(0, 10, leading).astype(np.int32)
-        return jax.tree.map(jnp.asarray, Batch(x, y, np.ones(leading, np.float32)))
+    def samples(size: int) -> Batch:
+        x = rng.normal(size=(size, *shape)).astype(np.float32)
+        y = rng.integers(0, 10, size).astype(np.int32)
+        return jax.tree.map(jnp.asarray, Batch(x, y, np.ones(size, np.float32)))
 
     key = jax.random.key(seed)
     theta = task.init(key)
-    return lambda p, batch: task.loss(p, batch, key)[0], theta, samples(steps, support), samples(query)
+    return lambda p, batch: task.loss(p, batch, key)[0], theta, samples(support), samples(query)
 
 
-def program(estimate: meta.Estimator, loss: Any, theta: Any, support: Any, query: Any) -> Program:
-    """The gradient of one client, compiled; the data are arguments, so nothing is folded into constants."""
-
-    def gradient(theta: Any, support: Any, query: Any) -> Any:
-        steps = support.y.shape[0]
-        batches = Batches(lambda step, chunk: jax.tree.map(lambda leaf: leaf[step], support), steps, steps)
-        return estimate(loss, theta, batches, query).gradient
-
-    return compiled(gradient, theta, support, query)
+def program(estimate: meta.Estimator, loss: Any, *arguments: Any) -> Program:
+    """The gradient of one client, compiled; parameters and data are arguments, so nothing is folded into constants."""
+    return compiled(lambda *arguments: estimate(loss, *arguments).gradient, *arguments)
 
 
 def work_of_parts(loss: Any, theta: Any, support: Any, query: Any) -> dict[str, float]:
@@ -89,12 +82,12 @@ def work_of_parts(loss: Any, theta: Any, support: Any, query: Any) -> dict[str, 
         _, gradient, product = meta.hessian_product(loss, theta, meta.as_batches(batch, 1), 0)
         return gradient, product(vector)
 
-    one = jax.tree.map(lambda leaf: leaf[0], support)
-    gradient = compiled(jax.grad(loss), theta, one).flops
+    gradient = compiled(jax.grad(loss), theta, support).flops
     return {
         "support": gradient,
         "query": compiled(jax.grad(loss), theta, query).flops,
-        "product": compiled(with_product, theta, theta, one).flops - gradient,
+        "product": compiled(with_product, theta, theta, support).flops - gradient,
+        "product alone": compiled(lambda *arguments: with_product(*arguments)[1], theta, theta, support).flops,
     }
 
 
@@ -109,34 +102,39 @@ def executed(name: str, once: float, k: int, parts: dict[str, float]) -> float:
 
 def floor(name: str, k: int, parts: dict[str, float]) -> float:
     """The least FLOPs: every gradient and every product once, and nothing that was computed before again."""
-    products = {"first order": 0, "reptile": 0}.get(name, k)
+    inner, query = k * parts["support"], parts["query"]
     if name.startswith("implicit"):
-        products = int(name.split()[1])
-    total = k * parts["support"] + products * parts["product"]
+        return inner + query + parts["product alone"] + (int(name.split()[1]) - 1) * parts["product"]
     if name == "Hessian-free (difference)":
-        total = 3 * k * parts["support"]
-    return total + (0 if name == "reptile" else parts["query"])
+        return 3 * inner + query
+    if name == "reptile":
+        return inner
+    return inner + query + (0 if name == "first order" else k * parts["product"])
 
 
 def exact_in_float64(model: str, support: int, query: int, steps: int) -> np.ndarray:
     """The reference gradient, flat."""
-    loss, theta, inner, outer = problem(model, support, query, steps)
+    loss, theta, inner, outer = problem(model, support, query)
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(  # noqa: E731
             lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64) if leaf.dtype == jnp.float32 else leaf, tree
         )
         theta, inner, outer = wide(theta), wide(inner), wide(outer)
-        gradient = program(meta.exact(meta.sgd(RATE)), loss, theta, inner, outer).call(theta, inner, outer)
+        gradient = program(meta.exact(meta.sgd(RATE), steps=steps), loss, theta, inner, outer).call(theta, inner, outer)
         return np.asarray(ravel_pytree(gradient)[0])
 
 
-def torch_cases(model: str, support: Any, query: Any, *, compile_too: bool) -> dict[str, Callable[[], Any]]:
+def torch_cases(
+    model: str, support: Any, query: Any, k: int, *, compile_too: bool, threads: int
+) -> dict[str, Callable[[], Any]]:
     """The same meta-gradient in PyTorch, by `autograd.grad(create_graph=True)` and by nested `torch.func.grad`."""
     try:
-        import torch  # noqa: PLC0415
-        from torch import func, nn  # noqa: PLC0415
+        import torch
+        from torch import func, nn
     except ImportError:
         return {}
+    if threads:
+        torch.set_num_threads(threads)
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
     if model == "mlp":
         net = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
@@ -152,7 +150,7 @@ def torch_cases(model: str, support: Any, query: Any, *, compile_too: bool) -> d
         x = x if model == "mlp" else x.permute(0, 3, 1, 2).contiguous()
         return x, torch.tensor(np.asarray(y), device=device).long()
 
-    steps = [to_torch(x, y) for x, y in zip(support.x, support.y, strict=True)]
+    first = to_torch(support.x, support.y)
     last = to_torch(query.x, query.y)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
@@ -161,8 +159,8 @@ def torch_cases(model: str, support: Any, query: Any, *, compile_too: bool) -> d
     def autograd(second: bool) -> Any:
         leaves = {name: leaf.clone().requires_grad_(True) for name, leaf in theta.items()}
         params = leaves
-        for batch in steps:
-            gradients = torch.autograd.grad(loss(params, *batch), list(params.values()), create_graph=second)
+        for _ in range(k):
+            gradients = torch.autograd.grad(loss(params, *first), list(params.values()), create_graph=second)
             params = {name: p - RATE * g for (name, p), g in zip(params.items(), gradients, strict=True)}
             if not second:
                 params = {name: p.detach().requires_grad_(True) for name, p in params.items()}
@@ -170,8 +168,8 @@ def torch_cases(model: str, support: Any, query: Any, *, compile_too: bool) -> d
         return finish(result)
 
     def adapted_loss(params: Any) -> Any:
-        for batch in steps:
-            gradients = func.grad(loss)(params, *batch)
+        for _ in range(k):
+            gradients = func.grad(loss)(params, *first)
             params = {name: p - RATE * gradients[name] for name, p in params.items()}
         return loss(params, *last)
 
@@ -196,33 +194,37 @@ def bench(
     *,
     model: Annotated[str, typer.Option(help="mlp (784-100-10) or lenet (CIFAR-10 size).")] = "mlp",
     steps: Annotated[str, typer.Option(help="Inner steps k, separated by commas.")] = "1,2,4,8,16,32",
-    support: Annotated[int, typer.Option(help="Samples of each inner step.")] = 32,
+    support: Annotated[int, typer.Option(help="Samples of the support; every inner step takes all of them.")] = 32,
     query: Annotated[int, typer.Option(help="Samples of the query.")] = 32,
     repeats: Annotated[int, typer.Option(help="Timed rounds; every estimator is timed once in each.")] = 30,
     peers: Annotated[bool, typer.Option(help="Time PyTorch in the same run, if it is installed.")] = True,
     compile_peers: Annotated[
         bool, typer.Option(help="Also torch.compile (tens of seconds a case, needs a C++ compiler).")
     ] = False,
+    torch_threads: Annotated[int, typer.Option(help="Threads of PyTorch on CPU; 0 leaves it to PyTorch.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Append one JSON row a case to this file.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw time against gradient error into this file.")] = None,
 ) -> None:
     """Cost and fidelity of every meta-gradient of one client.
 
     \b
-    time      seconds a gradient; all estimators take turns in one process, so a busy machine slows them alike
-    /FO       median of the ratios to first order in the same round, with quartiles
-    best      the same ratio of the shortest times, which a busy machine disturbs least
-    floor     the same ratio if time followed FLOPs and nothing were computed twice (gradients: k support, 1 query;
-              Hessian-vector products: k, or one a CG step)
-    GFLOP     FLOPs that run, from XLA's count of the compiled program (which holds a loop's body once)
-    temp      XLA's peak of temporary memory in parameter trees, data not included
-    cosine,   of the gradient against `exact` in float64; implicit gradients are those of another inner problem (with a
-    error     proximal term), and Reptile's is divided by rate * k: their error is what one accepts, not a fault
+    time    seconds a gradient; all estimators take turns in one process
+    /FO     median of the ratios to first order in one round, and quartiles
+    best    ratio of the shortest times, which a busy machine disturbs least
+    floor   ratio of the least FLOPs: each gradient once (k support, 1 query)
+            and each Hessian-vector product once (k, or one a CG step)
+    GFLOP   that run, from XLA's count, which holds a loop's body once
+    temp    XLA's peak of temporary memory, in parameter trees
+    cosine  and relative error against `exact` in float64. An implicit
+            gradient is that of another inner problem (with a proximal term)
+            and Reptile's is divided by rate * k: no fault, but the price
 
     \b
     Examples:
-      python benchmarks/second_order.py --model mlp --out rows.jsonl --figure cost.pdf
-      python benchmarks/second_order.py --model lenet --steps 1 --support 210 --query 840      (20/80, full batch)
+      python benchmarks/second_order.py --out rows.jsonl --figure cost.pdf
+      20/80 split, one full-batch step:
+      python benchmarks/second_order.py --model lenet --steps 1
+        --support 210 --query 840
     """
     if model not in ("mlp", "lenet"):
         raise typer.BadParameter(f"model={model!r} is unknown; allowed are mlp, lenet")
@@ -238,7 +240,8 @@ def bench(
         table.add_column(column, justify="left" if column == "estimator" else "right")
     rows = []
     for k in counts:
-        for row in measure_steps(model, support, query, k, repeats=repeats, peers=peers, compile_peers=compile_peers):
+        options = {"repeats": repeats, "peers": peers, "compile_peers": compile_peers, "torch_threads": torch_threads}
+        for row in measure_steps(model, support, query, k, **options):
             rows.append(row)
             write_row(out, {"benchmark": "second_order", **row, **where})
             table.add_row(*shown(row))
@@ -249,10 +252,10 @@ def bench(
 
 
 def measure_steps(
-    model: str, support: int, query: int, k: int, *, repeats: int, peers: bool, compile_peers: bool
+    model: str, support: int, query: int, k: int, *, repeats: int, peers: bool, compile_peers: bool, torch_threads: int
 ) -> list[dict[str, Any]]:
     """All estimators at k steps."""
-    loss, theta, inner, outer = problem(model, support, query, k)
+    loss, theta, inner, outer = problem(model, support, query)
     tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
     parts = work_of_parts(loss, theta, inner, outer)
     reference = exact_in_float64(model, support, query, k)
@@ -260,10 +263,10 @@ def measure_steps(
     for name, build in {**ESTIMATORS, "reverse over reverse": reverse_over_reverse}.items():
         if k == 1 and name.startswith("exact,"):
             continue  # one step keeps nothing but its linearisation
-        programs[name] = program(build(meta.sgd(RATE)), loss, theta, inner, outer)
+        programs[name] = program(build(meta.sgd(RATE), steps=k), loss, theta, inner, outer)
     cases = {name: partial(_finished, found.call, theta, inner, outer) for name, found in programs.items()}
     if peers:
-        cases |= torch_cases(model, inner, outer, compile_too=compile_peers)
+        cases |= torch_cases(model, inner, outer, k, compile_too=compile_peers, threads=torch_threads)
     times = interleaved(cases, repeats=repeats)
     rows = []
     for name, seconds in times.items():
@@ -304,10 +307,10 @@ def shown(row: dict[str, Any]) -> list[str]:
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Time relative to first order against the error of the gradient, one line an estimator, one point a k."""
-    import matplotlib as mpl  # noqa: PLC0415
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for i, name in enumerate(dict.fromkeys(row["estimator"] for row in rows if "relative_error" in row)):

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import masks
-from fedjax_meta.aggregate import mean
+from fedjax_meta import checks, masks
+from fedjax_meta.aggregate import mean, quantized
 from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, populate, replicate, run_cohort, sample_cohort
+from fedjax_meta.participation import Participation
 from fedjax_meta.task import Key, Variables
 
 
@@ -45,16 +46,36 @@ class RoundInfo(NamedTuple):
     """Diagnostics of one round; nothing reads them back.
 
     Attributes:
-      ids: int32 `[C]`, who took part.
-      metrics: what the clients measured, each `[C]`.
+      ids: int32 `[C]`, who was asked.
+      metrics: what the clients measured, each `[C]`, or a scalar for the cohort as a whole.
+      returned: bool `[C]`, whose results reached the server; all when `None`.
     """
 
     ids: jax.Array
     metrics: dict[str, jax.Array]
+    returned: jax.Array | None = None
+
+
+class Exchange(NamedTuple):
+    """What travels between the server and ONE client of a cohort in a round: trees of `jax.ShapeDtypeStruct`.
+
+    Leaves that no client ever changes (a head that stays at its initial values) need not travel and are left out.
+
+    Attributes:
+      down: the shared leaves of the model, the server's extra state, and what `collaborate` sends back.
+      averaged: what the client sends to be averaged.
+      apart: what it sends that the server sees by itself: `stacked`, and what `collaborate` reads of it.
+      upload_bits: bits of each number of `averaged`, where uploads are quantised.
+    """
+
+    down: Any
+    averaged: Any
+    apart: Any
+    upload_bits: int | None
 
 
 class Algorithm(NamedTuple):
-    """A federated algorithm: four pure functions.
+    """A federated algorithm: four pure functions, and what it costs.
 
     Attributes:
       init: `(key, data) -> State`.
@@ -63,12 +84,14 @@ class Algorithm(NamedTuple):
         algorithm does with its support view. `client` is the id of a client that could take part in training, or `None` for
         one never seen.
       predict: `(variables, x [B, ...]) -> logits [B, K]`.
+      exchange: `data -> Exchange`, what a client sends and receives in a round; nothing is computed. See `costs.traffic`.
     """
 
     init: Callable[[Key, FederatedData], State]
     round: Callable[[Key, State, FederatedData], tuple[State, RoundInfo]]
     personalize: Callable[[Key, State, ClientView, Any], Variables]
     predict: Callable[[Variables, Any], jax.Array]
+    exchange: Callable[[FederatedData], Exchange] | None = None
 
 
 class Received(NamedTuple):
@@ -95,8 +118,9 @@ class Trained(NamedTuple):
       weight: how much the client counts in that average, a scalar.
       metrics: diagnostics, a dict of scalars.
       memory: the client's memory for its next round, in the structure of `init_memory`.
-      pseudo_gradient: what the server's optimiser descends along, like `model`; `received - trained` when not given. An
-        algorithm whose clients send gradients gives them here.
+      pseudo_gradient: what the server's optimiser descends along, like `model`; the server's model minus the trained one when
+        not given. An algorithm whose clients send gradients gives them here. Leaves that the optimiser may not move are not
+        read: the values of `model` are averaged there.
       statistics: what else is averaged over the cohort, any pytree.
       statistics_weight: how much the client counts there: a scalar or a prefix tree of `statistics`; `weight` when not given.
       stacked: what the server must see of every client by itself, any pytree; it arrives as `[C, ...]`.
@@ -137,6 +161,8 @@ class FederationOptions(TypedDict, total=False):
     server_optimizer: optax.GradientTransformation
     average_personal: bool
     own_at_test: bool
+    participation: Callable[[Key, jax.Array], Participation] | None
+    upload_bits: int | None
     lanes: int | None
     devices: int | None
     precision: str
@@ -159,6 +185,8 @@ def federated(
     server_optimizer: optax.GradientTransformation | None = None,
     average_personal: bool = False,
     own_at_test: bool = True,
+    participation: Callable[[Key, jax.Array], Participation] | None = None,
+    upload_bits: int | None = None,
     lanes: int | None = None,
     devices: int | None = None,
     precision: str = "float32",
@@ -176,20 +204,29 @@ def federated(
         fresh memory when not given.
       init_memory: `model -> memory` of one client before its first round.
       init_extra: `model -> extra`, the server's.
-      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the new
-        model and the old `extra`. The mean is 0 where the weight is.
-      collaborate: `(key, state, cohort) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g. through a
-        client x client matrix (`aggregate.combine`). `state` has the new model and extra.
+      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the
+        new model and the old `extra`. The mean is 0 where the weight is.
+      collaborate: `(key, state, cohort) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g. through
+        a client x client matrix (`aggregate.combine`). `state` has the new model and extra.
       cohort_size: C, clients in a round.
       server_optimizer: steps along the averaged pseudo-gradient; replacement by the average (`optax.sgd(1.0)`) when not given.
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; one
         that has not begins with it (S0's reference code). It costs upload and gives personal leaves away.
       own_at_test: a known client tests with its own personal leaves; else with the server's (as S0 tested FedPer).
+      participation: `(key, client id) -> Participation`, what becomes of a client that was asked; all do all their work and
+        return when not given. A round from which nobody returns leaves everything but its number as it was, apart from what
+        late clients keep for themselves. See `participation`.
+      upload_bits: what is averaged is sent with this many bits a number (see `aggregate.quantized`).
       lanes, devices, precision: how the work is laid out and how exact its products are, see `engine.run_cohort`.
 
     Raises:
-      ValueError: on `init`, clients that keep more bytes than are free; on `round`, a cohort larger than the population.
+      ValueError: a count below 1; on `init`, clients that keep more bytes than are free; on `round`, a cohort larger than the
+        population.
     """
+    checks.count("cohort_size", cohort_size)
+    for name, value in (("lanes", lanes), ("devices", devices), ("upload_bits", upload_bits)):
+        if value is not None:
+            checks.count(name, value)
     layout = {"lanes": lanes, "devices": devices, "precision": precision}
     server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     averaged = masks.everything_like(personal) if average_personal else masks.complement(personal)
@@ -217,26 +254,37 @@ def federated(
     def rule(key: Key, id_: jax.Array, kept: Any, context: tuple[State, FederatedData]) -> ClientUpdate:
         state, data = context
         start = receive(state, state.seen.at[id_].get(mode="clip"), *kept)
-        trained = client(key, start, data.client(id_))
+        mine, did, reached = data.client(id_), True, True
+        if participation is not None:
+            participation_key, key = jax.random.split(key)
+            part = participation(participation_key, id_)
+            mine, did = mine.working(part.work), jnp.logical_not(part.crashed) & (part.work > 0)
+            reached = did & part.returned
+        if upload_bits is not None:
+            quantize_key, key = jax.random.split(key)
+        trained = client(key, start, mine)
         descent = trained.pseudo_gradient
         if descent is None:
-            descent = jax.tree.map(jnp.subtract, start.model, trained.model)
-        statistics_weight = trained.weight if trained.statistics_weight is None else trained.statistics_weight
+            # From the server's own leaves, also where the client began with its own: what is averaged is where they ended.
+            descent = jax.tree.map(jnp.subtract, state.model, trained.model)
+        upload = (masks.merge(masks.split(descent, moved)[0], masks.split(trained.model, buffers)[0]), trained.statistics)
+        weight = (trained.weight, trained.weight if trained.statistics_weight is None else trained.statistics_weight)
+        after = (masks.split(trained.model, personal)[0], trained.memory)
+        outputs = (trained.metrics, trained.stacked, (trained.weight > 0) & did, reached)
         return ClientUpdate(
-            upload=(masks.split(descent, averaged)[0], trained.statistics),
-            weight=(trained.weight, statistics_weight),
-            kept=(masks.split(trained.model, personal)[0], trained.memory),
-            outputs=(trained.metrics, trained.stacked, trained.weight > 0),
+            upload=upload if upload_bits is None else quantized(quantize_key, upload, upload_bits),
+            weight=jax.tree.map(lambda w: jnp.where(reached, w, 0), weight),
+            kept=jax.tree.map(lambda new, old: jnp.where(did, new, old), after, kept),
+            outputs=jax.tree.map(jnp.asarray, outputs),
         )
 
-    def step_server(state: State, descent: Any, returned: jax.Array) -> tuple[Any, Any]:
-        """(model, optimiser slots) after the server's step; both as they were when nobody returned."""
+    def step_server(state: State, averages: Any, any_weight: jax.Array) -> tuple[Any, Any]:
+        """(model, optimiser slots) after the server's step; both as they were when no weight came in."""
         moving, rest = masks.split(state.model, moved)
-        updates, slots = server.update(masks.split(descent, moved)[0], state.optimizer, moving)
-        held, untouched = masks.split(rest, buffers)
-        held = jax.tree.map(jnp.subtract, held, masks.split(descent, buffers)[0])
-        model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, untouched))
-        return jax.tree.map(lambda new, old: jnp.where(returned, new, old), (model, slots), (state.model, state.optimizer))
+        descent, held = masks.split(averages, moved)
+        updates, slots = server.update(descent, state.optimizer, moving)
+        model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, masks.split(rest, buffers)[1]))
+        return jax.tree.map(lambda new, old: jnp.where(any_weight, new, old), (model, slots), (state.model, state.optimizer))
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         cohort_key, client_key, collaborate_key = jax.random.split(key, 3)
@@ -246,24 +294,77 @@ def federated(
         # What the whole population keeps stays out of what is handed to every client.
         context = (state._replace(personal=None, memory=None), data)
         summed, kept, outputs = run_cohort(rule, client_key, ids, sizes, kept, context, **layout)
-        metrics, stacked, returned = outputs
-        descent, statistics = mean(summed)
-        model, slots = step_server(state, descent, jnp.any(returned))
+        metrics, stacked, took_part, reached = outputs
+        averages, statistics = mean(summed)
+        model, slots = step_server(state, averages, summed.weight[0] > 0)
         state = state._replace(model=model, optimizer=slots)
         if update_extra is not None:
-            state = state._replace(extra=update_extra(state, statistics, summed.weight[1]))
+            extra = update_extra(state, statistics, summed.weight[1])
+            state = state._replace(extra=_where(jnp.any(reached), extra, state.extra))
         if collaborate is not None:
-            kept = collaborate(collaborate_key, state, Cohort(ids, returned, *kept, stacked))
+            own, memory = kept
+            given = collaborate(collaborate_key, state, Cohort(ids, took_part & reached, own, memory, stacked))
+            kept = given if participation is None else _where(reached, given, kept)
         personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
-        seen = state.seen.at[ids].set(state.seen[ids] | returned)
-        return state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1), RoundInfo(ids, metrics)
+        seen = state.seen.at[ids].set(state.seen[ids] | took_part)
+        state = state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1)
+        return state, RoundInfo(ids, metrics, reached)
+
+    def exchange(data: FederatedData) -> Exchange:
+        state = jax.eval_shape(init_state, jax.random.key(0), data)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
+        moves = []
+
+        def look(key: Key, id_: jax.Array, kept: Any, context: Any) -> ClientUpdate:
+            start = receive(context[0], True, *kept)
+            trained = client(key, start, context[1].client(id_))
+            sends_gradient = trained.pseudo_gradient is not None
+            # A leaf that a client hands back as it came is the very same object when the rule is traced.
+            moves.append(jax.tree.map(lambda new, old: sends_gradient or new is not old, trained.model, start.model))
+            return rule(key, id_, kept, context)
+
+        update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data))
+        averages, statistics = update.upload
+        down: Any = (masks.split(masks.split(state.model, personal)[1], moves[0])[0], state.extra)
+        apart: Any = update.outputs[1]
+        if collaborate is not None:
+            each = Cohort(jnp.zeros((), jnp.int32), jnp.zeros((), bool), update.kept[0], update.kept[1], apart)
+            cohort = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), each)
+            read, given = _touched(collaborate, state, cohort)
+            apart = (apart, masks.split(update.kept, read)[0])
+            down = (*down, masks.split(update.kept, given)[0])
+        return Exchange(down, (masks.split(averages, moves[0])[0], statistics), apart, upload_bits)
 
     def adapt(key: Key, state: State, support: ClientView, client: Any) -> Variables:
         if client is None and new_client is not None:
             return new_client(key, state, support)
         if client is None:
             return personalize(key, Received(state.model, init_memory(state.model), state.extra, state.round), support)
+        checks.indices("client", client, state.seen.shape[0])
         own, memory = jax.tree.map(lambda leaf: leaf[client], (state.personal, state.memory))
         return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory), support)
 
-    return Algorithm(init_state, one_round, adapt, predict)
+    return Algorithm(init_state, one_round, adapt, predict, exchange)
+
+
+def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the condition, whose axes are the leading ones of every leaf, holds."""
+
+    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b)
+
+    return jax.tree.map(choose, new, old)
+
+
+def _touched(collaborate: Callable[[Key, State, Cohort], Any], state: Any, cohort: Any) -> tuple[Any, Any]:
+    """Masks over (personal, memory) of a cohort: what `collaborate` reads of it, and what it hands back changed."""
+    kept = (cohort.personal, cohort.memory)
+    jaxpr = jax.make_jaxpr(collaborate)(jax.random.key(0), state, cohort).jaxpr
+    first = len(jax.tree.leaves((jax.random.key(0), state, cohort.ids, cohort.returned)))
+    places, structure = jax.tree.flatten(kept)
+    received = jaxpr.invars[first : first + len(places)]
+    read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
+    given = [out is not came for out, came in zip(jaxpr.outvars, received, strict=True)]
+    moved = {id(out) for out, changed in zip(jaxpr.outvars, given, strict=True) if changed}
+    seen = [id(came) in read | moved for came in received]
+    return jax.tree.unflatten(structure, seen), jax.tree.unflatten(structure, given)

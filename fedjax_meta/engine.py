@@ -235,9 +235,9 @@ def _on_each_device(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 def _deal(sizes: jax.Array, lanes: int, devices: int) -> tuple[jax.Array, jax.Array]:
     """Which member of the cohort each slot runs, and how many groups each device has.
 
-    Members are put in order of size and cut into G groups of `lanes`, so that those of one group are of like size; a group takes
-    as long as its largest member. Groups go, largest first, to the device with the least work so far (Graham 1969: at most 4/3
-    of the best makespan), so that any device may get all of them.
+    Members are put in order of size and cut into G groups of `lanes`, so that those of one group are of like size; a group
+    takes as long as its largest member. Groups go, largest first, to the device with the least work so far (Graham 1969: at
+    most 4/3 of the best makespan), so that any device may get all of them.
 
     Returns:
       (int32 `[devices * G * lanes]`, ordered by device, group and lane, C (out of range) where none; int32 `[devices]`).

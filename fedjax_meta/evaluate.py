@@ -4,13 +4,17 @@ The whole distribution over clients is kept: all scores are functions of confusi
 predicted) and can be taken afterwards, on device or in NumPy.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta import checks
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.task import Key
@@ -55,13 +59,19 @@ def evaluate(
       lanes, devices: as in `engine.run_cohort`.
 
     Raises:
-      ValueError: a view that the data do not have; known clients that outnumber those of the training.
+      ValueError: a view that the data do not have; known clients that outnumber those of the training; ids out of range;
+        targets that are no classes, or logits of another number of classes than the data have.
     """
     population = state.seen.shape[0]
     if known and data.num_clients > population:
         raise ValueError(f"known=True, but the data have {data.num_clients} clients and the training had {population}")
-    ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
+    checks.count("batch_size", batch_size)
     classes = data.num_classes
+    if classes == 0:
+        raise ValueError("the data have real targets (num_classes is 0): there are no classes to score")
+    if ids is not None:
+        checks.indices("ids", ids, data.num_clients)
+    ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
 
     def rule(key: Key, id_: jax.Array, _: Any, context: Any) -> ClientUpdate:
         state, data = context
@@ -73,10 +83,15 @@ def evaluate(
             confusion, total = carry
             batch = batches.get(t, 0)
             logits = algorithm.predict(variables, batch.x)
+            if logits.shape != (batch_size, classes):
+                raise ValueError(
+                    f"predict gives {logits.shape} for B={batch_size} samples, but the data have K={classes} classes "
+                    "(num_classes is the largest label plus 1 where the data were built without it)"
+                )
             losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
             cell = batch.y * classes + jnp.argmax(logits, -1)
             confusion = confusion.at[cell].add(batch.weight.astype(jnp.int32))
-            return confusion, total + jnp.sum(losses * batch.weight)
+            return confusion, total + jnp.sum(jnp.where(batch.weight > 0, losses * batch.weight, 0))
 
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
@@ -86,6 +101,119 @@ def evaluate(
     sizes = jnp.asarray(data.sizes(query))[ids]
     _, _, evaluation = run_cohort(rule, key, ids, sizes, (), (state, data), lanes=lanes, devices=devices)
     return evaluation
+
+
+def with_user_accuracy(
+    algorithm: Algorithm,
+    *,
+    support: str = "test_support",
+    query: str = "test",
+    excluded: Any = (),
+    lanes: int | None = None,
+    devices: int | None = None,
+) -> Algorithm:
+    """The same algorithm, each of whose rounds also measures the user accuracy of MTFL (arXiv 2007.09236).
+
+    That is the mean over the clients of the round's cohort, without the excluded ones, of the accuracy on their own tests of
+    the model with which they begin the round: the server's with their own leaves, personalised on `support` by algorithms that
+    do so, before any local training. It becomes the metric "user_accuracy", a scalar; NaN where all of a cohort are excluded.
+    The paper averages batches of 128 test samples, which is the same for up to 128 samples a client.
+
+    Args:
+      algorithm: what to run.
+      support, query: names of the views.
+      excluded: ids of clients that do not count (the paper's noisy ones).
+      lanes, devices: as in `engine.run_cohort`.
+
+    Raises:
+      ValueError: on `round`, all clients excluded, an id out of range, a view that the data do not have.
+    """
+    excluded = np.asarray(excluded, np.int64).reshape(-1)
+
+    def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
+        clients = data.num_clients
+        if excluded.size and not (excluded.min() >= 0 and excluded.max() < clients):
+            raise ValueError(f"excluded={excluded} must hold ids of the N={clients} clients, from 0 on")
+        counts = np.ones(clients, bool)
+        counts[excluded] = False
+        if not counts.any():
+            raise ValueError(f"excluded leaves out all N={clients} clients: there is no user accuracy")
+        after, info = algorithm.round(key, state, data)
+        # Fold in what no client id can be, so that these keys are not those of the clients' training.
+        key = jax.random.fold_in(key, np.uint32(2**32 - 1))
+        scores = evaluate(
+            algorithm, key, state, data, support=support, query=query, ids=info.ids, lanes=lanes, devices=devices
+        )
+        mean = jnp.mean(accuracy(scores.confusion), where=jnp.asarray(counts)[info.ids])
+        return after, info._replace(metrics={**info.metrics, "user_accuracy": mean})
+
+    return algorithm._replace(round=one_round)
+
+
+class ToTarget(NamedTuple):
+    """When runs that differ in their seed reached a target.
+
+    Attributes:
+      target: the score to reach.
+      rounds: for each run the first round at which it did, `None` where it never did.
+      budget: rounds that each run had.
+      mean: mean over the runs; infinity when a run never reached the target, because the mean is then not known.
+      margin: half the width of the 95 % confidence interval of the mean (Student's t over runs); NaN when that is not known.
+    """
+
+    target: float
+    rounds: tuple[int | None, ...]
+    budget: int
+    mean: float
+    margin: float
+
+    def __str__(self) -> str:
+        missed = sum(first is None for first in self.rounds)
+        if missed:
+            return f"never in {self.budget} rounds ({missed} of {len(self.rounds)} runs)"
+        return f"{self.mean:.1f}" if math.isnan(self.margin) else f"{self.mean:.1f} ± {self.margin:.1f}"
+
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; from 30 on the normal one is within 4 %.
+_STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120]
+_STUDENT += [2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045]
+
+
+def rounds_to_target(scores: Any, target: float, *, rounds: Sequence[int] | None = None) -> ToTarget:
+    """First round at which a score is at least `target`, over runs of several seeds.
+
+    Args:
+      scores: `[R]` or `[runs, R]`, one number a round (or an evaluation); NaN is not reached.
+      target: what to reach.
+      rounds: `[R]`, the rounds at which the scores were taken; 1, 2, ... when not given.
+
+    Raises:
+      ValueError: no scores, a target that is not finite, rounds of another length.
+
+    Example:
+      >>> print(rounds_to_target([[0.1, 0.5, 0.4, 0.6], [0.1, 0.2, 0.5, 0.6]], 0.5))
+      2.5 ± 6.4
+      >>> print(rounds_to_target([[0.1, 0.5, 0.4, 0.6], [0.1, 0.2, 0.5, 0.6]], 0.6), rounds_to_target([0.1, 0.2], 0.5))
+      4.0 ± 0.0 never in 2 rounds (1 of 1 runs)
+    """
+    scores = np.atleast_2d(np.asarray(scores, float))
+    if scores.ndim != 2 or scores.size == 0:
+        raise ValueError(f"scores must be [R] or [runs, R] with at least one score, not of shape {scores.shape}")
+    if not math.isfinite(target):
+        raise ValueError(f"target={target} must be finite")
+    at = np.arange(1, scores.shape[1] + 1) if rounds is None else np.asarray(rounds)
+    if at.shape != scores.shape[1:]:
+        raise ValueError(f"rounds has shape {at.shape}, but there are R={scores.shape[1]} scores a run")
+    hit = scores >= target
+    first = tuple(int(at[np.argmax(line)]) if line.any() else None for line in hit)
+    reached = np.array([number for number in first if number is not None], float)
+    mean, margin, runs = math.inf, math.nan, len(first)
+    if reached.size == runs:
+        mean = float(reached.mean())
+        if runs > 1:
+            quantile = _STUDENT[runs - 2] if runs - 2 < len(_STUDENT) else 1.96
+            margin = quantile * float(reached.std(ddof=1)) / math.sqrt(runs)
+    return ToTarget(target, first, int(at[-1]), mean, margin)
 
 
 def accuracy(confusion: Any) -> Any:
@@ -119,6 +247,7 @@ def within_own_classes(confusion: Any) -> Any:
     outside = jnp.sum(jnp.where(own[..., None, :], 0, confusion), -1)  # [N, K] by true class
     # distance[c, d]: how many classes after c (cyclically) class d comes; the nearest own one other than c takes the strays.
     distance = (jnp.arange(classes)[None, :] - jnp.arange(classes)[:, None]) % classes
+    distance = distance.reshape((1,) * (own.ndim - 1) + distance.shape)
     distance = jnp.where(own[..., None, :] & (distance > 0), distance, classes)
     target = jnp.argmin(distance, -1)
     alone = jnp.min(distance, -1) == classes

@@ -118,8 +118,9 @@ def implicit(
       >>> from fedjax_meta.meta import sgd
       >>> loss = lambda w, batch: 0.5 * jnp.sum((w - batch) ** 2)
       >>> estimate = implicit(sgd(0.5), prox_weight=1.0, steps=20)
-      >>> estimate(loss, jnp.array([1.0]), jnp.array([0.0]), jnp.array([2.0])).gradient  # (0.5 - 2) / (1 + 1)
-      Array([-0.75], dtype=float32)
+      >>> result = estimate(loss, jnp.array([1.0]), jnp.array([0.0]), jnp.array([2.0]))
+      >>> f"{result.gradient[0]:.5f}"  # (0.5 - 2) / (1 + 1)
+      '-0.75000'
     """
     checks.positive("prox_weight", prox_weight)
     checks.count("steps", steps)

@@ -39,7 +39,21 @@ def train(
     Returns:
       (variables, mean loss over the steps, each taken before its update).
     """
-    moving, _ = masks.split(variables, trainable)
+    slots = optimizer.init(masks.split(variables, trainable)[0])
+    variables, _, result = train_on(key, loss, variables, slots, batches, optimizer, trainable)
+    return variables, result
+
+
+def train_on(
+    key: Key,
+    loss: Loss,
+    variables: Variables,
+    slots: Any,
+    batches: Batches,
+    optimizer: optax.GradientTransformation,
+    trainable: masks.Mask,
+) -> tuple[Variables, Any, jax.Array]:
+    """`train` with an optimiser that goes on from `slots`; returns (variables, slots, mean loss)."""
     batches = batches.keyed(key)
 
     def step(t: Any, carry: Any) -> Any:
@@ -56,13 +70,15 @@ def train(
         moving = optax.apply_updates(moving, updates)
         return masks.merge(moving, fixed), slots, total + result
 
-    start = (variables, optimizer.init(moving), jnp.zeros(()))
-    variables, _, total = jax.lax.fori_loop(0, batches.steps, step, start)
-    return variables, total / jnp.maximum(batches.steps, 1)
+    variables, slots, total = jax.lax.fori_loop(0, batches.steps, step, (variables, slots, jnp.zeros(())))
+    return variables, slots, total / jnp.maximum(batches.steps, 1)
 
 
 def proximal(loss: Loss, anchor: Variables, weight: Any) -> Loss:
-    """The loss plus `weight / 2 * ||v - anchor||^2` over all floating-point leaves (FedProx; also Ditto, pFedMe, FedAMP)."""
+    """The loss plus `weight / 2 * ||v - anchor||^2` over all leaves (FedProx; also Ditto, pFedMe, FedAMP).
+
+    Leaves that are not trained, buffers among them, add to its value but not to its gradient.
+    """
 
     def regularised(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         value, moved_on = loss(variables, batch, key)

@@ -1,7 +1,7 @@
 """What JAX is told before it starts: one device for each core of a CPU, and compiled programs kept on disk.
 
-XLA computes all but large matrix products on one core, so on a CPU a cohort is fast when every core is a device of its own. Both
-settings give way to the user's: `JAX_NUM_CPU_DEVICES=1` (or XLA's own flag) and `JAX_COMPILATION_CACHE_DIR`, or
+XLA computes all but large matrix products on one core, so on a CPU a cohort is fast when every core is a device of its own.
+Both settings give way to the user's: `JAX_NUM_CPU_DEVICES=1` (or XLA's own flag) and `JAX_COMPILATION_CACHE_DIR`, or
 `JAX_ENABLE_COMPILATION_CACHE=false` for no cache at all.
 """
 

@@ -1,11 +1,12 @@
 """A whole run: blocks of rounds, each one compiled loop, with an evaluation after each block.
 
-The host does nothing between evaluations. A round's key is folded from the run's key and the round's number, so a run that goes
-on from a saved state is the run that was never stopped.
+The host does nothing between evaluations. A round's key is folded from the run's key and the round's number, so a run that
+goes on from a saved state is the run that was never stopped.
 """
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, engine
-from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
 
@@ -61,12 +62,13 @@ def run_rounds(
       most: static bound, the length of the metrics returned.
 
     Returns:
-      (state, for each metric the cohort's mean by round `[most]`, zero beyond `rounds`).
+      (state, for each metric the mean over who returned by round `[most]`, zero beyond `rounds`).
     """
 
     def step(state: State) -> tuple[State, dict[str, jax.Array]]:
         state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
-        return state, {name: jnp.mean(values) for name, values in info.metrics.items()}
+        # What a client that never returned has measured, the server does not know; where nobody did, the mean is no number.
+        return state, {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
 
     def body(i: Any, carry: Any) -> Any:
         state, log = carry
@@ -76,6 +78,10 @@ def run_rounds(
     shapes = jax.eval_shape(step, state)[1]
     log = {name: jnp.zeros(most, shape.dtype) for name, shape in shapes.items()}
     return jax.lax.fori_loop(0, rounds, body, (state, log))
+
+
+def _counted(values: jax.Array, info: RoundInfo) -> Any:
+    return True if info.returned is None or values.ndim == 0 else info.returned
 
 
 def schedule(rounds: int, eval_every: int) -> list[int]:
@@ -138,7 +144,9 @@ def simulate(
 
     def measure(state: State, data: Any, key: Key) -> Any:
         key = jax.random.fold_in(key, state.round)
-        return {name: test(key, state, data[name]) for name, test in tests.items()}
+        # Each evaluator has a key of its own, which hangs on its name and not on what else is measured.
+        keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in tests}
+        return {name: test(keys[name], state, data[name]) for name, test in tests.items()}
 
     run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
     run_measure = _Compiled(jax.jit(measure))
@@ -151,7 +159,8 @@ def simulate(
         while done < stop:
             count, clock = min(stretch, stop - done), time.perf_counter() - run_block.seconds
             with _all_there(done):
-                state, log = run_block(state, data, round_key, count)
+                # Waited for, so that the clock is right even where there is nothing to log.
+                state, log = jax.block_until_ready(run_block(state, data, round_key, count))
                 lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
             done += count
             if on_progress is not None:

@@ -56,7 +56,8 @@ class Task(NamedTuple):
 def weighted_mean(values: jax.Array, weight: jax.Array) -> jax.Array:
     """Mean of `values [B]` over the rows with weight; 0 when there are none, so that an empty batch moves nothing."""
     # What stands in a padded row may not even be a number (a label that is no class), and 0 times that is not 0.
-    return jnp.sum(jnp.where(weight > 0, values * weight, 0)) / jnp.maximum(jnp.sum(weight), 1)
+    total = jnp.sum(weight)
+    return jnp.sum(jnp.where(weight > 0, values * weight, 0)) / jnp.where(total > 0, total, 1)
 
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
@@ -79,7 +80,7 @@ def classification(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> init = lambda key: {"head": {"w": 0.1 * jax.random.normal(key, (4, 3)), "b": jnp.zeros(3)}}
+      >>> init = lambda key: {"head": {"w": 0.1 * jax.random.normal(key, (4, 3)), "b": jnp.zeros((1, 3))}}
       >>> predict = lambda p, x: x @ p["head"]["w"] + p["head"]["b"]
       >>> task = classification(init, predict, layers=("head",))
       >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedjax_meta as fm
+import fedjax_meta.models
 
 SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
 
@@ -32,6 +33,13 @@ def task() -> fm.Task:
     """A two-layer classifier of 3 classes from 5 inputs; smooth, so that derivatives of any order exist."""
     base = fm.classification(_init, lambda variables, x: _head(variables, _features(variables, x)), layers=("body", "head"))
     return base._replace(features=_features, head=_head)
+
+
+@cache
+def normed_task() -> fm.Task:
+    """The like with a batch norm, for systems that treat its leaves apart."""
+    network = fm.models.Network((5,), 3, hidden=(4,), normed=("fc1",), activation="elu", norm="before")
+    return fm.models.flax_task(network, (5,), layers=network.layers, features="features", head="head")
 
 
 @cache

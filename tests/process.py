@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 
 def federation():
     """8 clients of unequal size, which two processes can part, and an algorithm whose clients keep something."""
-    import fedjax_meta as fm  # noqa: PLC0415
-    from tests import problems  # noqa: PLC0415
+    import fedjax_meta as fm
+    from tests import problems
 
     rng = np.random.default_rng(1)
     clients = []
@@ -28,7 +28,7 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=10)
-    import fedjax_meta as fm  # noqa: PLC0415
+    import fedjax_meta as fm
 
     algorithm, data = federation()
 

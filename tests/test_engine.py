@@ -48,7 +48,7 @@ def by_hand(ids):
     for i, client in enumerate(ids):
         mine = jax.tree.map(lambda leaf: leaf[i], kept)  # noqa: B023
         update = rule(jax.random.fold_in(KEY, int(client)), jnp.asarray(client), mine, context)
-        for part in total:
+        for part in ("a", "b"):
             total[part] = total[part] + float(update.weight[part]) * np.asarray(update.upload[part])
             weight[part] += float(update.weight[part])
         rows.append((update.kept, update.outputs))

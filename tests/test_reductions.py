@@ -17,7 +17,11 @@ META = {**COMMON, "outer_optimizer": optax.sgd, "outer_lr": 0.3, "batch_size": 8
 # (what it says, one algorithm, the algorithm that it must equal)
 IDENTITIES = [
     ("FedProx with mu=0 is FedAvg", lambda t: fm.fedprox(t, prox_weight=0, **LOCAL), lambda t: fm.fedavg(t, **LOCAL)),
-    ("FedPer with nothing personal is FedAvg", lambda t: fm.fedper(t, personal="none", **LOCAL), lambda t: fm.fedavg(t, **LOCAL)),
+    (
+        "FedPer with nothing personal is FedAvg",
+        lambda t: fm.fedper(t, personal="none", **LOCAL),
+        lambda t: fm.fedavg(t, **LOCAL),
+    ),
     (
         "a server that descends at rate 1 replaces",
         lambda t: fm.fedavg(t, server_optimizer=optax.sgd(1.0), **LOCAL),

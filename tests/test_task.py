@@ -20,6 +20,11 @@ def test_weighted_mean_is_the_mean_of_the_real_rows(rows):
     )
 
 
+def test_weights_may_be_shares():
+    """Responsibilities of a mixture sum to less than 1 in a small batch, and the mean is still a mean."""
+    assert weighted_mean(jnp.array([2.0, 4.0]), jnp.array([0.1, 0.3])) == pytest.approx(3.5)
+
+
 def test_an_empty_batch_has_loss_and_gradient_zero():
     batch = Batch(None, jnp.array([0, 1]), jnp.zeros(2))
     loss, gradient = jax.value_and_grad(cross_entropy)(jnp.ones((2, 3)), batch)
@@ -49,7 +54,9 @@ def test_a_label_that_is_no_class_does_no_harm_in_a_padded_row(label):
 
 def test_classification_of_a_users_own_model():
     task = classification(
-        lambda key: {"w": jax.random.normal(key, (4, 3)), "b": jnp.zeros(3)}, lambda p, x: x @ p["w"] + p["b"], layers=("w",)
+        lambda key: {"w": jax.random.normal(key, (4, 3)), "b": jnp.zeros((1, 3))},
+        lambda p, x: x @ p["w"] + p["b"],
+        layers=("w",),
     )
     variables = task.init(jax.random.key(0))
     x, y = jnp.eye(4), jnp.array([0, 1, 2, 0])

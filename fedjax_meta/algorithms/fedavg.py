@@ -2,10 +2,10 @@
 
 Clients start from the server's model, train on all their samples, and the server takes the mean of what comes back.
 
-McMahan, Moore, Ramage, Hampson, Aguera y Arcas: "Communication-efficient learning of deep networks from decentralized data",
-AISTATS 2017, arXiv 1602.05629, Algorithm 1. FedPer: Arivazhagan et al., arXiv 1912.00818. Defaults are those of Nguyen and Cao,
-"Meta-learning and personalization layer in federated learning" (S0), whose FedAvgMeta and FedPerMeta are FedAvg and FedPer with
-one epoch of fine-tuning on a test client's support set.
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas: "Communication-efficient learning of deep networks from decentralized
+data", AISTATS 2017, arXiv 1602.05629, Algorithm 1. FedPer: Arivazhagan et al., arXiv 1912.00818. Epochs and batch size are
+those of Nguyen and Cao, "Meta-learning and personalization layer in federated learning" (S0), whose FedAvgMeta and FedPerMeta
+are FedAvg and FedPer with one epoch of fine-tuning on a test client's support set.
 
 | paper | here | shape |
 |---|---|---|
@@ -23,7 +23,7 @@ import jax
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import client_weight
+from fedjax_meta.aggregate import WEIGHTINGS, client_weight
 from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
 from fedjax_meta.data.federated import ClientData, ClientView
 from fedjax_meta.task import Key, Task, Variables
@@ -63,6 +63,7 @@ def fedavg(
     checks.count("epochs", epochs)
     checks.count("batch_size", batch_size)
     checks.count("finetune_epochs", finetune_epochs, least=0)
+    checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 

@@ -1,11 +1,11 @@
 """FedMeta and FedMeta-Per: clients send meta-gradients, or the models that these lead to, and may keep personal layers.
 
-Where FedAvg averages models that are good on average, FedMeta averages starting points that adapt well: each client adapts on its
-support set and steps along the gradient of its query loss after adaptation. FedMeta-Per keeps some leaves, and their inner
-learning rates, with their client.
+Where FedAvg averages models that are good on average, FedMeta averages starting points that adapt well: each client adapts
+on its support set and steps along the gradient of its query loss after adaptation. FedMeta-Per keeps some leaves, and their
+inner learning rates, with their client.
 
-FedMeta: Chen, Luo, Dong, Li, He, arXiv 1802.07876. FedMeta-Per: Nguyen, Cao, "Meta-learning and personalization layer in federated
-learning" (S0), equations and algorithms of its §3. MAML: arXiv 1703.03400; Meta-SGD: arXiv 1707.09835.
+FedMeta: Chen, Luo, Dong, Li, He, arXiv 1802.07876. FedMeta-Per: Nguyen, Cao, "Meta-learning and personalization layer in
+federated learning" (S0), equations and algorithms of its §3. MAML: arXiv 1703.03400; Meta-SGD: arXiv 1707.09835.
 
 | paper | here | shape |
 |---|---|---|
@@ -15,8 +15,9 @@ learning" (S0), equations and algorithms of its §3. MAML: arXiv 1703.03400; Met
 | A_i, B_i | views "support", "query" | |
 | n_i = size of B_i | `weighting="query"` | `[C]` |
 
-Differs from the paper's text, to agree with the code behind its numbers: adaptation is one epoch of batches (the equations have one
-full-batch step: `batch_size=None`), and the outer step is one step of a fresh Adam (the text has SGD: `outer_optimizer=optax.sgd`).
+Differs from the paper's text, to agree with the code behind its numbers: adaptation is one epoch of batches (the equations
+have one full-batch step: `batch_size=None`), and the outer step is one step of a fresh Adam (the text has SGD:
+`outer_optimizer=optax.sgd`).
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks, meta
-from fedjax_meta.aggregate import client_weight
+from fedjax_meta.aggregate import WEIGHTINGS, client_weight
 from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, State, Trained, federated
 from fedjax_meta.data.federated import Batches, ClientData, ClientView
 from fedjax_meta.engine import map_lanes
@@ -83,6 +84,7 @@ def fedmeta(
         checks.count("batch_size", batch_size)
     checks.one_of("outer_at", outer_at, ("client", "server"))
     checks.one_of("score", score, ("online", "fitted"))
+    checks.one_of("weighting", weighting, WEIGHTINGS)
     if personal_rates is not None and not learned_rates:
         raise ValueError("personal_rates needs learned_rates=True: there are no rates to keep otherwise")
     trainable = task.trainable(masks.variables_shape(task))
@@ -114,7 +116,7 @@ def fedmeta(
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model = received.model
-        support_key, query_key, buffer_key = jax.random.split(key, 3)
+        support_key, query_key, order_key, buffer_key = jax.random.split(key, 4)
         support = inner_batches(support_key, data["support"])
         query = data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None).keyed(query_key)
         parameters, buffers = masks.split(model, trainable_model)
@@ -123,36 +125,42 @@ def fedmeta(
         updates, _ = optimizer.update(result.gradient, optimizer.init(parameters), parameters)
         trained = masks.merge(optax.apply_updates(parameters, updates), buffers)
         if has_buffers:
-            # Statistics stood still while the meta-gradient was taken; one pass over the client's samples moves them on.
-            batches = data["train"].epochs(buffer_key, batch_size or 256)
-            trained = with_buffers(trained, local.train(buffer_key, task.loss, variables_of(trained), batches,
-                                                        optax.set_to_zero(), trainable)[0])
-        gradient = None
-        if outer_at == "server":
-            gradient = masks.merge(result.gradient, masks.split(jax.tree.map(jnp.subtract, model, trained), trainable_model)[1])
+            # Running statistics stood still while the meta-gradient was taken. They are for predictions, which the adapted model
+            # makes of samples it has not seen: one pass of it over the query view moves them on.
+            adapted = masks.merge(result.adapted, variables_of(buffers))
+            batches = data["query"].epochs(order_key, batch_size or 256)
+            moved_on, _ = local.train(buffer_key, task.loss, adapted, batches, optax.set_to_zero(), trainable)
+            variables = masks.merge(*(masks.split(v, trainable)[i] for i, v in enumerate((variables_of(trained), moved_on))))
+            trained = trained._replace(params=variables) if learned_rates else variables
+        gradient = masks.merge(result.gradient, buffers) if outer_at == "server" else None
         metrics = {"loss": result.info.query_loss, "support_loss": result.info.support_loss}
         return Trained(trained, client_weight(weighting, data), metrics, pseudo_gradient=gradient)
-
-    def with_buffers(model: Any, variables: Variables) -> Any:
-        return model._replace(params=variables) if learned_rates else variables
 
     def adapt(key: Key, model: Any, support: ClientView) -> tuple[Variables, jax.Array]:
         """(adapted variables, score); what a test client does, and what a new client tries on every personal part."""
         parameters, buffers = masks.split(model, trainable_model)
         loss = local.parameter_loss(task, variables_of(buffers))
+        key, score_key = jax.random.split(key)
         adapted, online = meta.adapt(loss, parameters, inner_batches(key, support), inner)
         if score == "fitted":
-            fitted = support.in_order(batch_size or 256).as_one_step().keyed(key)
+            fitted = support.in_order(batch_size or 256).as_one_step().keyed(score_key)
             online = fitted.mean(lambda pair: loss(adapted, pair), 0)
         return masks.merge(adapted, variables_of(buffers)), online
 
     def new_client(key: Key, state: State, support: ClientView) -> Variables:
-        """S0's rule: every personal part that was trained is tried with the shared leaves; the lowest support loss wins."""
+        """S0's rule: every personal part that was trained is tried with the shared leaves; the lowest support loss wins.
+
+        All are tried with the same key, hence on the same batches, and the winner is adapted just as it was tried.
+        """
         shared = masks.split(state.model, personal_model)[1]
         scores = map_lanes(lambda part: adapt(key, masks.merge(part, shared), support)[1], state.personal)
-        best = jnp.argmin(jnp.where(state.seen, scores, jnp.inf))
-        part = jax.tree.map(lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
-                            state.personal, masks.split(state.model, personal_model)[0])
+        # Not a number is the least of all to `argmin`, but a part that diverged must not be the choice of everybody.
+        best = jnp.argmin(jnp.where(state.seen & ~jnp.isnan(scores), scores, jnp.inf))
+        part = jax.tree.map(
+            lambda pool, initial: jnp.where(jnp.any(state.seen), pool[best], initial),
+            state.personal,
+            masks.split(state.model, personal_model)[0],
+        )
         return adapt(key, masks.merge(part, shared), support)[0]
 
     personal_model = with_rates(own, own_rates)

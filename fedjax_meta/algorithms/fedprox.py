@@ -8,7 +8,8 @@ Algorithm 2. The local objective is f_i(w) + mu/2 ||w - w^t||^2.
 | mu | `prox_weight` | scalar |
 | w^t | `received.model` | like the model |
 
-Differs from the paper: a client always finishes its epochs unless the federation says otherwise.
+Differs from the paper: a client always finishes its epochs unless the federation says otherwise. Clients are sampled uniformly
+and count by their samples, as in the authors' code.
 """
 
 from typing import Any, Unpack
@@ -36,6 +37,8 @@ def fedprox(
     """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0."""
     checks.not_negative("prox_weight", prox_weight)
     checks.positive("lr", lr)
+    checks.count("epochs", epochs)
+    checks.count("batch_size", batch_size)
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:

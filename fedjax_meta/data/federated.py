@@ -19,6 +19,15 @@ from fedjax_meta.data.shuffle import permuted, round_keys
 from fedjax_meta.task import Batch, Key
 
 
+def _real_samples(batch: Any) -> jax.Array:
+    return jnp.sum(batch.weight)
+
+
+def _one(batch: Any) -> jax.Array:
+    del batch
+    return jnp.ones(())
+
+
 @dataclasses.dataclass(frozen=True)
 class Batches:
     """The batches that one client goes through, as a pure function of the step.
@@ -37,7 +46,7 @@ class Batches:
     steps: Any
     max_steps: int
     chunks: Any = 1
-    samples: Callable[[Any], jax.Array] = lambda batch: jnp.sum(batch.weight)
+    samples: Callable[[Any], jax.Array] = _real_samples
 
     def keyed(self, key: Key) -> "Batches":
         """The same batches as pairs (batch, key), a key of its own for each; the key is consumed."""
@@ -45,19 +54,27 @@ class Batches:
         def get(step: Any, chunk: Any = 0) -> Any:
             return self.get(step, chunk), jax.random.fold_in(jax.random.fold_in(key, step), chunk)
 
-        return dataclasses.replace(self, get=get, samples=lambda pair: self.samples(pair[0]))
+        def samples(pair: Any) -> jax.Array:
+            return self.samples(pair[0])
+
+        return dataclasses.replace(self, get=get, samples=samples)
 
     def as_one_step(self, steps: int = 1, *, alike: bool = False) -> "Batches":
         """All the batches together as one step, and that `steps` times.
 
         Chunks count by their real samples, or, with `alike`, a partial last batch like a full one (S0's reference code).
         """
+
+        def get(step: Any, chunk: Any = 0) -> Any:
+            del step
+            return self.get(chunk, 0)
+
         return Batches(
-            get=lambda step, chunk=0: self.get(chunk, 0),
+            get=get,
             steps=steps,
             max_steps=steps,
             chunks=1 if self.max_steps == 1 else self.steps,
-            samples=(lambda batch: jnp.ones(())) if alike else self.samples,
+            samples=_one if alike else self.samples,
         )
 
     def mean(self, function: Callable[[Any], Any], step: Any) -> Any:
@@ -77,7 +94,11 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class ClientView:
-    """One named view of one client: `size` samples from `start` on in the flat arrays. `size` and `start` may be traced."""
+    """One named view of one client: `size` samples from `start` on in the flat arrays. `size` and `start` may be traced.
+
+    With `work`, a share in [0, 1] that may be traced, training stops early: `epochs`, `wrapped` and `full` give that share of
+    their steps, rounded up. Going through the view `in_order` is not training and is always whole.
+    """
 
     x: Any
     y: jax.Array
@@ -86,6 +107,11 @@ class ClientView:
     start: Any
     size: Any
     max_size: int
+    work: Any = None
+
+    def _done(self, steps: Any) -> Any:
+        # A third of nine steps is three, whatever binary makes of a third.
+        return steps if self.work is None else jnp.ceil(self.work * steps - 1e-3).astype(jnp.int32)
 
     def take(self, index: jax.Array, weight: jax.Array) -> Batch:
         """The samples `index [B]`, counted inside the view, decoded to the numbers that a model reads.
@@ -115,7 +141,7 @@ class ClientView:
             index = position * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
             return self.take(permuted(keys[epoch], index, size), index < size)
 
-        return Batches(get, a_pass * epochs, max_pass * epochs)
+        return Batches(get, self._done(a_pass * epochs), max_pass * epochs)
 
     def wrapped(self, key: Key, batch_size: int, steps: int, first: Any = 0) -> Batches:
         """`steps` full batches from an endless run of shuffled passes, beginning `first` samples into it.
@@ -131,7 +157,7 @@ class ClientView:
             keys = jax.vmap(lambda epoch: round_keys(jax.random.fold_in(key, epoch)))(position // size)
             return self.take(permuted(keys, position % size, size), jnp.ones(batch_size))
 
-        return Batches(get, steps, steps)
+        return Batches(get, self._done(steps), steps)
 
     def in_order(self, batch_size: int) -> Batches:
         """One pass in storage order, as steps of at most `batch_size` samples: for evaluation and statistics."""
@@ -146,7 +172,8 @@ class ClientView:
 
     def full(self, steps: int = 1, chunk_size: int = 256) -> Batches:
         """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
-        return self.in_order(min(chunk_size, self.max_size)).as_one_step(steps)
+        batches = self.in_order(min(chunk_size, self.max_size)).as_one_step(steps)
+        return dataclasses.replace(batches, steps=self._done(steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +186,10 @@ class ClientData:
         if name not in self.views:
             raise ValueError(f"the data have no view {name!r}; they have {', '.join(self.views)}")
         return self.views[name]
+
+    def working(self, share: Any) -> "ClientData":
+        """The same samples for a client that does this share of its training steps."""
+        return ClientData({name: dataclasses.replace(view, work=share) for name, view in self.views.items()})
 
 
 @partial(
@@ -199,7 +230,13 @@ class FederatedData:
         return tuple(name for name, _ in self.max_size)
 
     def client(self, index: Any) -> ClientData:
-        """What client `index` (may be traced) sees; a negative index is nobody, a client without samples."""
+        """What client `index` (may be traced) sees; a negative index is nobody, a client without samples.
+
+        Raises:
+          ValueError: an index that is not traced and beyond the last client.
+        """
+        if isinstance(index, (int, np.integer)) and index >= self.num_clients:
+            raise ValueError(f"index={index}, but there are N={self.num_clients} clients, counted from 0")
         real, bound = index >= 0, dict(self.max_size)
 
         def view(name: str) -> ClientView:
@@ -244,7 +281,7 @@ def federate(
         a view that is empty or reaches beyond its client.
     """
     x, y = _array("x", x), _array("y", y)
-    order, sizes = np.asarray(order, np.int64), np.asarray(sizes, np.int64)
+    order, sizes = _integers("order", order), _integers("sizes", sizes)
     regression = num_classes == 0
     _check_samples(x, y, regression=regression)
     if sizes.ndim != 1 or sizes.size == 0 or sizes.min() < 1:
@@ -254,6 +291,8 @@ def federate(
         raise ValueError(f"order has shape {order.shape}, but the sizes sum to S={sizes.sum()}")
     if order.min() < 0 or order.max() >= len(y):
         raise ValueError(f"order names samples {order.min()} to {order.max()}, but there are M={len(y)}")
+    if num_classes is not None:
+        checks.count("num_classes", num_classes, least=0)
     num_classes = int(y.max()) + 1 if num_classes is None else num_classes
     if not regression and (y.min() < 0 or y.max() >= num_classes):
         raise ValueError(f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={num_classes})")
@@ -262,18 +301,25 @@ def federate(
     if (offset is not None) or (scale is not None):
         offset = np.float32(0 if offset is None else offset)
         scale = np.float32(1 if scale is None else scale)
+        _check_scaling(offset, scale, x.shape[1:])
     if views is None:
         views = {"train": (np.zeros_like(sizes), sizes)}
+    if not views:
+        raise ValueError("views is empty; name at least one")
     base = np.cumsum(sizes) - sizes
     start, size = {}, {}
     for name, (begin, end) in views.items():
-        begin, end = np.asarray(begin, np.int64), np.asarray(end, np.int64)
-        if begin.min() < 0 or (end > sizes).any():
+        first, stop = _integers(f"begin of view {name!r}", begin), _integers(f"end of view {name!r}", end)
+        if not first.shape == stop.shape == sizes.shape:
+            raise ValueError(
+                f"view {name!r} has begin {first.shape} and end {stop.shape}, but there are N={sizes.size} clients"
+            )
+        if first.min() < 0 or (stop > sizes).any():
             raise ValueError(f"view {name!r} reaches beyond its client's samples")
-        if (end <= begin).any():
-            bad = int(np.argmax(end <= begin))
+        if (stop <= first).any():
+            bad = int(np.argmax(stop <= first))
             raise ValueError(f"view {name!r} of client {bad} is empty: its {sizes[bad]} samples are too few for the views")
-        start[name], size[name] = (base + begin).astype(np.int32), (end - begin).astype(np.int32)
+        start[name], size[name] = (base + first).astype(np.int32), (stop - first).astype(np.int32)
     return FederatedData(
         x=x[order],
         y=y[order].astype(np.result_type(y, np.float32) if regression else np.int32),
@@ -306,6 +352,10 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> Federate
     shapes = {x.shape[1:] for x, _ in pairs}
     if len(shapes) > 1:
         raise ValueError(f"clients' inputs differ in shape: {', '.join(map(str, sorted(shapes)))}")
+    if len({x.dtype == np.uint8 for x, _ in pairs}) > 1:
+        raise ValueError(
+            "some clients' inputs are uint8, which are scaled to [0, 1], and others are not: bring them to one type"
+        )
     for i, (x, y) in enumerate(pairs):
         if len(x) != len(y):
             raise ValueError(f"client {i} has {len(x)} inputs and {len(y)} labels")
@@ -355,6 +405,23 @@ def _array(name: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     except ValueError:
         raise ValueError(f"{name} is not one array [M, ...]; samples must be brought to one shape first") from None
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} must hold integers, not dtype {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _check_scaling(offset: np.ndarray, scale: np.ndarray, sample: tuple[int, ...]) -> None:
+    for name, value in (("offset", offset), ("scale", scale)):
+        if not np.isfinite(value).all():
+            raise ValueError(f"{name} holds NaN or infinite values")
+        # Without this, an offset per channel would silently give a sample without channels some.
+        fits = value.ndim <= len(sample) and all(n in (1, m) for n, m in zip(value.shape[::-1], sample[::-1], strict=False))
+        if not fits:
+            raise ValueError(f"{name} has shape {value.shape}, which does not broadcast against one sample {sample}")
 
 
 def _check_samples(x: np.ndarray, y: np.ndarray, *, regression: bool) -> None:

@@ -1,8 +1,8 @@
 """A random permutation of `range(size)` that is never stored.
 
 Shuffling ragged clients with a sort needs an array padded to the largest client and a sort per client and epoch. The
-swap-or-not shuffle (Hoang, Morris, Rogaway: "An enciphering scheme based on a card shuffle", CRYPTO 2012) computes the image of
-one index by itself, for any size, even a traced one: a batch costs its own length, and nothing is padded.
+swap-or-not shuffle (Hoang, Morris, Rogaway: "An enciphering scheme based on a card shuffle", CRYPTO 2012) computes the image
+of one index by itself, for any size, even a traced one: a batch costs its own length, and nothing is padded.
 """
 
 import jax

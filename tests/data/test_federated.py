@@ -189,6 +189,27 @@ BAD = {
         "view 'train' of client 1 is empty",
     ),
     "a view beyond": (lambda: federate(X, Y, ALL, [10], views={"train": ([0], [11])}), "view 'train' reaches beyond"),
+    "a view of other clients": (
+        lambda: federate(X, Y, ALL, [5, 5], views={"train": ([0], [5])}),
+        r"view 'train' has begin \(1,\) and end \(1,\), but there are N=2 clients",
+    ),
+    "no views": (lambda: federate(X, Y, ALL, [10], views={}), "views is empty"),
+    "half a sample": (lambda: federate(X, Y, ALL, [5.5, 4.5]), "sizes must hold integers, not dtype float64"),
+    "half a class": (lambda: federate(X, Y, ALL, [10], num_classes=2.0), "num_classes=2.0 must be an integer of at least 0"),
+    "a scale of other shape": (
+        lambda: federate(X, Y, ALL, [10], scale=np.ones(3)),
+        r"scale has shape \(3,\), which does not broadcast against one sample \(2,\)",
+    ),
+    "an offset that would add an axis": (
+        lambda: federate(X[:, :1], Y, ALL, [10], offset=np.ones(3)),
+        r"offset has shape \(3,\), which does not broadcast against one sample \(1,\)",
+    ),
+    "a scale of NaN": (lambda: federate(X, Y, ALL, [10], scale=np.nan), "scale holds NaN"),
+    "bytes and numbers": (
+        lambda: from_clients([(X.astype(np.uint8), Y), (X, Y)]),
+        "some clients' inputs are uint8",
+    ),
+    "a client beyond": (lambda: federate(X, Y, ALL, [10]).client(1), "index=1, but there are N=1 clients"),
     "no clients given": (lambda: from_clients([]), "clients is empty"),
     "clients of mixed shape": (lambda: from_clients([(X, Y), (X[:, :1], Y)]), "clients' inputs differ in shape"),
     "client lengths differ": (lambda: from_clients([(X, Y[:9])]), "client 0 has 10 inputs and 9 labels"),

@@ -1,0 +1,32 @@
+# make run: a first look (sets up .venv when needed). make test: every check. PYTHON=/path/to/python uses that environment as it is.
+# ARGS are handed on, e.g. make run ARGS="--rounds 100".
+
+VENV := .venv
+ifdef PYTHON
+PY := $(PYTHON)
+else
+PY := $(VENV)/bin/python
+endif
+
+.PHONY: run test
+.DEFAULT_GOAL := run
+
+run: $(if $(PYTHON),,$(VENV)/.ready-experiments)
+	$(PY) -m experiments.quickstart $(ARGS)
+
+test: $(if $(PYTHON),,$(VENV)/.ready-tests)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -n 2 $(ARGS)
+
+$(VENV)/bin/python:
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: python3 must be 3.11 or newer; or use an environment of your own: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
+	python3 -m venv $(VENV)
+
+# One stamp for each set of extras; a change of pyproject.toml installs anew.
+$(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet -e ".[$*]"
+	@touch $@

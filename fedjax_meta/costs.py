@@ -1,0 +1,172 @@
+"""What a round costs: bytes that a client receives and sends, and the wall-clock of a testbed of slow devices.
+
+Bytes follow from what an algorithm really exchanges (`Algorithm.exchange`): its masks, averaged optimiser slots, statistics
+and collaboration. They leave out a client's scalar weights and diagnostics. MTFL (arXiv 2007.09236, §5) gives the shares of
+download, training, upload and aggregation on a testbed of Raspberry Pis; `DeviceTestbed` models one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.local import parameter_loss
+from fedjax_meta.masks import split, variables_shape
+from fedjax_meta.task import Batch, Task
+
+
+class Traffic(NamedTuple):
+    """Bytes of one client in one round.
+
+    Attributes:
+      down: what it receives from the server.
+      up: what it sends.
+    """
+
+    down: int
+    up: int
+
+
+def size_in_bytes(tree: Any, bits: int | None = None) -> int:
+    """Bytes of a pytree of arrays or shapes; with `bits`, of its floating-point leaves after `aggregate.quantized`.
+
+    Example:
+      >>> import numpy as np
+      >>> tree = {"a": np.ones(10, np.float32), "b": np.ones(3, np.float32)}
+      >>> size_in_bytes(tree), size_in_bytes(tree, bits=4)
+      (52, 23)
+    """
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        whole = leaf.size * leaf.dtype.itemsize
+        if bits is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            total += whole
+        else:
+            total += -(-leaf.size * bits // 8) + 2 * leaf.dtype.itemsize
+    return total
+
+
+def traffic(algorithm: Algorithm, data: FederatedData) -> Traffic:
+    """Bytes down and up of a client in a round; nothing is computed.
+
+    Raises:
+      ValueError: an algorithm that does not say what it exchanges.
+    """
+    if algorithm.exchange is None:
+        raise ValueError("the algorithm has no `exchange`; `federated` gives every algorithm one")
+    down, averaged, apart, bits = algorithm.exchange(data)
+    return Traffic(size_in_bytes(down), size_in_bytes(averaged, bits) + size_in_bytes(apart))
+
+
+def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:
+    """FLOPs of the gradient of one batch, as XLA counts them before it optimises.
+
+    Convolutions count in the form in which the task computes them: `form="lax"` has the fewest.
+    """
+    variables = variables_shape(task)
+    parameters, buffers = split(variables, task.trainable(variables))
+
+    def gradient(parameters: Any, buffers: Any, index: jax.Array) -> Any:
+        batch = data.client(0)[data.views[0]].take(index, jnp.ones(batch_size))
+        return jax.grad(parameter_loss(task, buffers))(parameters, (Batch(*batch), jax.random.key(0)))
+
+    index = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    counted: Any = jax.jit(gradient).lower(parameters, buffers, index).cost_analysis()
+    return float(counted["flops"])
+
+
+class Device(NamedTuple):
+    """A class of client devices.
+
+    Attributes:
+      name: for tables.
+      share: of the clients, relative to the other classes.
+      flops: floating-point operations a second that training reaches.
+      down, up: bytes a second.
+    """
+
+    name: str
+    share: float
+    flops: float
+    down: float
+    up: float
+
+
+class DeviceTestbed(NamedTuple):
+    """Client devices, and the bytes of uploads that the server averages in a second."""
+
+    devices: tuple[Device, ...]
+    aggregation: float
+
+
+RASPBERRY_PIS = DeviceTestbed(
+    (
+        Device("Raspberry Pi 2B", share=0.5, flops=0.15e9, down=2.5e6, up=2.5e6),
+        Device("Raspberry Pi 3B", share=0.5, flops=0.3e9, down=2.5e6, up=2.5e6),
+    ),
+    aggregation=0.5e9,
+)
+"""Like MTFL's testbed: half 2B, half 3B, on Wi-Fi. The rates are this library's assumptions, not measurements of the paper."""
+
+
+class RoundTime(NamedTuple):
+    """Seconds of a synchronous round, as the slowest class of devices spends them, and the server's."""
+
+    download: float
+    train: float
+    upload: float
+    aggregate: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole round."""
+        return sum(self)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each part of the round as a share of the whole."""
+        return {name: value / self.total for name, value in self._asdict().items()}
+
+
+def client_times(bytes_: Traffic, flops: float, testbed: DeviceTestbed) -> list[RoundTime]:
+    """What a client of each class of devices spends in a round of `flops` operations; without the server's part."""
+    checks.positive("flops", flops)
+    checks.positive("rates", [rate for device in testbed.devices for rate in device[1:]])
+    return [
+        RoundTime(bytes_.down / device.down, flops / device.flops, bytes_.up / device.up, 0.0) for device in testbed.devices
+    ]
+
+
+def round_time(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, cohort_size: int) -> RoundTime:
+    """A synchronous round in which every class of devices has a client: the server waits for the slowest.
+
+    Args:
+      bytes_: see `traffic`.
+      flops: operations of a client's round, e.g. its gradients times `gradient_flops`.
+      testbed: the devices.
+      cohort_size: C, how many uploads the server averages.
+
+    Raises:
+      ValueError: rates or counts that are not above 0.
+
+    Example:
+      >>> round_time(Traffic(0, 0), 4e9, RASPBERRY_PIS, cohort_size=10).shares["train"]
+      1.0
+    """
+    checks.count("cohort_size", cohort_size)
+    checks.positive("aggregation", testbed.aggregation)
+    slowest = max(client_times(bytes_, flops, testbed), key=lambda time: time.total)
+    return slowest._replace(aggregate=cohort_size * bytes_.up / testbed.aggregation)
+
+
+def seconds_by_client(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, num_clients: int) -> np.ndarray:
+    """`[N]`: how long each client takes for a round, classes dealt in turn by their shares; for `participation.deadline`."""
+    checks.count("num_clients", num_clients)
+    total = np.array([time.total for time in client_times(bytes_, flops, testbed)])
+    shares = np.array([device.share for device in testbed.devices], float)
+    middle = (np.arange(num_clients) + 0.5) / num_clients
+    return total[np.searchsorted(np.cumsum(shares / shares.sum()), middle)]

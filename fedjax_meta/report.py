@@ -1,0 +1,282 @@
+"""What is shown of a run: compact records of every client at every evaluation, tables, and figures.
+
+matplotlib and rich are imported only when they are needed. Axis letters: E evaluations, N clients, K classes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_meta import evaluate
+from fedjax_meta.simulate import Record
+
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+COLORS = (
+    "#6f7782",
+    "#3b6ea8",
+    "#d1495b",
+    "#2a9d8f",
+    "#e08e0b",
+    "#7b4fa3",
+    "#5b8c3a",
+    "#00a6c8",
+    "#b5651d",
+    "#d65da8",
+    "#1f3b63",
+    "#8a1c2f",
+    "#0b6e4f",
+    "#111111",
+)
+"""Colours of lines, told apart also by the colour-blind where there are few of them."""
+
+
+def compact(record: Record) -> dict[str, Any]:
+    """A record as JSON values: the whole distribution over clients, and the confusion matrices that all scores follow from.
+
+    Returns:
+      `round`, `seconds`, `compile_seconds`, `train` (each training metric by round), and `tests`: for each evaluator
+      `accuracy`, `f1` (as S0 takes it) and `loss` of each client `[N]`, `scores` as in `evaluate.summary`, and
+      `confusion [N, K, K]`.
+    """
+    return {
+        "round": record.round,
+        "seconds": round(record.seconds, 4),
+        "compile_seconds": round(record.compile_seconds, 4),
+        "train": {name: _numbers(values) for name, values in record.metrics.items()},
+        "tests": {name: _test(evaluation) for name, evaluation in record.evaluations.items()},
+    }
+
+
+def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `compact` without its confusion matrices, which only the last evaluation of a run keeps."""
+    tests = {name: {key: value for key, value in test.items() if key != "confusion"} for name, test in row["tests"].items()}
+    return {**row, "tests": tests}
+
+
+def _test(evaluation: evaluate.Evaluation) -> dict[str, Any]:
+    confusion = np.asarray(evaluation.confusion)
+    return {
+        "accuracy": _numbers(evaluate.accuracy(confusion)),
+        "f1": _numbers(evaluate.macro_f1(evaluate.within_own_classes(confusion))),
+        "loss": _numbers(evaluation.loss),
+        "scores": evaluate.summary(evaluation),
+        "confusion": confusion.tolist(),
+    }
+
+
+def _numbers(values: Any) -> list[float]:
+    """float32 values `[n]` as the shortest decimals that give the same float32 back."""
+    return [float(str(value)) for value in np.asarray(values, np.float32)]
+
+
+class Series(NamedTuple):
+    """One system on one group of clients, in one training run.
+
+    Attributes:
+      title: of the system.
+      clients: which clients, e.g. "local" or "new".
+      seed: of the run.
+      rounds: int `[E]`.
+      accuracy: over all samples, in percent `[E]`.
+      by_client: each client's accuracy at the last evaluation, in percent `[N]`.
+      scores: the last of `evaluate.summary`, accuracies and F1 in percent.
+    """
+
+    title: str
+    clients: str
+    seed: int
+    rounds: np.ndarray
+    accuracy: np.ndarray
+    by_client: np.ndarray
+    scores: dict[str, float]
+
+
+def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str) -> Series:
+    """The series of evaluator `test` in the rows of a run (see `compact`).
+
+    Raises:
+      ValueError: no rows, or no such test in them.
+    """
+    if not rows:
+        raise ValueError(f"{title}: there is no evaluation to report")
+    if test not in rows[-1]["tests"]:
+        raise ValueError(f"test {test!r} is not among those of the run: {', '.join(rows[-1]['tests'])}")
+    tests = [row["tests"][test] for row in rows]
+    last = tests[-1]["scores"]
+    return Series(
+        title,
+        clients,
+        seed,
+        np.array([row["round"] for row in rows]),
+        100 * np.array([one["scores"]["accuracy"] for one in tests]),
+        100 * np.array(tests[-1]["accuracy"]),
+        {name: value if name == "loss" else 100 * value for name, value in last.items()},
+    )
+
+
+def over_seeds(runs: Sequence[Series]) -> dict[str, tuple[float, float]]:
+    """Mean and population std of every score over the seeds of one system on one group of clients."""
+    return {
+        name: (float(np.mean(values)), float(np.std(values)))
+        for name in runs[0].scores
+        for values in [[run.scores[name] for run in runs]]
+    }
+
+
+def with_spread(value: tuple[float, float], runs: int) -> str:
+    """A mean as text, with its std where there are several runs.
+
+    Example:
+      >>> with_spread((97.456, 0.21), 3), with_spread((97.456, 0.0), 1)
+      ('97.46 ±0.21', '97.46')
+    """
+    return f"{value[0]:.2f} ±{value[1]:.2f}" if runs > 1 else f"{value[0]:.2f}"
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """A Markdown table; the first `text_columns` columns are set left, the others right.
+
+    Example:
+      >>> print(markdown_table(["system", "accuracy"], [["FedAvg", "82.1"]]))
+      | system | accuracy |
+      |:---|---:|
+      | FedAvg | 82.1 |
+    """
+    marks = [":---" if column < text_columns else "---:" for column in range(len(headings))]
+    lines = [" | ".join(headings).replace("\n", " "), "|".join(marks), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"|{line}|" if number == 1 else f"| {line} |" for number, line in enumerate(lines))
+
+
+def rich_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> Any:
+    """The same table for a terminal, as `rich.table.Table`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column < text_columns else "right", no_wrap=True, vertical="bottom")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def save_figure(
+    path: str | Path,
+    all_series: Sequence[Series],
+    *,
+    title: str,
+    published: Mapping[tuple[str, str], float] | None = None,
+) -> None:
+    """Draws, for each group of clients, accuracy by round above and its spread over clients at the last round below.
+
+    The spread shows every client as a dot (those of all seeds), the quartiles as a bar, and the accuracy over samples as a
+    line across it; the names beside it are the legend of both parts.
+
+    Args:
+      path: .png, .pdf or .svg.
+      all_series: at least one; several seeds of a system are drawn as their mean and range.
+      title: of the figure.
+      published: published accuracy over samples, in percent, by (title of the system, clients): drawn as a diamond.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(one.clients for one in all_series))
+    titles = list(dict.fromkeys(one.title for one in all_series))
+    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(titles)}
+    style: dict[Any, Any] = {
+        "font.size": 9.5,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "text.color": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+    }
+    with mpl.rc_context(style):
+        height = 3.6 + 1.0 + 0.42 * len(titles)
+        figure = Figure(figsize=(max(6.2 * len(groups), 8.0), height), layout="constrained")
+        axes = figure.subplots(2, len(groups), squeeze=False, height_ratios=[3.4, 0.8 + 0.42 * len(titles)])
+        # What every system scores before it has learned anything would only squeeze the curves.
+        low = min(float(min(one.accuracy[1:], default=one.accuracy[0])) for one in all_series)
+        worst = min([float(one.by_client.min()) for one in all_series] + list((published or {}).values()))
+        for column, clients in enumerate(groups):
+            mine = [one for one in all_series if one.clients == clients]
+            _draw_curves(axes[0, column], mine, colors, f"{clients} clients", low)
+            axes[1, column].set_xlim(10 * np.floor(worst / 10) - 1, 101)
+            _draw_spread(axes[1, column], mine, colors, published or {}, names=column == 0)
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+
+
+def _draw_curves(axis: Any, runs: Sequence[Series], colors: Mapping[str, str], title: str, low: float) -> None:
+    for name, color in colors.items():
+        mine = [one for one in runs if one.title == name]
+        if not mine:
+            continue
+        lines = np.stack([one.accuracy for one in mine])
+        axis.plot(mine[0].rounds, lines.mean(0), color=color, linewidth=1.8, solid_capstyle="round")
+        if len(mine) > 1:
+            axis.fill_between(mine[0].rounds, lines.min(0), lines.max(0), color=color, alpha=0.18, linewidth=0)
+    axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
+    axis.set_xlabel("round")
+    axis.set_ylabel("accuracy over samples, %")
+    axis.set_ylim(max(low - 4, 0), 101)
+    axis.set_xlim(left=0)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+
+
+def _draw_spread(
+    axis: Any,
+    runs: Sequence[Series],
+    colors: Mapping[str, str],
+    published: Mapping[tuple[str, str], float],
+    *,
+    names: bool,
+) -> None:
+    jitter = np.random.default_rng(0)
+    shown = False
+    titles = list(colors)
+    for place, (name, color) in enumerate(colors.items()):
+        mine = [one for one in runs if one.title == name]
+        if not mine:
+            middle = sum(axis.get_xlim()) / 2
+            axis.text(middle, place, "not measured", color=MUTED, fontsize=8, ha="center", va="center", style="italic")
+            continue
+        values = np.concatenate([one.by_client for one in mine])
+        axis.scatter(
+            values, place + jitter.uniform(-0.24, 0.24, values.size), s=11, color=color, alpha=0.4, linewidth=0, zorder=2
+        )
+        first, third = np.percentile(values, [25, 75])
+        axis.plot([first, third], [place, place], color=color, linewidth=6, alpha=0.45, solid_capstyle="butt", zorder=3)
+        accuracy = float(np.mean([one.accuracy[-1] for one in mine]))
+        axis.plot([accuracy, accuracy], [place - 0.34, place + 0.34], color=INK, linewidth=1.8, zorder=4)
+        axis.text(103, place, f"{accuracy:.1f}", color=INK, fontsize=9, va="center", ha="left", clip_on=False)
+        if (name, mine[0].clients) in published:
+            shown = True
+            axis.scatter(
+                [published[name, mine[0].clients]],
+                [place],
+                marker="D",
+                s=26,
+                facecolor="white",
+                edgecolor=INK,
+                linewidth=1.2,
+                zorder=5,
+            )
+    axis.set_ylim(len(titles) - 0.45, -0.6)
+    axis.set_yticks(range(len(titles)), titles if names else [""] * len(titles))
+    if names:
+        for label, name in zip(axis.get_yticklabels(), titles, strict=True):
+            label.set_color(colors[name])
+            label.set_fontweight("bold")
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    axis.grid(axis="x", color=GRID, linewidth=0.8)
+    legend = "bar: quartiles; line: over samples" + ("; diamond: published" if shown else "")
+    axis.set_xlabel(f"accuracy of each client at the last round, % ({legend})", fontsize=8.5)

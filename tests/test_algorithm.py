@@ -1,0 +1,290 @@
+"""What `federated` does around the rules of one client, with rules so small that every round has a closed form.
+
+Client i holds i + 1 samples, all of value i. In most tests its round adds `(i + 1)^2 (round + 1)` to every leaf that it
+received, so that the order of rounds, the weights and the start of each leaf can all be told from the result.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_meta.aggregate import combine
+from fedjax_meta.algorithm import Trained, federated
+from fedjax_meta.data.federated import federate
+from tests import problems
+
+KEY = jax.random.key(1)
+N = 4
+SIZES = np.arange(N) + 1
+VALUES = np.repeat(np.arange(N), SIZES)
+DATA = federate(VALUES[:, None].astype(float), np.zeros(len(VALUES), int), np.arange(len(VALUES)), SIZES, num_classes=1)
+START = {"shared": jnp.array([1.0, -1.0]), "own": jnp.array(5.0), "buffer": jnp.array(2.0)}
+PERSONAL = {"shared": False, "own": True, "buffer": False}
+TRAINABLE = {"shared": True, "own": True, "buffer": False}
+
+
+def _who(data):
+    return data["train"].in_order(4).get(0, 0).x[0, 0]
+
+
+def _gain(i, r=0):
+    return (i + 1) ** 2 * (r + 1)
+
+
+def _adds(weight=lambda data: data["train"].size, **more):
+    """The rule of the header; `more` are further fields of `Trained`, as functions of (received, data, trained model)."""
+
+    def client(key, received, data):
+        del key
+        gain = _gain(_who(data), received.round)
+        model = jax.tree.map(lambda leaf: leaf + gain, received.model)
+        extra = {name: value(received, data, model) for name, value in more.items()}
+        return Trained(model, jnp.asarray(weight(data), float), {"gain": gain}, **extra)
+
+    return client
+
+
+def _build(client=None, **options):
+    defaults = {
+        "init": lambda key: START,
+        "client": client or _adds(),
+        "personalize": lambda key, received, support: received.model,
+        "predict": lambda model, x: x,
+        "personal": PERSONAL,
+        "trainable": TRAINABLE,
+        "cohort_size": N,
+        "devices": 1,
+    }
+    return federated(**(defaults | options))
+
+
+def _run(algorithm, rounds=1, state=None, data=DATA):
+    step = jax.jit(algorithm.round)
+    state = algorithm.init(KEY, data) if state is None else state
+    for r in range(rounds):
+        state, info = step(jax.random.fold_in(KEY, r), state, data)
+    return state, info
+
+
+def _tested(algorithm, state, client):
+    return algorithm.personalize(KEY, state, DATA.client(0)["train"], client)
+
+
+def test_two_rounds_of_all_clients():
+    state, info = _run(_build(), 2)
+    by_samples = [np.average(_gain(np.arange(N), r), weights=SIZES) for r in (0, 1)]
+    np.testing.assert_allclose(state.model["shared"], np.array([1.0, -1.0]) + sum(by_samples), rtol=1e-14)
+    np.testing.assert_allclose(state.model["buffer"], 2 + sum(by_samples), rtol=1e-14)
+    # What is personal is summed up by its own client, and the server's stays as it was.
+    np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)) * 3, rtol=1e-14)
+    assert state.model["own"] == 5 and state.round == 2 and bool(jnp.all(state.seen))
+    assert state.personal["shared"] is state.personal["buffer"] is None
+    np.testing.assert_array_equal(info.metrics["gain"], _gain(info.ids, 1))
+
+
+def test_only_the_cohort_moves_and_a_first_participation_starts_from_the_servers_leaves():
+    algorithm = _build(cohort_size=2)
+    state, info = _run(algorithm)
+    ids, absent = np.asarray(info.ids), np.setdiff1d(np.arange(N), np.asarray(info.ids))
+    np.testing.assert_array_equal(state.seen, np.isin(np.arange(N), ids))
+    np.testing.assert_allclose(state.model["buffer"], 2 + np.average(_gain(ids), weights=SIZES[ids]), rtol=1e-14)
+    # The server's personal leaf changes under clients that never took part: they begin with the new value, not with the one
+    # that lay in their place when the run began.
+    state = state._replace(model={**state.model, "own": jnp.array(100.0)})
+    after, _ = _run(_build(), 1, state)
+    np.testing.assert_allclose(after.personal["own"][absent], 100 + _gain(absent, 1), rtol=1e-14)
+    np.testing.assert_allclose(after.personal["own"][ids], 5 + _gain(ids) + _gain(ids, 1), rtol=1e-14)
+
+
+def test_averaged_personal_leaves_are_the_mean_of_where_they_ended():
+    """The server holds the mean of the cohort's own leaves, wherever these began: with another cohort, not where it was."""
+    algorithm = _build(average_personal=True, cohort_size=2)
+    state, own, server = algorithm.init(KEY, DATA), {}, 5.0
+    step = jax.jit(algorithm.round)
+    for r in range(4):
+        state, info = step(jax.random.fold_in(KEY, r), state, DATA)
+        for i in np.asarray(info.ids).tolist():
+            own[i] = own.get(i, server) + _gain(i, r)
+        server = np.average([own[i] for i in np.asarray(info.ids).tolist()], weights=SIZES[np.asarray(info.ids)])
+        np.testing.assert_allclose(state.model["own"], server, rtol=1e-14)
+    for i, value in own.items():
+        np.testing.assert_allclose(state.personal["own"][i], value, rtol=1e-14)
+
+
+@pytest.mark.parametrize("own_at_test", [True, False])
+def test_which_personal_leaves_a_client_tests_with(own_at_test):
+    algorithm = _build(cohort_size=2, average_personal=True, own_at_test=own_at_test)
+    state, info = _run(algorithm)
+    seen, absent = int(info.ids[0]), int(np.setdiff1d(np.arange(N), np.asarray(info.ids))[0])
+    assert float(state.model["own"]) != float(state.personal["own"][seen])
+    expected = state.personal["own"][seen] if own_at_test else state.model["own"]
+    assert _tested(algorithm, state, seen)["own"] == expected
+    for client in (absent, None):
+        assert _tested(algorithm, state, client)["own"] == state.model["own"]
+    assert problems.leaves_equal(_tested(algorithm, state, seen)["shared"], state.model["shared"])
+
+
+@pytest.mark.parametrize("client", [4, -1])
+def test_a_client_that_does_not_exist_cannot_test(client):
+    algorithm = _build()
+    with pytest.raises(ValueError, match=rf"client={client} must be integers in \[0, 4\)"):
+        _tested(algorithm, algorithm.init(KEY, DATA), client)
+
+
+def test_a_round_from_which_nobody_returns_leaves_server_and_momentum_alone():
+    server = optax.adam(0.3)
+    before, _ = _run(_build(server_optimizer=server), 2)
+    after, _ = _run(_build(_adds(weight=lambda data: 0), server_optimizer=server), 1, before)
+    assert problems.leaves_equal((after.model, after.optimizer, after.seen), (before.model, before.optimizer, before.seen))
+    assert before.optimizer[0].count == 2 and after.round == 3
+
+
+def test_a_client_of_weight_0_counts_for_nothing_even_if_it_diverged():
+    def client(key, received, data):
+        trained = _adds()(key, received, data)
+        lost = _who(data) == 2
+        model = jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), trained.model)
+        return trained._replace(model=model, weight=jnp.where(lost, 0, trained.weight))
+
+    state, _ = _run(_build(client))
+    rest = np.array([0, 1, 3])
+    np.testing.assert_allclose(state.model["buffer"], 2 + np.average(_gain(rest), weights=SIZES[rest]), rtol=1e-14)
+    assert state.seen.tolist() == [True, True, False, True]
+
+
+def test_the_server_optimiser_moves_what_is_trainable_and_buffers_are_averaged():
+    """A first step of Adam is lr g / (|g| + eps), whatever the length of g; the buffer moves by the whole mean."""
+    state, _ = _run(_build(server_optimizer=optax.adam(0.25)))
+    mean = np.average(_gain(np.arange(N)), weights=SIZES)
+    np.testing.assert_allclose(state.model["shared"], np.array([1.0, -1.0]) + 0.25, rtol=1e-7)
+    np.testing.assert_allclose(state.model["buffer"], 2 + mean, rtol=1e-14)
+
+
+def test_momentum_is_carried_from_round_to_round():
+    state, _ = _run(_build(server_optimizer=optax.sgd(0.1, momentum=0.5)), 2)
+    first, second = (np.average(_gain(np.arange(N), r), weights=SIZES) for r in (0, 1))
+    expected = np.array([1.0, -1.0]) + 0.1 * first + 0.1 * (0.5 * first + second)
+    np.testing.assert_allclose(state.model["shared"], expected, rtol=1e-14)
+
+
+def test_a_pseudo_gradient_is_what_the_server_descends():
+    def gradient(received, data, model):
+        who = _who(data)
+        send = {
+            "shared": jnp.stack([who, -2 * who]),
+            "own": jnp.nan * who,
+            "buffer": received.model["buffer"] - model["buffer"],
+        }
+        return send
+
+    state, _ = _run(_build(_adds(pseudo_gradient=gradient), server_optimizer=optax.sgd(0.5)))
+    mean = np.average(np.arange(N), weights=SIZES)
+    np.testing.assert_allclose(state.model["shared"], [1 - 0.5 * mean, -1 + mean], rtol=1e-14)
+    # Personal leaves are not sent, so that the NaN in their place harms nobody.
+    np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)), rtol=1e-14)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_statistics_are_averaged_with_weights_of_their_own(prefix):
+    """Each part counts with its own weight; `update_extra` sees the moved model, the old extra and the summed weights."""
+    other = lambda data: jnp.where(_who(data) == 1, 0.0, 10.0 - _who(data))  # noqa: E731
+    client = _adds(
+        statistics=lambda received, data, model: {
+            "a": jnp.stack([_who(data)] * 2),
+            "b": _who(data) ** 2 + received.extra["b"],
+        },
+        **(
+            {"statistics_weight": lambda received, data, model: {"a": other(data), "b": 1.0 * (_who(data) < 0)}}
+            if prefix
+            else {}
+        ),
+    )
+    calls = {"init_extra": lambda *_: {"a": jnp.zeros(2), "b": jnp.array(7.0), "w": jnp.zeros(()), "shared": jnp.zeros(2)}}
+
+    def update_extra(state, mean, weight):
+        total = weight["a"] if prefix else weight
+        return {"a": mean["a"], "b": state.extra["b"] + mean["b"], "w": total, "shared": state.model["shared"]}
+
+    state, _ = _run(_build(client, update_extra=update_extra, **calls))
+    who = np.arange(N)
+    if prefix:
+        weights = np.where(who == 1, 0, 10 - who)
+        expected = {"a": np.full(2, np.average(who, weights=weights)), "b": 7.0, "w": weights.sum()}
+    else:
+        expected = {
+            "a": np.full(2, np.average(who, weights=SIZES)),
+            "b": 14 + np.average(who**2, weights=SIZES),
+            "w": SIZES.sum(),
+        }
+    assert problems.distance(state.extra, expected | {"shared": state.model["shared"]}) < 1e-13
+
+
+def test_clients_remember():
+    """Memory is a client's own, goes on from where it stopped, and a client that never took part has a fresh one."""
+    client = _adds(memory=lambda received, data, model: received.memory * 2 + _who(data))
+    algorithm = _build(
+        client,
+        init_memory=lambda *_: jnp.array(1.0),
+        cohort_size=2,
+        personalize=lambda key, received, support: received.memory,
+    )
+    state = algorithm.init(KEY, DATA)
+    step, expected = jax.jit(algorithm.round), np.ones(N)
+    for r in range(5):
+        state, info = step(jax.random.fold_in(KEY, r), state, DATA)
+        ids = np.asarray(info.ids)
+        expected[ids] = 2 * expected[ids] + ids
+    np.testing.assert_array_equal(state.memory, expected)
+    assert [float(_tested(algorithm, state, i)) for i in range(N)] == expected.tolist()
+    assert float(_tested(algorithm, state, None)) == 1
+
+
+def test_clients_collaborate_after_the_server_has_moved():
+    """Clients get a mixture of each other's personal leaves; the server's new model and what clients sent are at hand."""
+    matrix = np.random.default_rng(0).dirichlet(np.ones(N), N)
+
+    def collaborate(key, state, cohort, *_):
+        own = combine(jnp.asarray(matrix)[cohort.ids][:, cohort.ids], cohort.personal)
+        return own, cohort.memory + cohort.stacked + state.model["buffer"] + 100 * cohort.returned
+
+    client = _adds(
+        weight=lambda data: jnp.where(_who(data) == 0, 0, data["train"].size),
+        memory=lambda received, data, model: received.memory,
+        stacked=lambda received, data, model: 1000 * _who(data),
+    )
+    state, _ = _run(_build(client, init_memory=lambda *_: jnp.zeros(()), collaborate=collaborate))
+    who = np.arange(N)
+    np.testing.assert_allclose(state.personal["own"], matrix @ (5 + _gain(who)), rtol=1e-14)
+    buffer = 2 + np.average(_gain(who[1:]), weights=SIZES[1:])
+    np.testing.assert_allclose(state.memory, 1000 * who + buffer + 100 * (who > 0), rtol=1e-14)
+
+
+def test_a_new_client_may_have_a_rule_of_its_own():
+    algorithm = _build(new_client=lambda key, state, support: state.personal["own"].sum())
+    state, _ = _run(algorithm)
+    assert float(_tested(algorithm, state, None)) == 5 * N + _gain(np.arange(N)).sum()
+    assert _tested(algorithm, state, 1)["own"] == 5 + _gain(1)
+
+
+def test_a_rule_may_return_plain_numbers():
+    def client(key, received, data):
+        return Trained(received.model, 1.0, {"one": 1.0}, stacked=2)
+
+    state, info = _run(_build(client))
+    assert info.metrics["one"].tolist() == [1.0] * N and bool(jnp.all(state.seen))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cohort_size": 0}, "cohort_size=0 must be an integer of at least 1"),
+        ({"cohort_size": 2.5}, "cohort_size=2.5 must be an integer of at least 1"),
+        ({"lanes": 0}, "lanes=0 must be an integer of at least 1"),
+        ({"devices": 0}, "devices=0 must be an integer of at least 1"),
+    ],
+)
+def test_counts_are_checked_when_an_algorithm_is_built(options, message):
+    with pytest.raises(ValueError, match=message):
+        _build(**options)

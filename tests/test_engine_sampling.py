@@ -1,0 +1,71 @@
+"""Cohorts: distinct clients, all equally likely, at a cost that does not grow with the population."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_meta.engine import sample_cohort
+
+
+def _cohorts(draws, clients, size):
+    keys = jax.random.split(jax.random.key(2), draws)
+    return np.asarray(jax.jit(jax.vmap(lambda key: sample_cohort(key, clients, size)))(keys))
+
+
+def _chi_square(counts):
+    expected = counts.sum() / counts.size
+    return ((counts - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize(("clients", "size"), [(7, 3), (50, 5), (1000, 10)])
+def test_a_cohort_is_distinct_and_in_range(clients, size):
+    cohorts = _cohorts(500, clients, size)
+    assert cohorts.dtype == np.int32 and cohorts.min() >= 0 and cohorts.max() < clients
+    assert all(len(set(cohort)) == size for cohort in cohorts.tolist())
+
+
+def test_every_client_and_every_pair_is_equally_likely():
+    # A chi-square of d degrees has mean d and variance 2 d: the seed is fixed and five deviations are allowed. Members of one
+    # draw exclude each other, which makes the first statistic smaller, by (N - C) / (N - 1), and never larger.
+    clients, draws = 9, 20_000
+    cohorts = _cohorts(draws, clients, 2)
+    assert _chi_square(np.bincount(cohorts.reshape(-1), minlength=clients)) < 8 + 5 * np.sqrt(16)
+    pairs = np.sort(cohorts, 1) @ [clients, 1]
+    counts = np.bincount(pairs, minlength=clients**2).reshape(clients, clients)[np.triu_indices(clients, 1)]
+    assert counts.sum() == draws
+    assert _chi_square(counts) < 35 + 5 * np.sqrt(70)
+
+
+def test_the_whole_population_is_everyone():
+    assert np.array_equal(sample_cohort(jax.random.key(0), 6, 6), np.arange(6))
+
+
+def test_the_work_does_not_depend_on_the_population():
+    def operations(clients):
+        return jax.make_jaxpr(lambda key: sample_cohort(key, clients, 10))(jax.random.key(0)).jaxpr
+
+    few, many = operations(100), operations(100_000_000)
+    assert [str(e.primitive) for e in few.eqns] == [str(e.primitive) for e in many.eqns]
+    largest = max(np.prod(v.aval.shape, initial=1) for e in many.eqns for v in e.outvars)
+    assert largest <= 10 * 24  # the members of the cohort by the rounds of the shuffle
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (8, "cohort_size=8 is more than the N=7 clients"),
+        (0, "cohort_size=0 must be an integer of at least 1"),
+        (2.0, "cohort_size=2.0 must be an integer"),
+        (True, "cohort_size=True must be an integer"),
+    ],
+)
+def test_a_cohort_that_cannot_be_is_refused(size, message):
+    with pytest.raises(ValueError, match=message):
+        sample_cohort(jax.random.key(0), 7, size)
+
+
+def test_sampling_can_be_vmapped_over_keys_and_its_key_decides():
+    one, two = (np.asarray(sample_cohort(jax.random.key(i), 1000, 5)) for i in (0, 1))
+    both = jax.vmap(lambda key: sample_cohort(key, 1000, 5))(jnp.stack([jax.random.key(0), jax.random.key(1)]))
+    assert np.array_equal(both, [one, two]) and not np.array_equal(one, two)

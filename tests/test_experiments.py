@@ -1,0 +1,288 @@
+"""The experiment scripts as a user meets them: tables of systems, errors, stopping, killing and resuming."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+import fedjax_meta as fm
+from experiments import _runner, fedmeta_per, quickstart
+from experiments.published import FEDMETA_PER, FEDMETA_PER_OWN_HEADS
+from fedjax_meta import checkpoint, models
+from fedjax_meta.data import sources
+
+ROOT = Path(__file__).parent.parent
+HERE = ["--devices", "2", "--no-compile-cache"]
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    """The scripts run as they do from a shell, not with the stricter settings of the other tests."""
+    with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
+        yield
+
+
+# The tables of systems.
+
+
+def test_every_row_of_the_published_tables_is_a_system():
+    for (dataset, clients), rows in FEDMETA_PER.items():
+        assert dataset in fedmeta_per.DATASETS
+        for name in rows:
+            assert clients in fedmeta_per.SYSTEMS[name].clients
+    assert {name for rows in FEDMETA_PER_OWN_HEADS.values() for name in rows} <= set(fedmeta_per.SYSTEMS)
+
+
+def test_published_numbers_are_percentages_in_a_sensible_order():
+    """What a typing slip would break: means near accuracies, F1 not above accuracy by more than rounding and strays."""
+    for rows in FEDMETA_PER.values():
+        for row in rows.values():
+            assert 0 < row.f1 < row.accuracy + 0.5 < 100.5
+            assert row.mean is None or abs(row.mean - row.accuracy) < 3.5
+
+
+def test_every_training_has_step_sizes():
+    for table in (fedmeta_per.USED, fedmeta_per.PRINTED):
+        for step_sizes in table.values():
+            assert set(step_sizes) == set(fedmeta_per.TRAININGS)
+    assert set(quickstart.STEP_SIZES) == set(quickstart.TRAININGS)
+    for systems, trainings in ((fedmeta_per.SYSTEMS, fedmeta_per.TRAININGS), (quickstart.SYSTEMS, quickstart.TRAININGS)):
+        assert {system.training for system in systems.values()} == set(trainings)
+        assert {training.algorithm for training in trainings.values()} <= set(fm.ALGORITHMS)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return fedmeta_per.load(sources.load("mnist_small"), list(fedmeta_per.SYSTEMS), seed=1, pairing=None)
+
+
+def plans(small, names, step_sizes="mnist", **options):
+    systems = {name: fedmeta_per.SYSTEMS[name] for name in names}
+    options = {"rounds": 2, "eval_every": 2, "seeds": [1], "config": {}, **options}
+    return fedmeta_per.make_plans(systems, models.mlp(), small, fedmeta_per.USED[step_sizes], **options)
+
+
+def test_one_training_serves_systems_that_differ_at_test_time(small):
+    (plan,) = plans(small, ["fedper", "fedper_averaged", "fedper_meta", "fedper_meta_averaged"])
+    assert set(plan.tests) == {
+        "fedper/local",
+        "fedper_averaged/local",
+        "fedper_averaged/new",
+        "fedper_meta/local",
+        "fedper_meta_averaged/local",
+        "fedper_meta_averaged/new",
+    }
+
+
+def test_local_and_new_clients_are_trained_for_apart_where_their_step_sizes_differ(small):
+    local, new = plans(small, ["fedmeta_per_maml"])
+    assert (list(local.tests), list(new.tests)) == (["fedmeta_per_maml/local"], ["fedmeta_per_maml/new"])
+    assert (local.config["step_sizes"], new.config["step_sizes"]) == ([0.001, 0.001], [0.001, 0.0003])
+    (both,) = plans(small, ["fedmeta_maml"])
+    assert set(both.tests) == {"fedmeta_maml/local", "fedmeta_maml/new"}
+
+
+def test_all_plans_have_names_of_their_own(small):
+    names = [plan.name for plan in plans(small, list(fedmeta_per.SYSTEMS), seeds=[1, 2], step_sizes="cifar10")]
+    assert len(set(names)) == len(names)
+
+
+def test_controls_hold_all_samples(small):
+    """The IID clients and the one with everything share the samples of both splits; 75 and 80 % train."""
+    assert small.iid.num_clients == small.federated.train.num_clients == 50
+    assert small.pooled.num_clients == 1
+    assert int(small.pooled.sizes("train")[0]) == 0.8 * 5000
+    assert int(small.pooled.sizes("test")[0]) == 0.2 * 5000
+
+
+# A run, start to end.
+
+
+def invoke(app, *words):
+    return CliRunner().invoke(app, list(words))
+
+
+def numbers_of(folder):
+    """Everything in metrics.json but the times."""
+    runs = json.loads((folder / "metrics.json").read_text())["runs"]
+    for run in runs:
+        for row in run["rows"]:
+            assert row.pop("seconds") >= 0
+            assert row.pop("compile_seconds") >= 0
+    return runs
+
+
+def test_a_whole_run_and_what_may_be_resumed(tmp_path):
+    """Table, report, figure and metrics; the same again is refused, --resume gives the same numbers, other options do not."""
+    out = tmp_path / "run"
+    words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "2", "--eval-every", "1", *HERE]
+    words += ["--out", str(out)]
+    first = invoke(fedmeta_per.app, *words)
+    assert first.exit_code == 0, first.output
+    assert re.search(r"FedAvg +\d+\.\d\d ", first.output)
+    assert "no published numbers" in first.output
+    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.json", "figure.png", "report.md", "state"}
+    assert "| FedAvg |" in (out / "report.md").read_text()
+    runs = numbers_of(out)
+    assert [row["round"] for row in runs[0]["rows"]] == [1, 2]
+    assert ["confusion" in row["tests"]["fedavg/local"] for row in runs[0]["rows"]] == [False, True]
+    assert len(runs[0]["rows"][0]["tests"]["fedavg/new"]["accuracy"]) == 50
+
+    again = invoke(fedmeta_per.app, *words)
+    assert (again.exit_code, "add --resume" in again.stderr) == (1, True)
+    resumed = invoke(fedmeta_per.app, *words, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert numbers_of(out) == runs
+    words[words.index("--eval-every") + 1] = "2"
+    other = invoke(fedmeta_per.app, *words, "--resume")
+    assert (other.exit_code, "eval_every was 1" in other.stderr.replace("\n", " ")) == (1, True)
+    assert numbers_of(out) == runs
+
+
+def test_quickstart(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "SYSTEMS", {"fedper": quickstart.SYSTEMS["fedper"]})
+    done = invoke(quickstart.app, "--rounds", "2", "--out", str(tmp_path / "run"), *HERE)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"FedPer( +\d+\.\d +\d+\.\d ±\d+\.\d +\d+\.\d){2}", done.output)
+    assert "| FedPer |" in (tmp_path / "run" / "report.md").read_text()
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--dataset", "imagenet"], "--dataset='imagenet' is unknown; allowed are mnist, cifar10"),
+        (["--systems", "fedavg,fedsgd"], "--systems='fedsgd' is unknown; allowed are all, centralised"),
+        (["--seeds", "1,x"], "--seeds '1,x' must be numbers"),
+        (["--seeds", "1,1"], "none twice"),
+        (["--score", "best"], "--score='best' is unknown; allowed are online, fitted"),
+        (["--personal-layers", "3"], "asks for the last 3 layers, but the task names 2"),
+        (["--pairing", "3u"], "pairing='3u' is unknown; allowed are 2u+j, u+j"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", "nothing_here"], "there is no run to resume in nothing_here"),
+        (["--devices", "64"], "JAX sees 2"),
+        (["--dataset", "mnist", "--data-dir", "nothing_here"], "'mnist' is not prepared in nothing_here"),
+        (["--out", "/dev/null/run"], "could not write /dev/null/run/config.json"),
+    ],
+)
+def test_errors_are_one_line(words, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    if "--devices" in words:
+        monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    given = ["--dataset", "mnist_small", "--no-compile-cache", "--devices", "2", *words]
+    result = invoke(fedmeta_per.app, *given)
+    assert result.exit_code == 1
+    assert expected in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback():
+    result = invoke(fedmeta_per.app, "--dataset", "imagenet", "--debug")
+    assert isinstance(result.exception, ValueError)
+
+
+def test_no_space_stops_in_one_line(tmp_path, monkeypatch):
+    """A full disk while a state is saved: one line, and the folder can be resumed."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "1", *HERE, "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        result = invoke(fedmeta_per.app, *words)
+    assert result.exit_code == 1
+    assert re.search(r"^error: could not save round 1 to .*: No space left on device; .* intact$", result.stderr.strip())
+    assert invoke(fedmeta_per.app, *words, "--resume").exit_code == 0
+
+
+def test_numbers():
+    assert _runner.numbers("3, 1", "--seeds") == [3, 1]
+    with pytest.raises(ValueError, match="at least one"):
+        _runner.numbers(",", "--seeds")
+
+
+# A real process, stopped and killed.
+
+
+def start(out, cache, *words):
+    command = [sys.executable, "-m", "experiments.fedmeta_per", "--dataset", "mnist_small", "--systems"]
+    command += ["fedper,fedper_averaged,fedper_meta", "--rounds", "400", "--eval-every", "20", "--out", str(out), *words]
+    environment = {**os.environ, "FEDJAX_META_CACHE": str(cache), "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def until_round(process, folder, done):
+    limit = time.monotonic() + 240
+    while (checkpoint.latest_round(folder) or 0) < done:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(tmp_path):
+    """Ctrl-C, then kill -9, then to the end: every number and every array equal those of a run left alone, bit for bit."""
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    state = broken / "state" / "fedper_seed1"
+
+    process = start(broken, tmp_path / "cache")
+    until_round(process, state, 20)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert f"--out {broken} --resume" in said
+    assert not (broken / "metrics.json").exists()
+
+    stopped_at = checkpoint.latest_round(state)
+    process = start(broken, tmp_path / "cache", "--resume")
+    until_round(process, state, stopped_at + 40)
+    process.kill()
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoint.latest_round(state) < 400
+
+    for folder, words in ((broken, ["--resume"]), (whole, [])):
+        process = start(folder, tmp_path / "cache", *words)
+        _, said = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+    assert numbers_of(broken) == numbers_of(whole)
+    arrays = [dict(_arrays(folder / "state" / "fedper_seed1" / "400" / "state")) for folder in (broken, whole)]
+    assert arrays[0].keys() == arrays[1].keys()
+    assert len(arrays[0]) > 5
+    for name in arrays[0]:
+        assert arrays[0][name].tobytes() == arrays[1][name].tobytes()
+
+
+def _arrays(folder):
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointer().restore(folder).items()
+
+
+def test_every_experiment_explains_itself():
+    for app, word in product((fedmeta_per.app, quickstart.app), ("--out", "--resume", "--devices")):
+        shown = invoke(app, "--help")
+        assert shown.exit_code == 0
+        assert word in shown.output

@@ -1,0 +1,117 @@
+"""Local training against the same steps written out in NumPy, on least squares, where every step has a closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_meta import local
+from fedjax_meta.data.federated import federate
+from fedjax_meta.task import Batch, Task, weighted_mean
+from tests import problems
+
+KEY = jax.random.key(5)
+SIZES = np.array([5, 12, 1, 8])
+STARTS = np.cumsum(SIZES) - SIZES
+X = np.random.default_rng(2).normal(1.0, 2.0, (SIZES.sum(), 3))
+DATA = federate(X, np.zeros(len(X), int), np.arange(len(X)), SIZES, num_classes=1)
+START = {"w": jnp.array([1.0, -2.0, 0.5]), "frozen": jnp.array(3.0), "mean": jnp.zeros(3)}
+MOVES = {"w": True, "frozen": False, "mean": False}
+
+
+def _loss(variables, batch, key):
+    """1/2 E||frozen w - x||^2, and a running mean of the inputs as the buffer."""
+    del key
+    rows = jnp.sum((variables["frozen"] * variables["w"][None] - batch.x) ** 2, -1) / 2
+    mean = jnp.sum(batch.x * batch.weight[:, None], 0) / jnp.maximum(jnp.sum(batch.weight), 1)
+    return weighted_mean(rows, batch.weight), {**variables, "mean": 0.9 * variables["mean"] + 0.1 * mean}
+
+
+def _by_hand(batches, rate, momentum=0.0):
+    """The same in NumPy; `batches` are lists of rows."""
+    w, mean, losses = np.array(START["w"]), np.zeros(3), []
+    velocity = np.zeros(3)
+    for rows in batches:
+        losses.append(((3 * w - rows) ** 2).sum(1).mean() / 2)
+        velocity = momentum * velocity + 3 * (3 * w - rows).mean(0)
+        w, mean = w - rate * velocity, 0.9 * mean + 0.1 * rows.mean(0)
+    return w, mean, np.mean(losses)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_training_is_sgd_over_ragged_clients_and_partial_batches(momentum):
+    optimizer = optax.sgd(0.05, momentum=momentum)
+    step = jax.jit(lambda i: local.train(KEY, _loss, START, DATA.client(i)["train"].in_order(4), optimizer, MOVES))
+    for i, (begin, size) in enumerate(zip(STARTS, SIZES, strict=True)):
+        after, loss = step(i)
+        own = X[begin : begin + size]
+        w, mean, expected = _by_hand([own[t : t + 4] for t in range(0, size, 4)], 0.05, momentum)
+        np.testing.assert_allclose(after["w"], w, rtol=1e-12)
+        # The buffer followed the loss and the frozen leaf did not move, though its gradient is not 0.
+        np.testing.assert_allclose(after["mean"], mean, rtol=1e-12)
+        assert after["frozen"] == 3.0
+        assert float(loss) == pytest.approx(expected, rel=1e-12)
+
+
+def test_shuffled_epochs_are_the_batches_that_they_say():
+    batches = DATA.client(1)["train"].epochs(KEY, 5, 2)
+    rows = [np.asarray(b.x)[np.asarray(b.weight) > 0] for b in (batches.get(t, 0) for t in range(int(batches.steps)))]
+    assert [len(r) for r in rows] == [5, 5, 2, 5, 5, 2]
+    after, _ = jax.jit(lambda: local.train(KEY, _loss, START, batches, optax.sgd(0.05), MOVES))()
+    np.testing.assert_allclose(after["w"], _by_hand(rows, 0.05)[0], rtol=1e-12)
+
+
+def test_a_client_without_samples_does_nothing():
+    after, loss = jax.jit(
+        lambda i: local.train(KEY, _loss, START, DATA.client(i)["train"].epochs(KEY, 4), optax.adam(1.0), MOVES)
+    )(-1)
+    assert problems.leaves_equal(after, START) and loss == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_a_full_batch_in_chunks_is_one_big_batch(chunk):
+    """Each step contracts by 1 - 9 lr towards the least-squares solution mean(x) / 3, whatever the chunks."""
+    after, _ = jax.jit(
+        lambda: local.train(KEY, _loss, START, DATA.client(1)["train"].full(3, chunk_size=chunk), optax.sgd(0.05), MOVES)
+    )()
+    solution = X[5:17].mean(0) / 3
+    np.testing.assert_allclose(after["w"], solution + (1 - 9 * 0.05) ** 3 * (np.array(START["w"]) - solution), rtol=1e-12)
+
+
+def test_a_proximal_term_moves_the_solution_towards_its_anchor():
+    """The minimiser of 1/2||3w - m||^2 + mu/2||w - a||^2 is (3m + mu a) / (9 + mu); a step contracts by 1 - lr (9 + mu)."""
+    mu, anchor = 2.5, jnp.array([4.0, 0.0, -1.0])
+    loss = local.proximal(_loss, {**START, "w": anchor}, mu)
+    after, value = jax.jit(lambda: local.train(KEY, loss, START, DATA.client(3)["train"].full(2), optax.sgd(0.04), MOVES))()
+    mean, start = X[18:].mean(0), np.array(START["w"])
+    solution = (3 * mean + mu * np.array(anchor)) / (9 + mu)
+    ratio = 1 - 0.04 * (9 + mu)
+    np.testing.assert_allclose(after["w"], solution + ratio**2 * (start - solution), rtol=1e-12)
+    # Buffers are at their start in the anchor and moved on in the loss; the value is that of before each update.
+    values = []
+    for t, buffer in enumerate((np.zeros(3), 0.1 * mean)):
+        w = solution + ratio**t * (start - solution)
+        plain = ((3 * w - X[18:]) ** 2).sum(1).mean() / 2
+        values.append(plain + mu / 2 * (((w - np.array(anchor)) ** 2).sum() + (buffer**2).sum()))
+    assert float(value) == pytest.approx(np.mean(values), rel=1e-12)
+
+
+def test_every_batch_has_a_key_of_its_own():
+    def noisy(variables, batch, key):
+        del batch
+        return jnp.zeros(()), {"drawn": jnp.roll(variables["drawn"], 1).at[0].set(jax.random.uniform(key))}
+
+    batches = DATA.client(1)["train"].epochs(KEY, 2)
+    after, _ = jax.jit(lambda: local.train(KEY, noisy, {"drawn": jnp.zeros(6)}, batches, optax.sgd(1.0), {"drawn": False}))()
+    assert len(np.unique(after["drawn"])) == 6
+
+
+def test_the_loss_of_the_parameters_alone_holds_the_buffers():
+    task = Task(init=lambda key: START, loss=_loss, predict=lambda v, x: x)
+    buffers = {"w": None, "frozen": START["frozen"], "mean": START["mean"]}
+    parameters = {"w": START["w"], "frozen": None, "mean": None}
+    batch = Batch(jnp.asarray(X[:4]), jnp.zeros(4, int), jnp.array([1.0, 1.0, 1.0, 0.0]))
+    gradient = jax.grad(local.parameter_loss(task, buffers))(parameters, (batch, KEY))
+    np.testing.assert_allclose(gradient["w"], 3 * (3 * np.array(START["w"]) - X[:3].mean(0)), rtol=1e-12)
+    assert gradient["frozen"] is gradient["mean"] is None

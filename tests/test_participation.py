@@ -1,0 +1,159 @@
+"""Clients that crash, are late or do part of their work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_meta import models, participation, simulate
+from fedjax_meta.algorithms import fedavg, fedavg_adam, fedmeta_per, fedopt, mtfl
+from fedjax_meta.data.federated import from_clients
+from fedjax_meta.participation import Participation
+from fedjax_meta.task import Task
+
+SIZES = (4, 6, 10)
+
+
+@pytest.fixture(scope="module")
+def data():
+    sizes = np.array(SIZES)
+    x = [np.full((n, 2), i + 1, np.float32) for i, n in enumerate(SIZES)]
+    views = {name: (0 * sizes, sizes) for name in ("train", "support", "query")}
+    return from_clients([(one, np.arange(len(one)) % 2) for one in x], views=views)
+
+
+def climber():
+    """The weight goes up by the client's number at each step of rate 1."""
+
+    def loss(variables, batch, key):
+        return -jnp.sum(variables) * batch.x[0, 0], variables
+
+    return Task(lambda key: jnp.zeros(2), loss, lambda v, x: x + v[None])
+
+
+def fate(**by_client):
+    """Client i gets the i-th entry."""
+    table = {name: jnp.array(values) for name, values in by_client.items()}
+    return lambda key, client: Participation(**{name: values[client] for name, values in table.items()})
+
+
+def one_round(builder, data, **options):
+    algorithm = builder(cohort_size=3, **options)
+    before = algorithm.init(jax.random.key(0), data)
+    after, info = jax.jit(algorithm.round)(jax.random.key(1), before, data)
+    return before, after, info
+
+
+def climbing(**options):
+    return fedavg(climber(), lr=1.0, batch_size=2, **options)
+
+
+def test_everybody_on_time_changes_nothing(data):
+    _, plain, _ = one_round(climbing, data)
+    _, same, info = one_round(climbing, data, participation=lambda key, client: Participation())
+    np.testing.assert_array_equal(plain.model, same.model)
+    assert np.all(info.returned) and np.all(same.seen)
+
+
+def test_weights_are_those_of_who_returns(data):
+    # Clients take 2, 3 and 5 steps up of 1, 2 and 3.
+    _, after, info = one_round(climbing, data, participation=fate(returned=[True, False, True]))
+    np.testing.assert_allclose(after.model, (4 * 2 * 1 + 10 * 5 * 3) / 14, rtol=1e-6)
+    assert info.returned.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_late_keeps_what_it_trained_and_crashed_keeps_what_it_had(data, lanes):
+    rule = fate(returned=[False, True, True], crashed=[False, True, False])
+    before, after, info = one_round(climbing, data, participation=rule, personal="all", lanes=lanes)
+    np.testing.assert_array_equal(after.personal[0], [2, 2])
+    np.testing.assert_array_equal(after.personal[1], before.personal[1])
+    np.testing.assert_array_equal(after.personal[2], [15, 15])
+    assert after.seen.tolist() == [True, False, True] and info.returned.tolist() == [False, False, True]
+
+
+def test_part_of_the_work(data):
+    # 2, 3 and 5 steps an epoch; a third of three epochs is one, half of 6, 9 and 15 steps is 3, 5 and 8.
+    for share, steps in ((1 / 3, (2, 3, 5)), (0.5, (3, 5, 8)), (1.0, (6, 9, 15))):
+        rule = fate(work=[share] * 3)
+        _, after, _ = one_round(climbing, data, participation=rule, personal="all", epochs=3)
+        np.testing.assert_array_equal(after.personal[:, 0], np.array(steps) * (1, 2, 3))
+    _, after, _ = one_round(
+        lambda **options: mtfl(climber(), lr=1.0, batch_size=2, steps=4, private="all", **options),
+        data,
+        participation=fate(work=[0.25, 0.6, 1.0]),
+    )
+    np.testing.assert_array_equal(after.personal.variables[:, 0], [1, 3 * 2, 4 * 3])
+    np.testing.assert_array_equal(after.memory.drawn, [2, 6, 8])
+
+
+def test_no_work_is_no_part(data):
+    _, after, info = one_round(climbing, data, participation=fate(work=[0.0, 1.0, 1.0]))
+    np.testing.assert_allclose(after.model, (6 * 3 * 2 + 10 * 5 * 3) / 16, rtol=1e-6)
+    assert info.returned.tolist() == after.seen.tolist() == [False, True, True]
+
+
+NETWORK = models.Network((2,), 2, hidden=(3,), normed=("fc1",))
+
+
+@pytest.mark.parametrize("rule", [fate(crashed=[True] * 3), fate(returned=[False] * 3), fate(work=[0.0] * 3)])
+@pytest.mark.parametrize("builder", [fedavg, fedopt, mtfl, fedavg_adam, fedmeta_per])
+def test_a_round_from_which_nobody_returns(data, builder, rule):
+    task = models.flax_task(NETWORK, (2,), layers=("fc1", "head"), features="features", head="head")
+    before, after, info = one_round(lambda **options: builder(task, **options), data, participation=rule)
+    for a, b in zip(jax.tree.leaves(before[:3]), jax.tree.leaves(after[:3]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(after.round) == 1 and not np.any(info.returned)
+
+
+def test_means_of_metrics_are_over_who_returned(data):
+    def mean_loss(rule):
+        algorithm = climbing(cohort_size=3, participation=rule)
+        state = algorithm.init(jax.random.key(0), data)
+        _, log = simulate.run_rounds(algorithm, jax.random.key(1), state, data, 1, most=1)
+        return float(log["loss"][0])
+
+    # The mean loss of client i over its steps: before step t both weights are (t - 1) i, the loss is -2 (t - 1) i^2.
+    losses = [-2 * (i + 1) ** 2 * np.mean(np.arange(steps)) for i, steps in enumerate((2, 3, 5))]
+    assert mean_loss(fate(returned=[True, False, True])) == pytest.approx(np.mean([losses[0], losses[2]]))
+    assert np.isnan(mean_loss(fate(crashed=[True] * 3)))
+
+
+def outcomes(rule, count=4000, client=0):
+    return jax.vmap(lambda key: jax.tree.map(jnp.asarray, rule(key, jnp.int32(client))))(
+        jax.random.split(jax.random.key(0), count)
+    )
+
+
+def test_unreliable_rates():
+    found = outcomes(participation.unreliable(late=0.3, crashed=0.1))
+    # Four standard errors of a share of 4,000.
+    assert np.mean(found.crashed) == pytest.approx(0.1, abs=0.02)
+    assert np.mean(found.returned) == pytest.approx(0.7, abs=0.03)
+
+
+def test_stragglers_do_whole_epochs():
+    found = np.asarray(outcomes(participation.stragglers(0.6, epochs=4)).work)
+    values, counts = np.unique(np.round(found * 4, 5), return_counts=True)
+    assert values.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(counts / found.size, [0.2, 0.2, 0.2, 0.4], atol=0.03)
+
+
+def test_deadline():
+    seconds = [1.0, 4.0]
+    late = participation.deadline(seconds, limit=2.0, partial=False)
+    partial = participation.deadline(seconds, limit=2.0, partial=True)
+    key = jax.random.key(0)
+    assert [bool(late(key, i).returned) for i in (0, 1)] == [True, False]
+    assert [float(partial(key, i).work) for i in (0, 1)] == [1.0, 0.5]
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="late=1.5"):
+        participation.unreliable(late=1.5)
+    with pytest.raises(ValueError, match="share=-0.1"):
+        participation.stragglers(-0.1, epochs=3)
+    with pytest.raises(ValueError, match="epochs=1"):
+        participation.stragglers(0.5, epochs=1)
+    with pytest.raises(ValueError, match="seconds"):
+        participation.deadline([1.0, 0.0], limit=1.0, partial=True)
