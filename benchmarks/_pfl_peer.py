@@ -16,7 +16,7 @@ from pfl.data.sampling import get_user_sampler
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class _Model(torch.nn.Module):
@@ -28,7 +28,7 @@ class _Model(torch.nn.Module):
         return self.net(x)
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.net(x), y)
+        return functional.cross_entropy(self.net(x), y)
 
     def metrics(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         return {}

@@ -8,7 +8,7 @@ import torch
 from _workloads import LAYERS, Job, channels_first, channels_last
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.nn import functional as F
+from torch.nn import functional
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -56,7 +56,7 @@ def epoch(net: nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, y: to
     """FedAvg's work for one client, in place: one pass of SGD over `x [S, ...]` in the given order."""
     for index in torch.from_numpy(order).to(x.device).split(job.workload.batch_size):
         batch = (x[index], y[index]) if job.shuffle else (x[index[0] : index[-1] + 1], y[index[0] : index[-1] + 1])
-        loss = F.cross_entropy(net(batch[0]), batch[1])
+        loss = functional.cross_entropy(net(batch[0]), batch[1])
         descend(parameters, torch.autograd.grad(loss, parameters), job.workload.lr)
 
 
@@ -66,14 +66,14 @@ def meta_steps(net: nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, 
     names = [name for name, _ in net.named_parameters()]
     for step in range(case.steps):
         support, query = case.support(step), case.query(step)
-        loss = F.cross_entropy(net(x[support]), y[support])
+        loss = functional.cross_entropy(net(x[support]), y[support])
         exact = case.rule == "exact"
         inner = torch.autograd.grad(loss, parameters, create_graph=exact)
         adapted = [p - case.lr * g for p, g in zip(parameters, inner, strict=True)]
         if not exact:
             adapted = [p.detach().requires_grad_() for p in adapted]
         logits = functional_call(net, dict(zip(names, adapted, strict=True)), (x[query],))
-        loss = F.cross_entropy(logits, y[query])
+        loss = functional.cross_entropy(logits, y[query])
         descend(parameters, torch.autograd.grad(loss, parameters if exact else adapted), case.lr)
 
 
@@ -109,7 +109,7 @@ def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.
     x, y = samples(job)
 
     def loss(parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(net, dict(zip(names, parameters, strict=True)), (x,)), y)
+        return functional.cross_entropy(functional_call(net, dict(zip(names, parameters, strict=True)), (x,)), y)
 
     def step(parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         gradients = grad(loss)(parameters, x, y)

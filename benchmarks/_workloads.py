@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a round, of model and gradients alone; a product with a Hessian counts as a gradient."""
+        """Floating-point operations of a round, of model and gradients alone; a Hessian's product counts as a gradient."""
         per_sample = MODELS[self.model][1]
         passes = self.samples + (self.steps * self.batch_size if self.rule == "exact" else 0)
         return self.cohort_size * passes * per_sample
@@ -88,8 +88,8 @@ class Job:
 
     Attributes:
       workload: the case.
-      x, y: its samples, as `Workload.arrays` gives them. For a comparison of results they hold the cohort alone, `[C, S, ...]`,
-        in the order in which it went through them.
+      x, y: its samples, as `Workload.arrays` gives them. For a comparison of results they hold the cohort alone,
+        `[C, S, ...]`, in the order in which it went through them.
       parameters: where to begin, by `layer/kernel` and `layer/bias` as the library stores them.
       shuffle: whether each client shuffles its samples anew in each round; not for a comparison of results.
       threads: threads of a peer's matrix products.

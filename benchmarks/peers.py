@@ -1,7 +1,7 @@
 """Rounds of this library beside rounds of PyTorch, Flower, pfl-research and FedJAX: same data, model, batches and steps.
 
 Every simulator runs in a process of its own and gets its turns one after the other, in another order each time. Its first
-round, with compilation, is reported apart. Results are compared: everyone repeats one round of this library on the same batches.
+round, with compilation, is reported apart. Results are compared: all repeat one round of this library on the same batches.
 
 The others: `pip install torch "flwr[simulation]" pfl fedjax`. What is not installed is left out, and the table says so.
 """
@@ -37,6 +37,7 @@ class Worker:
     """A simulator that waits for its turn."""
 
     def __init__(self, peer: str, workload: str, threads: int, recorded: str = "") -> None:
+        """Starts it; the other arguments are those of `_worker.main`."""
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
         # First rounds are to be cold for everyone.
@@ -45,7 +46,7 @@ class Worker:
         settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
         if peer not in ("fedjax_meta", "FedJAX"):
             settings["OMP_NUM_THREADS"] = str(threads)
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the worker
         self._process = subprocess.Popen(
             [sys.executable, str(folder / "_worker.py"), peer, workload, str(threads), recorded],
             stdin=subprocess.PIPE,

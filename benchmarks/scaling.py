@@ -113,7 +113,7 @@ def population_cases(most: int) -> Cases:
 
 
 def skew_cases() -> Cases:
-    """Uneven clients, and equal ones with as many samples in all; times are for cohorts of as many samples as equal ones hold."""
+    """Uneven clients, and equal ones with as many samples; times are for cohorts that hold what a cohort of equal ones does."""
     rounds, cohort = 50, 5
     uneven = np.array(SKEWED)
     keys = [jax.random.split(jax.random.fold_in(jax.random.key(0), r), 3)[0] for r in range(rounds)]

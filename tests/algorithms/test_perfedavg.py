@@ -177,7 +177,6 @@ def test_rates_that_are_learned_may_stay_with_their_client():
         ({"outer_at": "server"}, "meta_steps=4 needs outer_at='client'"),
         ({"learned_rates": True, "estimator": fm.meta.reptile}, "reptile has no gradient for learned rates"),
     ],
-    ids=str,
 )
 def test_a_wrong_argument_is_refused_when_the_algorithm_is_built(options, message):
     with pytest.raises(ValueError, match=message):

@@ -139,7 +139,6 @@ def test_reptile_takes_server_momentum_sample_weights_and_a_private_head():
         (fm.reptile, {"batch_size": None}, "batch_size=None"),
         (fm.reptile, {"learned_rates": True}, "reptile has no gradient for learned rates"),
     ],
-    ids=str,
 )
 def test_a_wrong_argument_is_refused_when_the_algorithm_is_built(build, options, message):
     with pytest.raises(ValueError, match=message):
