@@ -46,7 +46,7 @@ class Worker:
         settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
         if peer not in ("fedjax_meta", "FedJAX"):
             settings["OMP_NUM_THREADS"] = str(threads)
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the worker
+        self._errors = tempfile.TemporaryFile("w+")  # it lives as long as the worker
         self._process = subprocess.Popen(
             [sys.executable, str(folder / "_worker.py"), peer, workload, str(threads), recorded],
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from fedjax_meta.data import protocols, sources
 
 TRAININGS = {
     "fedavg": Training("fedavg"),
-    "fedper": Training("fedper", options={"average_personal": True}),  # so that new clients have a head to begin with
+    "fedper": Training("fedper"),  # whose heads stay with their clients: a new one begins with the initial head
     "fedmeta_maml": Training("fedmeta_maml"),
     "fedmeta_metasgd": Training("fedmeta_metasgd"),
     "fedmeta_per_maml": Training("fedmeta_per_maml"),
