@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 import fedjax_meta as fm
@@ -328,29 +329,29 @@ def _score(row: Mapping[str, Any], plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _display(runs: int) -> Iterator[_Display]:
-    columns = (
+    columns = [
         SpinnerColumn(),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=18),
+        *([BarColumn(bar_width=16)] if console.width >= 120 else []),
         TextColumn("round {task.completed}/{task.total}"),
-        _Fields(),
         TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
+        _Fields(table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+    ]
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4, expand=True) as progress:
         yield _Display(progress, runs)
 
 
 class _Fields(TextColumn):
-    """Those of loss, accuracy, time left and compile time that are known."""
+    """Those of accuracy, loss, time left and compile time that are known, the most wanted first."""
 
-    def __init__(self) -> None:
-        super().__init__("")
+    def __init__(self, table_column: Column) -> None:
+        super().__init__("", table_column=table_column)
 
     def render(self, task: Task) -> Text:
         known = task.fields
         parts = [
-            known["loss"] and f"loss {known['loss']}",
             known["score"],
+            known["loss"] and f"loss {known['loss']}",
             known["left"] and f"{known['left']} left",
             known["state"],
         ]

@@ -57,8 +57,8 @@ def mean(summed: WeightedSum) -> Any:
     """The weighted mean; exactly 0 where no weight came in, so that a round in which nobody returns moves nothing."""
 
     def divide(w: jax.Array, part: Any) -> Any:
-        inverse = jnp.where(w > 0, 1 / jnp.where(w > 0, w, 1), 0)
-        return jax.tree.map(lambda leaf: leaf * inverse.astype(leaf.dtype), part)
+        some = w > 0
+        return jax.tree.map(lambda leaf: jnp.where(some, leaf / jnp.where(some, w, 1).astype(leaf.dtype), 0), part)
 
     return jax.tree.map(divide, summed.weight, summed.total)
 
