@@ -203,6 +203,10 @@ def run_cohort(
             lanes = 1 if _on_cpu() else _fitting_lanes(rule, mesh, key, ids, kept, context)
         lanes = min(lanes, -(-ids.shape[0] // mesh.size))
         slots, groups = _deal(sizes, lanes, mesh.size)
+        if mesh.size > 1:
+            # Every device deals for itself. Left alone, XLA parts the loop of `_deal` over the devices, with a collective in
+            # every step; on CPU devices, which may meet other collectives in another order, that can wait for ever.
+            slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, P()))
         here = ids.at[slots].get(mode="fill", fill_value=-1)
         kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
         run: Callable[..., Any] = partial(_stream, rule, lanes)
