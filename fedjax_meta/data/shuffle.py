@@ -29,15 +29,21 @@ def permuted(keys: jax.Array, index: jax.Array, size: jax.Array | int) -> jax.Ar
       int32 `[B]`; distinct entries have distinct images, in `[0, size)`.
     """
     size = jnp.maximum(jnp.asarray(size, jnp.int32), 1)
-    pivots = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32)
     index = jnp.clip(index, 0, size - 1)
-    for r in range(ROUNDS):
-        partner = pivots[..., r] - index
-        partner = jnp.where(partner < 0, partner + size, partner)
-        # Both members of a pair must see the same coin, so it hangs on the larger of the two.
-        coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), keys[..., r, 1])
-        index = jnp.where(coin, partner, index)
-    return index
+
+    def some_rounds(index: jax.Array, keys: jax.Array) -> tuple[jax.Array, None]:
+        pivots = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32)
+        for r in range(ROUNDS // 2):
+            partner = pivots[..., r] - index
+            partner = jnp.where(partner < 0, partner + size, partner)
+            # Both members of a pair must see the same coin, so it hangs on the larger of the two.
+            coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), keys[..., r, 1])
+            index = jnp.where(coin, partner, index)
+        return index, None
+
+    # A loop, if only of two steps, is what XLA does not fuse: it would compute an index anew for every number of its image.
+    halves = jnp.moveaxis(keys.reshape(*keys.shape[:-2], 2, ROUNDS // 2, 2), -3, 0)
+    return jax.lax.scan(some_rounds, index, halves)[0]
 
 
 def _hash(x: jax.Array, salt: jax.Array) -> jax.Array:
