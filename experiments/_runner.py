@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +23,7 @@ from rich.table import Column
 from rich.text import Text
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, report
+from fedjax_meta import checkpoint, checks, report
 from fedjax_meta.simulate import Evaluator, Record, simulate
 
 console = Console()
@@ -324,7 +324,8 @@ def _score(row: Mapping[str, Any], plan: Plan) -> str:
     first: dict[str, str] = {}
     for key, test in plan.tests.items():
         first.setdefault(test.clients, f"{test.clients} {100 * row['tests'][key]['scores']['accuracy']:.1f} %")
-    return ", ".join(first.values())
+    measured = row["train"].get("user_accuracy")
+    return ", ".join([*([f"UA {100 * measured[-1]:.1f} %"] if measured else []), *first.values()])
 
 
 @contextlib.contextmanager
@@ -394,3 +395,19 @@ def numbers(text: str, name: str, convert: Callable[[str], Any] = int) -> list[A
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} {text!r} must name at least one value, and none twice")
     return values
+
+
+def names(text: str, name: str, allowed: Iterable[str]) -> list[str]:
+    """The words of a comma-separated option, each one of those that are allowed.
+
+    Raises:
+      ValueError: another word.
+
+    Example:
+      >>> names("fl,mtfl", "--systems", ("fl", "mtfl", "fedprox"))
+      ['fl', 'mtfl']
+    """
+    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in words:
+        checks.one_of(name, word, tuple(allowed))
+    return words

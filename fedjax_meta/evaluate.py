@@ -77,15 +77,16 @@ def evaluate(
         state, data = context
         views = data.client(id_)
         variables = algorithm.personalize(key, state, views[support], jnp.maximum(id_, 0) if known else None)
-        batches = views[query].in_order(batch_size)
+        rows = max(min(batch_size, views[query].max_size), 1)
+        batches = views[query].in_order(rows)
 
         def step(t: Any, carry: Any) -> Any:
             confusion, total = carry
             batch = batches.get(t, 0)
             logits = algorithm.predict(variables, batch.x)
-            if logits.shape != (batch_size, classes):
+            if logits.shape != (rows, classes):
                 raise ValueError(
-                    f"predict gives {logits.shape} for B={batch_size} samples, but the data have K={classes} classes "
+                    f"predict gives {logits.shape} for B={rows} samples, but the data have K={classes} classes "
                     "(num_classes is the largest label plus 1 where the data were built without it)"
                 )
             losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)

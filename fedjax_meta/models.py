@@ -347,6 +347,7 @@ class Network(nn.Module):
       activation: a key of `ACTIVATIONS`.
       normed: names of the layers that have a batch norm.
       norm: `"before"` the activation and the pooling, or `"after"` both.
+      momentum: of the running statistics, see `BatchNorm`.
       start, dtype: see `Dense`.
       form: see `convolution`.
     """
@@ -358,6 +359,7 @@ class Network(nn.Module):
     activation: str = "relu"
     normed: tuple[str, ...] = ()
     norm: str = "after"
+    momentum: float = 0.1
     start: str = "torch"
     dtype: Any = None
     form: str | None = None
@@ -376,7 +378,7 @@ class Network(nn.Module):
         for i, features in enumerate(self.hidden, 1):
             setattr(self, f"fc{i}", Dense(features, **common))
         for i in range(len(self.normed)):
-            setattr(self, f"bn{i + 1}", BatchNorm())
+            setattr(self, f"bn{i + 1}", BatchNorm(self.momentum))
         self.head = Dense(self.classes, **common)
 
     def __call__(self, x: jax.Array, *, train: bool = False, weight: jax.Array | None = None) -> jax.Array:

@@ -63,6 +63,7 @@ def mtfl(
     steps: int | None = None,
     batch_size: int = 20,
     finetune_epochs: int = 0,
+    statistics_epochs: int = 0,
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
@@ -81,6 +82,8 @@ def mtfl(
       batch_size: B.
       finetune_epochs: passes over the support view before a client predicts; 0 is the paper's test. With 1 and the train view
         as support, a client is tested after its local training.
+      statistics_epochs: passes over the support view before those, which leave the parameters as they came and only move the
+        running statistics: these then belong to the model that is tested. The paper has none.
       weighting: "samples", "query" or "uniform".
       **options: those of `federated`.
 
@@ -92,6 +95,7 @@ def mtfl(
     checks.count("epochs", epochs)
     checks.count("batch_size", batch_size)
     checks.count("finetune_epochs", finetune_epochs, least=0)
+    checks.count("statistics_epochs", statistics_epochs, least=0)
     if steps is not None:
         checks.count("steps", steps)
         if epochs != 1:
@@ -141,10 +145,14 @@ def mtfl(
         return Trained(model, client_weight(weighting, data), {"loss": loss}, memory)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        if finetune_epochs == 0:
-            return received.model.variables
-        order_key, key = jax.random.split(key)
-        return descend(key, received.model, support.epochs(order_key, batch_size, finetune_epochs))[0].variables
+        model, (order_key, key, statistics_key, still_key) = received.model, jax.random.split(key, 4)
+        if statistics_epochs > 0:
+            batches = support.epochs(statistics_key, batch_size, statistics_epochs)
+            still = local.train(still_key, task.loss, model.variables, batches, optax.set_to_zero(), trainable)[0]
+            model = model._replace(variables=still)
+        if finetune_epochs > 0:
+            model, _ = descend(key, model, support.epochs(order_key, batch_size, finetune_epochs))
+        return model.variables
 
     return federated(
         init=init,
