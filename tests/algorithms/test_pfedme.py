@@ -58,6 +58,36 @@ def test_new_and_known_clients_find_their_models_alike():
         assert problems.distance(personalized(algorithm, state, client, of_client=5), expected) < 1e-12
 
 
+def test_local_models_that_stay_with_their_clients_written_out():
+    """Two rounds of two clients as MTFL's authors have it; one inner step, batches of all samples, one rate, weight decay."""
+    eta, weight, decay, sizes = 0.05, 2.0, 0.1, (24, 24)
+    parts = [(problems.data().x[i * 24 : (i + 1) * 24], problems.data().y[i * 24 : (i + 1) * 24]) for i in range(2)]
+    views = {name: (jnp.zeros(2, int), jnp.array(sizes)) for name in ("train", "support", "query", "test_support")}
+    data = fm.from_clients(parts, num_classes=3, views=views)
+    options = {"inner_steps": 1, "local_rounds": 2, "batch_size": 24, "cohort_size": 2, "outer_lr": eta, "lr": eta}
+    algorithm = pfedme(keep_local=True, weight_decay=decay, **options)
+    state = run(algorithm, 2, data=data)
+
+    server = start(algorithm).model
+    own = [server, server]
+    gradient = jax.jit(jax.grad(lambda v, samples: problems.task().loss(v, samples, KEY)[0]))
+    for _ in range(2):
+        for i in range(2):
+            theta, samples = server, data.client(i)["train"].take(jnp.arange(24), jnp.ones(24))
+            for _ in range(2):
+                g = gradient(theta, samples)
+                theta = jax.tree.map(lambda t, g, w: t - eta * (g + weight * (t - w) + decay * t), theta, g, own[i])
+                own[i] = jax.tree.map(lambda w, t: w - eta * weight * (w - t), own[i], theta)
+        server = jax.tree.map(lambda a, b: (a + b) / 2, *own)
+    assert problems.distance(state.model, server) < 1e-12
+    assert problems.distance(own[0], own[1]) > 1e-3
+    support = data.client(1)["test_support"]
+    assert problems.distance(algorithm.personalize(KEY, state, support, 1), own[1]) < 1e-12
+    assert problems.distance(algorithm.personalize(KEY, state, support, None), server) < 1e-12
+
+
 def test_a_weight_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="prox_weight=0"):
         pfedme(prox_weight=0)
+    with pytest.raises(ValueError, match="weight_decay=-0.1"):
+        pfedme(weight_decay=-0.1)
