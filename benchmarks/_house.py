@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from _workloads import Job, Workload
 
-from fedjax_meta import Algorithm, Task, engine, fedavg, local, masks, meta, models, simulate
+from fedjax_meta import Algorithm, Task, engine, fedavg, local, masks, meta, models, mtfl, simulate
 from fedjax_meta.algorithm import Received, Trained, federated
 from fedjax_meta.data.federated import Batches, ClientData, FederatedData, federate
 from fedjax_meta.data.shuffle import permuted, round_keys
@@ -62,23 +62,30 @@ def algorithm(case: Workload, **options: Any) -> Algorithm:
     options = {"cohort_size": case.cohort_size, **options}
     if case.rule == "fedavg":
         return fedavg(task, lr=case.lr, batch_size=case.batch_size, **options)
+    if case.rule == "private":
+        return mtfl(task, lr=case.lr, batch_size=case.batch_size, private="bn", **options)
     return meta_rounds(task, case, **options)
+
+
+def _name(path: Any) -> str:
+    """A leaf as `layer/part`, wherever the algorithm keeps it."""
+    return "/".join(masks.path_names(path)[-2:])
 
 
 def start(job: Job, key: Key, data: FederatedData, build: Algorithm) -> Any:
     """A fresh state that begins at the job's parameters."""
     state = build.init(key, data)
-    model = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.device_put(
-            job.parameters["/".join(masks.path_names(path)[1:])].astype(leaf.dtype), leaf.sharding
-        ),
-        state.model,
-    )
+
+    def given(path: Any, leaf: jax.Array) -> jax.Array:
+        values = job.parameters.get(_name(path))  # running statistics begin as they always do
+        return leaf if values is None else jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    model = jax.tree_util.tree_map_with_path(given, state.model)
     return state._replace(model=model)
 
 
-def shuffled_cohort(job: Job, key: Key) -> tuple[np.ndarray, np.ndarray]:
-    """The cohort's samples of the round with this key, each client's in the order in which `fedavg` goes through them."""
+def shuffled_cohort(job: Job, key: Key) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, samples, labels) of the cohort of the round with this key, each client's in the order in which it takes them."""
     cohort_key, client_key, _ = jax.random.split(key, 3)
     ids = engine.sample_cohort(cohort_key, len(job.x), job.workload.cohort_size)
     picked = []
@@ -87,9 +94,9 @@ def shuffled_cohort(job: Job, key: Key) -> tuple[np.ndarray, np.ndarray]:
         keys = round_keys(order_key, (1,))[0]
         picked.append(np.asarray(permuted(keys, jnp.arange(job.workload.samples, dtype=jnp.int32), job.workload.samples)))
     ids, order = np.asarray(ids), np.stack(picked)
-    if job.workload.rule != "fedavg":
+    if job.workload.rule not in ("fedavg", "private"):
         order = np.broadcast_to(np.arange(job.workload.samples), order.shape)
-    return job.x[ids[:, None], order], job.y[ids[:, None], order]
+    return ids, job.x[ids[:, None], order], job.y[ids[:, None], order]
 
 
 def one_round_by_hand(job: Job) -> dict[str, np.ndarray]:
@@ -98,9 +105,11 @@ def one_round_by_hand(job: Job) -> dict[str, np.ndarray]:
     data = federation(job)
     build = algorithm(job.workload)
     state, _ = jax.jit(build.round)(jax.random.fold_in(key, 0), start(job, key, data, build), data)
-    x, y = shuffled_cohort(job, jax.random.fold_in(key, 0))
-    leaves = jax.tree_util.tree_leaves_with_path(state.model)
-    return {"x": x, "y": y, **{"/".join(masks.path_names(path)[1:]): np.asarray(leaf) for path, leaf in leaves}}
+    ids, x, y = shuffled_cohort(job, jax.random.fold_in(key, 0))
+    model, personal = (jax.tree_util.tree_leaves_with_path(tree) for tree in (state.model, state.personal))
+    leaves = {_name(path): np.asarray(leaf) for path, leaf in model}
+    # What clients keep is compared client by client, in the order of the cohort.
+    return {"x": x, "y": y, **leaves, **{_name(path): np.asarray(leaf)[ids] for path, leaf in personal}}
 
 
 def serve(peer: str, job: Job, turns: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _workloads import LAYERS, Job, channels_first, channels_last
+from _workloads import NORMS, Job, channels_first, channels_last, norm_start, shapes
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
@@ -17,6 +17,9 @@ def network(model: str) -> nn.Module:
     """The workload's network; pooling stands before ReLU, which gives the same numbers with less work."""
     if model == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+    if model == "mtfl_mlp":
+        first = (nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.BatchNorm1d(200))
+        return nn.Sequential(*first, nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
     convolutions = (nn.Conv2d(3, 6, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU())
     dense = (nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
     return nn.Sequential(*convolutions, nn.Flatten(), *dense)
@@ -24,20 +27,18 @@ def network(model: str) -> nn.Module:
 
 def load(net: nn.Module, job: Job) -> list[torch.Tensor]:
     """Puts the job's parameters into a network; returns them."""
-    names = [f"{layer}/{part}" for layer in LAYERS[job.workload.model] for part in ("kernel", "bias")]
     net.to(DEVICE)
     parameters = list(net.parameters())
     with torch.no_grad():
-        for name, parameter in zip(names, parameters, strict=True):
+        for name, parameter in zip(shapes(job.workload.model), parameters, strict=True):
             parameter.copy_(torch.from_numpy(channels_first(job.parameters[name])))
     return parameters
 
 
 def named(job: Job, parameters: Iterable[Any]) -> dict[str, np.ndarray]:
     """Parameters of a network by the names and in the layout of the library."""
-    names = [f"{layer}/{part}" for layer in LAYERS[job.workload.model] for part in ("kernel", "bias")]
     arrays = [value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value for value in parameters]
-    return {name: channels_last(value) for name, value in zip(names, arrays, strict=True)}
+    return {name: channels_last(value) for name, value in zip(shapes(job.workload.model), arrays, strict=True)}
 
 
 def samples(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,6 +145,83 @@ def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.
     return server, one_round
 
 
+Private = tuple[list[torch.Tensor], list[torch.Tensor], Callable[[np.random.Generator], None]]
+"""Shared parameters; scale, bias, mean and variance of all clients' batch norms, `[N, width]` each; a round."""
+
+PARTS = ("scale", "bias", "mean", "var")
+
+
+def all_norms(job: Job) -> list[torch.Tensor]:
+    """The batch norms of all clients as they begin."""
+    return [torch.full((len(job.x), NORMS["bn1"]), float(norm_start(part)), device=DEVICE) for part in PARTS]
+
+
+def sequential_private(job: Job) -> Private:
+    """One client after the other, each with its own batch norm."""
+    net = network(job.workload.model)
+    everything = load(net, job)
+    norm = net[3]
+    inside = [norm.weight, norm.bias, norm.running_mean, norm.running_var]
+    local = [p for p in everything if p is not norm.weight and p is not norm.bias]
+    server, own = [p.detach().clone() for p in local], all_norms(job)
+    x, y = samples(job)
+
+    def one_round(rng: np.random.Generator) -> None:
+        total = [torch.zeros_like(p) for p in server]
+        for client in job.cohort(rng):
+            with torch.no_grad():
+                torch._foreach_copy_([*local, *inside], [*server, *(part[client] for part in own)])
+            epoch(net, everything, x[client], y[client], job, job.order(rng))
+            with torch.no_grad():
+                torch._foreach_add_(total, local, alpha=1 / job.workload.cohort_size)
+                torch._foreach_copy_([part[client] for part in own], inside)
+        torch._foreach_copy_(server, total)
+
+    return server, own, one_round
+
+
+def vmapped_private(job: Job, compiled: bool) -> Private:
+    """The whole cohort side by side; the batch norm is written out, because PyTorch's moves its statistics in place."""
+    case = job.workload
+    everything = [p.detach().clone() for p in load(network(case.model), job)]
+    server, own = everything[:2] + everything[4:], all_norms(job)
+    x, y = samples(job)
+
+    def loss(parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> Any:
+        w1, b1, w2, b2, w3, b3, scale, bias = parameters
+        h = functional.relu(functional.linear(x.flatten(1), w1, b1))
+        var, mean = torch.var_mean(h, 0, correction=0)
+        h = (h - mean) * torch.rsqrt(var + 1e-5) * scale + bias
+        h = functional.relu(functional.linear(h, w2, b2))
+        return functional.cross_entropy(functional.linear(h, w3, b3), y), (mean, var)
+
+    def step(parameters: list[torch.Tensor], mean: Any, var: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        gradients, (batch_mean, batch_var) = grad(loss, has_aux=True)(parameters, x, y)
+        unbiased = batch_var * (case.batch_size / (case.batch_size - 1))
+        moved = [p - case.lr * g for p, g in zip(parameters, gradients, strict=True)]
+        return moved, mean + 0.1 * (batch_mean - mean), var + 0.1 * (unbiased - var)
+
+    advance = vmap(step)
+    if compiled:
+        advance = torch.compile(advance, dynamic=False)
+
+    @torch.no_grad()
+    def one_round(rng: np.random.Generator) -> None:
+        cohort = torch.from_numpy(job.cohort(rng)).to(DEVICE)
+        order = torch.from_numpy(np.stack([job.order(rng) for _ in range(case.cohort_size)])).to(DEVICE)
+        parameters = [p.expand(case.cohort_size, *p.shape).contiguous() for p in server]
+        scale, bias, mean, var = (part[cohort] for part in own)
+        parameters += [scale, bias]
+        for t in range(case.steps):
+            index = order[:, t * case.batch_size : (t + 1) * case.batch_size]
+            parameters, mean, var = advance(parameters, mean, var, x[cohort[:, None], index], y[cohort[:, None], index])
+        torch._foreach_copy_(server, [p.mean(0) for p in parameters[:-2]])
+        for part, values in zip(own, (*parameters[-2:], mean, var), strict=True):
+            part[cohort] = values
+
+    return server, own, one_round
+
+
 def serve(peer: str, job: Job, turns: Any) -> None:
     """Runs rounds as the parent asks for them."""
     torch.set_num_threads(job.threads)
@@ -151,12 +229,22 @@ def serve(peer: str, job: Job, turns: Any) -> None:
         turns.set_threads = torch.set_num_threads
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
-    server, one_round = sequential(job) if peer == "torch" else vmapped(job, compiled="compile" in peer)
+    own: list[torch.Tensor] = []
+    if job.workload.rule == "private":
+        made = sequential_private(job) if peer == "torch" else vmapped_private(job, compiled="compile" in peer)
+        server, own, one_round = made
+    else:
+        server, one_round = sequential(job) if peer == "torch" else vmapped(job, compiled="compile" in peer)
     rng = np.random.default_rng(0)
     for _ in turns:
         one_round(rng)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-    turns.results = named(job, server)
+    if own:
+        shared = [name for name in shapes(job.workload.model) if name.split("/")[0] not in NORMS]
+        names = shared + [f"bn1/{part}" for part in PARTS]
+        turns.results = {name: value.detach().cpu().numpy() for name, value in zip(names, [*server, *own], strict=True)}
+    else:
+        turns.results = named(job, server)
     if DEVICE.type == "cuda":
         turns.device_bytes = torch.cuda.max_memory_allocated()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-MODELS = {"mlp": ((28, 28, 1), 319_600), "lenet": ((32, 32, 3), 3_204_720)}
+MODELS = {"mlp": ((28, 28, 1), 319_600), "lenet": ((32, 32, 3), 3_204_720), "mtfl_mlp": ((28, 28, 1), 879_200)}
 """Shape of a sample, and floating-point operations of its forward and backward pass."""
 
 
@@ -18,11 +18,13 @@ class Workload:
     """One case.
 
     Attributes:
-      model: "mlp" (784-100-10) or "lenet" (6 and 16 convolutions of 5x5, dense 120, 84, 10).
+      model: "mlp" (784-100-10), "lenet" (6 and 16 convolutions of 5x5, dense 120, 84, 10) or "mtfl_mlp" (784-200-200-10, a
+        batch norm after the first activation).
       num_clients, samples, cohort_size: N, S and C.
       batch_size: B, or the samples of a support batch.
-      rule: "fedavg" (one epoch of SGD) or a meta-gradient, "first" or "exact": T times a step on a support batch, then one of
-        the initial parameters along the gradient of a query batch's loss after it.
+      rule: "fedavg" (one epoch of SGD), "private" (the same, but every client keeps its batch norms), or a meta-gradient,
+        "first" or "exact": T times a step on a support batch, then one of the initial parameters along the gradient of a query
+        batch's loss after it.
       query_size: samples of a query batch.
       lr: rate of every step.
     """
@@ -75,6 +77,7 @@ WORKLOADS = {
     "W2-5": Workload("lenet", 50, 1050, 5, 32),
     "W2-50": Workload("lenet", 50, 1050, 50, 32),
     "W4": Workload("mlp", 1000, 100, 100, 20),
+    "S4": Workload("mtfl_mlp", 200, 300, 100, 20, "private"),
     **{f"W3a-mlp-{rule}": _meta("mlp", 35, 32, 32, rule) for rule in ("first", "exact")},
     **{f"W3a-lenet-{rule}": _meta("lenet", 26, 32, 32, rule) for rule in ("first", "exact")},
     **{f"W3b-mlp-{rule}": _meta("mlp", 1, 280, 1120, rule) for rule in ("first", "exact")},
@@ -111,28 +114,43 @@ class Job:
         return rng.permutation(self.workload.samples) if self.shuffle else np.arange(self.workload.samples)
 
 
-LAYERS = {"mlp": ("fc1", "head"), "lenet": ("conv1", "conv2", "fc1", "fc2", "head")}
+NORMS = {"bn1": 200}
+"""Batch norms by name, and their width; what clients keep of one is its scale, bias, running mean and variance."""
+
+
+def norm_start(part: str) -> int:
+    """What all entries of a part of a batch norm begin with."""
+    return int(part in ("scale", "var"))
 
 
 def shapes(model: str) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's parameters as the library stores them: outputs first, channels last."""
     if model == "mlp":
         kernels = {"fc1": (100, 784), "head": (10, 100)}
+    elif model == "mtfl_mlp":
+        kernels = {"fc1": (200, 784), "bn1": (200,), "fc2": (200, 200), "head": (10, 200)}
     else:
         kernels = {"conv1": (6, 5, 5, 3), "conv2": (16, 5, 5, 6), "fc1": (120, 400), "fc2": (84, 120), "head": (10, 84)}
     return {
-        f"{layer}/{part}": shape if part == "kernel" else shape[:1]
+        f"{layer}/{part}": shape[:1] if part == "bias" else shape
         for layer, shape in kernels.items()
-        for part in ("kernel", "bias")
+        for part in ("scale" if layer in NORMS else "kernel", "bias")
     }
 
 
 def parameters(model: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random parameters, uniform within 1/sqrt(fan in)."""
+    """Random parameters, uniform within 1/sqrt(fan in); batch norms begin as they always do."""
     rng = np.random.default_rng(seed)
     sizes = shapes(model)
-    bound = {name: 1 / math.sqrt(math.prod(sizes[f"{name.split('/')[0]}/kernel"][1:])) for name in sizes}
-    return {name: rng.uniform(-bound[name], bound[name], shape).astype(np.float32) for name, shape in sizes.items()}
+    found = {}
+    for name, shape in sizes.items():
+        layer, part = name.split("/")
+        if layer in NORMS:
+            found[name] = np.full(shape, norm_start(part), np.float32)
+        else:
+            bound = 1 / math.sqrt(math.prod(sizes[f"{layer}/kernel"][1:]))
+            found[name] = rng.uniform(-bound, bound, shape).astype(np.float32)
+    return found
 
 
 def channels_first(values: np.ndarray) -> np.ndarray:

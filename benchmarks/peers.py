@@ -27,8 +27,9 @@ from rich.table import Table
 from fedjax_meta import runtime
 
 PACKAGES = {"Flower": "flwr", "pfl-research": "pfl", "FedJAX": "fedjax", "fedjax_meta": "fedjax_meta"}
-META = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)", "Flower")
-"""Who can do meta-gradients; the others have federated averaging alone."""
+TORCH = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)")
+ABLE = {"private": TORCH, "first": (*TORCH, "Flower"), "exact": (*TORCH, "Flower")}
+"""Who can do what is not federated averaging, which all can."""
 CHOOSING = ("torch", "torch.func.vmap", "pfl-research")
 """Who runs with one thread or with all cores, whichever is faster here; Flower has an actor with one thread on each core."""
 
@@ -226,7 +227,7 @@ def main(
         table.add_column(heading, no_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            able = [p for p in present if WORKLOADS[name].rule == "fedavg" or p in META]
+            able = [p for p in present if p in ABLE.get(WORKLOADS[name].rule, MODULES)]
             with console.status("") as status:
                 status.update(f"{name}: comparing results")
                 differ = differences(name, [p for p in able if p != "fedjax_meta"], folder) if compare else {}
