@@ -117,9 +117,9 @@ def draw(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
                     values = [row[what][kind] for row in mine]
                     axes[i, j].plot(at, values, line, color=color, marker="o", label=f"{kind}, trained as {training}")
             axes[0, j].set_title(layer, fontsize=9)
-            axes[i, j].set_ylim(bottom=0)
+            axes[i, j].set_ylim(0, 1.05 * max(row[what][kind] for row in rows if row["layer"] == layer for kind in KINDS))
         axes[i, 0].set_ylabel(f"how far the {what} of a channel moves")
-    axes[0, 0].legend(fontsize=7)
+    axes[0, 1].legend(fontsize=7, loc="lower right")
     figure.supxlabel("round")
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     figure.savefig(path, dpi=130)

@@ -335,7 +335,7 @@ def draw(
             axis.axhline(100 * target, color=report.MUTED, linewidth=0.6)
         axis.set(xlabel=label, ylim=(max(low - 10, 0), 101))
     axes[0].set_ylabel("user accuracy before training, %")
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, loc="lower right")
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
