@@ -27,6 +27,9 @@ from fedjax_meta.task import Task
 KINDS = ("compare", "baselines", "shift")
 DATASETS = ("mnist", "cifar10", "fashion_mnist", "mnist_small")
 PRIVATE = {"none": "FL", "bn_stats": "MTFL μσ", "bn_affine": "MTFL γβ", "bn": "MTFL both"}
+# Not in the paper: which of the running statistics it is that must not be a client's own.
+PARTS = {"bn_affine_mean": "MTFL γβμ", "bn_affine_var": "MTFL γβσ"}
+MASKS = {f"bn_affine_{part}": f"bn_affine+path:^batch_stats/.*/{part}$" for part in ("mean", "var")}
 OPTIMIZERS = {"fedavg": "FedAvg", "fedadam": "FedAdam", "fedavg_adam": "FedAvg-Adam"}
 # The authors' for SGD clients (their settings of Figure 5), FedAdam (their example on MNIST) and FedAvg-Adam on CIFAR-10 (their
 # example); FedAdam on CIFAR-10 and FedAvg-Adam on MNIST are ours.
@@ -171,13 +174,13 @@ def build(here: Setting, private: str, optimizer: str, lr: float | None = None, 
         options |= {"optimizer": adam, "federated_slots": True}
     if optimizer == "fedadam":
         options["server_optimizer"] = adaptive("adam", SERVER_RATE, b2=0.999, tau=1e-4, initial=0.0)
-    return mtfl(here.task, lr=rate, private=private, **options)
+    return mtfl(here.task, lr=rate, private=MASKS.get(private, private), **options)
 
 
 def mtfl_system(here: Setting, title: str, private: str, optimizer: str, *, lr: float | None = None, anew: int = 0) -> System:
     """A system of S4's; `anew` passes over the train view take its running statistics anew before each test."""
     make = partial(build, here, private, optimizer, lr, statistics_epochs=anew)
-    look = [*PRIVATE, "all"].index(private), ("-", ":", "--")[list(OPTIMIZERS).index(optimizer)]
+    look = [*PRIVATE, "all", *PARTS].index(private), ("-", ":", "--")[list(OPTIMIZERS).index(optimizer)]
     return System(title, make(), make(steps=None, finetune_epochs=1), support="train", look=look)
 
 
@@ -188,7 +191,8 @@ def comparison(
     systems = {}
     for optimizer in optimizers:
         for which in private:
-            system = mtfl_system(here, f"{PRIVATE[which]}, {OPTIMIZERS[optimizer]}", which, optimizer, anew=anew, lr=lr)
+            title = f"{(PRIVATE | PARTS)[which]}, {OPTIMIZERS[optimizer]}"
+            system = mtfl_system(here, title, which, optimizer, anew=anew, lr=lr)
             without = {"FL": f"{optimizer}/none", "FedAvg": f"fedavg/{which}"}
             systems[f"{optimizer}/{which}"] = system._replace(without=without)
     return systems
@@ -222,7 +226,7 @@ def baseline(here: Setting, name: str) -> System:
         inner = {"inner_steps": 1, "weight_decay": 1e-3} if port else {"inner_steps": 5}
         rates = {"lr": eta, "outer_lr": eta, "prox_weight": prox_weight, "local_rounds": here.steps}
         algorithm, work = pfedme(here.task, keep_local=port, **inner, **rates, **common), float(inner["inner_steps"])
-    look = (5 + list(BASELINES).index(name), "-")
+    look = (7 + list(BASELINES).index(name), "-")
     return System(title, algorithm, algorithm, work, look=look, without={"FL": "fl"})
 
 
@@ -374,7 +378,21 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
     runner.console.print(f"\nreport, figures and metrics: {folder}", soft_wrap=True)
 
 
-NOTES: dict[str, str] = {}
+NOTES = {
+    "compare": "Whose the running statistics are is seen in tests alone: runs with the same private γ and β train bit for bit "
+    "alike. Here `both` stays below `γβ`, which the paper has as about equal, and not because own statistics are stale: taken "
+    "anew on the received model and all of a client's training samples (--statistics-epochs) they score about the same. What "
+    "costs is a client's own variances. Units that hardly fire on its two classes have next to none, and dividing by that blows "
+    "up the test samples on which they do; an average over clients has no such entries. With own means and averaged variances "
+    "(bn_affine_mean) nothing is lost. 5,000 MNIST images, W = 20, C = 1, round 60, one seed, UA in %: γβ 98.3, γβ and μ 98.3, "
+    "γβ and σ 90.2, both 96.9, γβ with both anew 97.4; with the batch norm before the activation 98.4 for γβ and 97.5 for both. "
+    "FL, whose γ and β fit no client, loses by own means as well: 93.5, with own μ and σ 86.9, anew 87.4. Momentum and placement "
+    "are those of the authors' code.",
+    "baselines": "Per-FedAvg and pFedMe adapt on a fifth of a client's training samples before their user accuracy is taken, the "
+    "others do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with it and never goes back "
+    "to the server's, one inner step is taken, and that model is tested. Running statistics never move in the authors' Per-FedAvg "
+    "and follow the adapted model here.",
+}
 """What a table needs to be read with, by command."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -395,7 +413,9 @@ def main(
             show_default=False,
         ),
     ] = None,
-    private: Annotated[str, typer.Option(help="compare: private sets " + ", ".join(PRIVATE) + ".")] = ",".join(PRIVATE),
+    private: Annotated[str, typer.Option(help="compare: private sets " + ", ".join(PRIVATE | PARTS) + ".")] = ",".join(
+        PRIVATE
+    ),
     optimizers: Annotated[str, typer.Option(help="compare: federated optimisers " + ", ".join(OPTIMIZERS) + ".")] = ",".join(
         OPTIMIZERS
     ),
@@ -453,6 +473,8 @@ def main(
 
     `python -m experiments.mtfl compare --data-dir DIR --private none,bn_affine --optimizers fedavg --noisy 0.2`
 
+    `python -m experiments.mtfl compare --data-dir DIR --private bn_affine,bn_affine_mean,bn_affine_var,bn`
+
     `python -m experiments.mtfl compare --data-dir DIR --private bn_affine,bn --statistics-epochs 2`
 
     `python -m experiments.mtfl baselines --data-dir DIR --systems fl,mtfl_affine,pfedme,pfedme_port`
@@ -462,7 +484,7 @@ def main(
     with runner.one_line_errors(debug):
         checks.one_of("command", what, KINDS)
         checks.one_of("--dataset", dataset, DATASETS)
-        sets, rules = runner.names(private, "--private", PRIVATE), runner.names(optimizers, "--optimizers", OPTIMIZERS)
+        sets, rules = runner.names(private, "--private", PRIVATE | PARTS), runner.names(optimizers, "--optimizers", OPTIMIZERS)
         chosen = runner.names(systems, "--systems", BASELINES)
         counts, shares = runner.numbers(clients, "--clients"), runner.numbers(share, "--share", float)
         seed_list = runner.numbers(seeds, "--seeds")

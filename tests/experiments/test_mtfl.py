@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta import costs, evaluate, models
+from fedjax_meta import costs, evaluate, masks, models
 from fedjax_meta.algorithms import mtfl as mtfl_algorithm
 from fedjax_meta.data import sources
 from tests import problems
@@ -84,6 +84,14 @@ def test_the_grid_of_systems_and_what_each_is_compared_with(here):
     for name, one in systems.items():
         optimizer, private = name.split("/")
         assert one.without == {"FL": f"{optimizer}/none", "FedAvg": f"fedavg/{private}"}
+
+
+def test_own_means_or_variances_alone(here):
+    for part in ("mean", "var"):
+        names = {"params/bn1/scale", "params/bn1/bias", f"batch_stats/bn1/{part}"}
+        mask = masks.resolve(mtfl.MASKS[f"bn_affine_{part}"], here.task)
+        leaves = jax.tree_util.tree_leaves_with_path(mask)
+        assert {"/".join(masks.path_names(path)) for path, chosen in leaves if chosen} == names
 
 
 def test_aggregation_moves_batch_norms_by_the_affine_leaves():
