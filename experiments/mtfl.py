@@ -388,10 +388,10 @@ NOTES = {
     "γβ and σ 90.2, both 96.9, γβ with both anew 97.4; with the batch norm before the activation 98.4 for γβ and 97.5 for both. "
     "FL, whose γ and β fit no client, loses by own means as well: 93.5, with own μ and σ 86.9, anew 87.4. Momentum and placement "
     "are those of the authors' code.",
-    "baselines": "Per-FedAvg and pFedMe adapt on a fifth of a client's training samples before their user accuracy is taken, the "
-    "others do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with it and never goes back "
-    "to the server's, one inner step is taken, and that model is tested. Running statistics never move in the authors' Per-FedAvg "
-    "and follow the adapted model here.",
+    "baselines": "Per-FedAvg and pFedMe adapt on a fifth of a client's training samples before their user accuracy is taken, "
+    "the others do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with it and never goes "
+    "back to the server's, one inner step is taken, and that model is tested. Running statistics never move in the authors' "
+    "Per-FedAvg and follow the adapted model here.",
 }
 """What a table needs to be read with, by command."""
 
