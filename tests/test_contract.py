@@ -127,7 +127,8 @@ def test_personalize_is_pure_sees_no_test_label_and_predicts_logits_of_every_cla
 def test_training_lowers_the_loss_of_those_who_train(name):
     (_, step, start), data, adapt = build(name), problems.data(), adaptation(name, True)
     before, after = (
-        np.mean([adapt(state, data, client)[2] for client in range(data.num_clients)]) for state in (start, run(step, start, 20))
+        np.mean([adapt(state, data, client)[2] for client in range(data.num_clients)])
+        for state in (start, run(step, start, 20))
     )
     assert after < before
 
