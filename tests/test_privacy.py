@@ -32,7 +32,7 @@ def test_what_is_not_finite_is_cut_to_nothing(value):
 
 
 def test_noise_has_the_deviation_asked_for_and_is_another_for_every_leaf():
-    tree = {"a": jnp.full(20_000, 3.0), "b": jnp.full(20_000, 3.0, jnp.float32)}
+    tree = {"a": jnp.full(20_000, 3.0), "b": jnp.full(20_000, 3.0), "c": jnp.full(20_000, 3.0, jnp.float32)}
     added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, privacy.noised(KEY, tree, 0.7))
     for noise in added.values():
         assert abs(noise.mean()) < 5 * 0.7 / np.sqrt(20_000)
