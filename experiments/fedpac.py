@@ -20,9 +20,9 @@ import typer
 import fedjax_meta as fm
 from experiments import _runner as runner
 from fedjax_meta import checkpoint, checks, evaluate, models, report
-from fedjax_meta.algorithms.moon import with_projection
 from fedjax_meta.data import protocols, sources, transforms
 from fedjax_meta.engine import map_lanes
+from fedjax_meta.features import with_projection
 from fedjax_meta.simulate import run_rounds
 
 DATASETS = ("cifar10", "fashion_mnist", "emnist", "cinic10")
@@ -56,13 +56,13 @@ def _fedpac(**options: Any) -> System:
 PARTS = {"align": "alignment", "collaborate": "collaboration"}
 
 SYSTEMS = {
-    "local_only": System("Local only", "local_only"),
+    "local_only": System("Local only", "local_only", lambda epochs: {"epochs": epochs, "new_client_epochs": epochs}),
     "fedavg": System("FedAvg", "fedavg"),
     "fedavg_ft": System("FedAvg-FT", "fedavg_ft", lambda epochs: {"epochs": epochs, "finetune_epochs": epochs}),
     "fedprox": System("FedProx", "fedprox", _epochs(prox_weight=0.1), plain=True),
     "scaffold": System("SCAFFOLD", "scaffold", plain=True),
     "moon": System("MOON", "moon", _epochs(contrast_weight=1.0)),
-    "fedper": System("FedPer", "fedper"),
+    "fedper": System("FedPer", "fedper", lambda epochs: {"epochs": epochs, "new_client_epochs": epochs, "finetune": "head"}),
     "lg_fedavg": System("LG-FedAvg", "lg_fedavg"),
     "fedrep": System("FedRep", "fedrep", lambda epochs: {"head_epochs": epochs, "body_epochs": epochs}),
     "fedbabu": System("FedBABU", "fedbabu", lambda epochs: {"epochs": epochs, "finetune_epochs": epochs}),

@@ -1,24 +1,23 @@
 import jax
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, gradient, of, personalized, run, start, step
+from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.05, "epochs": 2, "batch_size": 8}
 
 
 def ditto(**options):
-    return fm.ALGORITHMS["ditto"](problems.task(), **(OPTIONS | options))
+    return build("ditto", **(OPTIONS | options))
 
 
 def test_the_global_model_is_that_of_fedavg():
-    state, average = run(ditto(prox_weight=3.0), 3), run(fm.fedavg(problems.task(), **OPTIONS), 3)
+    state, average = run(ditto(prox_weight=3.0), 3), run(build("fedavg", **OPTIONS), 3)
     assert problems.distance(state.model, average.model) < 1e-14
 
 
 def test_without_a_proximal_term_personal_models_are_those_of_local_training():
-    state, alone = run(ditto(prox_weight=0.0), 3), run(fm.local_only(problems.task(), **OPTIONS), 3)
+    state, alone = run(ditto(prox_weight=0.0), 3), run(build("local_only", **OPTIONS), 3)
     assert problems.distance(state.memory, alone.personal) < 1e-12
 
 

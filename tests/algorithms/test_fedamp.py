@@ -3,10 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from fedjax_meta.algorithms.fedamp import attention, cosine_attention
 from tests import problems
-from tests.algorithms.common import FULL, gradient, of, personalized, run, start, step
+from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2}
 W = np.random.default_rng(0).normal(size=(4, 6))
@@ -14,7 +13,7 @@ ALL = jnp.ones(4, bool)
 
 
 def fedamp(**options):
-    return fm.ALGORITHMS["fedamp"](problems.task(), **(OPTIONS | options))
+    return build("fedamp", **(OPTIONS | options))
 
 
 def test_attention_is_the_kernels_derivative():
@@ -57,7 +56,7 @@ def test_who_did_not_return_is_in_nobodys_mixture():
 @pytest.mark.parametrize("kernel", ["exponential", "cosine"])
 def test_without_the_pull_it_is_local_training(kernel):
     state = run(fedamp(prox_weight=0.0, kernel=kernel), 3)
-    assert problems.distance(state.personal, run(fm.local_only(problems.task(), **OPTIONS), 3).personal) < 1e-12
+    assert problems.distance(state.personal, run(build("local_only", **OPTIONS), 3).personal) < 1e-12
 
 
 def test_a_round_written_out():

@@ -2,19 +2,18 @@ import jax
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import batch, personalized, run
+from tests.algorithms.common import batch, build, personalized, run
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
 
 def knn_per(**options):
-    return fm.ALGORITHMS["knn_per"](problems.task(), **(OPTIONS | options))
+    return build("knn_per", **(OPTIONS | options))
 
 
 def test_without_neighbours_it_is_fedavg():
-    algorithm, average = knn_per(mixing=0.0), fm.fedavg(problems.task(), **OPTIONS)
+    algorithm, average = knn_per(mixing=0.0), build("fedavg", **OPTIONS)
     state = run(algorithm, 2)
     assert problems.leaves_equal(state, run(average, 2))
     x = batch(3).x

@@ -2,15 +2,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import KEY, of, personalized, run, start
+from tests.algorithms.common import KEY, build, compiled, of, personalized, run, start
 
 OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8}
 
 
 def l2gd(**options):
-    return fm.ALGORITHMS["l2gd"](problems.task(), **(OPTIONS | {"cohort_size": 7} | options))
+    return build("l2gd", **(OPTIONS | {"cohort_size": 7} | options))
 
 
 def coins(count, probability):
@@ -20,11 +19,11 @@ def coins(count, probability):
 
 
 def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothing():
-    algorithm, alone = l2gd(pull=0.0, cohort_size=4), fm.local_only(problems.task(), cohort_size=4, **OPTIONS)
+    algorithm, alone = l2gd(pull=0.0, cohort_size=4), build("local_only", cohort_size=4, **OPTIONS)
     sides = coins(6, 0.5)
     assert 0 < sum(sides) < 6
     state, expected = start(algorithm), start(alone)
-    one, other = jax.jit(algorithm.round), jax.jit(alone.round)
+    one, other = compiled(algorithm), compiled(alone)
     for r, pulls in enumerate(sides):
         key = jax.random.fold_in(KEY, r)
         before = state

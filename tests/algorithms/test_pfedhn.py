@@ -7,13 +7,13 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import masks
 from tests import problems
-from tests.algorithms.common import KEY, buffered, loss, of, personalized, run, start
+from tests.algorithms.common import KEY, buffered, build, compiled, loss, of, personalized, run, start
 
 OPTIONS = {"cohort_size": 1, "devices": 1, "width": 8, "hidden": 1, "embedding_size": 3, "lr": 0.1, "batch_size": 8}
 
 
 def pfedhn(**options):
-    return fm.ALGORITHMS["pfedhn"](problems.task(), **(OPTIONS | options))
+    return build("pfedhn", **(OPTIONS | options))
 
 
 def one_client():
@@ -43,7 +43,7 @@ def test_the_server_descends_the_gradient_through_the_hypernetwork(personal):
         decay = 5e-5 / 2 * optax.tree.norm(made, squared=True)
         return 0.1 * (problems.task().loss(theta, samples, KEY)[0] + decay)
 
-    gradients = jax.grad(objective, (0, 1))(state.model.hyper, state.memory.value[0])
+    gradients = jax.jit(jax.grad(objective, (0, 1)))(state.model.hyper, state.memory.value[0])
     expected = jax.tree.map(jnp.subtract, state.model.hyper, gradients[0])
     assert problems.distance(after.model.hyper, expected) < 1e-12
     # Embeddings have the paper's server optimiser: rate 0.01, weight decay 1e-3.
@@ -56,7 +56,7 @@ def test_clients_begin_with_embeddings_of_their_own_and_only_the_sampled_one_mov
     algorithm = pfedhn(local_steps=3)
     state = start(algorithm)
     assert len(np.unique(np.asarray(state.memory.value)[:, 0])) == 7
-    after, info = jax.jit(algorithm.round)(KEY, state, problems.data())
+    after, info = compiled(algorithm)(KEY, state, problems.data())
     moved = np.any(np.asarray(after.memory.value != state.memory.value), 1)
     assert np.flatnonzero(moved).tolist() == info.ids.tolist()
 
