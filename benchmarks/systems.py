@@ -75,7 +75,7 @@ SYSTEMS = {
     "local_only": System(_fedavg),
     "fedprox": System(_fedavg),
     "scaffold": System(_fedavg),
-    "scaffold, option I": System(lambda c: (c.epochs + 1) * c.gradient, _epochs(control="gradient")),
+    "scaffold (option I)": System(lambda c: (c.epochs + 1) * c.gradient, _epochs(control="gradient")),
     "moon": System(lambda c: c.epochs * (c.gradient + 2 * c.forward)),
     "fedper": System(_fedavg),
     "lg_fedavg": System(_fedavg),
@@ -181,7 +181,7 @@ def main(
         if name not in SYSTEMS:
             raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(SYSTEMS)}", param_hint="--systems")
     chosen = ["fedavg", *(name for name in chosen if name != "fedavg")]
-    console, about = Console(), environment()
+    console, about = Console(width=120), environment()
     task, data = models.MODELS[model](), federation(model, clients, samples)
     case = {"model": model, "clients": clients, "samples": samples, "batch_size": batch_size, "epochs": epochs}
     parts = costs(task, **case)
@@ -189,7 +189,7 @@ def main(
     for name in chosen:
         with console.status(f"compiling {name}"):
             options = {"batch_size": batch_size, "cohort_size": clients, **SYSTEMS[name].options(parts)}
-            runs[name] = Run(ALGORITHMS[name.partition(",")[0]](task, **options), data)
+            runs[name] = Run(ALGORITHMS[name.partition(" ")[0]](task, **options), data)
     with console.status("timing"):
         times = interleaved(runs, repeats=repeats)
     title = f"{model}: {clients} clients of {samples} samples, {epochs} epochs in batches of {batch_size}, {about['device']}"

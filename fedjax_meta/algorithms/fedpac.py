@@ -88,7 +88,8 @@ def fedpac(
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
-    """FedPAC. A client that never took part begins with the server's first head and trains it on its support set.
+    """FedPAC. The paper has no rule for new clients: one that never took part begins with the server's first head, which nobody
+    has trained, and trains it on its support set.
 
     Args:
       task: a classifier with `features` and `head`.

@@ -55,7 +55,8 @@ def fedrod(
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
     """Fed-RoD. A client that never took part predicts with the generic model, or, with a hypernetwork, with the personal head
-    that this makes of the class shares of its support set.
+    that this makes of the class shares of its support set. A client of one class teaches the generic model nothing: its
+    balanced loss is 0.
 
     Args:
       task: a classifier with features, without buffers.
