@@ -257,18 +257,19 @@ def make_task(dataset: str, classes: int, system: System, train: fm.FederatedDat
     return task
 
 
+EDGE = "* the best rate lies at an end of the grid: wider --rates may do better"
 HEADINGS = ("system", "rate", "accuracy", "new clients", "on validation", "minutes")
 
 
 def table(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
-    """Rows under `HEADINGS`, in the order of `SYSTEMS`."""
+    """Rows under `HEADINGS`, in the order of `SYSTEMS`; a rate at an end of its grid has a star."""
     rows = []
     for name in [name for name in SYSTEMS if name in outcomes]:
         o = outcomes[name]
         rows.append(
             [
                 SYSTEMS[name].title,
-                f"{o.rate:g}",
+                f"{o.rate:g}" + ("*" if at_edge(o) else ""),
                 _spread(o.known),
                 _spread(o.new),
                 f"{max(o.validation):.2f}",
@@ -276,6 +277,11 @@ def table(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def at_edge(outcome: Outcome) -> bool:
+    """Whether a wider grid might have had a better rate."""
+    return len(outcome.rates) > 1 and outcome.rate in (min(outcome.rates), max(outcome.rates))
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -290,6 +296,9 @@ def write_report(folder: Path, title: str, note: str, results: Mapping[Setting, 
         rows = table(outcomes)
         runner.console.print(report.rich_table(f"{title}: {setting.title} (percent)", HEADINGS, rows))
         lines += [f"## {setting.title}", "", report.markdown_table(HEADINGS, rows), ""]
+        if any(map(at_edge, outcomes.values())):
+            lines += [EDGE, ""]
+            runner.console.print(EDGE, soft_wrap=True)
     lines += ["Command:", "", f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
     runner.console.print(f"\nreport and metrics: {folder}", soft_wrap=True)
@@ -397,6 +406,10 @@ def main(
             for s in runner.numbers(uniform, "--uniform", float)
             for groups in runner.numbers(concepts, "--concepts")
         ]
+        for setting in settings:
+            checks.count("--sizes", setting.size)
+            checks.share("--uniform", setting.uniform)
+            checks.count("--concepts", setting.concepts)
         if last > rounds:
             raise ValueError(f"--last {last} must be at most --rounds {rounds}")
         cohort = num_clients if clients_per_round is None else clients_per_round
@@ -422,11 +435,14 @@ def main(
             "share": share,
             "data_seed": data_seed,
         }
+        cut = partial(load, source, num_clients=num_clients, num_new=new_clients, seed=data_seed, share=share)
+        for setting in settings:
+            cut(setting)  # A setting that the data set is too small for is known before anything is trained.
         folder = runner.open_folder(out, f"fedpac-{dataset}", resume=resume, options={**config, "systems": chosen})
         results = restore(folder, config) if resume else {}
         try:
             for setting in settings:
-                train, new = load(source, setting, num_clients=num_clients, num_new=new_clients, seed=data_seed, share=share)
+                train, new = cut(setting)
                 for name in [name for name in chosen if name not in results.get(setting, {})]:
                     system = SYSTEMS[name]
                     task = make_task(dataset, source.num_classes, system, train, augment=augment)

@@ -65,6 +65,15 @@ def test_results_are_saved_and_go_on_only_with_the_same_options(tmp_path):
     ]
 
 
+def test_a_rate_at_an_end_of_its_grid_has_a_star(tmp_path, capsys):
+    outcome = fedpac.Outcome([0.01, 0.1, 1.0], [40.0, 50.0, 10.0], 0.1, [60.0], [40.0], 1.5)
+    rows = fedpac.table({"fedper": outcome, "fedpac": outcome._replace(rate=1.0)})
+    assert [row[1] for row in rows] == ["0.1", "1*"]
+    fedpac.write_report(tmp_path, "title", "", {fedpac.Setting(9, 0.2, 1): {"fedpac": outcome._replace(rate=0.01)}}, "how")
+    assert fedpac.EDGE in (tmp_path / "report.md").read_text()
+    assert fedpac.EDGE in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
