@@ -9,9 +9,9 @@ from _workloads import Job, Workload
 
 from fedjax_meta import Algorithm, Task, engine, fedavg, local, masks, meta, models, simulate
 from fedjax_meta.algorithm import Received, Trained, federated
-from fedjax_meta.data.federated import Batches, ClientData, FederatedData, federate
+from fedjax_meta.data.federated import CHUNK, Batches, ClientData, FederatedData, federate
 from fedjax_meta.data.shuffle import permuted, round_keys
-from fedjax_meta.task import Key
+from fedjax_meta.task import Batch, Key
 
 
 def federation(job: Job) -> FederatedData:
@@ -32,8 +32,13 @@ def meta_rounds(task: Task, case: Workload, **options: Any) -> Algorithm:
         view = data["train"]
 
         def batch(step: Any, begin: int, size: int) -> Batches:
-            index = step * span + begin + jnp.arange(size, dtype=jnp.int32)
-            return Batches(lambda t, chunk=0: view.take(index, jnp.ones(size)), 1, 1).keyed(key)
+            rows = min(size, CHUNK)
+
+            def get(t: Any, chunk: Any = 0) -> Batch:
+                index = chunk * rows + jnp.arange(rows, dtype=jnp.int32)
+                return view.take(step * span + begin + index, index < size)
+
+            return Batches(get, 1, 1, chunks=-(-size // rows)).keyed(key)
 
         def step(t: Any, variables: Any) -> Any:
             support, query = batch(t, 0, case.batch_size), batch(t, case.batch_size, case.query_size)

@@ -15,7 +15,7 @@ import optax
 
 from fedjax_meta import checks
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
-from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data.federated import CHUNK, FederatedData
 from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.task import Key
 
@@ -42,7 +42,7 @@ def evaluate(
     query: str = "test_query",
     known: bool = True,
     ids: jax.Array | None = None,
-    batch_size: int = 256,
+    batch_size: int = CHUNK,
     lanes: int | None = None,
     devices: int | None = None,
 ) -> Evaluation:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks, masks
-from fedjax_meta.data.federated import Batches, ClientView, FederatedData
+from fedjax_meta.data.federated import CHUNK, Batches, ClientView, FederatedData
 from fedjax_meta.task import Batch, Key, Task, Variables, classification, cross_entropy
 
 Extractor = Callable[[Variables, Any], jax.Array]
@@ -144,7 +144,7 @@ class ClassSums(NamedTuple):
         return self.total / jnp.maximum(self.number, 1)[:, None]
 
 
-def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size: int = 256) -> ClassSums:
+def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size: int = CHUNK) -> ClassSums:
     """One pass over a view, in evaluation mode."""
     classes, width = feature_shape(task, variables, view)
     extract, _ = require(task, "a pass over features")

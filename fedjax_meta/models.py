@@ -86,7 +86,9 @@ def _banded(x: jax.Array, kernel: jax.Array, block: tuple[int, int], offsets: li
     fields = jnp.concatenate(
         [lax.slice_in_dim(fields, row, row + last + 1, stride=block[0], axis=1) for row in range(field[0])], -1
     )
-    return dense(fields, matrix)
+    # In two dimensions, so that the matrix's gradient is one product; over three XLA transposes the cotangent first.
+    flat = dense(fields.reshape(-1, fields.shape[-1]), matrix)
+    return flat.reshape(*fields.shape[:3], flat.shape[-1])
 
 
 def _padded(x: jax.Array, padding: int) -> jax.Array:

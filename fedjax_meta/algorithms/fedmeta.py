@@ -30,7 +30,7 @@ import optax
 from fedjax_meta import checks, local, masks, meta
 from fedjax_meta.aggregate import WEIGHTINGS, client_weight
 from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, State, Trained, federated
-from fedjax_meta.data.federated import Batches, ClientData, ClientView
+from fedjax_meta.data.federated import CHUNK, Batches, ClientData, ClientView
 from fedjax_meta.engine import map_lanes
 from fedjax_meta.task import Key, Task, Variables
 
@@ -44,7 +44,7 @@ also `meta.WithHessian`, for Reptile's query `None`.
 
 def query_batches(data: ClientData, batch_size: int | None) -> Batches:
     """The whole query view as one step; with a batch size, every batch of it counts alike, as in S0's code."""
-    return data["query"].in_order(batch_size or 256).as_one_step(alike=batch_size is not None)
+    return data["query"].in_order(batch_size or CHUNK).as_one_step(alike=batch_size is not None)
 
 
 def _keyed(key: Key, support: Any, query: Any) -> tuple[Any, Any]:
@@ -218,7 +218,7 @@ def fedmeta(
         if has_buffers:
             # Running statistics stood still while the meta-gradient was taken. They are for predictions, which the adapted
             # model makes of samples it has not seen: one pass of it over the query view moves them on.
-            batches = data["query"].epochs(order_key, batch_size or 256)
+            batches = data["query"].epochs(order_key, batch_size or CHUNK)
             moved_on, _ = local.train(
                 buffer_key, task.loss, masks.merge(adapted, variables_of(buffers)), batches, optax.set_to_zero(), trainable
             )
@@ -250,7 +250,7 @@ def fedmeta(
         pulled = loss if test_prox_weight is None else _pulled(loss, variables_of(parameters), test_prox_weight)
         adapted, online = meta.adapt(pulled, parameters, inner_batches(order_key, support).keyed(key), inner)
         if score == "fitted":
-            fitted = support.in_order(batch_size or 256).as_one_step().keyed(score_key)
+            fitted = support.in_order(batch_size or CHUNK).as_one_step().keyed(score_key)
             online = fitted.mean(lambda pair: loss(adapted, pair), 0)
         return masks.merge(adapted, variables_of(buffers)), online
 

