@@ -61,7 +61,7 @@ def test_for_a_linear_model_mixing_weights_is_mixing_outputs():
 
 
 def test_a_new_client_trains_its_own_part_from_the_global_model():
-    algorithm = apfl(**FULL, share=0.25)
+    algorithm = apfl(**FULL, share=0.25, share_lr=0.5)
     state = run(algorithm, 2)
     # At first v = w, so the mixture is w too; v moves by its share of the step, and the mixture by that share again.
     expected = step(state.model, 0.1 * 0.25**2, gradient(state.model, 2, "test_support"))

@@ -69,7 +69,7 @@ def test_a_round_of_expectation_and_maximisation_written_out():
 
 
 def test_prediction_mixes_probabilities_by_the_clients_shares():
-    algorithm = fedem()
+    algorithm = fedem(test_steps=4)
     state, x = run(algorithm, 3), batch(1).x
     client = int(np.flatnonzero(state.seen)[0])
     predicted = np.exp(algorithm.predict(personalized(algorithm, state, client), x))

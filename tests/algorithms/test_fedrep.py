@@ -8,6 +8,8 @@ from tests import problems
 from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 
 HEAD = masks.resolve("head", problems.task())
+OPTIONS = {**FULL, "lr": 0.1, "head_lr": 0.4, "head_epochs": 2, "new_client_epochs": 1, "optimizer": optax.sgd}
+OPTIONS["weighting"] = "uniform"
 
 
 def only(mask, tree):
@@ -15,8 +17,7 @@ def only(mask, tree):
 
 
 def test_head_then_body_written_out():
-    options = {**FULL, "lr": 0.1, "head_lr": 0.4, "head_epochs": 2, "optimizer": optax.sgd, "weighting": "uniform"}
-    algorithm = build("fedrep", **options)
+    algorithm = build("fedrep", **OPTIONS)
     first = start(algorithm).model
     after = run(algorithm, 1)
     bodies = []
@@ -33,10 +34,10 @@ def test_head_then_body_written_out():
 
 
 def test_a_new_client_fits_a_head_and_leaves_the_body():
-    algorithm = build("fedrep", **FULL, lr=0.1, optimizer=optax.sgd, new_client_epochs=1)
+    algorithm = build("fedrep", **OPTIONS)
     state = run(algorithm, 1)
     new = personalized(algorithm, state, None, of_client=3)
-    assert problems.distance(new, step(state.model, 0.1, only(HEAD, gradient(state.model, 3, "test_support")))) < 1e-12
+    assert problems.distance(new, step(state.model, 0.4, only(HEAD, gradient(state.model, 3, "test_support")))) < 1e-12
     known = personalized(algorithm, state, 3)
     assert problems.leaves_equal(masks.split(known, HEAD)[0], of(state.personal, 3))
 

@@ -37,7 +37,7 @@ def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothi
 
 def test_a_round_that_pulls_moves_every_model_towards_the_mean():
     # Share α λ / (n p) = lr λ (1 - p) / p.
-    algorithm = l2gd(pull=6.0, probability=0.5)
+    algorithm = l2gd(pull=6.0, new_client_epochs=0)
     r = next(r for r, pulls in enumerate(coins(9, 0.5)) if pulls and r > 0)
     state = run(algorithm, r)
     after = run(algorithm, 1, state)
@@ -48,7 +48,7 @@ def test_a_round_that_pulls_moves_every_model_towards_the_mean():
 
 
 def test_a_new_client_begins_at_the_mean_and_a_known_one_has_its_own():
-    algorithm = l2gd(new_client_epochs=0)
+    algorithm = l2gd(pull=0.5, new_client_epochs=0)
     state = run(algorithm, 4)
     assert problems.leaves_equal(personalized(algorithm, state, None, of_client=2), state.extra)
     assert problems.leaves_equal(personalized(algorithm, state, 2), of(state.personal, 2))
