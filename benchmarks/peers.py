@@ -41,7 +41,8 @@ class Worker:
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
         # First rounds are to be cold for everyone.
-        settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "FLWR_TELEMETRY_ENABLED": "0"}
+        settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        settings["FLWR_TELEMETRY_ENABLED"] = "0"
         settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
         if peer not in ("fedjax_meta", "FedJAX"):

@@ -123,7 +123,7 @@ def prepare(devices: int | None, compile_cache: bool, *, cohort_size: int) -> in
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = devices or min(cores, cohort_size)
-    if jax.config.jax_num_cpu_devices != wanted:
+    if jax.config.jax_num_cpu_devices < wanted:
         jax.config.update("jax_num_cpu_devices", wanted)
     if compile_cache:
         home = Path(

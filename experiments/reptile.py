@@ -189,6 +189,25 @@ def draw(path: Path, results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> 
     figure.savefig(path, dpi=150)
 
 
+def restore(path: Path, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The finished systems by data set of `metrics.json`; none where there is no such file.
+
+    Raises:
+      ValueError: a run with other options, but for its data sets and systems.
+    """
+    if not path.exists():
+        return {}
+    saved = json.loads(path.read_text())
+    theirs, ours = (
+        {k: v for k, v in each.items() if k not in ("datasets", "systems")} for each in (saved["options"], options)
+    )
+    different = checkpoint.first_difference(theirs, json.loads(json.dumps(ours)))
+    if different is not None:
+        name, old, new = different
+        raise ValueError(f"the run in {path.parent} has {name}={old}, not {new}: give the same options to go on with it")
+    return saved["results"]
+
+
 HEADINGS = ("system", "rate", "accuracy ± std", "published", "minutes")
 
 
@@ -287,7 +306,7 @@ def main(
         options |= {"rates": rate_list, "tune_rounds": tune_rounds, "batch_size": batch_size, "data_seed": data_seed}
         folder = runner.open_folder(out, "reptile", resume=resume, options=options)
         saved = folder / "metrics.json"
-        results: dict[str, dict[str, Any]] = json.loads(saved.read_text()) if resume and saved.exists() else {}
+        results = restore(saved, options) if resume else {}
         for name in names:
             results.setdefault(name, {})
             if all(key in results[name] for key in chosen):
@@ -338,7 +357,7 @@ def main(
                     "accuracy": lines.round(4).tolist(),
                     "seconds": time.perf_counter() - begin,
                 }
-                checkpoint.write_text(saved, json.dumps(results) + "\n")
+                checkpoint.write_text(saved, json.dumps({"options": options, "results": results}) + "\n")
                 runner.console.print(
                     f"{name}, {system.title}: rate {rate:g}, {lines[:, -1].mean():.2f} ±{lines[:, -1].std():.2f} %",
                     markup=False,
