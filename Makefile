@@ -18,7 +18,7 @@ test: $(if $(PYTHON),,$(VENV)/.ready-tests)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -n 2 $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 $(VENV)/bin/python:
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -14,16 +14,18 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where rows and figure go.")] = Path("runs/benchmarks"),
     quick: Annotated[bool, typer.Option(help="Fewer rounds and no million clients: about ten minutes on two cores.")] = False,
 ) -> None:
-    """Runs peers, scaling and second order, draws the roofline, and compares with the committed rows where there are any."""
+    """Runs all benchmarks, draws the roofline, and compares with the committed rows where there are any."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.unlink(missing_ok=True)
     patience = ["--rounds", "5", "--patience", "10"] if quick else []
     few = ["--repeats", "3", "--most", "100000", "--cohort", "1024"] if quick else []
+    turns = ["--repeats", "3", "--epochs", "1"] if quick else []
     for command in (
         ["peers.py", *patience, "--output", rows],
         ["scaling.py", *few, "--output", rows],
         ["second_order.py", "--output", rows],
+        ["systems.py", *turns, "--output", rows],
         ["roofline.py", rows, "--figure", folder / "roofline.png"],
     ):
         subprocess.run([sys.executable, str(HERE / command[0]), *map(str, command[1:])], check=True)

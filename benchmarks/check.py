@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+PLACES = {"peers": ("case", "peer"), "scaling": ("axis", "case"), "systems": ("model", "case")}
+"""Under which keys rows have what is compared, and what it is compared with."""
 
 
 def rows(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -25,12 +27,14 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """By name, what should not grow; of repeated rows the last counts."""
     seconds: dict[tuple[str, str, str], float] = {}
     for row in rows:
-        if "seconds" in row and row.get("benchmark") in ("peers", "scaling"):
-            group, name = (row["case"], row["peer"]) if row["benchmark"] == "peers" else (row["axis"], row["case"])
+        if "seconds" in row and row.get("benchmark") in PLACES:
+            group, name = (row[key] for key in PLACES[row["benchmark"]])
             seconds[row["benchmark"], group, name] = row["seconds"]
     found = {}
     for (benchmark, group, name), value in seconds.items():
         others = {n: s for (b, g, n), s in seconds.items() if (b, g) == (benchmark, group) and n != name}
+        if benchmark == "systems" and name != "fedavg" and "fedavg" in others:
+            found[f"{group}: {name} / FedAvg"] = value / others["fedavg"]
         if benchmark == "peers" and name == "fedjax_meta" and others:
             found[f"{group}: this library / fastest other"] = value / min(others.values())
         if benchmark == "scaling" and group == "population" and "1000" in others:

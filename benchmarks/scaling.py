@@ -57,8 +57,10 @@ class Run:
     def __init__(self, algorithm: Algorithm, data: FederatedData, rounds: int = 1, scale: float = 1.0) -> None:
         """`rounds` in each call; times are multiplied by `scale`."""
         key = jax.random.key(0)
-        self._state = algorithm.init(key, data)
-        places = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+        state = algorithm.init(key, data)
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        # A copy: two leaves of a state may be one array at first, which cannot be donated twice.
+        self._state = jax.device_put(state, places, may_alias=False)
         self._unit = scale / rounds
         self._rest = engine.share((data, key, np.int32(rounds)), places.round)
 

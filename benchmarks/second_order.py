@@ -202,7 +202,7 @@ def bench(
         bool, typer.Option(help="Also torch.compile (tens of seconds a case, needs a C++ compiler).")
     ] = False,
     torch_threads: Annotated[int, typer.Option(help="Threads of PyTorch on CPU; 0 leaves it to PyTorch.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Append one JSON row a case to this file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw time against gradient error into this file.")] = None,
 ) -> None:
     """Cost and fidelity of every meta-gradient of one client.
@@ -221,7 +221,7 @@ def bench(
 
     \b
     Examples:
-      python benchmarks/second_order.py --out rows.jsonl --figure cost.pdf
+      python benchmarks/second_order.py --output rows.jsonl --figure cost.pdf
       20/80 split, one full-batch step:
       python benchmarks/second_order.py --model lenet --steps 1
         --support 210 --query 840
@@ -243,7 +243,7 @@ def bench(
         options = {"repeats": repeats, "peers": peers, "compile_peers": compile_peers, "torch_threads": torch_threads}
         for row in measure_steps(model, support, query, k, **options):
             rows.append(row)
-            write_row(out, {"benchmark": "second_order", **row, **where})
+            write_row(output, {"benchmark": "second_order", **row, **where})
             table.add_row(*shown(row))
         table.add_section()
     console.print(table)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta.data import partition, protocols, sources
+from fedjax_meta.data import partition, protocols, sources, synthetic
 from fedjax_meta.data.federated import FederatedData, federate
 from fedjax_meta.data.protocols import Protocol
 
@@ -65,18 +65,66 @@ def build(source: sources.Source, name: str, *, num_clients: int | None, seed: i
       ValueError: an unknown partition, an option that it does not take, and whatever the protocol refuses.
     """
     if name not in PARTITIONS:
-        raise ValueError(f"partition {name!r} is unknown; allowed are {', '.join(PARTITIONS)}")
+        raise ValueError(f"partition {name!r} is unknown; allowed are {', '.join(PARTITIONS)}, natural")
     make, default_clients, takes = PARTITIONS[name]
-    given = {key: value for key, value in options.items() if value is not None}
-    for key in given:
-        if key not in takes:
-            raise ValueError(f"partition {name!r} takes no --{key}; it takes {', '.join('--' + t for t in takes) or 'none'}")
+    given = _given(f"partition {name!r}", options, takes)
     if name in NEEDS_CONCENTRATION:
         given.setdefault("concentration", 0.5)
     if seed is not None or make not in (protocols.fedmeta_per, protocols.fedpac, protocols.reptile, protocols.mtfl):
         given["seed"] = 1 if seed is None else seed
     protocol = make(source, num_clients=num_clients or default_clients, **given)
     return protocol if protocol.name != source.name else protocol._replace(name=f"{name} on {source.name}")
+
+
+def generated(*, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
+    """Synthetic(δ, θ): clients that are drawn, not dealt; δ and θ are 1 when not given.
+
+    Raises:
+      ValueError: an option of a partition, and whatever `synthetic.synthetic` refuses.
+    """
+    given = _given("data set 'synthetic'", options, ("model_spread", "data_spread"))
+    spreads = [given.get(name, 1.0) for name in ("model_spread", "data_spread")]
+    data = synthetic.synthetic(
+        *spreads, seed=1 if seed is None else seed, num_clients=30 if num_clients is None else num_clients
+    )
+    return Protocol(data, None, f"synthetic({spreads[0]:g}, {spreads[1]:g})")
+
+
+def natural(dataset: str, *, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
+    """The clients that an .npz names itself, in a third array beside x and y.
+
+    Raises:
+      ValueError: another kind of data set, no such array, an option that is not for it, and whatever `partition.natural`
+        refuses.
+    """
+    asked = {"clients": num_clients, "seed": seed} | options
+    given = _given("partition 'natural'", asked, ("by", "least"))
+    by = given.get("by", "client")
+    if not dataset.endswith(".npz"):
+        raise ValueError(f"partition 'natural' needs an .npz that says who owns each sample, not the data set {dataset!r}")
+    source = sources.read_npz(dataset)
+    with np.load(dataset, allow_pickle=False) as file:
+        if not {"x", "y", by} <= set(file.files):
+            raise ValueError(f"{dataset!r} holds {', '.join(file.files)}; --by {by} needs x, y and {by}")
+        x, y, owner = file["x"], file["y"], file[by]
+    if owner.shape != y.shape:
+        raise ValueError(
+            f"{by} is {list(owner.shape)} in {dataset!r}, but there are labels {list(y.shape)}: one for each sample"
+        )
+    # In the order of the file, in which x, y and owner agree; a source sorts its samples.
+    x = x.reshape(-1, *source.x_train.shape[1:])
+    held = partition.natural(owner, least=given.get("least", 1))
+    return Protocol(federate(x, y, *held, num_classes=source.num_classes), None, f"natural, by {by}, on {source.name}")
+
+
+def _given(what: str, options: dict[str, Any], takes: tuple[str, ...]) -> dict[str, Any]:
+    """The options that are not `None`, none of which may be foreign."""
+    given = {key: value for key, value in options.items() if value is not None}
+    flags = {key: "--" + key.replace("_", "-") for key in (*given, *takes)}
+    for key in given:
+        if key not in takes:
+            raise ValueError(f"{what} takes no {flags[key]}; it takes {', '.join(flags[t] for t in takes) or 'none'}")
+    return given
 
 
 def class_counts(data: FederatedData, view: str) -> np.ndarray:
@@ -206,19 +254,20 @@ def main(
         str,
         typer.Option(
             help="`mnist_small` and `digits` ship with packages; `mnist`, `fashion_mnist`, `cifar10`, `cifar100`, "
-            "`emnist/byclass`, `emnist/letters` and other image sets come through tensorflow-datasets; or the path of an .npz "
-            "with x and y."
+            "`emnist/byclass`, `emnist/letters` and other image sets come through tensorflow-datasets; the path of an .npz "
+            "with x and y; or `synthetic`, which draws its own clients."
         ),
     ] = "mnist_small",
     name: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--partition",
             help="A paper's protocol: `fedmeta_per` (two classes a client, new clients), `fedpac` (dominant groups), "
-            "`reptile` (Dirichlet shares), `mtfl` (two shards a client); or one rule on both splits pooled: "
-            + ", ".join(list(PARTITIONS)[4:]),
+            "`reptile` (Dirichlet shares), `mtfl` (two shards a client); one rule on both splits pooled: "
+            + ", ".join(list(PARTITIONS)[4:])
+            + "; or `natural`, the clients that an .npz names. `fedmeta_per` when not given.",
         ),
-    ] = "fedmeta_per",
+    ] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients; the protocol's own when not given.", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the partition; the protocol's own when not given.")] = None,
     concentration: Annotated[float | None, typer.Option(help="Dirichlet concentration: smaller is more unequal.")] = None,
@@ -228,6 +277,12 @@ def main(
         bool | None, typer.Option("--share", help="fedpac: clients may share samples when a class runs out.")
     ] = None,
     noisy: Annotated[float | None, typer.Option(help="mtfl: share of clients with noisy training images.")] = None,
+    model_spread: Annotated[float | None, typer.Option(help="synthetic: how much the clients' models differ; 1.")] = None,
+    data_spread: Annotated[float | None, typer.Option(help="synthetic: how much their inputs differ; 1.")] = None,
+    by: Annotated[
+        str | None, typer.Option(help="natural: the array of the .npz that says whose each sample is; client.")
+    ] = None,
+    least: Annotated[int | None, typer.Option(help="natural: samples that a client must have.", min=1)] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where decoded images are kept.")] = None,
     download: Annotated[
@@ -246,20 +301,32 @@ def main(
     `python -m experiments.data --dataset cifar10 --data-dir DIR --partition dirichlet_classes --concentration 0.1`
 
     `python -m experiments.data --dataset mnist --data-dir DIR --partition mtfl --clients 400 --noisy 0.2`
+
+    `python -m experiments.data --dataset synthetic --model-spread 0.5 --data-spread 0.5`
+
+    `python -m experiments.data --dataset letters.npz --partition natural --by writer --least 20`
     """
+    options: dict[str, Any] = {
+        "num_clients": clients,
+        "seed": seed,
+        "concentration": concentration,
+        "pairing": pairing,
+        "size": size,
+        "share": share,
+        "noisy": noisy,
+        "model_spread": model_spread,
+        "data_spread": data_spread,
+        "by": by,
+        "least": least,
+    }
     try:
-        source = sources.load(dataset, data_dir=data_dir, cache_dir=cache_dir, download=download)
-        protocol = build(
-            source,
-            name,
-            num_clients=clients,
-            seed=seed,
-            concentration=concentration,
-            pairing=pairing,
-            size=size,
-            share=share,
-            noisy=noisy,
-        )
+        if dataset == "synthetic":
+            protocol = generated(**options, partition=name)
+        elif name == "natural":
+            protocol = natural(dataset, **options)
+        else:
+            source = sources.load(dataset, data_dir=data_dir, cache_dir=cache_dir, download=download)
+            protocol = build(source, name or "fedmeta_per", **options)
         show(protocol)
         draw(protocol, out)
     except (ValueError, OSError) as error:

@@ -11,6 +11,7 @@ from fedjax_meta import (
     masks,
     meta,
     participation,
+    privacy,
     runtime,
     simulate,
     task,

@@ -6,6 +6,7 @@ where personal leaves and client memories wait for their client's next round.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, masks
-from fedjax_meta.aggregate import mean, quantized
+from fedjax_meta.aggregate import Aggregator, mean, quantized
 from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, populate, replicate, run_cohort, sample_cohort
 from fedjax_meta.participation import Participation
+from fedjax_meta.privacy import Privacy, clipped, noised
 from fedjax_meta.task import Key, Variables
 
 
@@ -48,7 +50,7 @@ class RoundInfo(NamedTuple):
     Attributes:
       ids: int32 `[C]`, who was asked.
       metrics: what the clients measured, each `[C]`, or a scalar for the cohort as a whole.
-      returned: bool `[C]`, whose results reached the server; all when `None`.
+      returned: bool `[C]`, whose results reached the server and count there; all when `None`.
     """
 
     ids: jax.Array
@@ -63,7 +65,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       down: the shared leaves of the model, the server's extra state, and what `collaborate` sends back.
-      averaged: what the client sends to be averaged.
+      averaged: what the client sends to be averaged, or aggregated in another way.
       apart: what it sends that the server sees by itself: `stacked`, and what `collaborate` reads of it.
       upload_bits: bits of each number of `averaged`, where uploads are quantised.
     """
@@ -120,7 +122,8 @@ class Trained(NamedTuple):
 
     Attributes:
       model: the client's model after its round, whole: its personal leaves are kept, the others are averaged.
-      weight: how much the client counts in that average, a scalar.
+      weight: how much the client counts in that average, a scalar; with 0, as without samples, it did not take part, and
+        what it keeps stays as it was.
       metrics: diagnostics, a dict of scalars.
       memory: the client's memory for its next round, in the structure of `init_memory`.
       pseudo_gradient: what the server's optimiser descends along, like `model`; the server's model minus the trained one when
@@ -146,7 +149,7 @@ class Cohort(NamedTuple):
 
     Attributes:
       ids: int32 `[C]`.
-      returned: bool `[C]`, whose weight is above 0.
+      returned: bool `[C]`, whose results reached the server and weigh more than 0.
       personal: personal leaves after training.
       memory: memories after training.
       stacked: what the clients sent of themselves.
@@ -168,6 +171,8 @@ class FederationOptions(TypedDict, total=False):
     own_at_test: bool
     participation: Callable[[Key, jax.Array], Participation] | None
     upload_bits: int | None
+    aggregator: Aggregator | None
+    privacy: Privacy | None
     lanes: int | None
     devices: int | None
     precision: str
@@ -192,6 +197,8 @@ def federated(
     own_at_test: bool = True,
     participation: Callable[[Key, jax.Array], Participation] | None = None,
     upload_bits: int | None = None,
+    aggregator: Aggregator | None = None,
+    privacy: Privacy | None = None,
     lanes: int | None = None,
     devices: int | None = None,
     precision: str = "float32",
@@ -222,20 +229,35 @@ def federated(
         return when not given. A round from which nobody returns leaves everything but its number as it was, apart from what
         late clients keep for themselves. See `participation`.
       upload_bits: what is averaged is sent with this many bits a number (see `aggregate.quantized`).
+      aggregator: `(stacked uploads [C, ...], weights [C]) -> upload` in place of the weighted mean, also of statistics:
+        `aggregate.median`, `aggregate.trimmed_mean(share)`. It takes memory for C uploads, where the mean takes one.
+      privacy: clips what is averaged and adds noise to the mean, see `privacy.Privacy`. Clients then count alike.
       lanes, devices, precision: how the work is laid out and how exact its products are, see `engine.run_cohort`.
 
     Raises:
-      ValueError: a count below 1; on `init`, clients that keep more bytes than are free; on `round`, a cohort larger than the
-        population.
+      ValueError: a count below 1, privacy together with what it cannot cover; on `init`, clients that keep more bytes than are
+        free; on `round`, a cohort larger than the population, a client that hands back another structure, shape or type.
     """
     checks.count("cohort_size", cohort_size)
     for name, value in (("lanes", lanes), ("devices", devices), ("upload_bits", upload_bits)):
         if value is not None:
             checks.count(name, value)
+    if privacy is not None:
+        privacy.check()
+        if aggregator is not None:
+            raise ValueError("privacy is for the mean: its noise says nothing of another aggregator")
+        if collaborate is not None:
+            raise ValueError(
+                "privacy covers what is averaged; clients of this algorithm also send what each is seen by itself"
+            )
     server = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     averaged = masks.everything_like(personal) if average_personal else masks.complement(personal)
     moved = masks.intersection(averaged, trainable)
     buffers = masks.intersection(averaged, masks.complement(trainable))
+
+    def moves(before: Any, after: Any) -> Any:
+        """By how much a model descended."""
+        return jax.tree.map(jnp.subtract, before, after)
 
     def init_state(key: Key, data: FederatedData) -> State:
         model = replicate(init(key), devices)
@@ -273,22 +295,50 @@ def federated(
         if upload_bits is not None:
             quantize_key, key = jax.random.split(key)
         trained = client(key, start, mine)
+        _must_fit("the model that a client hands back", trained.model, start.model)
+        _must_fit("a client's memory must stay as init_memory made it", trained.memory, kept[1])
         descent = trained.pseudo_gradient
         if descent is None:
             # From the server's own leaves, also where the client began with its own: what is averaged is where they ended.
-            descent = jax.tree.map(jnp.subtract, state.model, trained.model)
-        upload = (masks.merge(masks.split(descent, moved)[0], masks.split(trained.model, buffers)[0]), trained.statistics)
-        weight = (trained.weight, trained.weight if trained.statistics_weight is None else trained.statistics_weight)
+            descent = moves(state.model, trained.model)
+        held = masks.split(trained.model if privacy is None else moves(state.model, trained.model), buffers)[0]
+        upload: Any = (masks.merge(masks.split(descent, moved)[0], held), trained.statistics)
+        weight: Any = (trained.weight, trained.weight if trained.statistics_weight is None else trained.statistics_weight)
+        weight = jax.tree.map(lambda w: jnp.where(reached, w, 0), weight)
+        if upload_bits is not None:
+            upload = quantized(quantize_key, upload, upload_bits)
+        if privacy is not None:
+            upload = clipped(upload, privacy.clip_norm)
+            weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
+        apart: Any = ()
+        if aggregator is not None:
+            apart, upload, weight = (upload, weight), (), ()
+        # A client without samples has learned nothing, whatever its rule made of it.
+        took_part = (trained.weight > 0) & did
         after = (masks.split(trained.model, personal)[0], trained.memory)
-        outputs = (trained.metrics, trained.stacked, (trained.weight > 0) & did, reached)
+        outputs = (trained.metrics, trained.stacked, took_part, took_part & reached, apart)
         return ClientUpdate(
-            upload=upload if upload_bits is None else quantized(quantize_key, upload, upload_bits),
-            weight=jax.tree.map(lambda w: jnp.where(reached, w, 0), weight),
-            kept=jax.tree.map(lambda new, old: jnp.where(did, new, old), after, kept),
+            upload=upload,
+            weight=weight,
+            kept=jax.tree.map(lambda new, old: jnp.where(took_part, new, old), after, kept),
             outputs=jax.tree.map(jnp.asarray, outputs),
         )
 
-    def step_server(state: State, averages: Any, any_weight: jax.Array) -> tuple[Any, Any]:
+    def aggregated(key: Key, model: Any, summed: Any, apart: Any) -> tuple[tuple[Any, Any], Any]:
+        """((mean of the model's part, mean of the statistics), summed weight of the statistics)."""
+        if aggregator is not None:
+            uploads, weights = apart
+            total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
+            return jax.tree.map(lambda w, part: aggregator(part, w), weights, uploads), total
+        if privacy is None:
+            return mean(summed), summed.weight[1]
+        # A fixed divisor: that of the weights that came in would tell who did not return.
+        summed = replace(summed, weight=jax.tree.map(lambda w: jnp.full_like(w, cohort_size), summed.weight))
+        averages, statistics = noised(key, mean(summed), privacy.noise_multiplier * privacy.clip_norm / cohort_size)
+        descent, change = masks.split(averages, moved)
+        return (masks.merge(descent, moves(masks.split(model, buffers)[0], change)), statistics), summed.weight[1]
+
+    def step_server(state: State, averages: Any, any_weight: Any) -> tuple[Any, Any]:
         """(model, optimiser slots) after the server's step; both as they were when no weight came in."""
         moving, rest = masks.split(state.model, moved)
         descent, held = masks.split(averages, moved)
@@ -297,7 +347,7 @@ def federated(
         return jax.tree.map(lambda new, old: jnp.where(any_weight, new, old), (model, slots), (state.model, state.optimizer))
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
-        cohort_key, client_key, shared_key = jax.random.split(key, 3)
+        cohort_key, client_key, shared_key, noise_key = jax.random.split(key, 4)
         ids = sample_cohort(cohort_key, data.num_clients, cohort_size)
         kept = jax.tree.map(lambda leaf: leaf[ids], (state.personal, state.memory))
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[ids]
@@ -306,38 +356,40 @@ def federated(
         summed, kept, outputs = run_cohort(
             rule, client_key, ids, sizes, kept, context, lanes=lanes, devices=devices, precision=precision
         )
-        metrics, stacked, took_part, reached = outputs
-        averages, statistics = mean(summed)
-        model, slots = step_server(state, averages, summed.weight[0] > 0)
+        metrics, stacked, took_part, returned, apart = outputs
+        (averages, statistics), statistics_weight = aggregated(noise_key, state.model, summed, apart)
+        # Noise comes in every round: none would tell that nobody returned.
+        some = jnp.any(returned) | (privacy is not None)
+        model, slots = step_server(state, averages, some)
         state = state._replace(model=model, optimizer=slots)
         if update_extra is not None:
-            extra = update_extra(state, statistics, summed.weight[1])
-            state = state._replace(extra=_where(jnp.any(reached), extra, state.extra))
+            extra = update_extra(state, statistics, statistics_weight)
+            state = state._replace(extra=_where(some, extra, state.extra))
         if collaborate is not None:
-            own, memory = kept
-            given = collaborate(shared_key, state, Cohort(ids, took_part & reached, own, memory, stacked), data)
-            kept = given if participation is None else _where(reached, given, kept)
+            given = collaborate(shared_key, state, Cohort(ids, returned, kept[0], kept[1], stacked), data)
+            _must_fit("what collaborate hands back", given, kept)
+            kept = _where(returned, given, kept)
         personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
         seen = state.seen.at[ids].set(state.seen[ids] | took_part)
         state = state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1)
-        return state, RoundInfo(ids, metrics, reached)
+        return state, RoundInfo(ids, metrics, returned)
 
     def exchange(data: FederatedData) -> Exchange:
         state = jax.eval_shape(init_state, jax.random.key(0), data)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
-        moves = []
+        changed: list[Any] = []
 
         def look(key: Key, id_: jax.Array, kept: Any, context: Any) -> ClientUpdate:
             start = receive(context[0], True, kept[0], kept[1], context[2])
             trained = client(key, start, context[1].client(id_))
             sends_gradient = trained.pseudo_gradient is not None
             # A leaf that a client hands back as it came is the very same object when the rule is traced.
-            moves.append(jax.tree.map(lambda new, old: sends_gradient or new is not old, trained.model, start.model))
+            changed.append(jax.tree.map(lambda new, old: sends_gradient or new is not old, trained.model, start.model))
             return rule(key, id_, kept, context)
 
         update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data, jax.random.key(0)))
-        averages, statistics = update.upload
-        down: Any = (masks.split(masks.split(state.model, personal)[1], moves[0])[0], state.extra)
+        averages, statistics = update.upload if aggregator is None else update.outputs[4][0]
+        down: Any = (masks.split(masks.split(state.model, personal)[1], changed[0])[0], state.extra)
         apart: Any = update.outputs[1]
         if collaborate is not None:
             each = Cohort(jnp.zeros((), jnp.int32), jnp.zeros((), bool), update.kept[0], update.kept[1], apart)
@@ -345,7 +397,7 @@ def federated(
             read, given = _touched(collaborate, state, cohort, data)
             apart = (apart, masks.split(update.kept, read)[0])
             down = (*down, masks.split(update.kept, given)[0])
-        return Exchange(down, (masks.split(averages, moves[0])[0], statistics), apart, upload_bits)
+        return Exchange(down, (masks.split(averages, changed[0])[0], statistics), apart, upload_bits)
 
     def adapt(key: Key, state: State, support: ClientView, client: Any) -> Variables:
         if client is None and new_client is not None:
@@ -359,6 +411,12 @@ def federated(
         return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory, key), support)
 
     return Algorithm(init_state, one_round, adapt, predict, exchange)
+
+
+def _must_fit(what: str, given: Any, wanted: Any) -> None:
+    odd = checks.mismatch(given, wanted)
+    if odd is not None:
+        raise ValueError(f"{what}: {odd}")
 
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:

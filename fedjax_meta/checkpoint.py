@@ -105,8 +105,8 @@ def restore(
       on_damage: gets one line for every checkpoint that is damaged; a warning when not given.
 
     Raises:
-      ValueError: another config (the message names the first field that differs), a state of another structure, or damaged
-        checkpoints and no whole one.
+      ValueError: another config (the message names the first field that differs), a state of another structure, shape or type
+        (it names the first leaf), or damaged checkpoints and no whole one.
     """
     folder = Path(folder).absolute()
     damaged: list[str] = []
@@ -121,11 +121,12 @@ def restore(
         _check_config(run["config"], json.loads(json.dumps(config)), path)
         _check_structure(run["leaves"], like, path)
         try:
-            state = _read_state(path / "state", run["leaves"], like)
+            arrays = _checkpointer().restore(path / "state")
         # The array store has many types of error of its own.
         except Exception as error:
             damaged.append(f"{path / 'state'} cannot be read: {_reason(error)}")
             continue
+        state = _as_state(arrays, run["leaves"], like, path)
         for line in damaged:
             (on_damage or warnings.warn)(f"damaged checkpoint: {line}; going on from round {done}, saved before")
         return Checkpoint(state, run["records"], done)
@@ -195,10 +196,9 @@ def _check_structure(leaves: list[dict[str, Any]], like: Any, path: Path) -> Non
     wanted = [jax.tree_util.keystr(where) for where, _ in jax.tree_util.tree_leaves_with_path(like)]
     saved = [leaf["path"] for leaf in leaves]
     if saved != wanted:
-        odd = sorted(set(saved) ^ set(wanted))
-        raise ValueError(
-            f"cannot resume: {path} holds a state of another structure (e.g. {odd[0] if odd else 'another order'})"
-        )
+        lacks, surplus = ([name for name in a if name not in b] for a, b in ((wanted, saved), (saved, wanted)))
+        odd = f"{lacks[0]} is missing" if lacks else f"{surplus[0]} does not belong there" if surplus else "another order"
+        raise ValueError(f"cannot resume: {path} holds a state of another structure: {odd}")
 
 
 def _read_run(path: Path) -> dict[str, Any]:
@@ -219,16 +219,18 @@ def _read_run(path: Path) -> dict[str, Any]:
     return run
 
 
-def _read_state(path: Path, leaves: list[dict[str, Any]], like: Any) -> Any:
+def _as_state(arrays: dict[str, np.ndarray], leaves: list[dict[str, Any]], like: Any, path: Path) -> Any:
     shapes, structure = jax.tree.flatten(like)
-    arrays = _checkpointer().restore(path)
     values = []
     for number, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
         is_key = leaf["kind"] != "array"
         plain = jax.eval_shape(jax.random.key_data, shape) if is_key else shape
         array = np.asarray(arrays[f"{number:04d}"]) if plain.size else np.zeros(plain.shape, plain.dtype)
         if array.shape != plain.shape or array.dtype != plain.dtype:
-            raise ValueError(f"{leaf['path']} is {array.dtype} {list(array.shape)}, not {plain.dtype} {list(plain.shape)}")
+            raise ValueError(
+                f"cannot resume: {path} holds another state: {leaf['path']} is {array.dtype}{list(array.shape)}, "
+                f"not {plain.dtype}{list(plain.shape)}"
+            )
         # A copy: JAX may otherwise go on using the memory of the NumPy array, and a state's buffers are donated.
         value = jnp.array(array)
         values.append(jax.random.wrap_key_data(value, impl=leaf["kind"]) if is_key else value)

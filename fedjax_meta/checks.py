@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -68,3 +69,35 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises `ValueError` unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(map(str, allowed))}")
+
+
+def mismatch(given: Any, wanted: Any) -> str | None:
+    """The first leaf of `given` that is not as in `wanted`, in words; `None` where structure, shapes and types agree.
+
+    A Python number, or what JAX made of one alone, agrees with any type that takes it.
+
+    Example:
+      >>> mismatch({"w": np.zeros(3, np.float32)}, {"w": np.zeros((3, 2), np.float32)})
+      "['w'] is float32[3], not float32[3, 2]"
+      >>> mismatch({}, {"w": np.zeros(3, np.float32)})
+      "['w'] is missing"
+    """
+
+    def by_path(tree: Any) -> dict[str, Any]:
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    found, asked = by_path(given), by_path(wanted)
+    for path, like in asked.items():
+        if path not in found:
+            return f"{path or 'the only leaf'} is missing"
+        leaf = found[path]
+        form = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        fits = getattr(form, "weak_type", False) and jnp.result_type(leaf, like.dtype) == like.dtype
+        if form.shape != like.shape or not (fits or form.dtype == like.dtype):
+            return f"{path or 'the only leaf'} is {form.dtype}{list(form.shape)}, not {like.dtype}{list(like.shape)}"
+    for path in found:
+        if path not in asked:
+            return f"{path or 'the only leaf'} does not belong there"
+    structure: Any = jax.tree.structure(given)
+    expected: Any = jax.tree.structure(wanted)
+    return None if structure == expected else f"it has the structure {structure}, not {expected}"

@@ -71,11 +71,12 @@ def client_mesh(devices: int | None = None) -> Mesh:
     """A mesh of the first `devices` devices (all when not given) with the one axis `clients`.
 
     Raises:
-      ValueError: more devices than there are.
+      ValueError: no devices, or more than there are.
     """
     available = jax.devices()
     devices = len(available) if devices is None else devices
-    if not 1 <= devices <= len(available):
+    checks.count("devices", devices)
+    if devices > len(available):
         raise ValueError(f"devices={devices}, but JAX sees {len(available)} ({available[0].platform})")
     return Mesh(np.array(available[:devices]), (CLIENTS,))
 
@@ -322,7 +323,14 @@ def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept:
 
 
 def map_lanes(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:
-    """`function` over the leading axis of `inputs`, results stacked; `lanes` as in `run_cohort`."""
+    """`function` over the leading axis of `inputs`, results stacked; `lanes` as in `run_cohort`, but all on an accelerator.
+
+    Raises:
+      ValueError: lanes below 1.
+    """
     count = jax.tree.leaves(inputs)[0].shape[0]
-    lanes = min(count, lanes or (1 if jax.default_backend() == "cpu" else count))
+    if lanes is None:
+        lanes = 1 if _on_cpu() else count
+    checks.count("lanes", lanes)
+    lanes = min(count, lanes)
     return jax.lax.map(function, inputs, batch_size=None if lanes == 1 else lanes)

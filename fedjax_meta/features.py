@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import masks
+from fedjax_meta import checks, masks
 from fedjax_meta.data.federated import CHUNK, Batches, ClientView, FederatedData
-from fedjax_meta.task import Batch, Key, Task, Variables, cross_entropy
+from fedjax_meta.task import Batch, Key, Task, Variables, classification, cross_entropy
 
 Extractor = Callable[[Variables, Any], jax.Array]
 Head = Callable[[Variables, jax.Array], jax.Array]
@@ -56,6 +56,56 @@ def penalised(
         return value + penalty(features, batch), moved_on
 
     return loss
+
+
+def dense_layer(key: Key, inputs: int, outputs: int) -> dict[str, jax.Array]:
+    """Kernel `[outputs, inputs]` and bias `[outputs]` of a dense layer, uniform within 1/sqrt(inputs); the key is consumed."""
+    kernel_key, bias_key = jax.random.split(key)
+    bound = inputs**-0.5
+    return {
+        "kernel": jax.random.uniform(kernel_key, (outputs, inputs), minval=-bound, maxval=bound),
+        "bias": jax.random.uniform(bias_key, (outputs,), minval=-bound, maxval=bound),
+    }
+
+
+def with_projection(task: Task, width: int, classes: int, *, projection: int = 256) -> Task:
+    """The task with two dense layers between its features and a new head: d - d - ReLU - `projection` - classes (MOON).
+
+    Args:
+      task: a classifier with features; its own head is left out.
+      width: d, its number of features.
+      classes: K.
+      projection: number of features of the result, its head's inputs.
+
+    Raises:
+      ValueError: a task without features, or with buffers; a size below 1.
+    """
+    extract, _ = require(task, "with_projection", buffers=False)
+    for name, value in (("width", width), ("classes", classes), ("projection", projection)):
+        checks.count(name, value)
+    own_head = masks.resolve("head", task)
+    sizes = {"project1": (width, width), "project2": (width, projection), "head": (projection, classes)}
+
+    def init(key: Key) -> Variables:
+        key, *keys = jax.random.split(key, 1 + len(sizes))
+        layers = {name: dense_layer(key, *size) for key, (name, size) in zip(keys, sizes.items(), strict=True)}
+        return {"base": masks.split(task.init(key), own_head)[1], **layers}
+
+    def dense(layer: Any, x: jax.Array) -> jax.Array:
+        return x @ layer["kernel"].T + layer["bias"][None]
+
+    def project(variables: Variables, x: Any) -> jax.Array:
+        unused = masks.split(masks.variables_shape(task), own_head)[0]
+        unused = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), unused)
+        z = extract(masks.merge(unused, variables["base"]), x)
+        return dense(variables["project2"], jax.nn.relu(dense(variables["project1"], z)))
+
+    def top(variables: Variables, z: jax.Array) -> jax.Array:
+        return dense(variables["head"], z)
+
+    layers = (*task.layers[:-1], *sizes)
+    base = classification(init, lambda variables, x: top(variables, project(variables, x)), layers=layers)
+    return base._replace(features=project, head=top)
 
 
 def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import masks
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data.federated import Batches, ClientView
 from fedjax_meta.task import Batch, Key, Task, Variables
 
 Loss = Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]
@@ -42,6 +42,34 @@ def train(
     slots = optimizer.init(masks.split(variables, trainable)[0])
     variables, _, result = train_on(key, loss, variables, slots, batches, optimizer, trainable)
     return variables, result
+
+
+def train_epochs(
+    key: Key,
+    loss: Loss,
+    variables: Variables,
+    view: ClientView,
+    optimizer: optax.GradientTransformation,
+    trainable: masks.Mask,
+    *,
+    epochs: int,
+    batch_size: int,
+    needed: Any = True,
+) -> tuple[Variables, jax.Array]:
+    """`train` on shuffled passes over a view.
+
+    Args:
+      key, loss, variables, optimizer, trainable: as in `train`.
+      view: the samples.
+      epochs: passes; with 0 nothing moves.
+      batch_size: samples a step.
+      needed: whether to do anything, a bool that may be traced.
+    """
+    if epochs == 0:
+        return variables, jnp.zeros(())
+    order_key, key = jax.random.split(key)
+    batches = view.epochs(order_key, batch_size, epochs)
+    return train(key, loss, variables, batches if needed is True else batches.only_if(needed), optimizer, trainable)
 
 
 def train_on(

@@ -193,9 +193,9 @@ def _all_there(done: int) -> Iterator[None]:
 
 def _copy_like(state: State, wanted: Any, places: Any) -> State:
     """A copy of a state that a caller gave, where it belongs; it must have the structure, shapes and types that are wanted."""
-    shapes, asked = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (state, wanted))
-    if shapes != asked:
-        raise ValueError("state does not fit: it is of another algorithm, model or number of clients")
+    odd = checks.mismatch(state, wanted)
+    if odd is not None:
+        raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
     return jax.device_put(state, places, may_alias=False)
 
 

@@ -59,6 +59,24 @@ def test_types_are_kept():
     assert jax.tree.map(lambda leaf: leaf.dtype, mean) == jax.tree.map(lambda leaf: leaf.dtype, upload)
 
 
+def test_sixteen_bits_are_summed_in_thirty_two():
+    # 1 + 2^-9 is not a bfloat16 number: a sum kept in 16 bits would stay at 256 for ever, and float16 ends at 65504.
+    one = aggregate.weigh({"b": jnp.ones((), jnp.bfloat16), "h": jnp.ones((), jnp.float16)}, jnp.ones(()))
+    total = jax.lax.fori_loop(0, 1000, lambda _, total: jax.tree.map(jnp.add, total, one), jax.tree.map(jnp.zeros_like, one))
+    assert float(total.total["b"]) == 1000
+    many = aggregate.weigh({"b": jnp.full((), 3.0, jnp.bfloat16), "h": jnp.full((), 3.0, jnp.float16)}, jnp.asarray(1e6))
+    mean = aggregate.mean(many)
+    assert (mean["b"].dtype, mean["h"].dtype) == (jnp.bfloat16, jnp.float16)
+    assert float(mean["b"]) == float(mean["h"]) == 3
+
+
+def test_a_mixture_of_sixteen_bits_is_rounded_once():
+    # 0.3 in bfloat16 is 0.30078: rows would not sum to 1.
+    stacked = {"w": jnp.full((3, 2), 255.0, jnp.bfloat16)}
+    mixed = aggregate.combine(jnp.asarray([[0.3, 0.3, 0.4]] * 3, jnp.float32), stacked)
+    assert mixed["w"].dtype == jnp.bfloat16 and np.all(np.asarray(mixed["w"], float) == 255)
+
+
 def test_integers_are_refused_for_their_mean_would_be_cut():
     with pytest.raises(ValueError, match=r"an upload of int32\[2\] cannot be averaged: it must be floating-point"):
         aggregate.weigh({"count": jnp.ones(2, jnp.int32)}, jnp.ones(()))
@@ -79,6 +97,53 @@ def test_combine_gives_each_client_its_row_of_the_mixture():
     mixed = aggregate.combine(jnp.asarray(matrix), stacked)
     for i in range(5):
         assert problems.distance(jax.tree.map(lambda leaf, i=i: leaf[i], mixed), _average(UPLOADS, matrix[i])) < 1e-14
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_diverged_client_spoils_only_the_rows_that_weigh_it(value):
+    matrix = RNG.dirichlet(np.ones(5), 5)
+    matrix[:3, 2] = 0
+    stacked = {"a": RNG.normal(size=(5, 2, 3)), "b": RNG.normal(size=5)}
+    whole = aggregate.combine(jnp.asarray(matrix), jax.tree.map(jnp.asarray, stacked))
+    stacked["a"][2, 1, 0] = value
+    mixed = aggregate.combine(jnp.asarray(matrix), jax.tree.map(jnp.asarray, stacked))
+    assert problems.leaves_equal(mixed["a"][:3], jnp.einsum("ij,jab->iab", matrix[:3], np.nan_to_num(stacked["a"], posinf=0)))
+    assert np.all(np.isnan(mixed["a"][3:]))
+    assert problems.leaves_equal(mixed["b"], whole["b"])
+
+
+@pytest.mark.parametrize("returned", [[1, 1, 1, 1, 1, 1, 1], [3, 0, 2, 9, 1, -1, np.nan], [0, 0, 1, 0, 0, 0, 0]], ids=str)
+def test_robust_aggregators_are_numpys_over_who_returned(returned):
+    weights, stacked = np.array(returned, float), {"a": RNG.normal(size=(7, 3)), "b": RNG.normal(size=7)}
+    there = weights > 0
+    inside = jax.tree.map(lambda leaf: leaf[there], stacked)
+    # What did not return, or does not count, may be anything.
+    sent = jax.tree.map(lambda leaf: jnp.where(there.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.inf), stacked)
+    median = aggregate.median(sent, jnp.asarray(weights))
+    assert problems.distance(median, jax.tree.map(lambda leaf: np.median(leaf, 0), inside)) < 1e-14
+    cut = int(0.3 * there.sum())
+    trimmed = aggregate.trimmed_mean(0.3)(sent, jnp.asarray(weights))
+    middle = jax.tree.map(lambda leaf: np.sort(leaf, 0)[cut : there.sum() - cut].mean(0), inside)
+    assert problems.distance(trimmed, middle) < 1e-14
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("aggregator", [aggregate.median, aggregate.trimmed_mean(0.4)], ids=["median", "trimmed"])
+def test_two_liars_of_five_cannot_lead_out_of_what_the_others_sent(aggregator, value):
+    honest = RNG.normal(size=(3, 4)).astype(np.float32)
+    got = aggregator(jnp.asarray(np.vstack([np.full((2, 4), value, np.float32), honest])), jnp.ones(5))
+    assert got.dtype == jnp.float32
+    assert np.all((honest.min(0) <= got) & (got <= honest.max(0)))
+
+
+def test_robust_aggregators_of_nothing_are_zero_and_refuse_what_they_cannot_do():
+    for aggregator in (aggregate.median, aggregate.trimmed_mean(0.2)):
+        assert aggregator(jnp.full((4, 2), jnp.nan), jnp.zeros(4)).tolist() == [0, 0]
+        with pytest.raises(ValueError, match="cannot be averaged"):
+            aggregator(jnp.ones((4, 2), int), jnp.ones(4))
+    for share, message in ((-0.1, "share=-0.1 must lie in"), (0.5, "below 1/2"), (0.6, "share=0.6 must lie in")):
+        with pytest.raises(ValueError, match=message):
+            aggregate.trimmed_mean(share)
 
 
 def test_combine_with_the_identity_changes_nothing_and_asks_for_full_precision():

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from fedjax_meta import aggregate
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import Trained, federated
 from fedjax_meta.data.federated import federate
@@ -154,6 +155,87 @@ def test_a_client_of_weight_0_counts_for_nothing_even_if_it_diverged():
     assert state.seen.tolist() == [True, True, False, True]
 
 
+def test_a_client_of_weight_0_keeps_what_it_had():
+    client = _adds(
+        weight=lambda data: jnp.where(_who(data) == 2, 0, data["train"].size),
+        memory=lambda received, data, model: received.memory + 1,
+    )
+    state, info = _run(_build(client, init_memory=lambda *_: jnp.array(7.0)), 2)
+    counts = np.array([1, 1, 0, 1])
+    np.testing.assert_allclose(state.personal["own"], 5 + 3 * counts * _gain(np.arange(N)), rtol=1e-14)
+    assert state.memory.tolist() == [9, 9, 7, 9]
+    assert info.returned.tolist() == (counts[info.ids] > 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (lambda old: {"a": old["a"], "b": old["b"].astype(jnp.float32)}, r"\['b'\] is float32\[3\], not float64\[3\]"),
+        (lambda old: {"a": old["a"][None], "b": old["b"]}, r"\['a'\] is int32\[1\], not int32\[\]"),
+        (lambda old: {"a": old["a"]}, r"\['b'\] is missing"),
+        (lambda old: old | {"c": old["a"]}, r"\['c'\] does not belong there"),
+        (lambda old: (), r"\['a'\] is missing"),
+    ],
+)
+def test_a_memory_that_changes_its_form_is_refused_by_leaf(memory, message):
+    algorithm = _build(
+        _adds(memory=lambda received, data, model: memory(received.memory)),
+        init_memory=lambda *_: {"a": jnp.zeros((), jnp.int32), "b": jnp.zeros(3)},
+    )
+    state = algorithm.init(KEY, DATA)
+    with pytest.raises(ValueError, match="a client's memory must stay as init_memory made it: " + message):
+        algorithm.round(KEY, state, DATA)
+
+
+def test_a_model_or_a_mixture_of_another_form_is_refused_by_leaf():
+    def client(key, received, data):
+        return Trained({**received.model, "own": received.model["own"].astype(jnp.float16)}, jnp.ones(()), {})
+
+    state = _build().init(KEY, DATA)
+    with pytest.raises(ValueError, match=r"a client hands back: \['own'\] is float16\[\], not float64\[\]"):
+        _build(client).round(KEY, state, DATA)
+    with pytest.raises(ValueError, match=r"what collaborate hands back: \[0\]\['own'\] is float64\[\], not float64\[4\]"):
+        _build(collaborate=lambda key, state, cohort, data: ({**cohort.personal, "own": START["own"]}, ())).round(
+            KEY, state, DATA
+        )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("aggregator", "expected"),
+    [
+        (aggregate.median, np.median),
+        (aggregate.trimmed_mean(0.3), lambda values: np.sort(values)[1:-1].mean()),
+    ],
+    ids=["median", "trimmed"],
+)
+def test_an_aggregator_stands_in_for_the_mean_whatever_the_samples(aggregator, expected, devices):
+    client = _adds(statistics=lambda received, data, model: _who(data))
+    algorithm = _build(
+        client,
+        aggregator=aggregator,
+        devices=devices,
+        lanes=devices,
+        init_extra=lambda *_: jnp.zeros(()),
+        update_extra=lambda state, mean, weight: mean + 1000 * weight,
+    )
+    state, _ = _run(algorithm)
+    gain = expected(_gain(np.arange(N)))
+    np.testing.assert_allclose(state.model["shared"], np.array([1.0, -1.0]) + gain, rtol=1e-14)
+    np.testing.assert_allclose(state.model["buffer"], 2 + gain, rtol=1e-14)
+    np.testing.assert_allclose(state.extra, expected(np.arange(N)) + 1000 * SIZES.sum(), rtol=1e-14)
+    np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)), rtol=1e-14)
+
+
+def test_an_aggregator_does_not_see_who_did_not_return():
+    """Clients 1 to 3 count; nobody's results leave everything as it was."""
+    client = _adds(weight=lambda data: jnp.where(_who(data) == 0, 0, 1))
+    state, _ = _run(_build(client, aggregator=aggregate.median))
+    np.testing.assert_allclose(state.model["buffer"], 2 + _gain(2), rtol=1e-14)
+    after, _ = _run(_build(_adds(weight=lambda data: 0), aggregator=aggregate.median), 1, state)
+    assert problems.leaves_equal(after.model, state.model)
+
+
 def test_the_server_optimiser_moves_what_is_trainable_and_buffers_are_averaged():
     """A first step of Adam is lr g / (|g| + eps), whatever the length of g; the buffer moves by the whole mean."""
     state, _ = _run(_build(server_optimizer=optax.adam(0.25)))
@@ -242,7 +324,10 @@ def test_clients_remember():
 
 
 def test_clients_collaborate_after_the_server_has_moved():
-    """Clients get a mixture of each other's personal leaves; the server's new model and what clients sent are at hand."""
+    """Clients get a mixture of each other's personal leaves; the server's new model and what clients sent are at hand.
+
+    Client 0, of weight 0, keeps what it had, and that is what the others see of it.
+    """
     matrix = np.random.default_rng(0).dirichlet(np.ones(N), N)
 
     def collaborate(key, state, cohort, *_):
@@ -256,9 +341,10 @@ def test_clients_collaborate_after_the_server_has_moved():
     )
     state, _ = _run(_build(client, init_memory=lambda *_: jnp.zeros(()), collaborate=collaborate))
     who = np.arange(N)
-    np.testing.assert_allclose(state.personal["own"], matrix @ (5 + _gain(who)), rtol=1e-14)
+    own = 5 + np.where(who > 0, _gain(who), 0)
+    np.testing.assert_allclose(state.personal["own"], np.where(who > 0, matrix @ own, own), rtol=1e-14)
     buffer = 2 + np.average(_gain(who[1:]), weights=SIZES[1:])
-    np.testing.assert_allclose(state.memory, 1000 * who + buffer + 100 * (who > 0), rtol=1e-14)
+    np.testing.assert_allclose(state.memory, np.where(who > 0, 1000 * who + buffer + 100, 0), rtol=1e-14)
 
 
 def test_a_new_client_may_have_a_rule_of_its_own():

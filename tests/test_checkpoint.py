@@ -119,8 +119,22 @@ def test_tuples_and_lists_of_a_config_are_the_same(tmp_path):
 def test_a_state_of_another_structure_is_refused(tmp_path):
     checkpoint.save(tmp_path, state(), [], CONFIG)
     other = state()._replace(model={"w": state().model["w"]})
-    with pytest.raises(ValueError, match="another structure"):
+    with pytest.raises(ValueError, match=r"another structure: .model\['b'\] does not belong there"):
         checkpoint.restore(tmp_path, like(other), CONFIG)
+    other = state()._replace(empty={"none": jnp.zeros((0, 3)), "nothing": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"another structure: .empty\['nothing'\] is missing"):
+        checkpoint.restore(tmp_path, like(other), CONFIG)
+
+
+def test_a_state_of_another_shape_or_type_is_refused_by_leaf(tmp_path):
+    checkpoint.save(tmp_path, state(), [], CONFIG)
+    for name, leaf, message in (
+        ("w", jnp.zeros((300, 8)), r".model\['w'\] is float64\[300, 7\], not float64\[300, 8\]"),
+        ("b", jnp.zeros(7), r".model\['b'\] is bfloat16\[7\], not float64\[7\]"),
+    ):
+        other = state()._replace(model={**state().model, name: leaf})
+        with pytest.raises(ValueError, match=f"cannot resume: .* holds another state: {message}"):
+            checkpoint.restore(tmp_path, like(other), CONFIG)
 
 
 def damage_cut(path):

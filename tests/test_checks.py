@@ -26,6 +26,22 @@ REFUSED = {
 }
 
 
+def test_the_first_leaf_that_differs_is_named():
+    wanted = {"a": jnp.zeros(3, jnp.float32), "b": (jnp.zeros((), jnp.int32),)}
+    assert checks.mismatch(jax.tree.map(jnp.ones_like, wanted), wanted) is None
+    assert checks.mismatch({"a": np.ones(3, np.float32), "b": (2,)}, wanted) is None
+    for given, words in (
+        ({"a": np.ones(3), "b": (2,)}, "['a'] is float64[3], not float32[3]"),
+        ({"a": wanted["a"], "b": (2.5,)}, "['b'][0] is float64[], not int32[]"),
+        ({"a": wanted["a"], "b": ()}, "['b'][0] is missing"),
+        ({**wanted, "c": 1}, "['c'] does not belong there"),
+        (jnp.zeros(2), "['a'] is missing"),
+    ):
+        assert checks.mismatch(given, wanted) == words
+    assert checks.mismatch(jnp.zeros(2), jnp.zeros(3)) == "the only leaf is float64[2], not float64[3]"
+    assert "structure" in checks.mismatch({**wanted, "c": ()}, wanted)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_one_line_that_names_value_and_range(case):
     call, message = REFUSED[case]

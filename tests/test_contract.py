@@ -10,6 +10,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -22,14 +23,32 @@ KEY = jax.random.key(3)
 NEEDS_BATCH_NORM = {"mtfl": {}, "mtfl_fedavg_adam": {}, "fedbn": {"lr": 0.1}}
 
 
-@cache
-def build(name: str, **options) -> tuple[fm.Algorithm, Callable]:
-    """An algorithm and its compiled round, shared by all tests of it: compilation is most of what they cost."""
+def make(name: str, **options) -> fm.Algorithm:
     task = problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
-    algorithm = fm.ALGORITHMS[name](
-        task, **(NEEDS_BATCH_NORM.get(name, {}) | {"cohort_size": 5, "devices": 1, "lanes": 1} | options)
-    )
-    return algorithm, jax.jit(algorithm.round)
+    return fm.ALGORITHMS[name](task, **(NEEDS_BATCH_NORM.get(name, {}) | {"cohort_size": 5} | options))
+
+
+@cache
+def build(name: str) -> tuple[fm.Algorithm, Callable, fm.State]:
+    """An algorithm, its compiled round and its first state, shared by all tests of it: compilation is most of what they cost."""
+    algorithm = make(name, devices=1, lanes=1)
+    return algorithm, jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, problems.data())
+
+
+@cache
+def adaptation(name: str, known: bool) -> Callable:
+    """`(state, data, client) -> (variables that the client tests with, logits, loss on its train view)`, compiled."""
+    algorithm = build(name)[0]
+
+    def adapt(state, data, client):
+        mine = data.client(client)
+        variables = algorithm.personalize(KEY, state, mine["test_support"], client if known else None)
+        own = mine["train"].in_order(128).get(0, 0)
+        loss = optax.softmax_cross_entropy_with_integer_labels(algorithm.predict(variables, own.x), own.y)
+        logits = algorithm.predict(variables, mine["test_query"].in_order(8).get(0, 0).x)
+        return variables, logits, jnp.average(loss, weights=own.weight)
+
+    return jax.jit(adapt)
 
 
 def run(step: Callable, state: fm.State, count: int, data=None) -> fm.State:
@@ -43,14 +62,14 @@ def rounds(algorithm: fm.Algorithm, count: int, state=None) -> fm.State:
     return run(jax.jit(algorithm.round), algorithm.init(KEY, problems.data()) if state is None else state, count)
 
 
-@pytest.fixture(params=list(fm.ALGORITHMS))
+# All tests of an algorithm run in one process and compile its programs once.
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.ALGORITHMS])
 def name(request) -> str:
     return request.param
 
 
 def test_a_round_is_pure_and_its_state_never_changes_form(name):
-    (algorithm, step), data = build(name), problems.data()
-    before = algorithm.init(KEY, data)
+    (_, step, before), data = build(name), problems.data()
     after, info = step(KEY, before, data)
     assert problems.leaves_equal((after, info), step(KEY, before, data))
     assert jax.tree.structure(before) == jax.tree.structure(after)
@@ -63,26 +82,23 @@ def test_a_round_is_pure_and_its_state_never_changes_form(name):
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(after) if jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def test_a_compiled_run_equals_a_python_loop_and_a_resumed_run_equals_both(name):
-    (algorithm, step), data = build(name), problems.data()
-    start = algorithm.init(KEY, data)
-    block = jax.jit(lambda state, count: fm.simulate.run_rounds(algorithm, KEY, state, data, count, most=4)[0])
-    whole = block(start, 4)
-    assert problems.leaves_equal(whole, block(block(start, 1), 3))
-    assert problems.distance(whole, run(step, start, 4)) < 1e-12
-
-
-@pytest.mark.parametrize("layout", [{"lanes": 2, "devices": 2}], ids=str)
-def test_results_do_not_depend_on_the_layout_of_the_work(name, layout):
+def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run_equals_it_bit_for_bit(name):
     # Two lanes on two devices do not divide a cohort of five: some lanes are padding.
-    (algorithm, step), (other, other_step) = build(name), build(name, **layout)
-    reference = run(step, algorithm.init(KEY, problems.data()), 2)
-    assert problems.distance(run(other_step, other.init(KEY, problems.data()), 2), reference) < 1e-10
+    _, step, start = build(name)
+    spread, begin = make(name, devices=2, lanes=2), fm.engine.replicate(start, 2)
+    places, data = jax.tree.map(lambda leaf: leaf.sharding, begin), problems.data()
+    block = jax.jit(
+        lambda state, count: fm.simulate.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places
+    )
+    whole = block(begin, 4)
+    assert problems.leaves_equal(whole, block(block(begin, 1), 3))
+    assert block._cache_size() == 1
+    assert problems.distance(whole, run(step, start, 4)) < 1e-10
 
 
 def test_state_of_clients_that_were_not_sampled_is_untouched(name):
-    (algorithm, step), data = build(name), problems.data()
-    before = run(step, algorithm.init(KEY, data), 1)
+    (_, step, start), data = build(name), problems.data()
+    before = run(step, start, 1)
     after, info = step(jax.random.key(8), before, data)
     absent = np.setdiff1d(np.arange(len(problems.SIZES)), np.asarray(info.ids))
     assert absent.size == 2
@@ -92,35 +108,36 @@ def test_state_of_clients_that_were_not_sampled_is_untouched(name):
         )
 
 
-@pytest.mark.parametrize("client", [2, None])
-def test_personalize_is_pure_sees_no_test_label_and_predicts_logits_of_every_class(name, client):
-    (algorithm, step), data = build(name), problems.data()
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+def test_personalize_is_pure_sees_no_test_label_and_predicts_logits_of_every_class(name, known):
+    (_, step, start), data, adapt = build(name), problems.data(), adaptation(name, known)
     # What lies beyond a support view is test data: its labels must change neither training nor adaptation.
     y = np.array(data.y)
-    for start, size in zip(data.start["test_query"], data.size["test_query"], strict=True):
-        y[start : start + size] = (y[start : start + size] + 1) % 3
+    for begin, size in zip(data.start["test_query"], data.size["test_query"], strict=True):
+        y[begin : begin + size] = (y[begin : begin + size] + 1) % 3
     relabelled = dataclasses.replace(data, y=y)
-    state = run(step, algorithm.init(KEY, data), 2)
-    assert problems.leaves_equal(state, run(step, algorithm.init(KEY, relabelled), 2, relabelled))
-    personalize = jax.jit(lambda state, data: algorithm.personalize(KEY, state, data.client(2)["test_support"], client))
-    variables = personalize(state, data)
-    assert problems.leaves_equal(variables, personalize(state, relabelled))
-    logits = algorithm.predict(variables, data.client(2)["test_query"].in_order(8).get(0, 0).x)
+    state = run(step, start, 2)
+    assert problems.leaves_equal(state, run(step, start, 2, relabelled))
+    variables, logits, _ = adapt(state, data, 2)
+    assert problems.leaves_equal(variables, adapt(state, relabelled, 2)[0])
     assert logits.shape == (8, 3)
     assert bool(jnp.all(jnp.isfinite(logits)))
 
 
 def test_training_lowers_the_loss_of_those_who_train(name):
-    (algorithm, step), data = build(name), problems.data()
-    evaluate = jax.jit(lambda state: fm.evaluate.evaluate(algorithm, KEY, state, data, support="support", query="train").loss)
-    start = algorithm.init(KEY, data)
-    assert float(jnp.mean(evaluate(run(step, start, 20)))) < float(jnp.mean(evaluate(start)))
+    (_, step, start), data, adapt = build(name), problems.data(), adaptation(name, True)
+    before, after = (
+        np.mean([adapt(state, data, client)[2] for client in range(data.num_clients)])
+        for state in (start, run(step, start, 20))
+    )
+    assert after < before
 
 
 def test_a_cohort_larger_than_the_population_is_refused(name):
-    algorithm, _ = build(name, cohort_size=8)
+    algorithm, data = make(name, cohort_size=8), problems.data()
+    state = jax.eval_shape(algorithm.init, KEY, data)
     with pytest.raises(ValueError, match="cohort_size=8 is more than the N=7"):
-        algorithm.round(KEY, algorithm.init(KEY, problems.data()), problems.data())
+        jax.eval_shape(algorithm.round, KEY, state, data)
 
 
 def test_builders_take_the_task_first_and_the_rest_by_name(name):

@@ -133,6 +133,7 @@ def test_a_device_does_only_the_work_that_it_was_dealt(monkeypatch):
     [
         ({"lanes": 0}, "lanes=0"),
         ({"devices": 3}, "devices=3, but JAX sees 2"),
+        ({"devices": 0}, "devices=0 must be an integer of at least 1"),
         ({"precision": "half"}, "precision='half' is unknown; allowed are float32, tf32, bfloat16"),
     ],
 )
@@ -140,6 +141,16 @@ def test_a_layout_that_cannot_be_is_refused(options, message):
     context, kept = problem(IDS)
     with pytest.raises(ValueError, match=re.escape(message)):
         engine.run_cohort(rule, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, **options)
+
+
+def test_a_map_over_lanes_is_a_loop_and_refuses_none():
+    inputs = {"x": jnp.arange(7.0), "n": jnp.arange(7)}
+    expected = jnp.arange(7.0) ** 2 + jnp.arange(7)
+    for lanes in (None, 1, 2, 7, 100):
+        assert problems.leaves_equal(engine.map_lanes(lambda one: one["x"] ** 2 + one["n"], inputs, lanes=lanes), expected)
+    for lanes in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"lanes={lanes} must be an integer of at least 1"):
+            engine.map_lanes(lambda one: one, inputs, lanes=lanes)
 
 
 def test_lanes_follow_the_memory_that_is_free(monkeypatch):

@@ -54,6 +54,23 @@ def test_training_is_sgd_over_ragged_clients_and_partial_batches(momentum):
         assert float(loss) == pytest.approx(expected, rel=1e-12)
 
 
+def test_training_for_epochs_takes_their_batches_and_none_when_there_is_no_need():
+    view, passes = DATA.client(1)["train"], {"epochs": 2, "batch_size": 5}
+    order_key, key = jax.random.split(KEY)
+    expected = local.train(key, _loss, START, view.epochs(order_key, 5, 2), optax.sgd(0.05), MOVES)
+
+    @jax.jit
+    def trained(needed):
+        return local.train_epochs(KEY, _loss, START, view, optax.sgd(0.05), MOVES, needed=needed, **passes)
+
+    assert problems.distance(trained(True), expected) < 1e-14
+    assert problems.distance(expected[0], START) > 0.1
+    assert problems.leaves_equal(trained(False)[0], START)
+    still, loss = local.train_epochs(KEY, _loss, START, view, optax.sgd(0.05), MOVES, epochs=0, batch_size=5)
+    assert still is START
+    assert loss == 0
+
+
 def test_shuffled_epochs_are_the_batches_that_they_say():
     batches = DATA.client(1)["train"].epochs(KEY, 5, 2)
     rows = [np.asarray(b.x)[np.asarray(b.weight) > 0] for b in (batches.get(t, 0) for t in range(int(batches.steps)))]

@@ -185,7 +185,10 @@ BAD = {
     "no rounds": ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),
     "half a round": ({"rounds": 2.5}, "rounds=2.5 must be an integer of at least 1"),
     "never": ({"eval_every": 0}, "eval_every=0 must be an integer of at least 1"),
-    "another algorithm's state": ({"state": _build(shared=True).init(KEY, problems.data())}, "state does not fit"),
+    "another algorithm's state": (
+        {"state": _build(shared=True).init(KEY, problems.data())},
+        r"state does not fit: .personal\['shared'\] does not belong there",
+    ),
     "a state beyond the end": (
         {"state": ALGORITHM.init(KEY, problems.data())._replace(round=jnp.array(8, jnp.int32))},
         "rounds=7, but the state has 8 rounds behind it",

@@ -47,7 +47,6 @@ def apfl(
     *,
     lr: Any = 0.01,
     share: Any = 0.5,
-    adaptive: bool = True,
     share_lr: Any = None,
     mix: str = "weights",
     epochs: int = 1,
@@ -63,8 +62,7 @@ def apfl(
       task: what is learned.
       lr: learning rate of both models; may be traced, as `share` and `share_lr`.
       share: alpha before the first round, from 0 (the global model) to 1 (a personal one).
-      adaptive: whether clients learn their alpha.
-      share_lr: rate of alpha; `lr` when not given.
+      share_lr: rate at which clients learn their alpha, 0 holds it; `lr` when not given.
       mix: "weights" (paper) or "outputs" (authors' code).
       epochs: passes over the train view.
       batch_size: samples a step.
@@ -78,7 +76,7 @@ def apfl(
     """
     share_lr = lr if share_lr is None else share_lr
     checks.positive("lr", lr)
-    checks.positive("share_lr", share_lr)
+    checks.not_negative("share_lr", share_lr)
     checks.between("share", share, 0, 1)
     checks.one_of("mix", mix, ("weights", "outputs"))
     checks.count("epochs", epochs)
@@ -117,35 +115,25 @@ def apfl(
 
         return loss
 
-    def train(key: Key, shared: Any, own: Own, batches: Any, moving: Any) -> tuple[Any, jax.Array]:
-        pair, loss = local.train(key, joint(own.share), (shared, own.model), batches, optimizer(lr), moving)
-        return pair, loss
-
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         order_key, key = jax.random.split(key)
         batches = data["train"].epochs(order_key, batch_size, epochs)
         own, shared = received.memory, received.model
-        if adaptive:
-            # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα.
-            batch, batch_key = batches.keyed(key).get(0, 0)
-            slope = jax.grad(lambda share: mixture_loss(own.model, shared, share, batch, batch_key)[0])(own.share)
-            own = own._replace(share=jnp.clip(own.share - share_lr * slope, 0, 1))
-        (model, mine), loss = train(key, shared, own, batches, (trainable, trainable))
-        metrics = {"loss": loss, "share": own.share}
-        return Trained(model, client_weight(weighting, data), metrics, memory=Own(mine, own.share))
+        # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα.
+        batch, batch_key = batches.keyed(key).get(0, 0)
+        slope = jax.grad(lambda share: mixture_loss(own.model, shared, share, batch, batch_key)[0])(own.share)
+        share = jnp.clip(own.share - share_lr * slope, 0, 1)
+        start, moving = (shared, own.model), (trainable, trainable)
+        (model, mine), loss = local.train(key, joint(share), start, batches, optimizer(lr), moving)
+        return Trained(model, client_weight(weighting, data), {"loss": loss, "share": share}, memory=Own(mine, share))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        order_key, key = jax.random.split(key)
-        seen, own = received.seen, received.memory
-        own = own._replace(model=jax.tree.map(lambda v, w: jnp.where(seen, v, w), own.model, received.model))
-        if new_client_epochs:
-            batches = support.epochs(order_key, batch_size, new_client_epochs).only_if(~seen)
-            only_own = (jax.tree.map(lambda _: False, trainable), trainable)
-            mine = train(key, received.model, own, batches, only_own)[0][1]
-            own = own._replace(model=mine)
-        if mix == "outputs":
-            return Mixture(own.model, received.model, own.share)
-        return mixture(own.model, received.model, own.share)
+        seen, shared, (model, share) = received.seen, received.model, received.memory
+        model = jax.tree.map(lambda v, w: jnp.where(seen, v, w), model, shared)
+        moving = (jax.tree.map(lambda _: False, trainable), trainable)
+        passes = {"epochs": new_client_epochs, "batch_size": batch_size, "needed": ~seen}
+        pair, _ = local.train_epochs(key, joint(share), (shared, model), support, optimizer(lr), moving, **passes)
+        return (Mixture if mix == "outputs" else mixture)(pair[1], shared, share)
 
     return federated(
         init=task.init,

@@ -69,16 +69,15 @@ def ditto(
     trainable = task.trainable(masks.variables_shape(task))
 
     def train_personal(key: Key, start: Any, anchor: Any, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
-        order_key, key = jax.random.split(key)
-        batches = view.epochs(order_key, batch_size, personal_epochs).only_if(needed)
         # v ← v - η (∇f(v) + λ (v - w^t)); the anchor is what the server sent, not what w has become since.
         loss = local.proximal(task.loss, anchor, prox_weight)
-        return local.train(key, loss, start, batches, optimizer(personal_lr), trainable)
+        passes = {"epochs": personal_epochs, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, loss, start, view, optimizer(personal_lr), trainable, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, train_key = jax.random.split(key)
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        model, loss = local.train(train_key, task.loss, received.model, batches, optimizer(lr), trainable)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        model, loss = local.train_epochs(key, task.loss, received.model, data["train"], optimizer(lr), trainable, **passes)
+        # The same key, and so the same batches, as the authors have it.
         own, own_loss = train_personal(key, received.memory, received.model, data["train"])
         return Trained(model, client_weight(weighting, data), {"loss": loss, "personal_loss": own_loss}, memory=own)
 

@@ -99,14 +99,15 @@ def fedamp(
     checks.count("new_client_epochs", new_client_epochs, least=0)
     trainable = task.trainable(masks.variables_shape(task))
 
-    def train(key: Key, start: Any, cloud: Any, batches: Any) -> tuple[Variables, jax.Array]:
+    def train(
+        key: Key, start: Any, cloud: Any, view: ClientView, count: int, needed: Any = True
+    ) -> tuple[Variables, jax.Array]:
         loss = local.proximal(task.loss, cloud, prox_weight / step)
-        return local.train(key, loss, start, batches, optimizer(lr), trainable)
+        passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, loss, start, view, optimizer(lr), trainable, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        model, loss = train(key, received.model, received.memory, batches)
+        model, loss = train(key, received.model, received.memory, data["train"], epochs)
         size = jnp.asarray(data["train"].size, jnp.result_type(float))
         return Trained(model, size, {"loss": loss}, memory=received.memory, statistics=model, statistics_weight=size)
 
@@ -132,13 +133,9 @@ def fedamp(
         return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        order_key, key = jax.random.split(key)
         seen = received.seen
         start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
-        if new_client_epochs == 0:
-            return start
-        batches = support.epochs(order_key, batch_size, new_client_epochs).only_if(~seen)
-        return train(key, start, received.extra, batches)[0]
+        return train(key, start, received.extra, support, new_client_epochs, ~seen)[0]
 
     return federated(
         init=task.init,

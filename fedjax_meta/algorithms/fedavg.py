@@ -19,7 +19,6 @@ Differs from S0's code: a client shuffles its samples as one set rather than sup
 from collections.abc import Callable
 from typing import Any, Unpack
 
-import jax
 import optax
 
 from fedjax_meta import checks, local, masks
@@ -39,11 +38,15 @@ def fedavg(
     finetune_epochs: int = 0,
     finetune: masks.MaskSpec = "all",
     finetune_full_batch: bool = False,
+    new_client_epochs: int | None = None,
     personal: masks.MaskSpec = "none",
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
     """Federated averaging; `personal` leaves stay with their client and are never averaged.
+
+    A client that never took part begins with the server's model, whose personal leaves are as they were initialised (or an
+    average, with `average_personal`), and fine-tunes it for `new_client_epochs`.
 
     Args:
       task: what is learned.
@@ -53,7 +56,8 @@ def fedavg(
       batch_size: samples a step; the last batch of a pass may be smaller.
       finetune_epochs: passes over the support view before a client predicts; 0 tests the model as it is.
       finetune: mask of the leaves that fine-tuning moves.
-      finetune_full_batch: take `finetune_epochs` steps on the whole support view instead (S3's "one update").
+      finetune_full_batch: take that many steps on the whole support view instead (S3's "one update").
+      new_client_epochs: passes of a client that never took part; `finetune_epochs` when not given.
       personal: mask of the leaves that stay with their client; "all" is local-only training.
       weighting: "samples", "query" or "uniform".
       **options: those of `federated`.
@@ -64,25 +68,29 @@ def fedavg(
     checks.positive("lr", lr)
     checks.count("epochs", epochs)
     checks.count("batch_size", batch_size)
-    checks.count("finetune_epochs", finetune_epochs, least=0)
+    for name, value in (("finetune_epochs", finetune_epochs), ("new_client_epochs", new_client_epochs or 0)):
+        checks.count(name, value, least=0)
     checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        trained, loss = local.train(key, task.loss, received.model, batches, optimizer(lr), trainable)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        trained, loss = local.train_epochs(key, task.loss, received.model, data["train"], optimizer(lr), trainable, **passes)
         return Trained(trained, client_weight(weighting, data), {"loss": loss})
 
+    def adapted(key: Key, model: Any, support: ClientView, count: int, needed: Any = True) -> Variables:
+        if finetune_full_batch:
+            batches = support.full(count).only_if(needed)
+            return local.train(key, task.loss, model, batches, optimizer(lr), moves_at_test)[0]
+        passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, task.loss, model, support, optimizer(lr), moves_at_test, **passes)[0]
+
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        if finetune_epochs == 0:
-            return received.model
-        order_key, key = jax.random.split(key)
-        batches = (
-            support.full(finetune_epochs) if finetune_full_batch else support.epochs(order_key, batch_size, finetune_epochs)
-        )
-        return local.train(key, task.loss, received.model, batches, optimizer(lr), moves_at_test)[0]
+        if new_client_epochs is None:
+            return adapted(key, received.model, support, finetune_epochs)
+        model = adapted(key, received.model, support, finetune_epochs, received.seen)
+        return adapted(key, model, support, new_client_epochs, ~received.seen)
 
     return federated(
         init=task.init,
@@ -96,10 +104,17 @@ def fedavg(
 
 
 def fedper(task: Task, *, personal: masks.MaskSpec = "head", **options: Any) -> Algorithm:
-    """FedPer: FedAvg whose last layers stay with their client (arXiv 1912.00818). `options` are those of `fedavg`."""
+    """FedPer: FedAvg whose last layers stay with their client (arXiv 1912.00818). `options` are those of `fedavg`.
+
+    The paper has no rule for new clients: one that never took part has the server's head, which nobody has trained, and should
+    be given `new_client_epochs` to fit it (with `finetune="head"`, on the shared body).
+    """
     return fedavg(task, personal=personal, **options)
 
 
 def local_only(task: Task, **options: Any) -> Algorithm:
-    """Every client trains by itself and nothing is averaged. `options` are those of `fedavg`."""
+    """Every client trains by itself and nothing is averaged. `options` are those of `fedavg`.
+
+    A client that never took part has nothing but the initial model, and `new_client_epochs` on its support set.
+    """
     return fedavg(task, personal="all", **options)

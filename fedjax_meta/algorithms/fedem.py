@@ -95,7 +95,6 @@ def fedem(
         return jnp.where(view.size > 0, total / jnp.maximum(view.size, 1), share)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
         frozen, share = received.model, received.memory
 
         def loss(models: Any, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
@@ -103,8 +102,8 @@ def fedem(
             value = jnp.sum(jnp.where(batch.weight > 0, jnp.sum(q * losses(models, batch), -1), 0))
             return value / jnp.maximum(jnp.sum(batch.weight), 1), models
 
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        models, value = local.train(key, loss, frozen, batches, optimizer(lr), everything)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        models, value = local.train_epochs(key, loss, frozen, data["train"], optimizer(lr), everything, **passes)
         renewed = maximise(frozen, share, data["train"])
         return Trained(models, client_weight(weighting, data), {"loss": value}, memory=renewed)
 

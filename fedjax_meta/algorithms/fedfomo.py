@@ -93,9 +93,8 @@ def fedfomo(
         return takeover(before - loss, distance, valid)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        batches = data[train_view].epochs(order_key, batch_size, epochs)
-        model, loss = local.train(key, task.loss, received.model, batches, optimizer(lr), trainable)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        model, loss = local.train_epochs(key, task.loss, received.model, data[train_view], optimizer(lr), trainable, **passes)
         size = jnp.asarray(data[validation_view].size, jnp.result_type(float))
         return Trained(model, size, {"loss": loss}, memory=received.memory)
 

@@ -102,8 +102,9 @@ def fedmeta(
       outer_slots: "kept" lets a client keep the outer optimiser's state (Adam's moments) of its personal leaves from round to
         round, where S0 starts it afresh; with "averaged" that of the shared leaves, learned rates among them, is averaged over
         the cohort and goes on too (FedAvg-Adam).
-      outer_at: "client" (S0: the client steps and sends its model) or "server" (the client sends the gradient, which the
-        `server_optimizer` descends; personal leaves still step at the client).
+      outer_at: "client" (S0: the client steps and sends its model) or "server": the client sends the gradient, which the
+        `server_optimizer` descends, `outer_optimizer(outer_lr)` when not given; its state lasts from round to round. Personal
+        leaves still step at the client.
       batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
       inner_steps: passes over the support view, or full-batch steps when `batch_size` is `None`.
       meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
@@ -136,6 +137,9 @@ def fedmeta(
             f"meta_steps={meta_steps} needs outer_at='client': a client that sends its gradient takes one meta-step"
         )
     checks.one_of("outer_slots", outer_slots, ("fresh", "kept", "averaged"))
+    if outer_at == "server" and options.get("server_optimizer") is None:
+        # Not the default of `federated`: a step of rate 1 replaces a model by an average of models, and these are gradients.
+        options["server_optimizer"] = outer_optimizer(outer_lr)
     if outer_slots == "averaged" and outer_at == "server":
         raise ValueError("outer_slots='averaged' needs outer_at='client': at a server, server_optimizer has the state")
     checks.one_of("score", score, ("online", "fitted"))
@@ -304,7 +308,6 @@ def fedmeta_server(
     `outer_optimizer(outer_lr)` lives at the server, so that its state lasts from round to round; other options are those of
     `fedmeta`, whose mean over the cohort is turned into the sum.
     """
-    checks.count("cohort_size", cohort_size)
     server = optax.chain(optax.scale(cohort_size), outer_optimizer(outer_lr))
     return fedmeta(
         task,

@@ -30,7 +30,7 @@ import optax
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import client_weight, combine
 from fedjax_meta.algorithm import Algorithm, Cohort, FederationOptions, Received, State, Trained, federated
-from fedjax_meta.data.federated import Batches, ClientData, ClientView, FederatedData
+from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
 from fedjax_meta.simplex import mixtures
 from fedjax_meta.task import Batch, Key, Task, Variables, weighted_mean
 
@@ -88,7 +88,8 @@ def fedpac(
     weighting: str = "samples",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
-    """FedPAC. A client that never took part begins with the server's first head and trains it on its support set.
+    """FedPAC. The paper has no rule for new clients: one that never took part begins with the server's first head, which nobody
+    has trained, and trains it on its support set.
 
     Args:
       task: a classifier with `features` and `head`.
@@ -120,13 +121,9 @@ def fedpac(
     trainable = task.trainable(masks.variables_shape(task))
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
 
-    def passes(key: Key, view: ClientView, count: int) -> tuple[Key, Batches]:
-        order_key, key = jax.random.split(key)
-        return key, view.epochs(order_key, batch_size, count)
-
-    def train_head(key: Key, variables: Variables, view: ClientView) -> tuple[Variables, jax.Array]:
-        key, batches = passes(key, view, head_epochs)
-        return local.train(key, task.loss, variables, batches, optimizer(head_lr), head_leaves)
+    def train_head(key: Key, start: Variables, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
+        passes = {"epochs": head_epochs, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, task.loss, start, view, optimizer(head_lr), head_leaves, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         head_key, body_key, noise_key = jax.random.split(key, 3)
@@ -139,9 +136,9 @@ def fedpac(
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
             return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
 
-        body_key, batches = passes(body_key, view, epochs)
+        passes = {"epochs": epochs, "batch_size": batch_size}
         loss_function = features.penalised(task, penalty) if align else task.loss
-        model, loss = local.train(body_key, loss_function, model, batches, optimizer(lr), body_leaves)
+        model, loss = local.train_epochs(body_key, loss_function, model, view, optimizer(lr), body_leaves, **passes)
         after = features.class_sums(task, model, view) if align else before
         if noise:
             before, after = (
@@ -175,9 +172,7 @@ def fedpac(
         return combine(mixing_matrix(cohort.stacked, cohort.returned), cohort.personal), cohort.memory
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        key, batches = passes(key, support, head_epochs)
-        untrained = batches.only_if(~received.seen)
-        return local.train(key, task.loss, received.model, untrained, optimizer(head_lr), head_leaves)[0]
+        return train_head(key, received.model, support, ~received.seen)[0]
 
     return federated(
         init=task.init,

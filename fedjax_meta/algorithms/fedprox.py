@@ -14,7 +14,6 @@ and count by their samples, as in the authors' code.
 
 from typing import Any, Unpack
 
-import jax
 import optax
 
 from fedjax_meta import checks, local, masks
@@ -34,7 +33,10 @@ def fedprox(
     personal: masks.MaskSpec = "none",
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
-    """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0."""
+    """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0.
+
+    Every client, known or new, tests with the server's model; a new one begins with the server's personal leaves, if any.
+    """
     checks.not_negative("prox_weight", prox_weight)
     checks.positive("lr", lr)
     checks.count("epochs", epochs)
@@ -42,10 +44,9 @@ def fedprox(
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        batches = data["train"].epochs(order_key, batch_size, epochs)
         loss = local.proximal(task.loss, received.model, prox_weight)
-        model, value = local.train(key, loss, received.model, batches, optax.sgd(lr), trainable)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        model, value = local.train_epochs(key, loss, received.model, data["train"], optax.sgd(lr), trainable, **passes)
         return Trained(model, client_weight("samples", data), {"loss": value})
 
     return federated(

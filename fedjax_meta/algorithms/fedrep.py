@@ -79,29 +79,20 @@ def fedrep(
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
-    def phase(key: Key, start: Any, passes: tuple[ClientView, int, Any], moving: Any, needed: Any = True) -> Any:
-        view, epochs, rate = passes
-        order_key, key = jax.random.split(key)
-        batches = view.epochs(order_key, batch_size, epochs).only_if(needed)
-        return local.train(key, task.loss, start, batches, optimizer(rate), moving)
+    def phase(key: Key, start: Any, view: ClientView, epochs: int, rate: Any, moving: Any, needed: Any = True) -> Any:
+        passes = {"epochs": epochs, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, task.loss, start, view, optimizer(rate), moving, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         head_key, body_key = jax.random.split(key)
-        model, metrics = received.model, {}
-        if head_epochs:
-            model, metrics["head_loss"] = phase(head_key, model, (data["train"], head_epochs, head_lr), head_leaves)
-        if body_epochs:
-            model, metrics["loss"] = phase(body_key, model, (data["train"], body_epochs, lr), body_leaves)
-        return Trained(model, client_weight(weighting, data), metrics)
+        model, head_loss = phase(head_key, received.model, data["train"], head_epochs, head_lr, head_leaves)
+        model, loss = phase(body_key, model, data["train"], body_epochs, lr, body_leaves)
+        return Trained(model, client_weight(weighting, data), {"loss": loss, "head_loss": head_loss})
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         seen_key, new_key = jax.random.split(key)
-        model = received.model
-        if finetune_epochs:
-            model = phase(seen_key, model, (support, finetune_epochs, head_lr), moves_at_test, received.seen)[0]
-        if new_client_epochs:
-            model = phase(new_key, model, (support, new_client_epochs, head_lr), moves_at_test, ~received.seen)[0]
-        return model
+        model, _ = phase(seen_key, received.model, support, finetune_epochs, head_lr, moves_at_test, received.seen)
+        return phase(new_key, model, support, new_client_epochs, head_lr, moves_at_test, ~received.seen)[0]
 
     return federated(
         init=task.init,

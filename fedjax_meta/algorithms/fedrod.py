@@ -55,7 +55,8 @@ def fedrod(
     **options: Unpack[FederationOptions],
 ) -> Algorithm:
     """Fed-RoD. A client that never took part predicts with the generic model, or, with a hypernetwork, with the personal head
-    that this makes of the class shares of its support set.
+    that this makes of the class shares of its support set. A client of one class teaches the generic model nothing: its
+    balanced loss is 0.
 
     Args:
       task: a classifier with features, without buffers.
@@ -105,7 +106,6 @@ def fedrod(
         return features.class_counts(view, features.feature_shape(task, model.generic, view)[0])
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
         counts = counts_of(received.model, data["train"])
 
         def loss(model: Model, batch: Batch, key: Key) -> tuple[jax.Array, Model]:
@@ -115,8 +115,8 @@ def fedrod(
             return generic + cross_entropy(logits(frozen, personal_head(model, counts), z), batch), model
 
         everything = jax.tree.map(lambda _: True, received.model)
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        model, total = local.train(key, loss, received.model, batches, optimizer(lr), everything)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        model, total = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), everything, **passes)
         return Trained(model, client_weight(weighting, data), {"loss": total})
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:

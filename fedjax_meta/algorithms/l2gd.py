@@ -71,10 +71,12 @@ def l2gd(
     def pulls(shared_key: Key) -> jax.Array:
         return jax.random.bernoulli(shared_key, probability)
 
+    def train(key: Key, start: Any, view: ClientView, count: int, needed: Any) -> tuple[Variables, jax.Array]:
+        passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, task.loss, start, view, optimizer(lr), trainable, **passes)
+
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        batches = data["train"].epochs(order_key, batch_size, epochs).only_if(~pulls(received.shared_key))
-        model, loss = local.train(key, task.loss, received.model, batches, optimizer(lr), trainable)
+        model, loss = train(key, received.model, data["train"], epochs, ~pulls(received.shared_key))
         weight = jnp.where(data["train"].size > 0, 1.0, 0.0)
         return Trained(model, weight, {"loss": loss}, statistics=model)
 
@@ -93,13 +95,9 @@ def l2gd(
         return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        order_key, key = jax.random.split(key)
         seen = received.seen
         start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
-        if new_client_epochs == 0:
-            return start
-        batches = support.epochs(order_key, batch_size, new_client_epochs).only_if(~seen)
-        return local.train(key, task.loss, start, batches, optimizer(lr), trainable)[0]
+        return train(key, start, support, new_client_epochs, ~seen)[0]
 
     return federated(
         init=task.init,

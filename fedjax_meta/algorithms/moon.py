@@ -6,10 +6,10 @@ Li, He, Song: "Model-contrastive federated learning", CVPR 2021, arXiv 2103.1625
 |---|---|---|
 | z, z_glob, z_prev | `task.features` of the local, received and last local model | `[B, d]` |
 | mu, tau | `contrast_weight`, `temperature` | scalars |
-| projection head | `with_projection` | |
+| projection head | `features.with_projection` | |
 
 Differs from the paper: nothing. The features that are contrasted are those of the task; the paper's are the output of a
-projection head of two layers, which `with_projection` gives to any task.
+projection head of two layers, which `features.with_projection` gives to any task.
 """
 
 from collections.abc import Callable
@@ -23,64 +23,7 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import client_weight
 from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
 from fedjax_meta.data.federated import ClientData, ClientView
-from fedjax_meta.task import Batch, Key, Task, Variables, cross_entropy, weighted_mean
-
-
-def with_projection(task: Task, width: int, classes: int, *, projection: int = 256) -> Task:
-    """The task with two dense layers between its features and a new head: d - d - ReLU - `projection` - classes.
-
-    Args:
-      task: a classifier with features; its own head is left out.
-      width: d, its number of features.
-      classes: K.
-      projection: number of features of the result, its head's inputs.
-
-    Raises:
-      ValueError: a task without features, or with buffers; a size below 1.
-    """
-    extract, _ = features.require(task, "with_projection", buffers=False)
-    for name, value in (("width", width), ("classes", classes), ("projection", projection)):
-        checks.count(name, value)
-    own_head = masks.resolve("head", task)
-    sizes = {"project1": (width, width), "project2": (width, projection), "head": (projection, classes)}
-
-    def init(key: Key) -> Variables:
-        key, *keys = jax.random.split(key, 1 + len(sizes))
-        layers = {}
-        for layer_key, (name, (inputs, outputs)) in zip(keys, sizes.items(), strict=True):
-            kernel_key, bias_key = jax.random.split(layer_key)
-            bound = inputs**-0.5
-            layers[name] = {
-                "kernel": jax.random.uniform(kernel_key, (outputs, inputs), minval=-bound, maxval=bound),
-                "bias": jax.random.uniform(bias_key, (outputs,), minval=-bound, maxval=bound),
-            }
-        return {"base": masks.split(task.init(key), own_head)[1], **layers}
-
-    def dense(layer: Any, x: jax.Array) -> jax.Array:
-        return x @ layer["kernel"].T + layer["bias"][None]
-
-    def project(variables: Variables, x: Any) -> jax.Array:
-        unused = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), masks.split(masks.variables_shape(task), own_head)[0]
-        )
-        z = extract(masks.merge(unused, variables["base"]), x)
-        return dense(variables["project2"], jax.nn.relu(dense(variables["project1"], z)))
-
-    def predict(variables: Variables, x: Any) -> jax.Array:
-        return dense(variables["head"], project(variables, x))
-
-    def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
-        del key
-        return cross_entropy(predict(variables, batch.x), batch), variables
-
-    return Task(
-        init=init,
-        loss=loss,
-        predict=predict,
-        features=project,
-        head=lambda variables, z: dense(variables["head"], z),
-        layers=(*task.layers[:-1], *sizes),
-    )
+from fedjax_meta.task import Batch, Key, Task, Variables, weighted_mean
 
 
 def contrast(z: jax.Array, towards: jax.Array, away: jax.Array, temperature: Any) -> jax.Array:
@@ -114,7 +57,7 @@ def moon(
     """MOON. All clients, new ones too, test with the server's model, after fine-tuning if there is any.
 
     Args:
-      task: a classifier with features; for the paper's model, `with_projection(task, ...)`.
+      task: a classifier with features; for the paper's model, `features.with_projection(task, ...)`.
       lr: learning rate; may be traced, as the next two.
       contrast_weight: mu; 0 is FedAvg.
       temperature: tau.
@@ -140,22 +83,18 @@ def moon(
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
             towards, away = (extract(frozen, batch.x) for frozen in (received.model, received.memory))
             return contrast_weight * weighted_mean(contrast(z, towards, away, temperature), batch.weight)
 
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        model, loss = local.train(key, features.penalised(task, penalty), received.model, batches, optimizer(lr), trainable)
-        return Trained(model, client_weight(weighting, data), {"loss": loss}, memory=model)
+        loss = features.penalised(task, penalty)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        model, value = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), trainable, **passes)
+        return Trained(model, client_weight(weighting, data), {"loss": value}, memory=model)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        if finetune_epochs == 0:
-            return received.model
-        order_key, key = jax.random.split(key)
-        batches = support.epochs(order_key, batch_size, finetune_epochs)
-        return local.train(key, task.loss, received.model, batches, optimizer(lr), moves_at_test)[0]
+        passes = {"epochs": finetune_epochs, "batch_size": batch_size}
+        return local.train_epochs(key, task.loss, received.model, support, optimizer(lr), moves_at_test, **passes)[0]
 
     return federated(
         init=task.init,

@@ -45,15 +45,6 @@ def _sgd(rate: Any, decay: float) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9))
 
 
-def _layer(key: Key, inputs: int, outputs: int) -> dict[str, jax.Array]:
-    kernel_key, bias_key = jax.random.split(key)
-    bound = inputs**-0.5
-    return {
-        "kernel": jax.random.uniform(kernel_key, (outputs, inputs), minval=-bound, maxval=bound),
-        "bias": jax.random.uniform(bias_key, (outputs,), minval=-bound, maxval=bound),
-    }
-
-
 def _outputs(hyper: Any, embedding: jax.Array) -> list[jax.Array]:
     """A trunk of dense layers with ReLU between them, and a dense layer for each leaf."""
     first, *rest = hyper["trunk"]
@@ -100,11 +91,9 @@ def pfedhn(
     features.require_plain(task, "pfedhn")
     for name, rate in (("lr", lr), ("server_lr", server_lr), ("clip", clip), ("new_client_lr", new_client_lr)):
         checks.positive(name, rate)
-    for name, value in zip(
-        ("embedding_size", "width", "hidden", "local_steps"), (embedding_size, width, hidden, local_steps), strict=True
-    ):
+    counts = {"embedding_size": embedding_size, "width": width, "hidden": hidden}
+    for name, value in {**counts, "local_steps": local_steps, "batch_size": batch_size}.items():
         checks.count(name, value)
-    checks.count("batch_size", batch_size)
     checks.count("new_client_steps", new_client_steps, least=0)
     shape = masks.variables_shape(task)
     in_own = masks.resolve(personal, task, name="personal")
@@ -116,7 +105,7 @@ def pfedhn(
     def init(key: Key) -> Model:
         own_key, *keys = jax.random.split(key, 2 + hidden + len(made))
         sizes = [(embedding_size, width)] + [(width, width)] * hidden + [(width, leaf.size) for leaf in made]
-        layers = [_layer(key, *size) for key, size in zip(keys, sizes, strict=True)]
+        layers = [features.dense_layer(key, *size) for key, size in zip(keys, sizes, strict=True)]
         hyper = {"trunk": layers[: 1 + hidden], "leaves": layers[1 + hidden :]}
         return Model(hyper, masks.split(task.init(own_key), in_own)[0])
 

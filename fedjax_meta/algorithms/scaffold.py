@@ -91,11 +91,8 @@ def scaffold(
         return optax.tree.add(state.extra, optax.tree.scale(returned / state.seen.shape[0], change))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        if finetune_epochs == 0:
-            return received.model
-        order_key, key = jax.random.split(key)
-        batches = support.epochs(order_key, batch_size, finetune_epochs)
-        return local.train(key, task.loss, received.model, batches, optax.sgd(lr), moves_at_test)[0]
+        passes = {"epochs": finetune_epochs, "batch_size": batch_size}
+        return local.train_epochs(key, task.loss, received.model, support, optax.sgd(lr), moves_at_test, **passes)[0]
 
     def zeros(model: Any) -> Any:
         return optax.tree.zeros_like(masks.split(model, trainable)[0])

@@ -347,7 +347,7 @@ def dominant_groups(
     if asked[short] > counts[short] and (not share or counts[short] == 0):
         raise ValueError(
             f"class {short} has {counts[short]} samples, but the clients ask for {asked[short]}; "
-            "take fewer or smaller clients, or allow them to share samples with share=True"
+            "take fewer or smaller clients, or allow them to share samples with share=True (--share)"
         )
     begin = np.cumsum(counts) - counts
     offset = first + np.cumsum(parts, 0) - parts

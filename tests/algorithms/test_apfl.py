@@ -5,25 +5,25 @@ import pytest
 
 import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, batch, buffered, gradient, of, personalized, run, step
+from tests.algorithms.common import FULL, batch, buffered, build, gradient, of, personalized, run, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
 
 def apfl(task=None, **options):
-    return fm.ALGORITHMS["apfl"](task or problems.task(), **(OPTIONS | options))
+    return build("apfl", task, **(OPTIONS | options))
 
 
 @pytest.mark.parametrize("mix", ["weights", "outputs"])
 def test_the_global_part_is_fedavg_whatever_the_share(mix):
-    average = run(fm.fedavg(problems.task(), **OPTIONS), 3)
+    average = run(build("fedavg", **OPTIONS), 3)
     for share in (0.0, 0.3):
         assert problems.distance(run(apfl(share=share, mix=mix), 3).model, average.model) < 1e-12
 
 
 def test_a_share_of_one_is_local_training():
-    state = run(apfl(share=1.0, adaptive=False), 3)
-    alone = run(fm.local_only(problems.task(), **OPTIONS), 3)
+    state = run(apfl(share=1.0, share_lr=0.0), 3)
+    alone = run(build("local_only", **OPTIONS), 3)
     assert problems.distance(state.memory.model, alone.personal) < 1e-12
 
 
@@ -61,7 +61,7 @@ def test_for_a_linear_model_mixing_weights_is_mixing_outputs():
 
 
 def test_a_new_client_trains_its_own_part_from_the_global_model():
-    algorithm = apfl(**FULL, share=0.25)
+    algorithm = apfl(**FULL, share=0.25, share_lr=0.5)
     state = run(algorithm, 2)
     # At first v = w, so the mixture is w too; v moves by its share of the step, and the mixture by that share again.
     expected = step(state.model, 0.1 * 0.25**2, gradient(state.model, 2, "test_support"))

@@ -1,24 +1,33 @@
 import jax
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, gradient, of, personalized, run, start, step
+from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.05, "epochs": 2, "batch_size": 8}
 
 
+WHOLE = {**FULL, "epochs": 1, "personal_epochs": 2, "personal_lr": 0.1, "prox_weight": 0.7}
+
+
+def descend(v, w, client, view):
+    """Two full steps v ← v - η (∇f(v) + λ (v - w))."""
+    for _ in range(2):
+        v = step(v, 0.1, jax.tree.map(lambda g, v, w: g + 0.7 * (v - w), gradient(v, client, view), v, w))
+    return v
+
+
 def ditto(**options):
-    return fm.ALGORITHMS["ditto"](problems.task(), **(OPTIONS | options))
+    return build("ditto", **(OPTIONS | options))
 
 
 def test_the_global_model_is_that_of_fedavg():
-    state, average = run(ditto(prox_weight=3.0), 3), run(fm.fedavg(problems.task(), **OPTIONS), 3)
+    state, average = run(ditto(prox_weight=3.0), 3), run(build("fedavg", **OPTIONS), 3)
     assert problems.distance(state.model, average.model) < 1e-14
 
 
 def test_without_a_proximal_term_personal_models_are_those_of_local_training():
-    state, alone = run(ditto(prox_weight=0.0), 3), run(fm.local_only(problems.task(), **OPTIONS), 3)
+    state, alone = run(ditto(prox_weight=0.0), 3), run(build("local_only", **OPTIONS), 3)
     assert problems.distance(state.memory, alone.personal) < 1e-12
 
 
@@ -35,23 +44,21 @@ def test_a_strong_proximal_term_holds_personal_models_at_the_model_that_was_sent
 
 def test_two_full_steps_written_out():
     # v1 = v0 - η (∇f(v0) + λ (v0 - w)); after a round v0 and w differ.
-    algorithm = ditto(**FULL, epochs=1, personal_epochs=2, personal_lr=0.1, prox_weight=0.7)
+    algorithm = ditto(**WHOLE)
     state = run(algorithm, 1)
     after = run(algorithm, 1, state)
     for client in (0, 4):
-        v = of(state.memory, client)
-        for _ in range(2):
-            pulled = jax.tree.map(lambda v, w: 0.7 * (v - w), v, state.model)
-            v = step(v, 0.1, jax.tree.map(lambda g, p: g + p, gradient(v, client), pulled))
-        assert problems.distance(of(after.memory, client), v) < 1e-12
+        expected = descend(of(state.memory, client), state.model, client, "train")
+        assert problems.distance(of(after.memory, client), expected) < 1e-12
 
 
 def test_known_clients_test_with_their_own_model_and_others_make_one_from_the_global():
-    algorithm = ditto(**FULL, epochs=1, lr=0.1, prox_weight=0.7)
+    algorithm = ditto(**WHOLE)
     state = run(algorithm, 2)
     assert problems.leaves_equal(personalized(algorithm, state, 4), of(state.memory, 4))
     made = personalized(algorithm, state, None, of_client=4)
-    assert problems.distance(made, step(state.model, 0.1, gradient(state.model, 4, "test_support"))) < 1e-12
+    expected = descend(state.model, state.model, 4, "test_support")
+    assert problems.distance(made, expected) < 1e-12
     early = start(algorithm)._replace(model=state.model)
     assert problems.distance(personalized(algorithm, early, 4), made) < 1e-12
 

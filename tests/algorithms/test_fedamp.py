@@ -3,18 +3,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from fedjax_meta.algorithms.fedamp import attention, cosine_attention
 from tests import problems
-from tests.algorithms.common import FULL, gradient, of, personalized, run, start, step
+from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2}
+WHOLE = {**FULL, "step": 0.5, "prox_weight": 0.4, "width": 2.0, "new_client_epochs": 0}
 W = np.random.default_rng(0).normal(size=(4, 6))
 ALL = jnp.ones(4, bool)
 
 
 def fedamp(**options):
-    return fm.ALGORITHMS["fedamp"](problems.task(), **(OPTIONS | options))
+    return build("fedamp", **(OPTIONS | options))
 
 
 def test_attention_is_the_kernels_derivative():
@@ -57,12 +57,11 @@ def test_who_did_not_return_is_in_nobodys_mixture():
 @pytest.mark.parametrize("kernel", ["exponential", "cosine"])
 def test_without_the_pull_it_is_local_training(kernel):
     state = run(fedamp(prox_weight=0.0, kernel=kernel), 3)
-    assert problems.distance(state.personal, run(fm.local_only(problems.task(), **OPTIONS), 3).personal) < 1e-12
+    assert problems.distance(state.personal, run(build("local_only", **OPTIONS), 3).personal) < 1e-12
 
 
 def test_a_round_written_out():
-    options = {**FULL, "lr": 0.1, "epochs": 2, "step": 0.5, "prox_weight": 0.4, "width": 2.0}
-    algorithm = fedamp(**options)
+    algorithm = fedamp(**WHOLE)
     state = run(algorithm, 2)
     after = run(algorithm, 1, state)
     trained = []
@@ -80,7 +79,7 @@ def test_a_round_written_out():
 
 
 def test_a_new_client_begins_at_the_mean_of_all_models():
-    algorithm = fedamp(**FULL, new_client_epochs=0)
+    algorithm = fedamp(**WHOLE)
     state = run(algorithm, 1)
     sizes = np.asarray(problems.data().sizes("train"), float)
     mean = jax.tree.map(lambda pool: jnp.tensordot(sizes / sizes.sum(), pool, 1), state.personal)

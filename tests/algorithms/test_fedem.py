@@ -6,21 +6,22 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta.task import cross_entropy
 from tests import problems
-from tests.algorithms.common import FULL, batch, buffered, of, personalized, run, start
+from tests.algorithms.common import FULL, batch, buffered, build, of, padded, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
 
 def fedem(**options):
-    return fm.ALGORITHMS["fedem"](problems.task(), **(OPTIONS | options))
+    return build("fedem", **(OPTIONS | options))
 
 
 def sample_losses(models, samples):
     """`[B, M]`, component by component."""
     columns = []
     for m in range(len(jax.tree.leaves(models)[0])):
-        log_probability = jax.nn.log_softmax(problems.task().predict(of(models, m), samples.x))
-        columns.append(-np.asarray(log_probability)[np.arange(len(samples.y)), np.asarray(samples.y)])
+        logits = np.asarray(problems.task().predict(of(models, m), samples.x))
+        probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        columns.append(-np.log(probability[np.arange(len(samples.y)), np.asarray(samples.y)]))
     return np.stack(columns, 1)
 
 
@@ -30,7 +31,7 @@ def expectation(models, share, samples):
 
 
 def test_with_one_component_it_is_fedavg():
-    algorithm, average = fedem(components=1), fm.fedavg(problems.task(), **OPTIONS)
+    algorithm, average = fedem(components=1), build("fedavg", **OPTIONS)
     first = start(average)
     state = run(algorithm, 3, start(algorithm)._replace(model=jax.tree.map(lambda leaf: leaf[None], first.model)))
     assert problems.distance(of(state.model, 0), run(average, 3, first).model) < 1e-12
@@ -47,27 +48,28 @@ def test_a_round_of_expectation_and_maximisation_written_out():
     state = run(algorithm, 2)
     after = run(algorithm, 1, state)
     moved = []
+
+    @jax.jit
+    @jax.grad
+    def slope(w, samples, number):
+        # `cross_entropy` divides by the sum of the weights, the paper by the number of samples.
+        return jnp.sum(samples.weight) / number * cross_entropy(problems.task().predict(w, samples.x), samples)
+
     for client in range(7):
-        samples, share = batch(client), np.asarray(state.memory[client])
-        q = expectation(state.model, share, samples)
+        share, number = np.asarray(state.memory[client]), len(batch(client).y)
+        q = expectation(state.model, share, padded(client))[:number]
         np.testing.assert_allclose(after.memory[client], q.mean(0), atol=1e-12)
         for m in range(3):
-
-            def loss(w, samples=samples, q=q, m=m):
-                weighted = samples._replace(weight=jnp.asarray(q[:, m]))
-                # `cross_entropy` divides by the sum of the weights, the paper by the number of samples.
-                scale = jnp.maximum(jnp.sum(weighted.weight), 1) / len(q)
-                return scale * cross_entropy(problems.task().predict(w, samples.x), weighted)
-
+            weighted = padded(client)._replace(weight=np.pad(q[:, m], (0, len(padded(client).y) - number)))
             model = of(state.model, m)
-            moved.append(jax.tree.map(lambda w, g: w - 0.1 * g, model, jax.grad(loss)(model)))
+            moved.append(step(model, 0.1, slope(model, weighted, number)))
     for m in range(3):
         expected = jax.tree.map(lambda *leaves: sum(leaves) / 7, *moved[m::3])
         assert problems.distance(of(after.model, m), expected) < 1e-12
 
 
 def test_prediction_mixes_probabilities_by_the_clients_shares():
-    algorithm = fedem()
+    algorithm = fedem(test_steps=4)
     state, x = run(algorithm, 3), batch(1).x
     client = int(np.flatnonzero(state.seen)[0])
     predicted = np.exp(algorithm.predict(personalized(algorithm, state, client), x))

@@ -3,16 +3,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from fedjax_meta.algorithms.fedfomo import takeover
 from tests import problems
-from tests.algorithms.common import FULL, gradient, loss, of, personalized, run, start, step
+from tests.algorithms.common import FULL, build, gradient, loss, of, personalized, run, start, step
 
 OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 1}
 
 
 def fedfomo(**options):
-    return fm.ALGORITHMS["fedfomo"](problems.task(), **(OPTIONS | options))
+    return build("fedfomo", **(OPTIONS | options))
 
 
 def length(tree):
@@ -32,7 +31,7 @@ def test_where_nobody_is_better_everybody_keeps_its_own():
 
 def test_alone_in_its_cohort_a_client_trains_locally():
     state = run(fedfomo(cohort_size=1, train_view="train"), 4)
-    alone = run(fm.local_only(problems.task(), cohort_size=1, **OPTIONS), 4)
+    alone = run(build("local_only", cohort_size=1, **OPTIONS), 4)
     assert problems.distance(state.personal, alone.personal) < 1e-12
 
 

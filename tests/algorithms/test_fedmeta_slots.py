@@ -44,6 +44,21 @@ def test_averaged_slots_are_the_weighted_mean_of_the_clients_and_count_rounds():
     assert [int(leaf) for leaf in jax.tree.leaves(after.extra) if leaf.ndim == 0] == [2]
 
 
+def test_a_server_descends_with_the_outer_optimiser_and_goes_on_with_its_state():
+    """Rate 0.3 by default, not the rate 1 of models that replace a model; momentum is the server's over rounds."""
+    at_server, at_client = (
+        fm.fedmeta(problems.task(), outer_optimizer=optax.sgd, outer_at=place, **OPTIONS) for place in ("server", "client")
+    )
+    start = at_server.init(KEY, problems.data())
+    first = rounds(at_server, 1, start)
+    second = rounds(at_server, 1, first)
+    assert problems.distance(second.model, rounds(at_client, 2).model) < 1e-12
+    # With momentum the second step has 0.9 of the first on top.
+    remembers = fm.fedmeta(problems.task(), outer_optimizer=momentum, outer_at="server", **OPTIONS)
+    expected = jax.tree.map(lambda two, one, none: two + 0.9 * (one - none), second.model, first.model, start.model)
+    assert problems.distance(rounds(remembers, 2).model, expected) < 1e-12
+
+
 def test_slots_that_nobody_could_average_are_refused():
     with pytest.raises(ValueError, match="outer_slots='averaged' needs outer_at='client'"):
         fm.fedmeta(problems.task(), outer_slots="averaged", outer_at="server")

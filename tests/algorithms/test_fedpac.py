@@ -9,13 +9,13 @@ from fedjax_meta import features, masks
 from fedjax_meta.algorithms.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
-from tests.algorithms.common import FULL, KEY, batch, of, personalized, run, start
+from tests.algorithms.common import FULL, KEY, batch, build, of, personalized, run, start
 
 OPTIONS = {**FULL, "lr": 0.1, "head_lr": 0.3, "epochs": 2, "head_epochs": 1, "optimizer": optax.sgd}
 
 
 def fedpac(**options):
-    return fm.ALGORITHMS["fedpac"](problems.task(), **(OPTIONS | options))
+    return build("fedpac", **(OPTIONS | options))
 
 
 def class_features(variables, client):
@@ -126,9 +126,7 @@ def test_without_weight_alignment_is_off_and_without_both_parts_it_is_fedrep():
     off = run(fedpac(align=False, collaborate=False), 3)
     zero = run(fedpac(alignment=0.0, collaborate=False), 3)
     assert problems.distance((off.model, off.personal), (zero.model, zero.personal)) < 1e-12
-    other = fm.ALGORITHMS["fedrep"](
-        problems.task(), **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd
-    )
+    other = build("fedrep", **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd)
     state = run(other, 3)
     assert problems.distance((off.model, off.personal), (state.model, state.personal)) < 1e-12
 

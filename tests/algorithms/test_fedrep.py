@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import fedjax_meta as fm
 from fedjax_meta import masks
 from tests import problems
-from tests.algorithms.common import FULL, gradient, of, personalized, run, start, step
+from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 
 HEAD = masks.resolve("head", problems.task())
+OPTIONS = {**FULL, "lr": 0.1, "head_lr": 0.4, "head_epochs": 2, "new_client_epochs": 1, "optimizer": optax.sgd}
+OPTIONS["weighting"] = "uniform"
 
 
 def only(mask, tree):
@@ -16,8 +17,7 @@ def only(mask, tree):
 
 
 def test_head_then_body_written_out():
-    options = {**FULL, "lr": 0.1, "head_lr": 0.4, "head_epochs": 2, "optimizer": optax.sgd, "weighting": "uniform"}
-    algorithm = fm.ALGORITHMS["fedrep"](problems.task(), **options)
+    algorithm = build("fedrep", **OPTIONS)
     first = start(algorithm).model
     after = run(algorithm, 1)
     bodies = []
@@ -34,16 +34,16 @@ def test_head_then_body_written_out():
 
 
 def test_a_new_client_fits_a_head_and_leaves_the_body():
-    algorithm = fm.ALGORITHMS["fedrep"](problems.task(), **FULL, lr=0.1, optimizer=optax.sgd, new_client_epochs=1)
+    algorithm = build("fedrep", **OPTIONS)
     state = run(algorithm, 1)
     new = personalized(algorithm, state, None, of_client=3)
-    assert problems.distance(new, step(state.model, 0.1, only(HEAD, gradient(state.model, 3, "test_support")))) < 1e-12
+    assert problems.distance(new, step(state.model, 0.4, only(HEAD, gradient(state.model, 3, "test_support")))) < 1e-12
     known = personalized(algorithm, state, 3)
     assert problems.leaves_equal(masks.split(known, HEAD)[0], of(state.personal, 3))
 
 
 def test_fedbabu_never_trains_the_head_until_the_test():
-    algorithm = fm.ALGORITHMS["fedbabu"](problems.task(), **FULL, optimizer=optax.sgd, lr=0.1, finetune_epochs=1)
+    algorithm = build("fedbabu", **FULL, optimizer=optax.sgd, lr=0.1, finetune_epochs=1)
     first, state = start(algorithm).model, run(algorithm, 1)
     assert problems.leaves_equal(masks.split(state.model, HEAD)[0], masks.split(first, HEAD)[0])
     bodies = [step(first, 0.1, only(masks.complement(HEAD), gradient(first, client))) for client in range(7)]
@@ -55,6 +55,6 @@ def test_fedbabu_never_trains_the_head_until_the_test():
 
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="head_epochs=-1"):
-        fm.ALGORITHMS["fedrep"](problems.task(), head_epochs=-1)
+        build("fedrep", head_epochs=-1)
     with pytest.raises(ValueError, match="finetune='tail'"):
-        fm.ALGORITHMS["fedbabu"](problems.task(), finetune="tail")
+        build("fedbabu", finetune="tail")

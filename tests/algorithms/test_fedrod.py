@@ -8,13 +8,13 @@ import fedjax_meta as fm
 from fedjax_meta.algorithms.fedrod import balanced_loss
 from fedjax_meta.task import Batch, cross_entropy
 from tests import problems
-from tests.algorithms.common import FULL, batch, buffered, of, personalized, run, start
+from tests.algorithms.common import FULL, batch, buffered, build, of, padded, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2, "optimizer": optax.sgd}
 
 
 def fedrod(**options):
-    return fm.ALGORITHMS["fedrod"](problems.task(), **(OPTIONS | options))
+    return build("fedrod", **(OPTIONS | options))
 
 
 def test_the_balanced_softmax_weighs_classes_by_their_number():
@@ -35,8 +35,7 @@ def test_a_client_of_one_class_teaches_the_generic_model_nothing_and_stays_finit
 
 
 def test_unbalanced_its_generic_model_is_that_of_fedavg():
-    options = dict(OPTIONS)
-    state, average = run(fedrod(balance=0.0), 3), run(fm.fedavg(problems.task(), **options), 3)
+    state, average = run(fedrod(balance=0.0), 3), run(build("fedavg", **OPTIONS), 3)
     assert problems.distance(state.model.generic, average.model) < 1e-12
 
 
@@ -46,19 +45,20 @@ def test_one_full_step_of_generic_model_and_personal_head_written_out():
     after = run(algorithm, 1, state)
     task, generic = problems.task(), state.model.generic
     means = []
+
+    def balanced(w, samples, counts):
+        return balanced_loss(task.predict(w, samples.x), samples, counts, 1.0)
+
+    def residual(p, w, samples):
+        z = task.features(w, samples.x)
+        return cross_entropy(task.predict(w, samples.x) + z @ p["w"] + p["b"][None], samples)
+
+    of_generic, of_head = jax.jit(jax.grad(balanced)), jax.jit(jax.grad(residual))
     for client in range(7):
-        samples, own = batch(client), of(state.personal.personal, client)
-        counts = jnp.bincount(samples.y, length=3).astype(float)
-
-        def balanced(w, samples=samples, counts=counts):
-            return balanced_loss(task.predict(w, samples.x), samples, counts, 1.0)
-
-        def residual(w, p, samples=samples):
-            z = task.features(w, samples.x)
-            return cross_entropy(task.predict(w, samples.x) + z @ p["w"] + p["b"][None], samples)
-
-        means.append(jax.tree.map(lambda w, g: w - 0.1 * g, generic, jax.grad(balanced)(generic)))
-        head = jax.tree.map(lambda p, g: p - 0.1 * g, own["head"], jax.grad(residual, 1)(generic, own["head"]))
+        samples, own = padded(client), of(state.personal.personal, client)["head"]
+        counts = np.bincount(batch(client).y, minlength=3).astype(float)
+        means.append(step(generic, 0.1, of_generic(generic, samples, counts)))
+        head = step(own, 0.1, of_head(own, generic, samples))
         assert problems.distance(of(after.personal.personal, client)["head"], head) < 1e-12
     assert problems.distance(after.model.generic, jax.tree.map(lambda *leaves: sum(leaves) / 7, *means)) < 1e-12
 

@@ -2,19 +2,18 @@ import jax
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import batch, personalized, run
+from tests.algorithms.common import batch, build, personalized, run, start
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
 
 def knn_per(**options):
-    return fm.ALGORITHMS["knn_per"](problems.task(), **(OPTIONS | options))
+    return build("knn_per", **(OPTIONS | options))
 
 
 def test_without_neighbours_it_is_fedavg():
-    algorithm, average = knn_per(mixing=0.0), fm.fedavg(problems.task(), **OPTIONS)
+    algorithm, average = knn_per(mixing=0.0), build("fedavg", **OPTIONS)
     state = run(algorithm, 2)
     assert problems.leaves_equal(state, run(average, 2))
     x = batch(3).x
@@ -38,7 +37,7 @@ def neighbours_share(model, client, queries, count, scale, *, leave_out=False):
 
 def test_prediction_joins_model_and_neighbours():
     algorithm = knn_per(neighbours=5, scale=0.2, mixing=0.3)
-    state, x = run(algorithm, 2), batch(3, "test_query").x
+    state, x = run(build("fedavg", **OPTIONS), 2), batch(3, "test_query").x
     # The largest client has more samples than this one, so some of the datastore is padding.
     variables = personalized(algorithm, state, 3, "train")
     model = jax.nn.softmax(problems.task().predict(state.model, x))
@@ -57,7 +56,7 @@ def test_prediction_joins_model_and_neighbours():
 
 def test_a_client_chooses_the_share_that_explains_its_samples_left_out_one_by_one():
     algorithm = knn_per(neighbours=5, scale=0.2)
-    state = run(algorithm, 2)
+    state = run(build("fedavg", **OPTIONS), 2)
     for client in (0, 3):
         samples = batch(client, "train")
         near = neighbours_share(state.model, client, samples.x, 5, 0.2, leave_out=True)
@@ -71,7 +70,7 @@ def test_a_client_chooses_the_share_that_explains_its_samples_left_out_one_by_on
 
 def test_a_client_with_fewer_samples_than_neighbours_asks_all_of_them():
     algorithm = knn_per(neighbours=500, scale=0.2, mixing=1.0)
-    state, x = run(algorithm, 1), batch(0, "test_query").x
+    state, x = run(build("fedavg", **OPTIONS), 2), batch(0, "test_query").x
     expected = neighbours_share(state.model, 0, x, 500, 0.2)
     predicted = np.exp(algorithm.predict(personalized(algorithm, state, 0, "train"), x))
     np.testing.assert_allclose(predicted, expected, atol=1e-9)
@@ -80,6 +79,6 @@ def test_a_client_with_fewer_samples_than_neighbours_asks_all_of_them():
 def test_a_datastore_beyond_the_limit_is_refused_with_both_numbers():
     algorithm = knn_per(capacity=20)
     with pytest.raises(ValueError, match=r"up to \d+ samples, more than capacity=20"):
-        personalized(algorithm, run(algorithm, 1), 0, "train")
+        personalized(algorithm, start(algorithm), 0, "train")
     with pytest.raises(ValueError, match="neighbours=0"):
         knn_per(neighbours=0)

@@ -2,15 +2,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import KEY, of, personalized, run, start
+from tests.algorithms.common import KEY, build, compiled, of, personalized, run, start
 
 OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8}
 
 
 def l2gd(**options):
-    return fm.ALGORITHMS["l2gd"](problems.task(), **(OPTIONS | {"cohort_size": 7} | options))
+    return build("l2gd", **(OPTIONS | {"cohort_size": 7} | options))
 
 
 def coins(count, probability):
@@ -20,11 +19,11 @@ def coins(count, probability):
 
 
 def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothing():
-    algorithm, alone = l2gd(pull=0.0, cohort_size=4), fm.local_only(problems.task(), cohort_size=4, **OPTIONS)
+    algorithm, alone = l2gd(pull=0.0, cohort_size=4), build("local_only", cohort_size=4, **OPTIONS)
     sides = coins(6, 0.5)
     assert 0 < sum(sides) < 6
     state, expected = start(algorithm), start(alone)
-    one, other = jax.jit(algorithm.round), jax.jit(alone.round)
+    one, other = compiled(algorithm), compiled(alone)
     for r, pulls in enumerate(sides):
         key = jax.random.fold_in(KEY, r)
         before = state
@@ -38,7 +37,7 @@ def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothi
 
 def test_a_round_that_pulls_moves_every_model_towards_the_mean():
     # Share α λ / (n p) = lr λ (1 - p) / p.
-    algorithm = l2gd(pull=6.0, probability=0.5)
+    algorithm = l2gd(pull=6.0, new_client_epochs=0)
     r = next(r for r, pulls in enumerate(coins(9, 0.5)) if pulls and r > 0)
     state = run(algorithm, r)
     after = run(algorithm, 1, state)
@@ -49,7 +48,7 @@ def test_a_round_that_pulls_moves_every_model_towards_the_mean():
 
 
 def test_a_new_client_begins_at_the_mean_and_a_known_one_has_its_own():
-    algorithm = l2gd(new_client_epochs=0)
+    algorithm = l2gd(pull=0.5, new_client_epochs=0)
     state = run(algorithm, 4)
     assert problems.leaves_equal(personalized(algorithm, state, None, of_client=2), state.extra)
     assert problems.leaves_equal(personalized(algorithm, state, 2), of(state.personal, 2))

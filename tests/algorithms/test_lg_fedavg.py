@@ -3,21 +3,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from fedjax_meta import masks
 from tests import problems
-from tests.algorithms.common import batch, of, personalized, run, start
+from tests.algorithms.common import batch, build, of, personalized, run, start
 
 OPTIONS = {"cohort_size": 3, "devices": 1, "lr": 0.2, "batch_size": 8}
 
 
 def lg_fedavg(**options):
-    return fm.ALGORITHMS["lg_fedavg"](problems.task(), **(OPTIONS | options))
+    return build("lg_fedavg", **(OPTIONS | options))
 
 
 def test_the_head_is_averaged_and_the_body_stays():
     state = run(lg_fedavg(), 2)
-    other = run(fm.fedavg(problems.task(), personal="body", weighting="uniform", **OPTIONS), 2)
+    other = run(build("fedavg", personal="body", weighting="uniform", **OPTIONS), 2)
     assert problems.leaves_equal((state.model, state.personal), (other.model, other.personal))
     body = masks.resolve("body", problems.task())
     assert problems.leaves_equal(masks.split(state.model, body)[0], masks.split(start(lg_fedavg()).model, body)[0])

@@ -5,15 +5,17 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.moon import contrast, with_projection
+from fedjax_meta.algorithms.moon import contrast
+from fedjax_meta.features import with_projection
+from fedjax_meta.task import weighted_mean
 from tests import problems
-from tests.algorithms.common import FULL, batch, of, run, start, step
+from tests.algorithms.common import FULL, batch, build, of, padded, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2, "optimizer": optax.sgd}
 
 
 def moon(task=None, **options):
-    return fm.ALGORITHMS["moon"](task or problems.task(), **(OPTIONS | options))
+    return build("moon", task, **(OPTIONS | options))
 
 
 def test_the_contrast_is_a_softmax_over_two_cosines():
@@ -35,8 +37,7 @@ def test_features_that_are_all_zero_have_no_direction_and_a_finite_gradient():
 
 
 def test_without_contrast_it_is_fedavg():
-    options = {key: value for key, value in OPTIONS.items()}
-    state, average = run(moon(contrast_weight=0.0), 3), run(fm.fedavg(problems.task(), **options), 3)
+    state, average = run(moon(contrast_weight=0.0), 3), run(build("fedavg", **OPTIONS), 3)
     assert problems.distance(state.model, average.model) < 1e-12
 
 
@@ -46,14 +47,16 @@ def test_a_full_step_looks_at_the_global_and_the_last_local_model():
     state = run(algorithm, 1)
     after = run(algorithm, 1, state)
     task = problems.task()
+
+    @jax.jit
+    @jax.grad
+    def slope(w, sent, last, samples):
+        z, towards, away = (task.features(v, samples.x) for v in (w, sent, last))
+        return task.loss(w, samples, None)[0] + 2.0 * weighted_mean(contrast(z, towards, away, 0.5), samples.weight)
+
     for client in (0, 6):
-        samples, last = batch(client), of(state.memory, client)
-
-        def loss(w, samples=samples, last=last):
-            z, towards, away = (task.features(v, samples.x) for v in (w, state.model, last))
-            return task.loss(w, samples, None)[0] + 2.0 * jnp.mean(contrast(z, towards, away, 0.5))
-
-        assert problems.distance(of(after.memory, client), step(state.model, 0.1, jax.grad(loss)(state.model))) < 1e-12
+        gradient = slope(state.model, state.model, of(state.memory, client), padded(client))
+        assert problems.distance(of(after.memory, client), step(state.model, 0.1, gradient)) < 1e-12
 
 
 def test_the_projection_head_replaces_the_models_own():

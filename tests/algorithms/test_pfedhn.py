@@ -7,13 +7,13 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import masks
 from tests import problems
-from tests.algorithms.common import KEY, buffered, loss, of, personalized, run, start
+from tests.algorithms.common import KEY, buffered, build, compiled, loss, personalized, run, start
 
 OPTIONS = {"cohort_size": 1, "devices": 1, "width": 8, "hidden": 1, "embedding_size": 3, "lr": 0.1, "batch_size": 8}
 
 
 def pfedhn(**options):
-    return fm.ALGORITHMS["pfedhn"](problems.task(), **(OPTIONS | options))
+    return build("pfedhn", **(OPTIONS | options))
 
 
 def one_client():
@@ -43,7 +43,7 @@ def test_the_server_descends_the_gradient_through_the_hypernetwork(personal):
         decay = 5e-5 / 2 * optax.tree.norm(made, squared=True)
         return 0.1 * (problems.task().loss(theta, samples, KEY)[0] + decay)
 
-    gradients = jax.grad(objective, (0, 1))(state.model.hyper, state.memory.value[0])
+    gradients = jax.jit(jax.grad(objective, (0, 1)))(state.model.hyper, state.memory.value[0])
     expected = jax.tree.map(jnp.subtract, state.model.hyper, gradients[0])
     assert problems.distance(after.model.hyper, expected) < 1e-12
     # Embeddings have the paper's server optimiser: rate 0.01, weight decay 1e-3.
@@ -53,24 +53,24 @@ def test_the_server_descends_the_gradient_through_the_hypernetwork(personal):
 
 
 def test_clients_begin_with_embeddings_of_their_own_and_only_the_sampled_one_moves():
-    algorithm = pfedhn(local_steps=3)
+    algorithm = pfedhn(local_steps=5, cohort_size=4, new_client_steps=40)
     state = start(algorithm)
     assert len(np.unique(np.asarray(state.memory.value)[:, 0])) == 7
-    after, info = jax.jit(algorithm.round)(KEY, state, problems.data())
+    after, info = compiled(algorithm)(KEY, state, problems.data())
     moved = np.any(np.asarray(after.memory.value != state.memory.value), 1)
-    assert np.flatnonzero(moved).tolist() == info.ids.tolist()
+    assert np.flatnonzero(moved).tolist() == sorted(info.ids.tolist())
 
 
 def test_a_new_client_fits_an_embedding_to_its_support_set():
-    algorithm = pfedhn(local_steps=5, cohort_size=7, new_client_steps=40)
+    algorithm = pfedhn(local_steps=5, cohort_size=4, new_client_steps=40)
     state = run(algorithm, 3)
+    one, other = np.flatnonzero(state.seen)[:2].tolist()
     fitted = loss(personalized(algorithm, state, None, of_client=3), 3, "test_support")
-    unfitted = pfedhn(local_steps=5, cohort_size=7, new_client_steps=0)
+    unfitted = pfedhn(local_steps=5, cohort_size=4, new_client_steps=0)
     assert fitted < loss(personalized(unfitted, state, None, of_client=3), 3, "test_support") - 1e-3
-    known = personalized(algorithm, state, 3)
-    assert problems.leaves_equal(known, personalized(unfitted, state, 3))
-    assert problems.distance(known, personalized(algorithm, state, 4)) > 1e-6
-    assert of(state.seen, 3)
+    known = personalized(algorithm, state, one)
+    assert problems.leaves_equal(known, personalized(unfitted, state, one))
+    assert problems.distance(known, personalized(algorithm, state, other)) > 1e-6
 
 
 def test_wrong_arguments_are_named():

@@ -4,11 +4,11 @@ import pytest
 
 import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, KEY, gradient, loss, personalized, run, start, step
+from tests.algorithms.common import FULL, KEY, build, gradient, loss, personalized, run, start, step
 
 
 def pfedme(**options):
-    return fm.ALGORITHMS["pfedme"](problems.task(), **({**FULL, "lr": 0.05, "prox_weight": 2.0} | options))
+    return build("pfedme", **({**FULL, "lr": 0.05, "prox_weight": 2.0} | options))
 
 
 def test_the_gradient_of_the_envelope_is_the_way_to_the_personal_model():

@@ -3,13 +3,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, KEY, gradient, of, run, start, step
+from tests.algorithms.common import FULL, KEY, build, compiled, gradient, of, run, start, step
 
 
 def scaffold(**options):
-    return fm.ALGORITHMS["scaffold"](problems.task(), **({**FULL, "lr": 0.2} | options))
+    return build("scaffold", **({**FULL, "lr": 0.2} | options))
 
 
 def mean(trees):
@@ -40,7 +39,7 @@ def test_one_full_step_of_everybody_is_fedsgd_whatever_the_controls_are(control)
 def test_two_steps_and_a_part_of_the_clients_written_out():
     algorithm = scaffold(epochs=2, cohort_size=3, server_optimizer=optax.sgd(0.5))
     state = with_controls(start(algorithm))
-    after, info = jax.jit(algorithm.round)(KEY, state, problems.data())
+    after, info = compiled(algorithm)(KEY, state, problems.data())
     moved, changes = [], []
     for client in info.ids.tolist():
         own, y = of(state.memory, client), state.model

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from fedjax_meta.data import synthetic
+
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 data = pytest.importorskip("experiments.data", reason="the command line needs typer, rich and matplotlib")
 
@@ -52,7 +54,38 @@ def test_class_counts_against_a_loop(own):
         begin += size
 
 
+def test_synthetic_clients_are_drawn(tmp_path):
+    spreads = ["--model-spread", 0.5, "--data-spread", 2]
+    result = _run("--dataset", "synthetic", *spreads, "--clients", 6, "--seed", 4, "--out", tmp_path / "look.png")
+    assert result.exit_code == 0 and "synthetic(0.5, 2)" in result.output
+    drawn = synthetic.synthetic(0.5, 2.0, seed=4, num_clients=6)
+    assert f"{np.sum(drawn.sizes('train')):,}" in result.output
+    assert (tmp_path / "look.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_natural_clients_are_those_that_the_file_names(tmp_path):
+    rng = np.random.default_rng(0)
+    writer = rng.choice(["ann", "bob", "cy", "dee"], 100, p=[0.6, 0.2, 0.15, 0.05])
+    x, y = rng.integers(0, 256, (100, 6, 6), dtype=np.uint8), rng.integers(0, 3, 100)
+    np.savez(tmp_path / "own.npz", x=x, y=y, writer=writer)
+    protocol = data.natural(str(tmp_path / "own.npz"), num_clients=None, seed=None, by="writer", least=10)
+    for client, name in enumerate(["ann", "bob", "cy"]):
+        begin, size = (int(part[client]) for part in (protocol.train.start["train"], protocol.train.sizes("train")))
+        assert np.array_equal(protocol.train.x[begin : begin + size, ..., 0], x[writer == name])
+        assert np.array_equal(protocol.train.y[begin : begin + size], y[writer == name])
+    options = ["--partition", "natural", "--by", "writer", "--least", 10, "--out", tmp_path / "look.png"]
+    result = _run("--dataset", tmp_path / "own.npz", *options)
+    assert result.exit_code == 0 and "natural, by writer, on own" in result.output
+    assert (tmp_path / "look.png").read_bytes()[:4] == b"\x89PNG"
+
+
 BAD = {
+    "foreign option of a generator": (["--dataset", "synthetic", "--by", "x"], "takes no --by; it takes --model-spread"),
+    "a partition of a generator": (["--dataset", "synthetic", "--partition", "iid"], "'synthetic' takes no --partition"),
+    "negative spread": (["--dataset", "synthetic", "--model-spread", "-1"], "model_spread=-1.0 must be"),
+    "natural without owners": (["--partition", "natural"], "--by client needs x, y and client"),
+    "natural of a set": (["--dataset", "digits", "--partition", "natural"], "needs an .npz that says who owns each sample"),
+    "natural takes no count": (["--partition", "natural", "--clients", "3"], "takes no --clients; it takes --by, --least"),
     "unknown partition": (["--partition", "random"], "partition 'random' is unknown; allowed are fedmeta_per"),
     "foreign option": (["--partition", "mtfl", "--concentration", "1"], "takes no --concentration; it takes --noisy"),
     "too many clients": (["--partition", "iid", "--clients", "2000"], "num_clients=2000"),

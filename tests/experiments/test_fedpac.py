@@ -53,6 +53,21 @@ def test_tuning_takes_the_best_rate_on_held_back_samples_and_every_seed_runs():
     assert outcome.known[0] != outcome.known[1]
 
 
+def test_waiting_asks_until_all_is_ready_so_that_it_can_be_interrupted():
+    class Late:
+        asked = 0
+
+        def is_ready(self):
+            self.asked += 1
+            if self.asked == 3:
+                raise KeyboardInterrupt
+            return False
+
+    with pytest.raises(KeyboardInterrupt):
+        fedpac.wait({"late": Late()})
+    np.testing.assert_array_equal(fedpac.wait({"now": jax.numpy.arange(3)})["now"], [0, 1, 2])
+
+
 def test_results_are_saved_and_go_on_only_with_the_same_options(tmp_path):
     outcome = fedpac.Outcome([0.1], [50.0], 0.1, [60.0, 61.0], [40.0, 42.0], 1.5)
     results = {fedpac.Setting(100, 0.2, 1): {"fedper": outcome}, fedpac.Setting(50, 0.2, 2): {"fedpac": outcome}}
@@ -63,6 +78,15 @@ def test_results_are_saved_and_go_on_only_with_the_same_options(tmp_path):
     assert fedpac.table(results[fedpac.Setting(100, 0.2, 1)]) == [
         ["FedPer", "0.1", "60.50 ±0.71", "41.00 ±1.41", "50.00", "0.0"]
     ]
+
+
+def test_a_rate_at_an_end_of_its_grid_has_a_star(tmp_path, capsys):
+    outcome = fedpac.Outcome([0.01, 0.1, 1.0], [40.0, 50.0, 10.0], 0.1, [60.0], [40.0], 1.5)
+    rows = fedpac.table({"fedper": outcome, "fedpac": outcome._replace(rate=1.0)})
+    assert [row[1] for row in rows] == ["0.1", "1*"]
+    fedpac.write_report(tmp_path, "title", "", {fedpac.Setting(9, 0.2, 1): {"fedpac": outcome._replace(rate=0.01)}}, "how")
+    assert fedpac.EDGE in (tmp_path / "report.md").read_text()
+    assert fedpac.EDGE in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""What a round of each system of personalised federated learning costs, against FedAvg and against its own arithmetic.
+
+Everybody takes part and has as many samples, batches and epochs. The arithmetic is that of the papers: how many gradients,
+head gradients and forward passes a client computes, each in XLA's FLOPs of one batch, and products with matrices of
+parameters. What is done to parameters number by number (optimisers, proximal terms, control variates) is not in it.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from _measure import Spread, compiled, environment, interleaved, write_row
+from rich.console import Console
+from rich.table import Table
+from scaling import Run
+
+from fedjax_meta import ALGORITHMS, FederatedData, Task, from_clients, masks, models
+from fedjax_meta.task import Batch
+
+SHAPES = {"mlp": (28, 28, 1), "lenet": (32, 32, 3), "fedpac_cnn": (32, 32, 3)}
+VALIDATION = 0.2
+INNER_STEPS, COMPONENTS, WIDTH = 5, 3, 100
+
+
+class Costs(NamedTuple):
+    """What the formulas below are made of.
+
+    Attributes:
+      gradient, head, body: FLOPs of one pass over a client's samples, for the gradient of all leaves, the head, the others.
+      forward: FLOPs of one pass without a gradient.
+      steps: batches in a pass.
+      epochs: E.
+      size, head_size: numbers in the model, and in its head.
+      cohort: C.
+    """
+
+    gradient: float
+    head: float
+    body: float
+    forward: float
+    steps: int
+    epochs: int
+    size: int
+    head_size: int
+    cohort: int
+
+
+class System(NamedTuple):
+    """One row: FLOPs of a client in a round, and `epochs -> options` beyond those that all share."""
+
+    flops: Callable[[Costs], float]
+    options: Callable[[Costs], Mapping[str, Any]] = lambda c: {"epochs": c.epochs}
+
+
+def _epochs(**options: Any) -> Callable[[Costs], Mapping[str, Any]]:
+    return lambda c: {"epochs": c.epochs, **options}
+
+
+def _fedavg(c: Costs) -> float:
+    return c.epochs * c.gradient
+
+
+def _matrix(c: Costs) -> float:
+    """A Gram matrix of all models, and each client's mixture of them."""
+    return 4 * c.cohort * c.size
+
+
+SYSTEMS = {
+    "fedavg": System(_fedavg),
+    "fedavg_ft": System(_fedavg),
+    "local_only": System(_fedavg),
+    "fedprox": System(_fedavg),
+    "scaffold": System(_fedavg),
+    "scaffold (option I)": System(lambda c: (c.epochs + 1) * c.gradient, _epochs(control="gradient")),
+    "moon": System(lambda c: c.epochs * (c.gradient + 2 * c.forward)),
+    "fedper": System(_fedavg),
+    "lg_fedavg": System(_fedavg),
+    "fedrep": System(
+        lambda c: c.epochs * (c.head + c.body), lambda c: {"head_epochs": c.epochs, "body_epochs": c.epochs, "lr": 0.01}
+    ),
+    "fedbabu": System(lambda c: c.epochs * c.body),
+    "fedrod": System(lambda c: c.epochs * c.gradient + c.epochs * c.steps * 6 * c.head_size),
+    "knn_per": System(_fedavg),
+    "fedfomo": System(
+        lambda c: (1 - VALIDATION) * c.epochs * c.gradient + c.cohort * (VALIDATION * c.forward + 2 * c.size), _epochs(lr=0.01)
+    ),
+    "fedamp": System(lambda c: _fedavg(c) + _matrix(c)),
+    "heur_fedamp": System(lambda c: _fedavg(c) + _matrix(c)),
+    "apfl": System(lambda c: (2 * c.epochs + 1 / c.steps) * c.gradient),
+    "apfl_outputs": System(lambda c: 2 * c.epochs * c.gradient + 2 / c.steps * c.forward),
+    "ditto": System(lambda c: 2 * c.epochs * c.gradient),
+    "pfedme": System(
+        lambda c: INNER_STEPS * c.epochs * c.gradient,
+        lambda c: {"local_rounds": c.epochs * c.steps, "inner_steps": INNER_STEPS},
+    ),
+    # Rounds whose coin trains; the others cost next to nothing.
+    "l2gd": System(_fedavg, _epochs(probability=0.001, pull=0.01)),
+    "fedem": System(lambda c: COMPONENTS * (c.epochs * (c.gradient + c.forward) + c.forward), _epochs(components=COMPONENTS)),
+    "pfedhn": System(lambda c: _fedavg(c) + 6 * WIDTH * c.size, lambda c: {"local_steps": c.epochs * c.steps, "width": WIDTH}),
+    "pfedhn_pc": System(
+        lambda c: _fedavg(c) + 6 * WIDTH * (c.size - c.head_size),
+        lambda c: {"local_steps": c.epochs * c.steps, "width": WIDTH},
+    ),
+    "fedpac": System(lambda c: c.head + c.epochs * c.body + 2 * c.forward + 2 * c.cohort * c.head_size),
+}
+"""All systems of FedPAC's comparison (Xu, Tong, Huang, ICLR 2023), by their name in the registry."""
+
+
+def federation(model: str, clients: int, samples: int) -> FederatedData:
+    """Clients of one size with random images; cost does not depend on values."""
+    rng = np.random.default_rng(0)
+    held = int(samples * VALIDATION)
+    views = {"train": (0, samples), "support": (0, held), "query": (held, samples)}
+    pools = [(rng.integers(0, 256, (samples, *SHAPES[model]), np.uint8), rng.integers(0, 10, samples)) for _ in range(clients)]
+    bounds = {name: (np.full(clients, begin), np.full(clients, end)) for name, (begin, end) in views.items()}
+    return from_clients(pools, num_classes=10, views=bounds)
+
+
+def costs(task: Task, model: str, *, clients: int, samples: int, batch_size: int, epochs: int) -> Costs:
+    """The parts of all formulas, from XLA's count of one batch."""
+    key = jax.random.key(0)
+    variables = task.init(key)
+    batch = Batch(jnp.zeros((batch_size, *SHAPES[model])), jnp.zeros(batch_size, jnp.int32), jnp.ones(batch_size))
+    head = masks.resolve("head", task)
+    steps = -(-samples // batch_size)
+
+    def gradient(mask: Any) -> float:
+        # Every leaf is an argument: what is computed from constants would be folded away.
+        def loss(moving: Any, fixed: Any, batch: Batch) -> jax.Array:
+            return task.loss(masks.merge(moving, fixed), batch, key)[0]
+
+        return steps * compiled(jax.value_and_grad(loss), *masks.split(variables, mask), batch).flops
+
+    def size(tree: Any) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+    return Costs(
+        gradient=gradient(masks.everything(task)),
+        head=gradient(head),
+        body=gradient(masks.complement(head)),
+        forward=steps * compiled(task.predict, variables, batch.x).flops,
+        steps=steps,
+        epochs=epochs,
+        size=size(variables),
+        head_size=size(masks.split(variables, head)[0]),
+        cohort=clients,
+    )
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "lenet",
+    clients: Annotated[int, typer.Option(min=2, help="Clients N, all of whom take part.")] = 10,
+    samples: Annotated[int, typer.Option(min=5, help="Samples of a client.")] = 100,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 50,
+    epochs: Annotated[int, typer.Option(min=1, help="Local epochs E.")] = 5,
+    systems: Annotated[str, typer.Option(help="Names with commas between; all when not given.")] = "",
+    repeats: Annotated[int, typer.Option(min=3, help="Times each system is timed.")] = 10,
+    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+) -> None:
+    """Times a round of every system of FedPAC's comparison, all in turns, against FedAvg.
+
+    \b
+    /FedAvg     median of the ratios to FedAvg in one turn, and quartiles
+    best        ratio of the shortest times, which a busy machine disturbs least
+    arithmetic  ratio of the FLOPs that the papers' rules need
+    excess      best over arithmetic
+
+    \b
+    Examples:
+      python benchmarks/systems.py --output rows.jsonl
+      python benchmarks/systems.py --model fedpac_cnn --systems ditto,fedpac
+    """
+    if model not in SHAPES:
+        raise typer.BadParameter(f"{model!r} is unknown; allowed are {', '.join(SHAPES)}", param_hint="--model")
+    chosen = [name.strip() for name in systems.split(",") if name.strip()] or list(SYSTEMS)
+    for name in chosen:
+        if name not in SYSTEMS:
+            raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(SYSTEMS)}", param_hint="--systems")
+    chosen = ["fedavg", *(name for name in chosen if name != "fedavg")]
+    console, about = Console(width=120), environment()
+    task, data = models.MODELS[model](), federation(model, clients, samples)
+    case = {"model": model, "clients": clients, "samples": samples, "batch_size": batch_size, "epochs": epochs}
+    parts = costs(task, **case)
+    runs = {}
+    for name in chosen:
+        with console.status(f"compiling {name}"):
+            options = {"batch_size": batch_size, "cohort_size": clients, **SYSTEMS[name].options(parts)}
+            runs[name] = Run(ALGORITHMS[name.partition(" ")[0]](task, **options), data)
+    with console.status("timing"):
+        times = interleaved(runs, repeats=repeats)
+    title = f"{model}: {clients} clients of {samples} samples, {epochs} epochs in batches of {batch_size}, {about['device']}"
+    table = Table("system", "round (s)", "/FedAvg", "best", "arithmetic", "excess", "compile (s)", "memory (MB)", title=title)
+    base, reference = times["fedavg"], SYSTEMS["fedavg"].flops(parts)
+    for name, run in runs.items():
+        row, ratio = run.row(times[name]), Spread.of(times[name] / base)
+        best, arithmetic = float(times[name].min() / base.min()), SYSTEMS[name].flops(parts) / reference
+        row |= {"ratio": ratio.median, "ratio_quartiles": ratio[1:], "ratio_of_best": best, "arithmetic": arithmetic}
+        write_row(output, {"benchmark": "systems", **case, "case": name, **row, **about})
+        cells = [f"{row['seconds']:.4f}", f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})", f"{best:.2f}"]
+        cells += [f"{arithmetic:.2f}", f"{best / arithmetic:.2f}", f"{row['compile_seconds']:.1f}"]
+        table.add_row(name, *cells, f"{(row['temp_bytes'] + row['state_bytes']) / 1e6:.1f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
