@@ -151,6 +151,8 @@ def open_folder(out: Path | None, default: str, *, resume: bool, options: Mappin
         raise ValueError(f"there is no run to resume in {folder} (no config.json)")
     if not resume and (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a run already: add --resume to go on with it, or give another --out")
+    if resume:
+        return folder  # its config.json says how it began
     versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": fm.__version__}
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
     config = {"options": dict(options), "versions": versions, "device": device, "command": command_line(folder)}
