@@ -90,8 +90,8 @@ ABLATION = ("fedpac", "fedpac_no_alignment", "fedpac_no_collaboration", "fedpac_
 NOTES = {
     "cifar10": (
         ("fedpac", "fedavg_ft", "fedrep", "fedper", "local_only"),
-        "Measured with 10 clients of 50 samples, 20 rounds of 5 epochs in batches of 10, rates 0.01, 0.03, 0.1 (8 rounds), seeds 1 "
-        "and 2, no crops and flips: FedPAC 52.5 ±0.6, FedAvg-FT 48.6 ±1.6, FedRep 43.9 ±1.0, FedPer 43.9 ±2.5, Local only 42.5 "
+        "Measured with 10 clients of 50 samples, 20 rounds of 5 epochs in batches of 10, rates 0.01, 0.03, 0.1 (8 rounds), seeds "
+        "1 and 2, no crops and flips: FedPAC 52.5 ±0.6, FedAvg-FT 48.6 ±1.6, FedRep 43.9 ±1.0, FedPer 43.9 ±2.5, Local only 42.5 "
         "±0.2; new clients 48.4, 46.0, 40.2, 43.5, 35.9.",
     ),
     "fashion_mnist": (
