@@ -107,7 +107,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         errors.print(Text(str(stop), style="yellow"), soft_wrap=True)
         raise typer.Exit(130) from None
     except KeyboardInterrupt:
-        errors.print(Text("stopped; no round was finished", style="yellow"))
+        errors.print(Text("stopped; what was saved before is still there", style="yellow"))
         raise typer.Exit(130) from None
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         if debug:

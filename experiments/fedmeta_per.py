@@ -509,9 +509,7 @@ def main(
     with runner.one_line_errors(debug):
         checks.one_of("--dataset", dataset, DATASETS)
         checks.one_of("--score", score, ("online", "fitted"))
-        chosen = list(SYSTEMS) if systems == "all" else [name.strip() for name in systems.split(",")]
-        for name in chosen:
-            checks.one_of("--systems", name, ("all", *SYSTEMS))
+        chosen = list(SYSTEMS) if systems == "all" else runner.names(systems, "--systems", ("all", *SYSTEMS))
         seed_list = runner.numbers(seeds, "--seeds")
         family = "cifar10" if dataset == "cifar10" else "mnist"
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)

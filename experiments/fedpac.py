@@ -422,9 +422,7 @@ def main(
     with runner.one_line_errors(debug):
         checks.one_of("--dataset", dataset, DATASETS)
         named = {"all": list(SYSTEMS), "ablation": list(ABLATION)}
-        chosen = named.get(systems) or [name.strip() for name in systems.split(",")]
-        for name in chosen:
-            checks.one_of("--systems", name, (*named, *SYSTEMS))
+        chosen = named.get(systems) or runner.names(systems, "--systems", (*named, *SYSTEMS))
         grid, seed_list = runner.numbers(rates, "--rates", float), runner.numbers(seeds, "--seeds")
         for rate in grid:
             checks.positive("--rates", rate)

@@ -276,9 +276,7 @@ def main(
     """
     with runner.one_line_errors(debug):
         checks.one_of("--dataset", dataset, DATASETS)
-        chosen = [name.strip() for name in systems.split(",") if name.strip()]
-        for name in chosen:
-            checks.one_of("--systems", name, SYSTEMS)
+        chosen = runner.names(systems, "--systems", SYSTEMS)
         epoch_list, seed_list = runner.numbers(epochs, "--epochs"), runner.numbers(seeds, "--seeds")
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
         with runner.console.status(f"loading {dataset}"):

@@ -290,12 +290,8 @@ def main(
     `python -m experiments.reptile --datasets mnist,cifar10 --data-dir DIR --out runs/reptile-images`
     """
     with runner.one_line_errors(debug):
-        names = [name.strip() for name in datasets.split(",") if name.strip()]
-        for name in names:
-            checks.one_of("--datasets", name, ROUNDS)
-        chosen = [name.strip() for name in systems.split(",") if name.strip()]
-        for name in chosen:
-            checks.one_of("--systems", name, SYSTEMS)
+        names = runner.names(datasets, "--datasets", ROUNDS)
+        chosen = runner.names(systems, "--systems", SYSTEMS)
         rate_list = runner.numbers(rates, "--rates", float)
         for rate in rate_list:
             checks.positive("--rates", rate)

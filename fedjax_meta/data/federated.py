@@ -20,7 +20,7 @@ from fedjax_meta.task import Batch, Key
 
 CHUNK = 128
 """Samples that go through a model at once where no batch size is prescribed. On a CPU the activations of more of them fall out
-of the cache: a LeNet's gradient takes 55 microseconds a sample in chunks of 128 and 95 in chunks of 256."""
+of the cache: a LeNet's gradient takes 49 microseconds a sample in chunks of 128 and 86 in chunks of 256."""
 
 
 def _real_samples(batch: Any) -> jax.Array:
