@@ -1,4 +1,4 @@
-"""How the time of a round grows: with the cohort, with the population, with uneven clients, with devices.
+"""How the time of a round grows: with the cohort, with the population, where it waits, with uneven clients, with devices.
 
 Each axis is one row a point: seconds a round (median and quartiles), compile seconds, memory. Clients are those of the MLP
 workload (100 samples, batches of 20) unless said.
@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from rich.table import Table
 from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, simulate
 from fedjax_meta.data.federated import FederatedData
 
-AXES = ("cohort", "population", "skew", "devices")
+AXES = ("cohort", "population", "store", "skew", "devices")
 SKEWED = tuple(int(size) for size in np.geomspace(135, 5201, 50))
 """Sizes of 50 clients that spread as the MNIST clients of Nguyen and Cao do: 135 to 5,201 samples."""
 
@@ -114,6 +115,48 @@ def population_cases(most: int) -> Cases:
     }
 
 
+def store_rows(most: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Rounds of 100 clients with personal heads, where the others wait on the device, in the host's memory or in files."""
+    rule, block = fedper(models.mlp(), batch_size=20, cohort_size=100), 20
+    few = min(1000, most)
+    rows = {}
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        # The largest memory last: what is read is the peak so far.
+        for where, count in (
+            ("device", few),
+            ("memory", few),
+            (folder, few),
+            (folder, most),
+            ("memory", most),
+            ("device", most),
+        ):
+            store = None if where == "device" else where
+            data = federation(np.full(count, 100))
+            begun = time.perf_counter()
+            _, records = simulate.simulate(
+                rule, data, key=jax.random.key(0), rounds=block * (repeats + 1), eval_every=block, store=store
+            )
+            total = time.perf_counter() - begun
+            timed = records[2:]  # after round 1 and the block that it is in
+            spread = Spread.of(np.array([record.seconds / block for record in timed]))
+            trained, compiled = sum(r.seconds for r in records), sum(r.compile_seconds for r in records)
+            rows[f"{'files' if where == folder else where}, {count}"] = {
+                "seconds": spread.median,
+                "low": spread.low,
+                "high": spread.high,
+                "compile_seconds": round(compiled, 3),
+                "init_seconds": round(total - trained - compiled, 3),
+                "state_bytes": count * 1010 * 4,
+                "peak_bytes": peak_bytes(),
+            }
+    return rows
+
+
+def peak_bytes() -> int:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def skew_cases() -> Cases:
     """Uneven clients, and equal ones with as many samples; times are for cohorts that hold what a cohort of equal ones does."""
     rounds, cohort = 50, 5
@@ -169,15 +212,17 @@ def main(
         with console.status(f"{name}: compiling and timing"):
             if name == "devices":
                 rows = {str(n): on_devices(n) for n in (1, 2, 4, 8) if _on_cpu() or n <= jax.device_count()}
+            elif name == "store":
+                rows = store_rows(most, repeats)
             else:
                 cases = {"cohort": lambda: cohort_cases(cohort), "population": lambda: population_cases(most)}
                 runs = {point: build() for point, build in cases.get(name, skew_cases)().items()}
                 times = interleaved(runs, repeats=repeats if name != "skew" else 3)
                 rows = {point: run.row(times[point]) for point, run in runs.items()}
         first = next(iter(rows.values()))["seconds"]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         for point, row in rows.items():
-            write_row(output, {"benchmark": "scaling", "axis": name, "case": point, **row, "peak_bytes": peak, **about})
+            peak = row.setdefault("peak_bytes", peak_bytes())
+            write_row(output, {"benchmark": "scaling", "axis": name, "case": point, **row, **about})
             spread = f"{row['low']:.4f}-{row['high']:.4f}"
             kept = f"{row['state_bytes'] / 1e9:.3f} GB"
             compile_ = f"{row['compile_seconds']:.1f}"

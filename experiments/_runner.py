@@ -79,7 +79,7 @@ class Plan(NamedTuple):
       algorithm: what trains.
       data: on what.
       tests: by key of the metrics, e.g. "fedper/local".
-      rounds, eval_every, seed: see `simulate.simulate`.
+      rounds, eval_every, seed, store: see `simulate.simulate`.
       config: what a resumed run must have in common with the one it goes on with, as JSON values.
     """
 
@@ -92,6 +92,7 @@ class Plan(NamedTuple):
     eval_every: int
     seed: int
     config: dict[str, Any]
+    store: str | None = None
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
@@ -260,6 +261,7 @@ def _run(plan: Plan, folder: Path, display: "_Display", number: int, *, resume: 
             eval_every=plan.eval_every,
             evaluators={key: test.evaluator for key, test in plan.tests.items()},
             state=state,
+            store=plan.store,
             on_record=on_record,
             on_progress=display.progress,
         )
@@ -377,7 +379,8 @@ def _clock(seconds: float) -> str:
 
 def evaluator(algorithm: fm.Algorithm, data: Any, *, devices: int | None, **options: Any) -> Evaluator:
     """An `Evaluator` of `evaluate.evaluate`; `options` are its."""
-    return Evaluator(functools.partial(fm.evaluate.evaluate, algorithm, devices=devices, **options), data)
+    measure = functools.partial(fm.evaluate.evaluate, algorithm, devices=devices, **options)
+    return Evaluator(measure, data, known=options.get("known", True))
 
 
 def numbers(text: str, name: str, convert: Callable[[str], Any] = int) -> list[Any]:

@@ -185,6 +185,14 @@ def main(
     clients_per_round: Annotated[int, typer.Option(min=1)] = 5,
     seeds: Annotated[str, typer.Option(help="Seeds of training, e.g. 1,2,3.")] = "1",
     data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples.")] = 1,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where what clients keep waits, for more of them than a device holds: `memory` (the host's) or a folder; the "
+            "device when not given.",
+            show_default=False,
+        ),
+    ] = None,
     out: runner.OutOption = None,
     data_dir: runner.DataDirOption = None,
     resume: runner.ResumeOption = False,
@@ -259,6 +267,7 @@ def main(
                     eval_every=eval_every,
                     seed=seed,
                     config={**config, "parts": parts, "rounds": rounds, "eval_every": eval_every, "seed": seed, **common},
+                    store=store,
                 )
                 for seed in seed_list
             ]

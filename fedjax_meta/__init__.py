@@ -14,6 +14,7 @@ from fedjax_meta import (
     privacy,
     runtime,
     simulate,
+    store,
     task,
 )
 from fedjax_meta.algorithm import Algorithm, FederationOptions, RoundInfo, State, Trained, federated

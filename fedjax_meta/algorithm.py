@@ -48,7 +48,7 @@ class RoundInfo(NamedTuple):
     """Diagnostics of one round; nothing reads them back.
 
     Attributes:
-      ids: int32 `[C]`, who was asked.
+      ids: int32 `[C]`, which clients of the data were asked.
       metrics: what the clients measured, each `[C]`, or a scalar for the cohort as a whole.
       returned: bool `[C]`, whose results reached the server and count there; all when `None`.
     """
@@ -87,6 +87,8 @@ class Algorithm(NamedTuple):
         one never seen.
       predict: `(variables, x [B, ...]) -> logits [B, K]`.
       exchange: `data -> Exchange`, what a client sends and receives in a round; nothing is computed. See `costs.traffic`.
+      cohort: `(round's key, N) -> ids [C]`, whom that round asks. A round among these clients alone (`data.select(ids)` and their
+        rows of the state) is the round among all, so that the others need not be on a device. See `store`.
     """
 
     init: Callable[[Key, FederatedData], State]
@@ -94,6 +96,7 @@ class Algorithm(NamedTuple):
     personalize: Callable[[Key, State, ClientView, Any], Variables]
     predict: Callable[[Variables, Any], jax.Array]
     exchange: Callable[[FederatedData], Exchange] | None = None
+    cohort: Callable[[Key, int], jax.Array] | None = None
 
 
 class Received(NamedTuple):
@@ -148,7 +151,8 @@ class Cohort(NamedTuple):
     """What the server holds of a cohort after a round, leaves `[C, ...]` in the order of `ids`.
 
     Attributes:
-      ids: int32 `[C]`.
+      ids: int32 `[C]`, who they are in the whole population.
+      places: int32 `[C]`, which clients of the data at hand they are; differs from `ids` where these are a part of all.
       returned: bool `[C]`, whose results reached the server and weigh more than 0.
       personal: personal leaves after training.
       memory: memories after training.
@@ -156,6 +160,7 @@ class Cohort(NamedTuple):
     """
 
     ids: jax.Array
+    places: jax.Array
     returned: jax.Array
     personal: Any
     memory: Any
@@ -189,7 +194,7 @@ def federated(
     new_client: Callable[[Key, State, ClientView], Variables] | None = None,
     init_memory: Callable[[Key, Any, int], Any] = lambda key, model, num_clients: (),
     init_extra: Callable[[Any, FederatedData], Any] = lambda model, data: (),
-    update_extra: Callable[[State, Any, Any], Any] | None = None,
+    update_extra: Callable[[State, Any, Any, int], Any] | None = None,
     collaborate: Callable[[Key, State, Cohort, FederatedData], tuple[Any, Any]] | None = None,
     cohort_size: int = 5,
     server_optimizer: optax.GradientTransformation | None = None,
@@ -216,7 +221,7 @@ def federated(
         fresh memory when not given.
       init_memory: `(key, model, num_clients) -> memory` of one client before its first round; the key is its own.
       init_extra: `(model, data) -> extra`, the server's; of the data it may use shapes.
-      update_extra: `(state, mean statistics, summed statistics weight) -> extra`, after the model has moved: `state` has the
+      update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old `extra`. The mean is 0 where the weight is.
       collaborate: `(key, state, cohort, data) -> (personal, memory)`, both `[C, ...]`: what clients get of each other, e.g.
         through a client x client matrix (`aggregate.combine`). `state` has the new model and extra.
@@ -264,10 +269,10 @@ def federated(
         memory_key = jax.random.fold_in(key, 1)
 
         def begin(id_: jax.Array) -> tuple[Any, Any]:
-            memory = init_memory(jax.random.fold_in(memory_key, id_), model, data.num_clients)
+            memory = init_memory(jax.random.fold_in(memory_key, id_), model, data.total_clients)
             return jax.tree.map(jnp.asarray, (masks.split(model, personal)[0], memory))
 
-        own, memory = populate(begin, data.num_clients, devices)
+        own, memory = populate(begin, data.who(jnp.arange(data.num_clients)), devices)
         return State(
             model=model,
             optimizer=server.init(masks.split(model, moved)[0]),
@@ -285,8 +290,9 @@ def federated(
 
     def rule(key: Key, id_: jax.Array, kept: Any, context: tuple[State, FederatedData, Key]) -> ClientUpdate:
         state, data, shared_key = context
-        start = receive(state, state.seen.at[id_].get(mode="clip"), kept[0], kept[1], shared_key)
-        mine, did, reached = data.client(id_), True, True
+        place, kept = kept
+        start = receive(state, state.seen.at[place].get(mode="clip"), kept[0], kept[1], shared_key)
+        mine, did, reached = data.client(jnp.where(id_ < 0, -1, place)), True, True
         if participation is not None:
             participation_key, key = jax.random.split(key)
             part = participation(participation_key, id_)
@@ -320,7 +326,7 @@ def federated(
         return ClientUpdate(
             upload=upload,
             weight=weight,
-            kept=jax.tree.map(lambda new, old: jnp.where(took_part, new, old), after, kept),
+            kept=(place, jax.tree.map(lambda new, old: jnp.where(took_part, new, old), after, kept)),
             outputs=jax.tree.map(jnp.asarray, outputs),
         )
 
@@ -346,15 +352,19 @@ def federated(
         model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, masks.split(rest, buffers)[1]))
         return jax.tree.map(lambda new, old: jnp.where(any_weight, new, old), (model, slots), (state.model, state.optimizer))
 
+    def cohort(key: Key, num_clients: int) -> jax.Array:
+        return sample_cohort(jax.random.split(key, 4)[0], num_clients, cohort_size)
+
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
-        cohort_key, client_key, shared_key, noise_key = jax.random.split(key, 4)
-        ids = sample_cohort(cohort_key, data.num_clients, cohort_size)
-        kept = jax.tree.map(lambda leaf: leaf[ids], (state.personal, state.memory))
-        sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[ids]
+        _, client_key, shared_key, noise_key = jax.random.split(key, 4)
+        places = cohort(key, data.num_clients)
+        ids = data.who(places)
+        kept = jax.tree.map(lambda leaf: leaf[places], (state.personal, state.memory))
+        sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[places]
         # What the whole population keeps stays out of what is handed to every client.
         context = (state._replace(personal=None, memory=None), data, shared_key)
-        summed, kept, outputs = run_cohort(
-            rule, client_key, ids, sizes, kept, context, lanes=lanes, devices=devices, precision=precision
+        summed, (_, kept), outputs = run_cohort(
+            rule, client_key, ids, sizes, (places, kept), context, lanes=lanes, devices=devices, precision=precision
         )
         metrics, stacked, took_part, returned, apart = outputs
         (averages, statistics), statistics_weight = aggregated(noise_key, state.model, summed, apart)
@@ -363,16 +373,16 @@ def federated(
         model, slots = step_server(state, averages, some)
         state = state._replace(model=model, optimizer=slots)
         if update_extra is not None:
-            extra = update_extra(state, statistics, statistics_weight)
+            extra = update_extra(state, statistics, statistics_weight, data.total_clients)
             state = state._replace(extra=_where(some, extra, state.extra))
         if collaborate is not None:
-            given = collaborate(shared_key, state, Cohort(ids, returned, kept[0], kept[1], stacked), data)
+            given = collaborate(shared_key, state, Cohort(ids, places, returned, kept[0], kept[1], stacked), data)
             _must_fit("what collaborate hands back", given, kept)
             kept = _where(returned, given, kept)
-        personal, memory = jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), (state.personal, state.memory), kept)
-        seen = state.seen.at[ids].set(state.seen[ids] | took_part)
+        personal, memory = jax.tree.map(lambda leaf, new: leaf.at[places].set(new), (state.personal, state.memory), kept)
+        seen = state.seen.at[places].set(state.seen[places] | took_part)
         state = state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1)
-        return state, RoundInfo(ids, metrics, returned)
+        return state, RoundInfo(places, metrics, returned)
 
     def exchange(data: FederatedData) -> Exchange:
         state = jax.eval_shape(init_state, jax.random.key(0), data)
@@ -385,18 +395,19 @@ def federated(
             sends_gradient = trained.pseudo_gradient is not None
             # A leaf that a client hands back as it came is the very same object when the rule is traced.
             changed.append(jax.tree.map(lambda new, old: sends_gradient or new is not old, trained.model, start.model))
-            return rule(key, id_, kept, context)
+            return rule(key, id_, (id_, kept), context)
 
         update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data, jax.random.key(0)))
         averages, statistics = update.upload if aggregator is None else update.outputs[4][0]
         down: Any = (masks.split(masks.split(state.model, personal)[1], changed[0])[0], state.extra)
         apart: Any = update.outputs[1]
         if collaborate is not None:
-            each = Cohort(jnp.zeros((), jnp.int32), jnp.zeros((), bool), update.kept[0], update.kept[1], apart)
-            cohort = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), each)
-            read, given = _touched(collaborate, state, cohort, data)
-            apart = (apart, masks.split(update.kept, read)[0])
-            down = (*down, masks.split(update.kept, given)[0])
+            who, after = jnp.zeros((), jnp.int32), update.kept[1]
+            each = Cohort(who, who, jnp.zeros((), bool), after[0], after[1], apart)
+            those = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), each)
+            read, given = _touched(collaborate, state, those, data)
+            apart = (apart, masks.split(after, read)[0])
+            down = (*down, masks.split(after, given)[0])
         return Exchange(down, (masks.split(averages, changed[0])[0], statistics), apart, upload_bits)
 
     def adapt(key: Key, state: State, support: ClientView, client: Any) -> Variables:
@@ -410,7 +421,7 @@ def federated(
         own, memory = jax.tree.map(lambda leaf: leaf[client], (state.personal, state.memory))
         return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory, key), support)
 
-    return Algorithm(init_state, one_round, adapt, predict, exchange)
+    return Algorithm(init_state, one_round, adapt, predict, exchange, cohort)
 
 
 def _must_fit(what: str, given: Any, wanted: Any) -> None:
@@ -432,7 +443,7 @@ def _touched(collaborate: Callable[..., Any], state: Any, cohort: Any, data: Any
     """Masks over (personal, memory) of a cohort: what `collaborate` reads of it, and what it hands back changed."""
     kept = (cohort.personal, cohort.memory)
     jaxpr = jax.make_jaxpr(collaborate)(jax.random.key(0), state, cohort, data).jaxpr
-    first = len(jax.tree.leaves((jax.random.key(0), state, cohort.ids, cohort.returned)))
+    first = len(jax.tree.leaves((jax.random.key(0), state, cohort.ids, cohort.places, cohort.returned)))
     places, structure = jax.tree.flatten(kept)
     received = jaxpr.invars[first : first + len(places)]
     read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}

@@ -1,7 +1,8 @@
 """Saved runs: a state and the records so far, written so that a run can be killed at any moment and go on bit for bit.
 
 A checkpoint is a folder named by its round. It appears under that name only when it is complete, and restoring compares every
-file with a digest taken when it was saved. Arrays are stored by orbax, which is imported only when it is needed.
+file with a digest taken when it was saved. Arrays are stored by orbax, which is imported only when it is needed; NumPy arrays,
+which are those that wait on the host (see `store`) and may be larger than its memory, as plain files.
 """
 
 import contextlib
@@ -24,13 +25,15 @@ FORMAT = 1
 """Written into every checkpoint; raised when the meaning of its contents changes."""
 
 _WRITING = ".writing"
+_HOST = "host"
 
 
 class Checkpoint(NamedTuple):
     """What was saved.
 
     Attributes:
-      state: arrays on the default device, in the structure that `restore` was given.
+      state: arrays on the default device, in the structure that `restore` was given; what was saved from NumPy arrays is mapped
+        from its file, to be read only.
       records: what was saved beside the state, as JSON gives it back.
       round: rounds done.
     """
@@ -59,12 +62,14 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
     """
     checks.count("keep", keep)
     folder = Path(folder).absolute()
-    arrays, leaves = {}, []
+    arrays: dict[str, np.ndarray] = {}
+    on_host: dict[str, np.ndarray] = {}
+    leaves = []
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
         array, kind = _as_array(leaf)
         leaves.append({"path": jax.tree_util.keystr(path), "kind": kind})
         if array.size:  # orbax stores no empty arrays, and there is nothing in them to store
-            arrays[f"{number:04d}"] = array
+            (on_host if kind == _HOST else arrays)[f"{number:04d}"] = array
     run = {"format": FORMAT, "round": int(state.round), "config": config, "leaves": leaves, "records": records}
     try:
         json.dumps(run)
@@ -75,8 +80,10 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
     try:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        _try_space(writing / "space", sum(array.nbytes for array in arrays.values()) + 2**16)
+        _try_space(writing / "space", sum(array.nbytes for array in (arrays | on_host).values()) + 2**16)
         checkpointer.save(writing / "state", arrays)
+        for name, array in on_host.items():
+            array.tofile(writing / "state" / f"{_HOST}{name}")
         text = json.dumps({**run, "files": _files(writing / "state")})
         (writing / "run.json").write_text(f"{_digest(text.encode())}\n{text}\n", encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
@@ -122,6 +129,7 @@ def restore(
         _check_structure(run["leaves"], like, path)
         try:
             arrays = _checkpointer().restore(path / "state")
+            arrays |= {file.name.removeprefix(_HOST): file for file in (path / "state").glob(f"{_HOST}*")}
         # The array store has many types of error of its own.
         except Exception as error:
             damaged.append(f"{path / 'state'} cannot be read: {_reason(error)}")
@@ -219,10 +227,13 @@ def _read_run(path: Path) -> dict[str, Any]:
     return run
 
 
-def _as_state(arrays: dict[str, np.ndarray], leaves: list[dict[str, Any]], like: Any, path: Path) -> Any:
+def _as_state(arrays: dict[str, Any], leaves: list[dict[str, Any]], like: Any, path: Path) -> Any:
     shapes, structure = jax.tree.flatten(like)
-    values = []
+    values: list[Any] = []
     for number, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        if leaf["kind"] == _HOST:
+            values.append(_mapped(arrays.get(f"{number:04d}"), shape, leaf["path"], path))
+            continue
         is_key = leaf["kind"] != "array"
         plain = jax.eval_shape(jax.random.key_data, shape) if is_key else shape
         array = np.asarray(arrays[f"{number:04d}"]) if plain.size else np.zeros(plain.shape, plain.dtype)
@@ -237,8 +248,19 @@ def _as_state(arrays: dict[str, np.ndarray], leaves: list[dict[str, Any]], like:
     return jax.tree.unflatten(structure, values)
 
 
+def _mapped(file: Path | None, shape: Any, leaf: str, path: Path) -> np.ndarray:
+    if file is None:
+        return np.zeros(shape.shape, shape.dtype)
+    need, there = shape.size * shape.dtype.itemsize, file.stat().st_size
+    if need != there:
+        raise ValueError(f"cannot resume: {path} holds another state: {leaf} has {there} bytes, not {need}")
+    return np.memmap(file, shape.dtype, "r", shape=shape.shape)
+
+
 def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
-    """A leaf as plain numbers, and what it was: "array", or the name of a PRNG implementation."""
+    """A leaf as plain numbers, and what it was: "array", "host", or the name of a PRNG implementation."""
+    if isinstance(leaf, np.ndarray):
+        return leaf, _HOST
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
     return np.asarray(leaf), "array"
@@ -247,11 +269,21 @@ def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
 def _files(folder: Path) -> dict[str, str]:
     """Digest of every file in a folder, by relative name."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _digest(path.read_bytes()) for path in paths}
+    digests = {}
+    for path in paths:
+        with path.open("rb") as file:
+            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, _new_digest).hexdigest()
+    return digests
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    digest = _new_digest()
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
 
 
 def _rounds(folder: Path) -> list[int]:

@@ -107,16 +107,15 @@ def share(tree: Any, placed: Sharding) -> Any:
     return jax.tree.map(once, tree)
 
 
-def populate(begin: Callable[[jax.Array], Any], num_clients: int, devices: int | None = None) -> Any:
-    """What every client begins with: leaves `[N, ...]` of `begin(client id)`, parted among the devices if these divide N.
+def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None) -> Any:
+    """What clients `ids` `[N]` begin with: leaves `[N, ...]` of `begin(client id)`, parted among the devices if these divide N.
 
     How many bytes that takes is logged before they are taken (logger `fedjax_meta`, level INFO).
 
     Raises:
       ValueError: more bytes than are free.
     """
-    mesh = client_mesh(devices)
-    ids = jnp.arange(num_clients, dtype=jnp.int32)
+    mesh, num_clients = client_mesh(devices), ids.shape[0]
     each = jax.eval_shape(begin, ids[0])
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
     if one == 0:
@@ -125,10 +124,10 @@ def populate(begin: Callable[[jax.Array], Any], num_clients: int, devices: int |
     # Host devices all take from the same memory.
     need = num_clients * one * (mesh.size if _on_cpu() else 1) // parts
     free, where = free_bytes(mesh.local_devices[0]), "this host" if _on_cpu() else "each device"
-    sizes = f"{_amount(need)} on {where} (N={num_clients} clients, {_amount(one)} each, {parts} parts on {mesh.size} devices)"
-    _log.info("what clients keep takes %s; %s are free", sizes, _amount(free))
+    sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
+    _log.info("what clients keep takes %s; %s are free", sizes, amount(free))
     if need > free:
-        raise ValueError(f"what clients keep takes {sizes}, but only {_amount(free)} are free; keep fewer leaves or clients")
+        raise ValueError(f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients")
 
     placed = NamedSharding(mesh, P(CLIENTS) if parts > 1 else P())
     return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
@@ -146,7 +145,7 @@ def free_bytes(device: Any) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _amount(count: float) -> str:
+def amount(count: float) -> str:
     """A number of bytes as one reads it."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:

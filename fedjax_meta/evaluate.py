@@ -50,7 +50,7 @@ def evaluate(
 
     Args:
       algorithm, state: what was trained.
-      key: client i gets `fold_in(key, i)`; consumed.
+      key: client i of the population gets `fold_in(key, i)`; consumed.
       data: the clients to test.
       support, query: names of the views; a client never sees labels of its query view.
       known: client i of `data` is client i of the training (S0's "local" clients); else nobody here took part ("new" clients).
@@ -73,10 +73,10 @@ def evaluate(
         checks.indices("ids", ids, data.num_clients)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
 
-    def rule(key: Key, id_: jax.Array, _: Any, context: Any) -> ClientUpdate:
+    def rule(key: Key, id_: jax.Array, place: jax.Array, context: Any) -> ClientUpdate:
         state, data = context
-        views = data.client(id_)
-        variables = algorithm.personalize(key, state, views[support], jnp.maximum(id_, 0) if known else None)
+        views = data.client(jnp.where(id_ < 0, -1, place))
+        variables = algorithm.personalize(key, state, views[support], place if known else None)
         rows = max(min(batch_size, views[query].max_size), 1)
         batches = views[query].in_order(rows)
 
@@ -97,10 +97,10 @@ def evaluate(
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
         loss = total / jnp.maximum(views[query].size, 1)
-        return ClientUpdate((), (), (), Evaluation(confusion.reshape(classes, classes), loss))
+        return ClientUpdate((), (), place, Evaluation(confusion.reshape(classes, classes), loss))
 
     sizes = jnp.asarray(data.sizes(query))[ids]
-    _, _, evaluation = run_cohort(rule, key, ids, sizes, (), (state, data), lanes=lanes, devices=devices)
+    _, _, evaluation = run_cohort(rule, key, data.who(ids), sizes, ids, (state, data), lanes=lanes, devices=devices)
     return evaluation
 
 
@@ -132,7 +132,7 @@ def with_user_accuracy(
     excluded = np.asarray(excluded, np.int64).reshape(-1)
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
-        clients = data.num_clients
+        clients = data.total_clients
         if excluded.size and not (excluded.min() >= 0 and excluded.max() < clients):
             raise ValueError(f"excluded={excluded} must hold ids of the N={clients} clients, from 0 on")
         counts = np.ones(clients, bool)
@@ -145,7 +145,7 @@ def with_user_accuracy(
         scores = evaluate(
             algorithm, key, state, data, support=support, query=query, ids=info.ids, lanes=lanes, devices=devices
         )
-        mean = jnp.mean(accuracy(scores.confusion), where=jnp.asarray(counts)[info.ids])
+        mean = jnp.mean(accuracy(scores.confusion), where=jnp.asarray(counts)[data.who(info.ids)])
         return after, info._replace(metrics={**info.metrics, "user_accuracy": mean})
 
     return algorithm._replace(round=one_round)

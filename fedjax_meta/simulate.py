@@ -1,13 +1,15 @@
 """A whole run: blocks of rounds, each one compiled loop, with an evaluation after each block.
 
-The host does nothing between evaluations. A round's key is folded from the run's key and the round's number, so a run that
-goes on from a saved state is the run that was never stopped.
+The host does nothing between evaluations, unless clients wait in its store. A round's key is folded from the run's key and the
+round's number, so a run that goes on from a saved state is the run that was never stopped.
 """
 
 import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, engine
+from fedjax_meta import store as stores
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
+
+_DRAWN_AHEAD = 64
+"""Rounds whose cohorts are known in advance where clients wait on the host."""
 
 
 class Evaluator(NamedTuple):
@@ -27,10 +33,13 @@ class Evaluator(NamedTuple):
       measure: `(key, state, data) -> pytree of arrays`, traceable; usually `evaluate.evaluate` with its algorithm filled in.
       data: given to `measure`. Data that a function closes over would be compiled into the program as constants, which takes
         longer than the run.
+      known: client i of the data is client i of the training. A run with a store then measures its clients in parts, so every
+        leaf of the result must be `[N, ...]`.
     """
 
     measure: Callable[[Key, State, Any], Any]
     data: Any
+    known: bool = True
 
 
 class Record(NamedTuple):
@@ -65,19 +74,20 @@ def run_rounds(
       (state, for each metric the mean over who returned by round `[most]`, zero beyond `rounds`).
     """
 
-    def step(state: State) -> tuple[State, dict[str, jax.Array]]:
-        state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
-        # What a client that never returned has measured, the server does not know; where nobody did, the mean is no number.
-        return state, {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
-
     def body(i: Any, carry: Any) -> Any:
         state, log = carry
-        state, metrics = step(state)
+        state, metrics = _one_round(algorithm, key, state, data)
         return state, jax.tree.map(lambda line, value: line.at[i].set(value), log, metrics)
 
-    shapes = jax.eval_shape(step, state)[1]
+    shapes = jax.eval_shape(partial(_one_round, algorithm), key, state, data)[1]
     log = {name: jnp.zeros(most, shape.dtype) for name, shape in shapes.items()}
     return jax.lax.fori_loop(0, rounds, body, (state, log))
+
+
+def _one_round(algorithm: Algorithm, key: Key, state: State, data: FederatedData) -> tuple[State, dict[str, jax.Array]]:
+    state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
+    # What a client that never returned has measured, the server does not know; where nobody did, the mean is no number.
+    return state, {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
 
 
 def _counted(values: jax.Array, info: RoundInfo) -> Any:
@@ -98,6 +108,7 @@ def simulate(
     eval_every: int = 20,
     evaluators: Mapping[str, Evaluator] | None = None,
     state: State | None = None,
+    store: str | Path | None = None,
     on_record: Callable[[State, Record], None] | None = None,
     on_progress: Callable[[int, dict[str, np.ndarray]], None] | None = None,
 ) -> tuple[State, list[Record]]:
@@ -115,66 +126,198 @@ def simulate(
         block: copy what you keep.
       on_progress: called with (rounds done, training metrics of the rounds since the last call) about once a second. Blocks
         are then cut into stretches of about a second, which changes no number.
+      store: where what clients keep waits if not on the device: "memory" of the host, or a folder for files that are mapped into
+        it. A device then holds a cohort's rows alone. The leaves `[N, ...]` of a state are NumPy arrays, and it is the same
+        objects that every round changes. See `store`.
 
     Returns:
       (final state, records).
 
     Raises:
       RuntimeError: a run over several processes lost one of them.
-      ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`.
+      ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`; what clients keep does not
+        fit where it is to wait.
     """
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
-    init_key, round_key, measure_key = jax.random.split(key, 3)
-    initial = jax.jit(algorithm.init).lower(init_key, data)
-    # An algorithm places its state, and a given one goes to the same places; what is only read goes to the same devices.
-    begin = initial.compile()
-    places = begin.output_shardings
-    state = begin(init_key, data) if state is None else _copy_like(state, initial.out_info, places)
-    whole = places.round
-    tests = {name: evaluator.measure for name, evaluator in (evaluators or {}).items()}
-    test_data = {name: evaluator.data for name, evaluator in (evaluators or {}).items()}
-    data, test_data, round_key, measure_key = engine.share((data, test_data, round_key, measure_key), whole)
-    done = int(state.round)
+    tests = dict(evaluators or {})
+    if store is None:
+        run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=eval_every)
+    else:
+        run = _OnHost(algorithm, key, data, tests, state, store)
+    done = int(run.state.round)
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has {done} rounds behind it")
-
-    def block(state: State, data: FederatedData, key: Key, count: Any) -> Any:
-        return run_rounds(algorithm, key, state, data, count, most=eval_every)
-
-    def measure(state: State, data: Any, key: Key) -> Any:
-        key = jax.random.fold_in(key, state.round)
-        # Each evaluator has a key of its own, which hangs on its name and not on what else is measured.
-        keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in tests}
-        return {name: test(keys[name], state, data[name]) for name, test in tests.items()}
-
-    run_block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
-    run_measure = _Compiled(jax.jit(measure))
     records = []
     stretch = eval_every if on_progress is None else 1
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
-        started = time.perf_counter()
-        compiled = run_block.seconds + run_measure.seconds
+        started, compiled = time.perf_counter(), run.compile_seconds
         lines: list[dict[str, np.ndarray]] = []
         while done < stop:
-            count, clock = min(stretch, stop - done), time.perf_counter() - run_block.seconds
+            count, clock = min(stretch, stop - done), time.perf_counter() - run.compile_seconds
             with _all_there(done):
-                # Waited for, so that the clock is right even where there is nothing to log.
-                state, log = jax.block_until_ready(run_block(state, data, round_key, count))
-                lines.append({name: np.asarray(line)[:count] for name, line in log.items()})
+                lines.append(run.train(count))
             done += count
             if on_progress is not None:
-                took = time.perf_counter() - run_block.seconds - clock
+                took = time.perf_counter() - run.compile_seconds - clock
                 stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
                 on_progress(done, lines[-1])
         with _all_there(done):
-            results = jax.tree.map(np.asarray, run_measure(state, test_data, measure_key))
+            results = run.measure()
         metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
-        compiled = run_block.seconds + run_measure.seconds - compiled
+        compiled = run.compile_seconds - compiled
         records.append(Record(done, metrics, results, time.perf_counter() - started - compiled, compiled))
         if on_record is not None:
-            on_record(state, records[-1])
-    return state, records
+            on_record(run.state, records[-1])
+    return run.state, records
+
+
+class _OnDevice:
+    """A run whose clients' rows all lie on the devices: a block of rounds is one program."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        key: Key,
+        data: FederatedData,
+        tests: dict[str, Evaluator],
+        state: State | None,
+        *,
+        most: int,
+    ) -> None:
+        init_key, round_key, measure_key = jax.random.split(key, 3)
+        initial = jax.jit(algorithm.init).lower(init_key, data)
+        # An algorithm places its state, and a given one goes to the same places; what is only read goes to the same devices.
+        begin = initial.compile()
+        places = begin.output_shardings
+        if state is None:
+            self.state = begin(init_key, data)
+        else:
+            _must_fit(state, initial.out_info)
+            self.state = jax.device_put(state, places, may_alias=False)
+        whole = places.round
+        test_data = {name: test.data for name, test in tests.items()}
+        self._read = engine.share((data, round_key), whole)
+        self._test_read = engine.share((test_data, measure_key), whole)
+
+        def block(state: State, data: FederatedData, key: Key, count: Any) -> Any:
+            return run_rounds(algorithm, key, state, data, count, most=most)
+
+        def measure(state: State, data: Any, key: Key) -> Any:
+            return {name: _measured(name, test, key, state, data[name]) for name, test in tests.items()}
+
+        self._block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
+        self._measure = _Compiled(jax.jit(measure))
+
+    def train(self, count: int) -> dict[str, np.ndarray]:
+        """`count` rounds, to their end; metrics `[count]`."""
+        # Waited for, so that the clock is right even where there is nothing to log.
+        self.state, log = jax.block_until_ready(self._block(self.state, *self._read, count))
+        return {name: np.asarray(line)[:count] for name, line in log.items()}
+
+    def measure(self) -> dict[str, Any]:
+        """What each evaluator finds."""
+        return jax.tree.map(np.asarray, self._measure(self.state, *self._test_read))
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all programs so far."""
+        return self._block.seconds + self._measure.seconds
+
+
+class _OnHost:
+    """A run whose clients' rows wait on the host: a round is a program, and tests of known clients run in parts."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        key: Key,
+        data: FederatedData,
+        tests: dict[str, Evaluator],
+        state: State | None,
+        where: str | Path,
+    ) -> None:
+        init_key, round_key, measure_key = jax.random.split(key, 3)
+        stores.check(algorithm)
+        one = jax.jit(algorithm.init).lower(init_key, data.select(np.zeros(1, np.int32)))
+        whole = one.compile().output_shardings.round
+        self._place = partial(engine.share, placed=whole)
+        if state is None:
+            begun = stores.begin(algorithm, init_key, data, where)
+        else:
+            _must_fit(state, jax.eval_shape(algorithm.init, init_key, data))
+            begun = stores.adopt(state, where)
+        shared, rows = stores.parted(begun)
+        self.state = jax.device_put(shared, whole, may_alias=False)._replace(**rows)
+        self._tests = tests
+        self._data, self._test_data = self._place((data, {name: test.data for name, test in tests.items()}))
+        self._round_key, self._measure_key = self._place((round_key, measure_key))
+
+        def cohorts(first: Any, key: Key) -> Any:
+            keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(_DRAWN_AHEAD))
+            return jax.vmap(lambda key: stores.cohort(algorithm, key, data.num_clients))(keys)
+
+        def step(shared: State, rows: Any, before: Any, again: Any, ids: Any, data: FederatedData, key: Key) -> Any:
+            state = shared._replace(**stores.joined(rows, before, again))
+            state, metrics = _one_round(algorithm, key, state, data.select(ids))
+            shared, rows = stores.parted(state)
+            return shared, rows, metrics
+
+        def measure(test: Evaluator, name: str) -> Callable[..., Any]:
+            if not test.known:
+                return partial(_measured, name, test)
+            return lambda key, state, data, ids: _measured(name, test, key, state, data.select(ids))
+
+        self._cohorts = _Compiled(jax.jit(cohorts))
+        self._step = _Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
+        self._measures = {name: _Compiled(jax.jit(measure(test, name))) for name, test in tests.items()}
+
+    def train(self, count: int) -> dict[str, np.ndarray]:
+        """`count` rounds, to their end; metrics `[count]`."""
+        log: list[dict[str, Any]] = []
+        while len(log) < count:
+            asked = np.asarray(self._cohorts(self.state.round, self._round_key))[: count - len(log)]
+
+            def step(*arguments: Any) -> Any:
+                return self._step(*arguments, self._data, self._round_key)
+
+            self.state, lines = stores.run_rounds(step, self.state, asked, self._place)
+            log += lines
+        return {name: np.array([line[name] for line in log]) for name in log[0]}
+
+    def measure(self) -> dict[str, Any]:
+        """What each evaluator finds."""
+        return {name: self._measure(name, test) for name, test in self._tests.items()}
+
+    def _measure(self, name: str, test: Evaluator) -> Any:
+        data, run = self._test_data[name], self._measures[name]
+        if not test.known:
+            return jax.tree.map(np.asarray, run(self._measure_key, self.state, data))
+        found: list[Any] = []
+        runs = list(stores.parts(data.num_clients, self.state, most=1024))
+        for part in runs:
+            # The last part is filled up, so that all are one program.
+            ids = np.pad(part, (0, len(runs[0]) - len(part)), mode="edge")
+            state = self.state._replace(**self._place(stores.take(self.state, ids)))
+            found.append(run(self._measure_key, state, data, self._place(ids)))
+        odd = [leaf.shape for leaf in jax.tree.leaves(found[0]) if leaf.shape[:1] != (len(runs[0]),)]
+        if odd:
+            raise ValueError(
+                f"with a store, evaluator {name!r} must return leaves [N, ...], a row for each of the N={len(runs[0])} clients "
+                f"that it is given, not {list(odd[0])}"
+            )
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: data.num_clients], *found)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all programs so far."""
+        return sum(program.seconds for program in (self._cohorts, self._step, *self._measures.values()))
+
+
+def _measured(name: str, test: Evaluator, key: Key, state: State, data: Any) -> Any:
+    """Each evaluator has a key of its own, which hangs on its name and not on what else is measured."""
+    key = jax.random.fold_in(jax.random.fold_in(key, state.round), zlib.crc32(name.encode()))
+    return test.measure(key, state, data)
 
 
 @contextlib.contextmanager
@@ -191,12 +334,11 @@ def _all_there(done: int) -> Iterator[None]:
         ) from error
 
 
-def _copy_like(state: State, wanted: Any, places: Any) -> State:
-    """A copy of a state that a caller gave, where it belongs; it must have the structure, shapes and types that are wanted."""
+def _must_fit(state: State, wanted: Any) -> None:
+    """A state that a caller gave must have the structure, shapes and types that are wanted."""
     odd = checks.mismatch(state, wanted)
     if odd is not None:
         raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
-    return jax.device_put(state, places, may_alias=False)
 
 
 class _Compiled:

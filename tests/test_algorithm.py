@@ -217,7 +217,7 @@ def test_an_aggregator_stands_in_for_the_mean_whatever_the_samples(aggregator, e
         devices=devices,
         lanes=devices,
         init_extra=lambda *_: jnp.zeros(()),
-        update_extra=lambda state, mean, weight: mean + 1000 * weight,
+        update_extra=lambda state, mean, weight, clients: mean + 1000 * weight,
     )
     state, _ = _run(algorithm)
     gain = expected(_gain(np.arange(N)))
@@ -285,7 +285,7 @@ def test_statistics_are_averaged_with_weights_of_their_own(prefix):
     )
     calls = {"init_extra": lambda *_: {"a": jnp.zeros(2), "b": jnp.array(7.0), "w": jnp.zeros(()), "shared": jnp.zeros(2)}}
 
-    def update_extra(state, mean, weight):
+    def update_extra(state, mean, weight, clients):
         total = weight["a"] if prefix else weight
         return {"a": mean["a"], "b": state.extra["b"] + mean["b"], "w": total, "shared": state.model["shared"]}
 

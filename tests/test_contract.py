@@ -96,6 +96,20 @@ def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run
     assert problems.distance(whole, run(step, start, 4)) < 1e-10
 
 
+def test_a_round_among_its_cohort_alone_is_the_round_among_all(name):
+    """What `fedjax_meta.store` rests on: the rows of the others are needed nowhere, and a client stays who it is."""
+    (algorithm, step, start), data = build(name), problems.data()
+    before = run(step, start, 3)
+    key = jax.random.fold_in(KEY, before.round)
+    ids = algorithm.cohort(key, data.num_clients)
+    rows = lambda state: {field: jax.tree.map(lambda leaf: leaf[ids], getattr(state, field)) for field in fm.store.ROWS}  # noqa: E731
+    whole, info = step(key, before, data)
+    part, alone = jax.jit(algorithm.round)(key, before._replace(**rows(before)), data.select(ids))
+    assert problems.distance(part, whole._replace(**rows(whole))) < 1e-12
+    assert problems.distance(alone.metrics, info.metrics) < 1e-12
+    np.testing.assert_array_equal(info.ids, ids)
+
+
 def test_state_of_clients_that_were_not_sampled_is_untouched(name):
     (_, step, start), data = build(name), problems.data()
     before = run(step, start, 1)

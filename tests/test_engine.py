@@ -192,12 +192,14 @@ def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
 def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(caplog):
     each = {"w": jnp.ones((3, 4)), "n": jnp.zeros((), jnp.int32)}
     with caplog.at_level(logging.INFO, "fedjax_meta"):
-        population = engine.populate(lambda _: each, 10, 2)
+        population = engine.populate(lambda _: each, jnp.arange(10), 2)
     # 12 float64 and one int32: 100 bytes a client.
     assert "1 kB on this host (N=10 clients, 100 bytes each, 2 parts on 2 devices)" in caplog.text
     assert {shard.data.shape for shard in population["w"].addressable_shards} == {(5, 3, 4)}
-    assert {shard.data.shape for shard in engine.populate(lambda _: each, 9, 2)["w"].addressable_shards} == {(9, 3, 4)}
-    assert engine.populate(lambda _: (), 10, 2) == ()
+    assert {shard.data.shape for shard in engine.populate(lambda _: each, jnp.arange(9), 2)["w"].addressable_shards} == {
+        (9, 3, 4)
+    }
+    assert engine.populate(lambda _: (), jnp.arange(10), 2) == ()
 
 
 def test_more_than_is_free_is_refused_with_numbers(monkeypatch):
@@ -205,9 +207,9 @@ def test_more_than_is_free_is_refused_with_numbers(monkeypatch):
     data, algorithm = problems.data(), fm.fedper(problems.task(), cohort_size=2)
     assert algorithm.init(KEY, data).seen.shape == (7,)
     with pytest.raises(ValueError, match=r"takes 6 MB on this host \(N=1000 .*, but only 5 MB are free"):
-        engine.populate(lambda _: jnp.ones(750), 1000, 1)
+        engine.populate(lambda _: jnp.ones(750), jnp.arange(1000), 1)
     with pytest.raises(ValueError, match=r"takes 6.01 MB on this host \(N=501 .* 1 parts on 2 devices"):
-        engine.populate(lambda _: jnp.ones(750), 501, 2)
+        engine.populate(lambda _: jnp.ones(750), jnp.arange(501), 2)
 
 
 def test_host_devices_read_one_copy_of_the_data():

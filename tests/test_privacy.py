@@ -58,7 +58,10 @@ def test_without_noise_the_server_moves_by_the_sum_of_what_was_cut_over_the_coho
 
 def test_statistics_share_the_norm_and_count_as_the_cohort():
     client = _adds(statistics=lambda received, data, model: jnp.full((), 100.0))
-    extras = {"init_extra": lambda *_: jnp.zeros(2), "update_extra": lambda state, mean, weight: jnp.stack([mean, weight])}
+    extras = {
+        "init_extra": lambda *_: jnp.zeros(2),
+        "update_extra": lambda state, mean, weight, clients: jnp.stack([mean, weight]),
+    }
     state, _ = _run(_build(client, privacy=Privacy(5.0, 0.0), **extras))
     factor = 5 / np.sqrt(3 * _gain(np.arange(N)) ** 2 + 100**2)
     np.testing.assert_allclose(state.extra, [100 * factor.mean(), 4], rtol=1e-12)

@@ -129,7 +129,7 @@ def fedamp(
 
         return cohort.personal, jax.tree.map(where_returned, mixed, cohort.memory)
 
-    def update_mean(state: State, mean: Any, weight: jax.Array) -> Any:
+    def update_mean(state: State, mean: Any, weight: jax.Array, _: int) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:

@@ -112,7 +112,7 @@ def fedfomo(
             valid = cohort.returned & (jnp.arange(count) != place)
             chosen = jnp.lexsort((chance, rank, valid))[::-1][:seen]
             own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
-            view = data.client(cohort.ids[place])[validation_view]
+            view = data.client(cohort.places[place])[validation_view]
             others = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
             weight, share = compare(own, others, valid[chosen] & cohort.returned[place], view, loss_key)
             row = jnp.zeros(count).at[chosen].set(share)

@@ -240,7 +240,7 @@ def fedmeta(
             statistics=jax.tree.map(lambda leaf: leaf.astype(float), slots[1]) if outer_slots == "averaged" else (),
         )
 
-    def average_slots(state: State, mean: Any, weight: Any) -> Any:
+    def average_slots(state: State, mean: Any, weight: Any, _: int) -> Any:
         def like(old: jax.Array, new: jax.Array) -> jax.Array:
             rounded = new if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(new)
             return jnp.where(weight > 0, rounded.astype(old.dtype), old)

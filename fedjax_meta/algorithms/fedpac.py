@@ -159,7 +159,7 @@ def fedpac(
         classes, width = features.shape_in(task, model, data)
         return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
 
-    def update_centroids(state: State, mean: Any, _: jax.Array) -> Centroids:
+    def update_centroids(state: State, mean: Any, *_: Any) -> Centroids:
         if not align:
             return state.extra
         total, count = mean

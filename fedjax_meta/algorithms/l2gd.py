@@ -91,7 +91,7 @@ def l2gd(
 
         return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
 
-    def update_mean(state: State, mean: Any, weight: jax.Array) -> Any:
+    def update_mean(state: State, mean: Any, weight: jax.Array, _: int) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:

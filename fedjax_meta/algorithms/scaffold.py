@@ -86,9 +86,9 @@ def scaffold(
         weight = jnp.ones(())
         return Trained(model, weight, {"loss": loss}, memory=renewed, statistics=optax.tree.sub(renewed, own))
 
-    def update_control(state: State, change: Any, returned: jax.Array) -> Any:
+    def update_control(state: State, change: Any, returned: jax.Array, num_clients: int) -> Any:
         # c ← c + 1/N Σ (c_i⁺ - c_i), the sum over the cohort.
-        return optax.tree.add(state.extra, optax.tree.scale(returned / state.seen.shape[0], change))
+        return optax.tree.add(state.extra, optax.tree.scale(returned / num_clients, change))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         passes = {"epochs": finetune_epochs, "batch_size": batch_size}

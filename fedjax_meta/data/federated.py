@@ -202,8 +202,8 @@ class ClientData:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "y", "offset", "scale", "start", "size"],
-    meta_fields=["max_size", "num_classes"],
+    data_fields=["x", "y", "offset", "scale", "start", "size", "ids"],
+    meta_fields=["max_size", "num_classes", "population"],
 )
 @dataclasses.dataclass(frozen=True)
 class FederatedData:
@@ -216,6 +216,8 @@ class FederatedData:
       start, size: for each view, int32 `[N]`.
       max_size: for each view the largest client's size, as static (name, size) pairs.
       num_classes: K; 0 for real targets.
+      ids: int32 `[N]`, who the clients are where these are a part of a larger population (see `select`); `None`: client i is i.
+      population: how many clients that population has.
     """
 
     x: Any
@@ -226,11 +228,33 @@ class FederatedData:
     size: dict[str, Any]
     max_size: tuple[tuple[str, int], ...]
     num_classes: int
+    ids: Any = None
+    population: int | None = None
 
     @property
     def num_clients(self) -> int:
         """N."""
         return next(iter(self.size.values())).shape[0]
+
+    @property
+    def total_clients(self) -> int:
+        """Clients of the whole population: N, unless these are a part of it."""
+        return self.num_clients if self.population is None else self.population
+
+    def select(self, clients: Any) -> "FederatedData":
+        """Some of the clients, int `[N']` (may be traced), as data of their own; no sample is copied.
+
+        They stay who they are: what hangs on a client's id, such as its key in a round, is as among all.
+        """
+        pick = lambda of: {name: jnp.asarray(values)[clients] for name, values in of.items()}  # noqa: E731
+        return dataclasses.replace(
+            self, start=pick(self.start), size=pick(self.size), ids=self.who(clients), population=self.total_clients
+        )
+
+    def who(self, clients: Any) -> jax.Array:
+        """Ids in the whole population of clients (int `[...]`) of these data."""
+        clients = jnp.asarray(clients, jnp.int32)
+        return clients if self.ids is None else jnp.asarray(self.ids)[clients]
 
     @property
     def views(self) -> tuple[str, ...]:

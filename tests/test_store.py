@@ -1,0 +1,144 @@
+"""Clients that wait on the host: the same run as on the device, with only a cohort's rows there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import checkpoint, store
+from fedjax_meta.simulate import Evaluator, simulate
+from tests import problems
+
+KEY = jax.random.key(11)
+SYSTEMS = {
+    "fedper": {},
+    "scaffold": {},  # memories, and a server that counts the whole population
+    "fedfomo": {},  # memories [N] long, and clients that name each other
+}
+
+
+def _algorithm(name, **options):
+    return fm.ALGORITHMS[name](problems.task(), **({"cohort_size": 4, "devices": 1} | options))
+
+
+def _tests(algorithm, *, new=False, devices=1):
+    def measure(known):
+        return lambda key, state, data: fm.evaluate.evaluate(algorithm, key, state, data, known=known, devices=devices)
+
+    tests = {"known": Evaluator(measure(True), problems.data())}
+    return tests | ({"new": Evaluator(measure(False), problems.data(), known=False)} if new else {})
+
+
+def _run(name, rounds=9, new=True, **options):
+    algorithm = _algorithm(name)
+    tests = _tests(algorithm, new=new)
+    return simulate(algorithm, problems.data(), key=KEY, rounds=rounds, eval_every=4, evaluators=tests, **options)
+
+
+def _close(a, b):
+    """States and records of two runs, but for the clock."""
+    (first, records), (second, others) = a, b
+    assert problems.distance(*jax.tree.map(np.asarray, (first, second))) < 1e-10
+    assert [record.round for record in records] == [record.round for record in others]
+    for mine, theirs in zip(records, others, strict=True):
+        assert problems.distance((mine.metrics, mine.evaluations), (theirs.metrics, theirs.evaluations)) < 1e-10
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_a_run_whose_clients_wait_on_the_host_is_the_run_on_the_device(name, where, tmp_path):
+    """Nine rounds of four among seven clients: a client is often in two rounds that follow each other."""
+    kept = _run(name, store="memory" if where == "memory" else tmp_path / "clients")
+    _close(kept, _run(name))
+    rows = jax.tree.leaves([getattr(kept[0], field) for field in store.ROWS])
+    assert all(isinstance(leaf, np.memmap if where == "files" else np.ndarray) for leaf in rows)
+
+
+def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
+    monkeypatch.setattr(store, "_PART_BYTES", 400)
+    parts = list(store.parts(7, _algorithm("fedper").init(KEY, problems.data())))
+    assert 1 < len(parts[0]) < 7 and len(parts[-1]) < len(parts[0])
+    algorithm = _algorithm("fedper", devices=2)
+    run = simulate(
+        algorithm, problems.data(), key=KEY, rounds=9, eval_every=4, evaluators=_tests(algorithm, devices=2), store="memory"
+    )
+    _close(run, _run("fedper", new=False))
+
+
+def test_a_device_holds_the_rows_of_a_cohort_and_no_more():
+    algorithm, before = _algorithm("fedper"), {id(array) for array in jax.live_arrays()}
+    count = problems.data().num_clients
+    seen = []
+
+    def look(state, record):
+        seen.extend(array.shape for array in jax.live_arrays() if id(array) not in before and array.ndim > 1)
+
+    simulate(algorithm, problems.data(), key=KEY, rounds=3, eval_every=1, store="memory", on_record=look)
+    assert any(shape[0] == 4 for shape in seen)
+    assert not any(shape[0] == count for shape in seen)
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path):
+    place = "memory" if where == "memory" else tmp_path / "clients"
+    algorithm, whole = _algorithm("scaffold"), _run("scaffold", store=place)
+
+    def kill(state, record):
+        checkpoint.save(tmp_path / "saved", state, [], {})
+        if record.round == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _run("scaffold", store=place, on_record=kill)
+    like = jax.eval_shape(algorithm.init, KEY, problems.data())
+    saved = checkpoint.restore(tmp_path / "saved", like, {})
+    assert saved.round == 4
+    again, records = _run("scaffold", store=place, state=saved.state)
+    assert problems.leaves_equal(again, whole[0])
+    assert problems.leaves_equal(records[-1].evaluations, whole[1][-1].evaluations)
+    # What was saved may also go on on the device.
+    assert problems.distance(_run("scaffold", state=saved.state)[0], whole[0]) < 1e-10
+
+
+def test_rows_that_were_cut_off_on_disk_are_not_taken_for_whole(tmp_path):
+    run = _run("fedper", rounds=1, store="memory")
+    path = checkpoint.save(tmp_path, run[0], [], {})
+    like = jax.eval_shape(_algorithm("fedper").init, KEY, problems.data())
+    rows = next((path / "state").glob("host*"))
+    rows.write_bytes(rows.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="cut off"):
+        checkpoint.restore(tmp_path, like, {})
+
+
+def test_rows_read_too_early_are_replaced_by_the_result_of_the_round_before():
+    again = store._places(np.array([7, 2, 5]), np.array([5, 9, 7]))
+    np.testing.assert_array_equal(again, [2, -1, 0])
+    came, before = {"a": jnp.array([[1.0], [2.0], [3.0]])}, {"a": jnp.array([[10.0], [20.0], [30.0]])}
+    np.testing.assert_array_equal(store.joined(came, before, jnp.asarray(again))["a"], [[30.0], [2.0], [10.0]])
+
+
+def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
+    algorithm, data = _algorithm("fedper"), problems.data()
+    with pytest.raises(ValueError, match="no `cohort`"):
+        simulate(algorithm._replace(cohort=None), data, key=KEY, rounds=1, store="memory")
+    scalar = {"loss": Evaluator(lambda key, state, data: state.round, data)}
+    with pytest.raises(ValueError, match=r"'loss' must return leaves \[N, ...\], .* N=7 clients"):
+        simulate(algorithm, data, key=KEY, rounds=1, evaluators=scalar, store="memory")
+    keyed = fm.federated(
+        init=lambda key: {"w": jnp.zeros(2)},
+        client=None,
+        personalize=None,
+        predict=None,
+        personal={"w": False},
+        trainable={"w": True},
+        init_memory=lambda key, model, num_clients: key,
+    )
+    with pytest.raises(ValueError, match="PRNG key"):
+        simulate(keyed, data, key=KEY, rounds=1, store="memory")
+    monkeypatch.setattr(fm.engine, "free_bytes", lambda device: 200)
+    with pytest.raises(ValueError, match=r"N=7 clients, .* but only 200 bytes are free"):
+        simulate(algorithm, data, key=KEY, rounds=1, store="memory")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        simulate(algorithm, data, key=KEY, rounds=1, store=tmp_path / "file")
