@@ -32,7 +32,7 @@ def meta_rounds(task: Task, case: Workload, **options: Any) -> Algorithm:
         view = data["train"]
 
         def batch(step: Any, begin: int, size: int) -> Batches:
-            rows = min(size, CHUNK)
+            rows = -(-size // -(-size // CHUNK))  # as many chunks as needed, evenly filled
 
             def get(t: Any, chunk: Any = 0) -> Batch:
                 index = chunk * rows + jnp.arange(rows, dtype=jnp.int32)

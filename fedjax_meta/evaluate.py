@@ -55,7 +55,7 @@ def evaluate(
       support, query: names of the views; a client never sees labels of its query view.
       known: client i of `data` is client i of the training (S0's "local" clients); else nobody here took part ("new" clients).
       ids: int32 `[N']`, which clients; all when not given.
-      batch_size: samples predicted at a time.
+      batch_size: samples predicted at a time, at most.
       lanes, devices: as in `engine.run_cohort`.
 
     Raises:
@@ -77,13 +77,13 @@ def evaluate(
         state, data = context
         views = data.client(jnp.where(id_ < 0, -1, place))
         variables = algorithm.personalize(key, state, views[support], place if known else None)
-        rows = max(min(batch_size, views[query].max_size), 1)
-        batches = views[query].in_order(rows)
+        batches = views[query].in_chunks(batch_size)
 
         def step(t: Any, carry: Any) -> Any:
             confusion, total = carry
             batch = batches.get(t, 0)
             logits = algorithm.predict(variables, batch.x)
+            rows = len(batch.weight)
             if logits.shape != (rows, classes):
                 raise ValueError(
                     f"predict gives {logits.shape} for B={rows} samples, but the data have K={classes} classes "

@@ -148,7 +148,7 @@ def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size
     """One pass over a view, in evaluation mode."""
     classes, width = feature_shape(task, variables, view)
     extract, _ = require(task, "a pass over features")
-    batches = view.in_order(min(batch_size, view.max_size))
+    batches = view.in_chunks(batch_size)
 
     def step(t: Any, sums: ClassSums) -> ClassSums:
         batch = batches.get(t, 0)
@@ -165,7 +165,7 @@ def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size
 def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> jax.Array:
     """How many samples of each class a view holds, `[K]`."""
     # Only labels are read: XLA drops the inputs, which nothing uses.
-    batches: Batches = view.in_order(min(batch_size, view.max_size))
+    batches: Batches = view.in_chunks(batch_size)
 
     def step(t: Any, counts: jax.Array) -> jax.Array:
         batch = batches.get(t, 0)

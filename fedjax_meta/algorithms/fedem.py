@@ -23,7 +23,7 @@ import optax
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import client_weight
 from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
-from fedjax_meta.data.federated import CHUNK, ClientData, ClientView
+from fedjax_meta.data.federated import ClientData, ClientView
 from fedjax_meta.task import Batch, Key, Task, Variables
 
 
@@ -85,7 +85,7 @@ def fedem(
 
     def maximise(models: Any, share: jax.Array, view: ClientView) -> jax.Array:
         """π_m ← mean of q(s, m) over the client's samples."""
-        batches = view.in_order(min(CHUNK, view.max_size))
+        batches = view.in_chunks()
 
         def step(t: Any, total: jax.Array) -> jax.Array:
             batch = batches.get(t, 0)

@@ -44,7 +44,8 @@ also `meta.WithHessian`, for Reptile's query `None`.
 
 def query_batches(data: ClientData, batch_size: int | None) -> Batches:
     """The whole query view as one step; with a batch size, every batch of it counts alike, as in S0's code."""
-    return data["query"].in_order(batch_size or CHUNK).as_one_step(alike=batch_size is not None)
+    view = data["query"]
+    return view.in_chunks().as_one_step() if batch_size is None else view.in_order(batch_size).as_one_step(alike=True)
 
 
 def _keyed(key: Key, support: Any, query: Any) -> tuple[Any, Any]:
@@ -254,7 +255,7 @@ def fedmeta(
         pulled = loss if test_prox_weight is None else _pulled(loss, variables_of(parameters), test_prox_weight)
         adapted, online = meta.adapt(pulled, parameters, inner_batches(order_key, support).keyed(key), inner)
         if score == "fitted":
-            fitted = support.in_order(batch_size or CHUNK).as_one_step().keyed(score_key)
+            fitted = support.in_chunks(batch_size or CHUNK).as_one_step().keyed(score_key)
             online = fitted.mean(lambda pair: loss(adapted, pair), 0)
         return masks.merge(adapted, variables_of(buffers)), online
 

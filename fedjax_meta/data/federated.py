@@ -18,9 +18,9 @@ from fedjax_meta import checks
 from fedjax_meta.data.shuffle import permuted, round_keys
 from fedjax_meta.task import Batch, Key
 
-CHUNK = 128
-"""Samples that go through a model at once where no batch size is prescribed. On a CPU the activations of more of them fall out
-of the cache: a LeNet's gradient takes 49 microseconds a sample in chunks of 128 and 86 in chunks of 256."""
+CHUNK = 96
+"""Samples that go through a model at once, at most, where no batch size is prescribed. On a CPU the activations of more of them
+fall out of the cache: a LeNet's gradient takes 5 % longer in chunks of 128 and twice as long in chunks of 512."""
 
 
 def _real_samples(batch: Any) -> jax.Array:
@@ -178,9 +178,14 @@ class ClientView:
 
         return Batches(get, (size + batch_size - 1) // batch_size, -(-self.max_size // batch_size))
 
+    def in_chunks(self, most: int = CHUNK) -> Batches:
+        """`in_order` by at most `most` samples, and no more of them than fill the chunks of the largest client evenly."""
+        largest = max(self.max_size, 1)
+        return self.in_order(-(-largest // -(-largest // most)))
+
     def full(self, steps: int = 1, chunk_size: int = CHUNK) -> Batches:
         """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
-        batches = self.in_order(min(chunk_size, self.max_size)).as_one_step(steps)
+        batches = self.in_chunks(chunk_size).as_one_step(steps)
         return dataclasses.replace(batches, steps=self._done(steps))
 
 
