@@ -127,8 +127,8 @@ def simulate(
       on_progress: called with (rounds done, training metrics of the rounds since the last call) about once a second. Blocks
         are then cut into stretches of about a second, which changes no number.
       store: where what clients keep waits if not on the device: "memory" of the host, or a folder for files that are mapped into
-        it. A device then holds a cohort's rows alone. The leaves `[N, ...]` of a state are NumPy arrays, and it is the same
-        objects that every round changes. See `store`.
+        it. A device then holds only what a cohort's clients keep and, where `data` are NumPy arrays, their samples. The leaves
+        `[N, ...]` of a state are NumPy arrays, the same objects that every round changes. See `store`.
 
     Returns:
       (final state, records).
@@ -250,27 +250,24 @@ class _OnHost:
         shared, rows = stores.parted(begun)
         self.state = jax.device_put(shared, whole, may_alias=False)._replace(**rows)
         self._tests = tests
-        self._data, self._test_data = self._place((data, {name: test.data for name, test in tests.items()}))
+        self._data = data
+        self._room: dict[tuple[int, int], int] = {}
+        self._test_data = {name: test.data if test.known else self._place(test.data) for name, test in tests.items()}
         self._round_key, self._measure_key = self._place((round_key, measure_key))
 
         def cohorts(first: Any, key: Key) -> Any:
             keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(_DRAWN_AHEAD))
             return jax.vmap(lambda key: stores.cohort(algorithm, key, data.num_clients))(keys)
 
-        def step(shared: State, rows: Any, before: Any, again: Any, ids: Any, data: FederatedData, key: Key) -> Any:
+        def step(shared: State, rows: Any, before: Any, again: Any, cohort: FederatedData, key: Key) -> Any:
             state = shared._replace(**stores.joined(rows, before, again))
-            state, metrics = _one_round(algorithm, key, state, data.select(ids))
+            state, metrics = _one_round(algorithm, key, state, cohort)
             shared, rows = stores.parted(state)
             return shared, rows, metrics
 
-        def measure(test: Evaluator, name: str) -> Callable[..., Any]:
-            if not test.known:
-                return partial(_measured, name, test)
-            return lambda key, state, data, ids: _measured(name, test, key, state, data.select(ids))
-
         self._cohorts = _Compiled(jax.jit(cohorts))
         self._step = _Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
-        self._measures = {name: _Compiled(jax.jit(measure(test, name))) for name, test in tests.items()}
+        self._measures = {name: _Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
 
     def train(self, count: int) -> dict[str, np.ndarray]:
         """`count` rounds, to their end; metrics `[count]`."""
@@ -279,11 +276,17 @@ class _OnHost:
             asked = np.asarray(self._cohorts(self.state.round, self._round_key))[: count - len(log)]
 
             def step(*arguments: Any) -> Any:
-                return self._step(*arguments, self._data, self._round_key)
+                return self._step(*arguments, self._round_key)
 
-            self.state, lines = stores.run_rounds(step, self.state, asked, self._place)
+            self.state, lines = stores.run_rounds(step, self.state, asked, partial(self._fetch, self._data), self._place)
             log += lines
         return {name: np.array([line[name] for line in log]) for name in log[0]}
+
+    def _fetch(self, data: FederatedData, ids: np.ndarray) -> Any:
+        wanted = (id(data), len(ids))
+        if wanted not in self._room:
+            self._room[wanted] = data.room(len(ids))
+        return self._place((stores.take(self.state, ids), stores.of_clients(data, ids, self._room[wanted])))
 
     def measure(self) -> dict[str, Any]:
         """What each evaluator finds."""
@@ -298,8 +301,8 @@ class _OnHost:
         for part in runs:
             # The last part is filled up, so that all are one program.
             ids = np.pad(part, (0, len(runs[0]) - len(part)), mode="edge")
-            state = self.state._replace(**self._place(stores.take(self.state, ids)))
-            found.append(run(self._measure_key, state, data, self._place(ids)))
+            rows, clients = self._fetch(data, ids)
+            found.append(run(self._measure_key, self.state._replace(**rows), clients))
         odd = [leaf.shape for leaf in jax.tree.leaves(found[0]) if leaf.shape[:1] != (len(runs[0]),)]
         if odd:
             raise ValueError(

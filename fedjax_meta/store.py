@@ -1,8 +1,8 @@
-"""Clients that wait on the host: what they keep lies in its memory or in files, and only a cohort's rows are on the device.
+"""Clients that wait on the host: what they keep lies in its memory or in files, and only a cohort is on the device.
 
-A round among the clients of its cohort alone is the round among all (`Algorithm.cohort`), so rounds need the others' rows
-nowhere. While the device runs one round, the host writes the rows of the round before and reads those of the next one. What
-a round costs does not depend on how many clients wait. Axis letters: N clients, C cohort.
+A round among the clients of its cohort alone is the round among all (`Algorithm.cohort`), so rounds need the others nowhere.
+While the device runs one round, the host writes what the clients of the round before keep, and reads what those of the next one
+keep and hold. What a round costs does not depend on how many clients wait. Axis letters: N clients, C cohort.
 """
 
 import logging
@@ -115,15 +115,20 @@ def parts(count: int, like: Any, *, most: int = 2**16) -> Iterator[np.ndarray]:
 
 
 def run_rounds(
-    step: Callable[..., Any], state: State, cohorts: np.ndarray, place: Callable[[Any], Any]
+    step: Callable[..., Any],
+    state: State,
+    cohorts: np.ndarray,
+    fetch: Callable[[np.ndarray], Any],
+    place: Callable[[Any], Any],
 ) -> tuple[State, list[dict[str, Any]]]:
-    """Rounds one after the other, with the reading and writing of rows beside them.
+    """Rounds one after the other, with the reading and writing of rows and samples beside them.
 
     Args:
-      step: `(shared, rows, before, again, ids) -> (shared, rows, metrics)`, a round of cohort `ids` [C]; see `joined`.
+      step: `(shared, rows, before, again, data) -> (shared, rows, metrics)`, a round of a cohort; see `joined`.
       state: its rows are written in place.
       cohorts: int `[rounds, C]`.
-      place: puts host arrays where `step` wants them, without waiting.
+      fetch: `ids -> (rows, data)` of a cohort where `step` wants them, without waiting.
+      place: puts what else is needed there.
 
     Returns:
       (state, metrics by round).
@@ -131,19 +136,24 @@ def run_rounds(
     shared, rows = parted(state)
     log: list[dict[str, Any]] = []
     before: Any = None
-    came = place(take(state, cohorts[0]))
+    came, data = fetch(cohorts[0])
     for number, ids in enumerate(cohorts):
         again = _places(ids, cohorts[number - 1]) if number else np.full(len(ids), -1, np.int32)
-        shared, after, metrics = step(shared, came, came if before is None else before, *place((again, ids)))
+        shared, after, metrics = step(shared, came, came if before is None else before, place(again), data)
         log.append(metrics)
         # The device is at work on this round: time for the rows of its neighbours.
         if before is not None:
             put(rows, cohorts[number - 1], before)
         if number + 1 < len(cohorts):
-            came = place(take(state, cohorts[number + 1]))
+            came, data = fetch(cohorts[number + 1])
         before = after
     put(rows, cohorts[-1], before)
     return shared._replace(**rows), log
+
+
+def of_clients(data: FederatedData, ids: np.ndarray, room: int) -> FederatedData:
+    """The data of some clients, with a copy of their samples where these are NumPy arrays, which stay on the host."""
+    return data.extract(ids, room) if isinstance(data.x, np.ndarray) else data.select(ids)
 
 
 def joined(came: Any, before: Any, again: jax.Array) -> Any:

@@ -66,17 +66,30 @@ def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
     _close(run, _run("fedper", new=False))
 
 
-def test_a_device_holds_the_rows_of_a_cohort_and_no_more():
-    algorithm, before = _algorithm("fedper"), {id(array) for array in jax.live_arrays()}
-    count = problems.data().num_clients
-    seen = []
+@pytest.mark.parametrize("samples", ["host", "device"])
+def test_a_device_holds_what_a_cohort_keeps_and_where_samples_wait_too_theirs_alone(samples, monkeypatch):
+    algorithm, data = _algorithm("fedper"), problems.data()
+    data = jax.device_put(data) if samples == "device" else jax.tree.map(np.asarray, data)
+    before, seen, copies = {id(array) for array in jax.live_arrays()}, set(), set()
+    cut = store.of_clients
+
+    def noted(data, ids, room):
+        part = cut(data, ids, room)
+        copies.add((type(part.x), part.x.shape))
+        return part
+
+    monkeypatch.setattr(store, "of_clients", noted)
 
     def look(state, record):
-        seen.extend(array.shape for array in jax.live_arrays() if id(array) not in before and array.ndim > 1)
+        seen.update(array.shape for array in jax.live_arrays() if id(array) not in before and array.ndim > 1)
 
-    simulate(algorithm, problems.data(), key=KEY, rounds=3, eval_every=1, store="memory", on_record=look)
+    run = simulate(algorithm, data, key=KEY, rounds=9, eval_every=4, store="memory", on_record=look)
+    assert problems.distance(*jax.tree.map(np.asarray, (run[0], _run("fedper", new=False)[0]))) < 1e-10
     assert any(shape[0] == 4 for shape in seen)
-    assert not any(shape[0] == count for shape in seen)
+    assert not any(shape[0] == data.num_clients for shape in seen)
+    room = data.room(4)
+    assert room < len(data.x) and data.x.shape not in seen
+    assert copies == ({(np.ndarray, (room, *data.x.shape[1:]))} if samples == "host" else {(type(data.x), data.x.shape)})
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])

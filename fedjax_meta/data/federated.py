@@ -251,6 +251,48 @@ class FederatedData:
             self, start=pick(self.start), size=pick(self.size), ids=self.who(clients), population=self.total_clients
         )
 
+    def extract(self, clients: np.ndarray, room: int) -> "FederatedData":
+        """`select` by NumPy, with a copy of these clients' samples alone: for data that stay where they are.
+
+        Args:
+          clients: int `[N']`.
+          room: samples that the copy has place for, `room(N')`, so that whoever is extracted the shapes are the same.
+        """
+        start = {name: np.asarray(values)[clients] for name, values in self.start.items()}
+        size = {name: np.asarray(values)[clients] for name, values in self.size.items()}
+        begin, length = self._runs(start, size)
+        first = np.cumsum(length) - length
+        where = np.concatenate([np.arange(b, b + n) for b, n in zip(begin, length, strict=True)])
+
+        def packed(values: Any) -> np.ndarray:
+            # Nothing may stand in the rest that is no number: samples of weight 0 are read too.
+            array = np.zeros((room, *values.shape[1:]), values.dtype)
+            np.take(values, where, 0, out=array[: len(where)])
+            return array
+
+        ids = np.asarray(clients if self.ids is None else np.asarray(self.ids)[clients], np.int32)
+        return dataclasses.replace(
+            self,
+            x=packed(self.x),
+            y=packed(self.y),
+            start={name: (values - begin + first).astype(np.int32) for name, values in start.items()},
+            size=size,
+            ids=ids,
+            population=self.total_clients,
+        )
+
+    def room(self, count: int) -> int:
+        """Samples that any `count` clients hold at most."""
+        _, length = self._runs(self.start, self.size)
+        return int(np.sort(length)[-count:].sum())
+
+    @staticmethod
+    def _runs(start: Mapping[str, Any], size: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """(where each client's samples begin, how many there are), `[N]`: all of its views stand in one run."""
+        begin = np.min([np.asarray(values) for values in start.values()], 0)
+        end = np.max([np.asarray(start[name]) + np.asarray(size[name]) for name in size], 0)
+        return begin, end - begin
+
     def who(self, clients: Any) -> jax.Array:
         """Ids in the whole population of clients (int `[...]`) of these data."""
         clients = jnp.asarray(clients, jnp.int32)

@@ -226,3 +226,25 @@ def test_bad_input_gets_one_clear_line(case):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_some_clients_are_the_same_clients_with_or_without_a_copy_of_their_samples():
+    """Views and batches by comparison with the whole; a part of a part is still a part of the whole."""
+    sizes = np.array([9, 16, 12, 8])
+    whole = _numbered(sizes, views=train_test_views(sizes))
+    chosen = np.array([3, 1])
+    assert whole.room(2) == 28 and whole.room(4) == 45
+    for part in (whole.select(chosen), whole.extract(chosen, 28), jax.jit(whole.select)(chosen)):
+        assert (part.num_clients, part.total_clients) == (2, 4)
+        np.testing.assert_array_equal(part.ids, chosen)
+        for place, client in enumerate(chosen):
+            for view in whole.views:
+                key = jax.random.key(place)
+                mine, same = part.client(place)[view], whole.client(int(client))[view]
+                assert _seen(mine.epochs(key, 3, 2)) == _seen(same.epochs(key, 3, 2))
+                assert _seen(mine.in_order(4)) == _seen(same.in_order(4))
+    copy = whole.extract(chosen, 30)
+    assert copy.x.shape == (30, 1) and (copy.x[24:] == 0).all()
+    for part in (copy.select(np.array([1])), copy.extract(np.array([1]), 16)):
+        assert np.asarray(part.ids).tolist() == [1] and part.total_clients == 4
+        assert _seen(part.client(0)["train"].in_order(4)) == _seen(whole.client(1)["train"].in_order(4))
