@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# -------------------------------------------------------------------------------------------- dense product, convolution, pool
+# ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
 FORMS = ("banded", "im2col", "lax")
 # On CPU by measurement. On GPU not yet measured: it keeps the form that stays a batched matrix product.

@@ -92,7 +92,7 @@ def value_and_gradient(loss: ScalarLoss, params: Any, batches: Batches, step: An
     return batches.mean(lambda batch: jax.value_and_grad(loss)(params, batch), step)
 
 
-# ----------------------------------------------------------------------------------------- one step, and its Hessian's products
+# --------------------------------------------------------------------------------------- one step, and its Hessian's products
 
 
 def hessian_product(loss: ScalarLoss, params: Any, batches: Batches, step: Any) -> Any:
@@ -162,7 +162,7 @@ def difference_product(
     return value, gradient, product
 
 
-# ------------------------------------------------------------------------------------------------------- there and back again
+# ------------------------------------------------------------------------------------------- the whole loop, and its way back
 
 
 def first_order_vjp(loss: ScalarLoss, meta: Any, support: Batches, inner: Inner) -> tuple[Any, Losses, Callable[[Any], Any]]:

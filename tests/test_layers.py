@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedjax_meta import layers
 from tests.references import gradient_and_curvature, xla_convolution, xla_pool
 
-# ------------------------------------------------------------------------------------------------- convolution, pooling, dense
+# ------------------------------------------------------------------------------------------------ convolution, pooling, dense
 
 
 SHAPES = [
@@ -134,7 +134,7 @@ def test_dense_products_keep_the_outputs_first():
     np.testing.assert_allclose(layers.dense(jnp.asarray(x), jnp.asarray(kernel)), x @ kernel.T, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------------ batch norm
+# ----------------------------------------------------------------------------------------------------------------- batch norm
 
 
 def apply_batch_norm(x, weight, stats=None, affine=(1.0, 0.0)):

@@ -129,7 +129,7 @@ def test_prediction_is_the_head_of_the_features(build):
     np.testing.assert_array_equal(logits, jax.jit(lambda v, x: task.predict(v, x.reshape(3, -1)))(variables, x))
 
 
-# ------------------------------------------------------------------------------------------------------ networks of fast layers
+# ---------------------------------------------------------------------------------------------------- networks of fast layers
 
 
 @pytest.mark.parametrize("form", ["banded", "im2col"])
@@ -273,7 +273,7 @@ def test_running_statistics_are_exact_in_meta_gradients():
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------- start values, precision
+# ---------------------------------------------------------------------------------------------------- start values, precision
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_bfloat16_computes_the_products_and_keeps_the_parameters(build, float32)
     assert all(v.aval.dtype == jnp.bfloat16 for e in products for v in e.invars)
 
 
-# ------------------------------------------------------------------------------------------------------- a user's Flax modules
+# ------------------------------------------------------------------------------------------------------ a user's Flax modules
 
 
 class Plain(nn.Module):
