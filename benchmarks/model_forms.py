@@ -1,4 +1,4 @@
-"""Times the alternative forms of convolution, pooling, dense layer and whole models that `fedjax_meta.models` chooses among.
+"""Times the alternative forms of convolution, pooling, dense layer and whole models that `fedjax_meta.layers` chooses among.
 
 `python -m benchmarks.model_forms` prints one table a part; `--output FILE` also writes one JSON row a case. The cases of a
 part are timed in turn, one after the other in every repeat, so that a busy machine is unfair to none of them.
@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from jax import lax
 
-from fedjax_meta import models
+from fedjax_meta import layers, models
 from fedjax_meta.task import Batch, Task
 
 Cases = dict[tuple[str, str], Callable[[], Any]]
@@ -65,8 +65,8 @@ def convolution_cases() -> Cases:
         for form, options in forms:
 
             def scalar(argument: tuple[jax.Array, jax.Array], padding: int = padding, options: Any = options) -> jax.Array:
-                windows = models.convolution_windows(*argument, padding=padding, **options)
-                return jnp.sum(models.pool_windows(windows) ** 2)
+                windows = layers.convolution_windows(*argument, padding=padding, **options)
+                return jnp.sum(layers.pool_windows(windows) ** 2)
 
             cases[f"{name}, gradient", form] = partial(jax.jit(jax.grad(scalar)), (x, kernel))
             clients = jnp.stack([x] * 5), jnp.stack([kernel] * 5)
@@ -95,8 +95,8 @@ def pool_cases() -> Cases:
         ("reduce_window", reduce_window, x),
         ("reshape, max", reshape_max, x),
         ("pairwise maximum", pairwise, x),
-        ("max_pool", models.max_pool, x),
-        ("pool_windows", models.pool_windows, windows),
+        ("max_pool", layers.max_pool, x),
+        ("pool_windows", layers.pool_windows, windows),
     ):
         cases.update(_gradients("pool", form, lambda x, pool=pool: jnp.sum(jnp.sin(pool(x))), argument))
     return cases
@@ -106,7 +106,7 @@ def dense_cases() -> Cases:
     """Gradient of a dense layer 784-100 in its kernel: outputs first against inputs first, alone and for 100 clients."""
     cases: Cases = {}
     for form, product, shape in (
-        ("kernel [out, in]", models.dense, (100, 784)),
+        ("kernel [out, in]", layers.dense, (100, 784)),
         ("kernel [in, out]", jnp.matmul, (784, 100)),
     ):
 
@@ -127,7 +127,7 @@ def model_cases() -> Cases:
     """Gradient and HVP of batch 32; and 5 clients x 33 SGD steps of 32, one client after the other and vmapped."""
     cases: Cases = {}
     networks: dict[tuple[str, str], tuple[Task, tuple[int, ...]]] = {("mlp", "[out, in]"): (models.mlp(), (784,))}
-    networks.update({("lenet", form): (models.lenet(form=form), (32, 32, 3)) for form in models.FORMS})
+    networks.update({("lenet", form): (models.lenet(form=form), (32, 32, 3)) for form in layers.FORMS})
     for (name, form), (task, shape) in networks.items():
         variables = jax.jit(task.init)(jax.random.key(0))
         labels = jnp.asarray(np.random.default_rng(2).integers(0, 10, (5, 33, 32)))

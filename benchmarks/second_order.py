@@ -20,6 +20,7 @@ from rich.table import Table
 
 from fedjax_meta import implicit, meta, models
 from fedjax_meta.task import Batch
+from fedjax_meta.trajectory import hessian_product
 
 RATE = 0.01
 PROX_WEIGHT = 2.0
@@ -79,7 +80,7 @@ def work_of_parts(loss: Any, theta: Any, support: Any, query: Any) -> dict[str, 
     """XLA's FLOPs of the parts: gradients of support and query, and a Hessian-vector product beside a gradient."""
 
     def with_product(theta: Any, vector: Any, batch: Any) -> Any:
-        _, gradient, product = meta.hessian_product(loss, theta, meta.as_batches(batch, 1), 0)
+        _, gradient, product = hessian_product(loss, theta, meta.as_batches(batch, 1), 0)
         return gradient, product(vector)
 
     gradient = compiled(jax.grad(loss), theta, support).flops

@@ -11,6 +11,7 @@ from fedjax_meta import masks, models, report
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.engine import map_lanes
+from fedjax_meta.layers import BatchNorm
 from fedjax_meta.task import Task, Variables
 
 KINDS = ("federated", "γβ private", "all private")
@@ -27,7 +28,7 @@ def normalised(net: models.Network, variables: Variables, x: jax.Array, rows: ja
         x,
         train=by == "own",
         weight=rows.astype(float),
-        capture_intermediates=lambda module, _: isinstance(module, models.BatchNorm),
+        capture_intermediates=lambda module, _: isinstance(module, BatchNorm),
         mutable=["intermediates", "batch_stats"],
     )
     layers = {name: outputs["__call__"][0] for name, outputs in found["intermediates"].items()} | {"logits": logits}

@@ -14,19 +14,8 @@ import optax
 
 from fedjax_meta import checks, masks
 from fedjax_meta.data.federated import Batches
-from fedjax_meta.meta import (
-    Estimator,
-    Inner,
-    MetaGradient,
-    ScalarLoss,
-    as_batches,
-    check_problem,
-    hessian_product,
-    not_learned,
-    run_inner,
-    split_support,
-    value_and_gradient,
-)
+from fedjax_meta.meta import Estimator, Info, MetaGradient, as_batches, check_problem, not_learned, split_support
+from fedjax_meta.trajectory import Inner, ScalarLoss, hessian_product, run_inner, value_and_gradient
 
 OPERATORS = ("implicit", "imaml_dev", "fl_imaml")
 
@@ -180,7 +169,7 @@ def implicit(
             right_still = jax.tree.map(lambda r, h: (r - h / prox_weight).astype(r.dtype), right_still, crossed)
         _, pull_back = jax.vjp(inner.start, meta)
         (gradient,) = pull_back(masks.merge(solution.x, right_still))
-        shared = losses.info(query_loss, support.steps)
+        shared = Info.of(losses, query_loss, support.steps)
         return MetaGradient(phi, gradient, ImplicitInfo(*shared, *solution[1:]))
 
     return estimate

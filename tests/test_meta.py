@@ -131,44 +131,6 @@ def test_exact_is_the_gradient_of_the_unrolled_loop(name: str) -> None:
         np.testing.assert_allclose(product, derivative, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "k"), [("sgd", 1), ("rate a parameter", 4), ("adam", 3), ("Meta-SGD, head only", 4)])
-def test_what_is_remembered_changes_nothing(name: str, k: int) -> None:
-    inner = RULES[name]()
-    support, query = several(10, k, k), batch(99, 9)
-    ways: list[dict[str, Any]] = [{"keep": "linearisation"}, {"checkpoint_every": 2}]
-    ways += [{"checkpoint_every": 9, "keep": "linearisation"}] if k > 1 else []
-    ways += [{"keep": "parameters"}]
-    target = partial(after_adaptation, inner=inner, support=support, query=query)
-
-    @jax.jit
-    def gradients(theta: Any) -> Any:
-        exact = [meta.exact(inner, **way)(network, theta, support, query).gradient for way in ways]
-        return jax.grad(target)(theta), exact
-
-    reference, exact = gradients(start_of(inner))
-    for gradient in exact:
-        assert_close(gradient, reference, 1e-10)
-
-
-@pytest.mark.parametrize("way", [{"keep": "parameters"}, {"keep": "linearisation"}, {"checkpoint_every": 2}])
-def test_the_number_of_steps_may_differ_between_clients(way: dict[str, Any]) -> None:
-    """Under vmap each client has 1 to 4 of at most 4 steps, inside `lax.scan`, with the rate traced too."""
-    query = batch(99, 9)
-
-    def client(steps: jax.Array, rate: jax.Array) -> Any:
-        support = several(10, steps, 4)
-        result = meta.exact(meta.sgd(rate), **way)(network, parameters(), support, query)
-        target = partial(after_adaptation, inner=meta.sgd(rate), support=support, query=query)
-        return result.gradient, jax.grad(target)(parameters())
-
-    def scanned(carry: jax.Array, rate: jax.Array) -> Any:
-        return carry, jax.vmap(client, in_axes=(0, None))(jnp.arange(1, 5), rate)
-
-    rates = jnp.array([0.2, 0.5])
-    _, (gradients, references) = jax.jit(lambda rates: jax.lax.scan(scanned, jnp.zeros(()), rates))(rates)
-    assert_close(gradients, references, 1e-10)
-
-
 @pytest.mark.parametrize("estimator", [meta.exact, partial(meta.hessian_free, method="product"), meta.first_order])
 def test_chunks_of_support_and_query_are_one_batch(estimator: Any) -> None:
     """Full-batch steps over chunks of 4, the last one partial, equal the same steps over one batch; so do mean losses."""
@@ -392,52 +354,6 @@ def test_parameters_in_bfloat16_keep_their_type() -> None:
             estimate = partial(estimator(inner, steps=2), network, support=batch(1, 6), query=batch(2, 9))
             gradient = jax.eval_shape(lambda start, estimate=estimate: estimate(meta=start).gradient, start)
             assert jax.tree.map(lambda leaf: leaf.dtype, gradient) == jax.tree.map(lambda leaf: leaf.dtype, start)
-
-
-def test_memory_of_many_steps_is_that_of_first_order_and_the_trajectory() -> None:
-    """k = 32 within first order + 40 parameter trees, by XLA's own account; checkpoints hold fewer still, and so do the
-    linearisations of a network with few activations."""
-    theta = {"body": {"w": normal(0, 400, 50), "b": normal(1, 50)}, "head": {"w": normal(2, 50, 3), "b": normal(3, 3)}}
-    samples = Batch(normal(4, 32, 400), jnp.zeros(32, jnp.int32), jnp.ones(32))
-    tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
-
-    def temporary(estimate: meta.Estimator) -> float:
-        compiled = jax.jit(partial(estimate, network)).lower(theta, samples, samples).compile()
-        return compiled.memory_analysis().temp_size_in_bytes / tree
-
-    rule = meta.sgd(0.1)
-    first_order = temporary(meta.first_order(rule, steps=32))
-    assert 30 <= temporary(meta.exact(rule, steps=32, keep="parameters")) <= first_order + 40
-    assert temporary(meta.exact(rule, steps=32, checkpoint_every=6, keep="parameters")) <= first_order + 15
-    assert temporary(meta.exact(rule, steps=32)) <= first_order + 15
-
-
-def quantised_momentum() -> optax.GradientTransformation:
-    """Momentum kept in int8: a state of integers that do depend on gradients."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        moved = jax.tree.map(lambda m, g: jnp.round(0.9 * m + 10 * g).astype(jnp.int8), state, updates)
-        return jax.tree.map(lambda m: -m / 10.0, moved), moved
-
-    return optax.GradientTransformation(lambda p: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int8), p), update)
-
-
-def counting() -> optax.GradientTransformation:
-    """Descent that counts how often the gradient was large."""
-
-    def update(updates: Any, count: jax.Array, params: Any = None) -> Any:
-        large = optax.tree.norm(updates) > 1
-        return jax.tree.map(lambda g: -g, updates), jnp.where(large, count + 1, count)
-
-    return optax.GradientTransformation(lambda p: jnp.zeros((), jnp.int32), update)
-
-
-def test_integers_in_the_state_that_depend_on_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match="integers that depend on gradients"):
-        meta.exact(meta.optimizer(quantised_momentum()))(network, parameters(), batch(1, 6), batch(2, 9))
-    # A step count does not depend on them, and a count of events only by a comparison, which has no derivative.
-    for transformation in (optax.adam(0.1), counting()):
-        jax.eval_shape(partial(meta.exact(meta.optimizer(transformation)), network), parameters(), batch(1, 6), batch(2, 9))
 
 
 ESTIMATORS = [meta.exact, meta.first_order, meta.hessian_free, meta.reptile]

@@ -1,4 +1,4 @@
-"""Models: against XLA's own convolution, PyTorch's formulas in numpy, and the counts that the papers' networks must have."""
+"""Models: against plain layers written out, finite differences, and the counts that the papers' networks must have."""
 
 from functools import partial
 
@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from fedjax_meta import masks, models
-from fedjax_meta.task import Batch
+from fedjax_meta.task import Batch, cross_entropy
+from tests.references import gradient_and_curvature, xla_convolution, xla_pool
 
 IMAGE = (14, 14, 2)
 
@@ -55,12 +53,6 @@ def primitives(jaxpr):
         for inner in jaxprs_in_params(equation.params):
             names |= primitives(inner)
     return names
-
-
-@partial(jax.jit, static_argnums=0)
-def gradient_and_curvature(function, argument, direction):
-    """The gradient and the Hessian-vector product, forward over reverse; compiled, because op by op takes seconds."""
-    return jax.jvp(jax.grad(function), (argument,), (direction,))
 
 
 # ------------------------------------------------------------------------------------------------------------ sizes and names
@@ -137,91 +129,7 @@ def test_prediction_is_the_head_of_the_features(build):
     np.testing.assert_array_equal(logits, jax.jit(lambda v, x: task.predict(v, x.reshape(3, -1)))(variables, x))
 
 
-# ------------------------------------------------------------------------------------------------- convolution, pooling, dense
-
-
-def xla_convolution(x, kernel, padding):
-    return lax.conv_general_dilated(
-        x, kernel.transpose(1, 2, 3, 0), (1, 1), [(padding, padding)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
-def xla_pool(x):
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-
-SHAPES = [
-    # height, width, channels, outputs, kernel, padding
-    (12, 12, 3, 6, 5, 0),
-    (14, 14, 6, 16, 5, 0),
-    (7, 9, 2, 5, 3, 1),
-    (5, 6, 1, 40, 2, 0),
-    (6, 8, 3, 4, 1, 0),
-]
-
-
-@pytest.mark.parametrize("form", models.FORMS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_convolution_equals_xla_in_value_gradient_and_curvature(shape, form):
-    height, width, channels, outputs, size, padding = shape
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, height, width, channels)))
-    kernel = jnp.asarray(rng.normal(size=(outputs, size, size, channels)))
-
-    def agree(ours, theirs):
-        np.testing.assert_allclose(ours(x, kernel), theirs(x, kernel), rtol=1e-12, atol=1e-12)
-        weights = jnp.asarray(rng.normal(size=theirs(x, kernel).shape))
-        direction = tuple(jnp.asarray(rng.normal(size=a.shape)) for a in (x, kernel))
-        a, b = (
-            gradient_and_curvature(scalar, (x, kernel), direction)
-            for scalar in (
-                lambda pair: jnp.sum(weights * jnp.sin(ours(*pair))),
-                lambda pair: jnp.sum(weights * jnp.sin(theirs(*pair))),
-            )
-        )
-        for mine, reference in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            np.testing.assert_allclose(mine, reference, rtol=1e-10, atol=1e-10)
-
-    agree(
-        lambda x, kernel: models.convolution(x, kernel, padding=padding, form=form),
-        lambda x, kernel: xla_convolution(x, kernel, padding),
-    )
-    agree(
-        lambda x, kernel: models.pool_windows(models.convolution_windows(x, kernel, padding=padding, form=form)),
-        lambda x, kernel: xla_pool(xla_convolution(x, kernel, padding)),
-    )
-
-
-@given(st.tuples(*[st.integers(1, 9)] * 2), st.integers(1, 4), st.integers(1, 70), st.integers(1, 5), st.integers(0, 2))
-@settings(max_examples=15, deadline=None)
-def test_banded_convolution_of_any_shape(image, channels, outputs, size, padding):
-    height, width = image
-    if min(height, width) + 2 * padding < size + 1:
-        return
-    rng = np.random.default_rng(height * width)
-    x = jnp.asarray(rng.integers(-4, 5, (1, height, width, channels)), jnp.float32)
-    kernel = jnp.asarray(rng.integers(-4, 5, (outputs, size, size, channels)), jnp.float32)
-
-    # Small integers, so that every order of summation gives the same number.
-    @jax.jit
-    def both(x, kernel):
-        ours = partial(models.convolution, padding=padding, form="banded")(x, kernel)
-        pooled = models.pool_windows(models.convolution_windows(x, kernel, padding=padding, form="banded"))
-        theirs = xla_convolution(x, kernel, padding)
-        return (ours, pooled), (theirs, xla_pool(theirs))
-
-    ours, theirs = both(x, kernel)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-@pytest.mark.parametrize("block", [2, 4, 12])
-def test_the_block_changes_only_the_cost(block):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-4, 5, (2, 14, 14, 3)), jnp.float32)
-    kernel = jnp.asarray(rng.integers(-4, 5, (8, 3, 3, 3)), jnp.float32)
-    windows = models.convolution_windows(x, kernel, form="banded", block=block)
-    assert windows.shape == (2, 6, 12 // block, 4, block // 2, 8)
-    np.testing.assert_array_equal(models.pool_windows(windows), xla_pool(xla_convolution(x, kernel, 0)))
+# ---------------------------------------------------------------------------------------------------- networks of fast layers
 
 
 @pytest.mark.parametrize("form", ["banded", "im2col"])
@@ -241,51 +149,6 @@ def test_under_vmap_over_clients_a_convolution_is_matrix_products_only(form):
     assert "conv_general_dilated" in primitives(
         jax.make_jaxpr(small_cnn(form="lax").predict)(jax.jit(task.init)(jax.random.key(0)), batch.x[0]).jaxpr
     )
-
-
-def test_max_pool_equals_reduce_window_in_value_gradient_and_curvature():
-    rng = np.random.default_rng(0)
-    x, direction = (jnp.asarray(rng.normal(size=(2, 7, 6, 3))) for _ in range(2))
-    weights = jnp.asarray(rng.normal(size=(2, 3, 3, 3)))
-    np.testing.assert_array_equal(models.max_pool(x), xla_pool(x))
-    ours, theirs = (lambda x, pool=pool: jnp.sum(weights * jnp.sin(pool(x))) for pool in (models.max_pool, xla_pool))
-    for a, b in zip(*(gradient_and_curvature(scalar, x, direction) for scalar in (ours, theirs)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
-
-
-gradient_of_pooled_sum = jax.jit(jax.grad(lambda x: models.max_pool(x).sum()))
-
-
-@given(st.lists(st.integers(0, 2), min_size=16, max_size=16))
-@settings(max_examples=30, deadline=None)
-def test_the_first_of_equal_entries_takes_the_whole_gradient(entries):
-    x = np.array(entries, np.float32).reshape(1, 4, 4, 1)
-    gradient = np.asarray(gradient_of_pooled_sum(jnp.asarray(x)))
-    for i in (0, 2):
-        for j in (0, 2):
-            expected = np.zeros(4)
-            expected[np.argmax(x[0, i : i + 2, j : j + 2, 0].ravel())] = 1
-            np.testing.assert_array_equal(gradient[0, i : i + 2, j : j + 2, 0].ravel(), expected)
-
-
-def test_all_forms_break_ties_alike():
-    """Two equal columns in the image and a kernel that reads one pixel: every window of the pool has its largest twice."""
-    x = jnp.repeat(jnp.arange(18.0).reshape(1, 6, 3, 1), 2, axis=2)
-    kernel = jnp.array([1.0, 2.0]).reshape(2, 1, 1, 1)
-
-    def gradient(form):
-        return jax.grad(lambda x: models.pool_windows(models.convolution_windows(x, kernel, form=form)).sum())(x)
-
-    expected = np.zeros((6, 6))
-    expected[1::2, 0::2] = 3
-    for form in models.FORMS:
-        np.testing.assert_array_equal(gradient(form)[0, :, :, 0], expected)
-
-
-def test_dense_products_keep_the_outputs_first():
-    rng = np.random.default_rng(0)
-    x, kernel = rng.normal(size=(2, 3, 4)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
-    np.testing.assert_allclose(models.dense(jnp.asarray(x), jnp.asarray(kernel)), x @ kernel.T, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -333,39 +196,7 @@ def test_network_equals_its_layers_written_out_one_by_one(activation, norm):
         np.testing.assert_allclose(mine, reference, rtol=1e-8, atol=1e-10)
 
 
-# ------------------------------------------------------------------------------------------------------------------ batch norm
-
-
-def apply_batch_norm(x, weight, stats=None, affine=(1.0, 0.0)):
-    channels = x.shape[-1]
-    variables = {
-        "params": {"scale": jnp.full(channels, affine[0]), "bias": jnp.full(channels, affine[1])},
-        "batch_stats": stats or {"mean": jnp.zeros(channels), "var": jnp.ones(channels)},
-    }
-    y, moved = models.BatchNorm().apply(variables, x, train=True, weight=weight, mutable=["batch_stats"])
-    return y, moved["batch_stats"]
-
-
-def torch_batch_norm(x, mean, var, scale, shift):
-    """PyTorch's documented training step over the rows given: momentum 0.1, eps 1e-5, running variance unbiased."""
-    flat = x.reshape(-1, x.shape[-1])
-    y = (x - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5) * scale + shift
-    return y, 0.9 * mean + 0.1 * flat.mean(0), 0.9 * var + 0.1 * flat.var(0, ddof=1)
-
-
-@pytest.mark.parametrize("shape", [(6, 3), (6, 4, 5, 3)])
-@pytest.mark.parametrize("weight", [[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0], None])
-def test_batch_norm_equals_pytorchs_formula_on_the_real_rows(shape, weight):
-    rng = np.random.default_rng(0)
-    x = rng.normal(2, 3, shape)
-    stats = {"mean": rng.normal(size=3), "var": rng.uniform(1, 2, 3)}
-    real = np.ones(6, bool) if weight is None else np.array(weight, bool)
-    expected, mean, var = torch_batch_norm(x[real], stats["mean"], stats["var"], 1.5, -0.5)
-    weight = None if weight is None else jnp.asarray(weight, float)
-    y, moved = apply_batch_norm(jnp.asarray(x), weight, jax.tree.map(jnp.asarray, stats), (1.5, -0.5))
-    np.testing.assert_allclose(y[real], expected, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(moved["mean"], mean, rtol=1e-12)
-    np.testing.assert_allclose(moved["var"], var, rtol=1e-12)
+# ---------------------------------------------------------------------------------------------------- batch norm, padded rows
 
 
 def test_batch_norm_in_evaluation_uses_what_is_stored_and_moves_nothing():
@@ -382,13 +213,7 @@ def test_batch_norm_in_evaluation_uses_what_is_stored_and_moves_nothing():
     np.testing.assert_allclose(task.predict(variables, x), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_of_padding_alone_moves_nothing():
-    x = jnp.ones((3, 2)) * 5
-    stats = {"mean": jnp.array([1.0, 2.0]), "var": jnp.array([3.0, 4.0])}
-    y, moved = apply_batch_norm(x, jnp.zeros(3), stats)
-    np.testing.assert_array_equal(moved["mean"], stats["mean"])
-    np.testing.assert_array_equal(moved["var"], stats["var"])
-    assert np.all(np.isfinite(y))
+def test_a_batch_of_padding_alone_moves_no_network():
     task = small_cnn(normed=("conv1", "conv2", "fc1"))
     variables = jax.jit(task.init)(jax.random.key(0))
     batch = batch_of(np.random.default_rng(0), 3, IMAGE, 3, [0, 0, 0])
@@ -396,12 +221,6 @@ def test_a_batch_of_padding_alone_moves_nothing():
     assert loss == 0
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(gradient))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, after, variables)))
-
-
-def test_a_single_real_entry_has_no_unbiased_variance():
-    _, moved = apply_batch_norm(jnp.array([[3.0], [7.0]]), jnp.array([1.0, 0.0]))
-    np.testing.assert_allclose(moved["mean"], [0.3], rtol=1e-6)
-    np.testing.assert_allclose(moved["var"], [0.9], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +260,7 @@ def test_running_statistics_are_exact_in_meta_gradients():
         gradient, moved = jax.grad(lambda v: task.loss(v, support, jax.random.key(0)), has_aux=True)(start)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient["params"])
         logits = task.predict({**moved, "params": params}, query.x)
-        return models.cross_entropy(logits, query)
+        return cross_entropy(logits, query)
 
     params = variables["params"]
     direction = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), params)
@@ -454,7 +273,7 @@ def test_running_statistics_are_exact_in_meta_gradients():
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------- start values, precision
+# ---------------------------------------------------------------------------------------------------- start values, precision
 
 
 @pytest.mark.parametrize(
@@ -510,7 +329,7 @@ def test_bfloat16_computes_the_products_and_keeps_the_parameters(build, float32)
     assert all(v.aval.dtype == jnp.bfloat16 for e in products for v in e.invars)
 
 
-# ------------------------------------------------------------------------------------------------------- a user's Flax modules
+# ------------------------------------------------------------------------------------------------------ a user's Flax modules
 
 
 class Plain(nn.Module):

@@ -93,6 +93,9 @@ def fedmeta(
 ) -> Algorithm:
     """Federated meta-learning with any meta-gradient and any personal leaves.
 
+    Every client adapts to its support set before it predicts. One that never took part begins with the server's model and,
+    where leaves are personal, with those of the trained client with which its own adaptation does best (see `score`).
+
     Args:
       task: what is learned.
       inner_lr: alpha, the rate of adaptation; with `learned_rates` its initial value for every parameter.
@@ -292,7 +295,11 @@ def fedmeta(
 
 
 def fedmeta_per(task: Task, *, personal: masks.MaskSpec = "head", **options: Any) -> Algorithm:
-    """FedMeta-Per: FedMeta whose last layers stay with their client (S0). `options` are those of `fedmeta`."""
+    """FedMeta-Per: FedMeta whose last layers stay with their client (S0). `options` are those of `fedmeta`.
+
+    A client that never took part tries the last layers of every client that did, each adapted to its support set together with
+    the shared layers, and keeps the adapted model that does best there (see `score`).
+    """
     return fedmeta(task, personal=personal, **options)
 
 
@@ -305,6 +312,9 @@ def fedmeta_server(
     **options: Any,
 ) -> Algorithm:
     """FedMeta as S1 writes it: clients send gradients, and the server takes theta - beta sum_i g_i, a sum over its cohort.
+
+    A client that never took part adapts the server's model to its support set, as every client does before it predicts; where
+    leaves are personal, see `fedmeta`.
 
     `outer_optimizer(outer_lr)` lives at the server, so that its state lasts from round to round; other options are those of
     `fedmeta`, whose mean over the cohort is turned into the sum.

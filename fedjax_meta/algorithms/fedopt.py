@@ -79,7 +79,7 @@ def adaptive(
 
 
 def fedavgm(task: Task, *, server_lr: Any = 1.0, momentum: Any = 0.9, **options: Any) -> Algorithm:
-    """FedAvg with a server that has momentum; `options` are those of `fedavg`."""
+    """FedAvg with a server that has momentum; `options`, and what new clients do, are those of `fedavg`."""
     checks.positive("server_lr", server_lr)
     return fedavg(task, server_optimizer=optax.sgd(server_lr, momentum=momentum), **options)
 
@@ -95,7 +95,10 @@ def fedopt(
     initial: Any = None,
     **options: Any,
 ) -> Algorithm:
-    """FedAvg with an adaptive server, see `adaptive`; `options` are those of `fedavg`."""
+    """FedAvg with an adaptive server, see `adaptive`; `options` are those of `fedavg`.
+
+    A client that never took part predicts with the server's model as it is, or fine-tuned for its `new_client_epochs`.
+    """
     return fedavg(task, server_optimizer=adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial), **options)
 
 

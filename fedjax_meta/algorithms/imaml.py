@@ -50,6 +50,9 @@ def imaml(
 ) -> Algorithm:
     """FedMeta with the implicit gradient; what a client holds does not grow with its inner steps.
 
+    A client that never took part adapts the server's model to its support set, drawn back to it by `test_prox_weight`, as every
+    client does before it predicts; where leaves are personal, see `fedmeta`.
+
     Args:
       task: what is learned.
       inner_lr, outer_lr: rates of adaptation and of the meta-update.

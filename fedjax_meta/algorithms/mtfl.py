@@ -69,6 +69,9 @@ def mtfl(
 ) -> Algorithm:
     """Federated averaging with private patches and, if wanted, a federated optimiser.
 
+    A client that never took part has the server's model, whose private leaves are as they were initialised (or an average, with
+    `average_personal`), and nothing but `statistics_epochs` and `finetune_epochs` fits them to it.
+
     Args:
       task: what is learned.
       lr: learning rate of the clients; may be traced.
@@ -173,5 +176,8 @@ fedavg_adam = partial(mtfl, lr=0.003, optimizer=adam, federated_slots=True)
 
 
 def fedbn(task: Task, *, lr: Any = 0.01, batch_size: int = 32, weighting: str = "uniform", **options: Any) -> Algorithm:
-    """FedBN: FedAvg whose batch norms stay with their clients. Defaults of its authors' code; options are those of `mtfl`."""
+    """FedBN: FedAvg whose batch norms stay with their clients. Defaults of its authors' code; options are those of `mtfl`.
+
+    A client that never took part has batch norms as they were initialised, their running statistics too: see `mtfl`.
+    """
     return mtfl(task, lr=lr, batch_size=batch_size, weighting=weighting, private="bn", **options)

@@ -45,6 +45,9 @@ def perfedavg(
 ) -> Algorithm:
     """Per-FedAvg with any meta-gradient, any personal leaves, and rates that are learned where the estimator has a gradient.
 
+    A client that never took part takes its `test_steps` from the server's model, as every client does before it predicts; where
+    leaves are personal, see `fedmeta`.
+
     Args:
       task: what is learned.
       inner_lr, outer_lr: alpha and beta.

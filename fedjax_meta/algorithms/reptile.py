@@ -45,6 +45,9 @@ def reptile(
 ) -> Algorithm:
     """Federated Reptile, theta + epsilon mean(phi_i - theta) at the server.
 
+    A client that never took part adapts the server's model to its support set, as every client does before it predicts; where
+    leaves are personal, see `fedmeta`.
+
     Args:
       task: what is learned.
       inner_lr: rate of adaptation.
@@ -94,6 +97,9 @@ def perfedavg_reptile(
     **options: Any,
 ) -> Algorithm:
     """Per-FedAvg-Reptile: a round is one epoch, in `outer_batches` batches of `inner_batches` minibatches each.
+
+    A client that never took part takes its `test_steps` from the server's model, as every client does before it predicts; where
+    leaves are personal, see `fedmeta`.
 
     Args:
       task: what is learned.

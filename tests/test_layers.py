@@ -1,0 +1,184 @@
+"""Layers: against XLA's own convolution and pooling, and PyTorch's formulas in numpy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_meta import layers
+from tests.references import gradient_and_curvature, xla_convolution, xla_pool
+
+# ------------------------------------------------------------------------------------------------ convolution, pooling, dense
+
+
+SHAPES = [
+    # height, width, channels, outputs, kernel, padding
+    (12, 12, 3, 6, 5, 0),
+    (14, 14, 6, 16, 5, 0),
+    (7, 9, 2, 5, 3, 1),
+    (5, 6, 1, 40, 2, 0),
+    (6, 8, 3, 4, 1, 0),
+]
+
+
+@pytest.mark.parametrize("form", layers.FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_convolution_equals_xla_in_value_gradient_and_curvature(shape, form):
+    height, width, channels, outputs, size, padding = shape
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, height, width, channels)))
+    kernel = jnp.asarray(rng.normal(size=(outputs, size, size, channels)))
+
+    def agree(ours, theirs):
+        np.testing.assert_allclose(ours(x, kernel), theirs(x, kernel), rtol=1e-12, atol=1e-12)
+        weights = jnp.asarray(rng.normal(size=theirs(x, kernel).shape))
+        direction = tuple(jnp.asarray(rng.normal(size=a.shape)) for a in (x, kernel))
+        a, b = (
+            gradient_and_curvature(scalar, (x, kernel), direction)
+            for scalar in (
+                lambda pair: jnp.sum(weights * jnp.sin(ours(*pair))),
+                lambda pair: jnp.sum(weights * jnp.sin(theirs(*pair))),
+            )
+        )
+        for mine, reference in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_allclose(mine, reference, rtol=1e-10, atol=1e-10)
+
+    agree(
+        lambda x, kernel: layers.convolution(x, kernel, padding=padding, form=form),
+        lambda x, kernel: xla_convolution(x, kernel, padding),
+    )
+    agree(
+        lambda x, kernel: layers.pool_windows(layers.convolution_windows(x, kernel, padding=padding, form=form)),
+        lambda x, kernel: xla_pool(xla_convolution(x, kernel, padding)),
+    )
+
+
+@given(st.tuples(*[st.integers(1, 9)] * 2), st.integers(1, 4), st.integers(1, 70), st.integers(1, 5), st.integers(0, 2))
+@settings(max_examples=15, deadline=None)
+def test_banded_convolution_of_any_shape(image, channels, outputs, size, padding):
+    height, width = image
+    if min(height, width) + 2 * padding < size + 1:
+        return
+    rng = np.random.default_rng(height * width)
+    x = jnp.asarray(rng.integers(-4, 5, (1, height, width, channels)), jnp.float32)
+    kernel = jnp.asarray(rng.integers(-4, 5, (outputs, size, size, channels)), jnp.float32)
+
+    # Small integers, so that every order of summation gives the same number.
+    @jax.jit
+    def both(x, kernel):
+        ours = partial(layers.convolution, padding=padding, form="banded")(x, kernel)
+        pooled = layers.pool_windows(layers.convolution_windows(x, kernel, padding=padding, form="banded"))
+        theirs = xla_convolution(x, kernel, padding)
+        return (ours, pooled), (theirs, xla_pool(theirs))
+
+    ours, theirs = both(x, kernel)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("block", [2, 4, 12])
+def test_the_block_changes_only_the_cost(block):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-4, 5, (2, 14, 14, 3)), jnp.float32)
+    kernel = jnp.asarray(rng.integers(-4, 5, (8, 3, 3, 3)), jnp.float32)
+    windows = layers.convolution_windows(x, kernel, form="banded", block=block)
+    assert windows.shape == (2, 6, 12 // block, 4, block // 2, 8)
+    np.testing.assert_array_equal(layers.pool_windows(windows), xla_pool(xla_convolution(x, kernel, 0)))
+
+
+def test_max_pool_equals_reduce_window_in_value_gradient_and_curvature():
+    rng = np.random.default_rng(0)
+    x, direction = (jnp.asarray(rng.normal(size=(2, 7, 6, 3))) for _ in range(2))
+    weights = jnp.asarray(rng.normal(size=(2, 3, 3, 3)))
+    np.testing.assert_array_equal(layers.max_pool(x), xla_pool(x))
+    ours, theirs = (lambda x, pool=pool: jnp.sum(weights * jnp.sin(pool(x))) for pool in (layers.max_pool, xla_pool))
+    for a, b in zip(*(gradient_and_curvature(scalar, x, direction) for scalar in (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+gradient_of_pooled_sum = jax.jit(jax.grad(lambda x: layers.max_pool(x).sum()))
+
+
+@given(st.lists(st.integers(0, 2), min_size=16, max_size=16))
+@settings(max_examples=30, deadline=None)
+def test_the_first_of_equal_entries_takes_the_whole_gradient(entries):
+    x = np.array(entries, np.float32).reshape(1, 4, 4, 1)
+    gradient = np.asarray(gradient_of_pooled_sum(jnp.asarray(x)))
+    for i in (0, 2):
+        for j in (0, 2):
+            expected = np.zeros(4)
+            expected[np.argmax(x[0, i : i + 2, j : j + 2, 0].ravel())] = 1
+            np.testing.assert_array_equal(gradient[0, i : i + 2, j : j + 2, 0].ravel(), expected)
+
+
+def test_all_forms_break_ties_alike():
+    """Two equal columns in the image and a kernel that reads one pixel: every window of the pool has its largest twice."""
+    x = jnp.repeat(jnp.arange(18.0).reshape(1, 6, 3, 1), 2, axis=2)
+    kernel = jnp.array([1.0, 2.0]).reshape(2, 1, 1, 1)
+
+    def gradient(form):
+        return jax.grad(lambda x: layers.pool_windows(layers.convolution_windows(x, kernel, form=form)).sum())(x)
+
+    expected = np.zeros((6, 6))
+    expected[1::2, 0::2] = 3
+    for form in layers.FORMS:
+        np.testing.assert_array_equal(gradient(form)[0, :, :, 0], expected)
+
+
+def test_dense_products_keep_the_outputs_first():
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(2, 3, 4)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
+    np.testing.assert_allclose(layers.dense(jnp.asarray(x), jnp.asarray(kernel)), x @ kernel.T, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------- batch norm
+
+
+def apply_batch_norm(x, weight, stats=None, affine=(1.0, 0.0)):
+    channels = x.shape[-1]
+    variables = {
+        "params": {"scale": jnp.full(channels, affine[0]), "bias": jnp.full(channels, affine[1])},
+        "batch_stats": stats or {"mean": jnp.zeros(channels), "var": jnp.ones(channels)},
+    }
+    y, moved = layers.BatchNorm().apply(variables, x, train=True, weight=weight, mutable=["batch_stats"])
+    return y, moved["batch_stats"]
+
+
+def torch_batch_norm(x, mean, var, scale, shift):
+    """PyTorch's documented training step over the rows given: momentum 0.1, eps 1e-5, running variance unbiased."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = (x - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5) * scale + shift
+    return y, 0.9 * mean + 0.1 * flat.mean(0), 0.9 * var + 0.1 * flat.var(0, ddof=1)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 4, 5, 3)])
+@pytest.mark.parametrize("weight", [[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0], None])
+def test_batch_norm_equals_pytorchs_formula_on_the_real_rows(shape, weight):
+    rng = np.random.default_rng(0)
+    x = rng.normal(2, 3, shape)
+    stats = {"mean": rng.normal(size=3), "var": rng.uniform(1, 2, 3)}
+    real = np.ones(6, bool) if weight is None else np.array(weight, bool)
+    expected, mean, var = torch_batch_norm(x[real], stats["mean"], stats["var"], 1.5, -0.5)
+    weight = None if weight is None else jnp.asarray(weight, float)
+    y, moved = apply_batch_norm(jnp.asarray(x), weight, jax.tree.map(jnp.asarray, stats), (1.5, -0.5))
+    np.testing.assert_allclose(y[real], expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(moved["mean"], mean, rtol=1e-12)
+    np.testing.assert_allclose(moved["var"], var, rtol=1e-12)
+
+
+def test_a_batch_of_padding_alone_moves_nothing():
+    x = jnp.ones((3, 2)) * 5
+    stats = {"mean": jnp.array([1.0, 2.0]), "var": jnp.array([3.0, 4.0])}
+    y, moved = apply_batch_norm(x, jnp.zeros(3), stats)
+    np.testing.assert_array_equal(moved["mean"], stats["mean"])
+    np.testing.assert_array_equal(moved["var"], stats["var"])
+    assert np.all(np.isfinite(y))
+
+
+def test_a_single_real_entry_has_no_unbiased_variance():
+    _, moved = apply_batch_norm(jnp.array([[3.0], [7.0]]), jnp.array([1.0, 0.0]))
+    np.testing.assert_allclose(moved["mean"], [0.3], rtol=1e-6)
+    np.testing.assert_allclose(moved["var"], [0.9], rtol=1e-6)
