@@ -22,7 +22,7 @@ from _measure import Spread, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, simulate
+from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, simulate, store
 from fedjax_meta.data.federated import FederatedData
 
 AXES = ("cohort", "population", "store", "skew", "devices")
@@ -130,11 +130,11 @@ def store_rows(most: int, repeats: int) -> dict[str, dict[str, Any]]:
             ("memory", most),
             ("device", most),
         ):
-            store = None if where == "device" else where
+            waits = None if where == "device" else where
             data = federation(np.full(count, 100))
             begun = time.perf_counter()
             _, records = simulate.simulate(
-                rule, data, key=jax.random.key(0), rounds=block * (repeats + 1), eval_every=block, store=store
+                rule, data, key=jax.random.key(0), rounds=block * (repeats + 1), eval_every=block, store=waits
             )
             total = time.perf_counter() - begun
             timed = records[2:]  # after round 1 and the block that it is in
@@ -146,7 +146,7 @@ def store_rows(most: int, repeats: int) -> dict[str, dict[str, Any]]:
                 "high": spread.high,
                 "compile_seconds": round(compiled, 3),
                 "init_seconds": round(total - trained - compiled, 3),
-                "state_bytes": count * 1010 * 4,
+                "state_bytes": count * store.row_bytes(store.shapes(rule, jax.random.key(0), data)),
                 "peak_bytes": peak_bytes(),
             }
     return rows
@@ -205,6 +205,8 @@ def main(
     console, about = Console(), environment()
     axes = axis or list(AXES)
     for name in axes:
+        if name in ("population", "store") and most < 100:
+            raise typer.BadParameter(f"{most} clients are too few for cohorts of 100", param_hint="--most")
         if name not in AXES:
             raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
         table = Table(name, "round (s)", "quartiles", "against the first", "compile (s)", "kept by clients", "peak memory")

@@ -241,7 +241,7 @@ def _run(plan: Plan, folder: Path, display: "_Display", number: int, *, resume: 
     state = None
     if resume:
         key = jax.random.key(plan.seed)
-        like = jax.eval_shape(plan.algorithm.init, key, plan.data)
+        like = fm.store.shapes(plan.algorithm, key, plan.data)
         saved = checkpoint.restore(folder, like, plan.config, on_damage=lambda line: errors.print(Text(f"warning: {line}")))
         if saved is not None:
             rows, state = saved.records, saved.state

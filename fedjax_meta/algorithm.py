@@ -48,14 +48,17 @@ class RoundInfo(NamedTuple):
     """Diagnostics of one round; nothing reads them back.
 
     Attributes:
-      ids: int32 `[C]`, which clients of the data were asked.
+      ids: int32 `[C]`, who was asked.
       metrics: what the clients measured, each `[C]`, or a scalar for the cohort as a whole.
       returned: bool `[C]`, whose results reached the server and count there; all when `None`.
+      places: int32 `[C]`, which clients of the data they are; differs from `ids` where the data are a part of all clients, and
+        is the same when `None`.
     """
 
     ids: jax.Array
     metrics: dict[str, jax.Array]
     returned: jax.Array | None = None
+    places: jax.Array | None = None
 
 
 class Exchange(NamedTuple):
@@ -83,8 +86,8 @@ class Algorithm(NamedTuple):
       init: `(key, data) -> State`.
       round: `(key, state, data) -> (State, RoundInfo)`; the state keeps its structure, shapes and dtypes.
       personalize: `(key, state, support, client) -> variables`: the model that one client tests with, after whatever the
-        algorithm does with its support view. `client` is the id of a client that could take part in training, or `None` for
-        one never seen.
+        algorithm does with its support view. `client` is the row of the state of a client that could take part in training, its
+        id where the state holds all, or `None` for one never seen.
       predict: `(variables, x [B, ...]) -> logits [B, K]`.
       exchange: `data -> Exchange`, what a client sends and receives in a round; nothing is computed. See `costs.traffic`.
       cohort: `(round's key, N) -> ids [C]`, whom that round asks. A round among these clients alone (`data.select(ids)` and their
@@ -272,7 +275,8 @@ def federated(
             memory = init_memory(jax.random.fold_in(memory_key, id_), model, data.total_clients)
             return jax.tree.map(jnp.asarray, (masks.split(model, personal)[0], memory))
 
-        own, memory = populate(begin, data.who(jnp.arange(data.num_clients)), devices)
+        # Whoever takes a part of the clients has looked whether all of them fit where they wait.
+        own, memory = populate(begin, data.who(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
         return State(
             model=model,
             optimizer=server.init(masks.split(model, moved)[0]),
@@ -290,8 +294,8 @@ def federated(
 
     def rule(key: Key, id_: jax.Array, kept: Any, context: tuple[State, FederatedData, Key]) -> ClientUpdate:
         state, data, shared_key = context
-        place, kept = kept
-        start = receive(state, state.seen.at[place].get(mode="clip"), kept[0], kept[1], shared_key)
+        place, seen, kept = kept
+        start = receive(state, seen, kept[0], kept[1], shared_key)
         mine, did, reached = data.client(jnp.where(id_ < 0, -1, place)), True, True
         if participation is not None:
             participation_key, key = jax.random.split(key)
@@ -326,7 +330,7 @@ def federated(
         return ClientUpdate(
             upload=upload,
             weight=weight,
-            kept=(place, jax.tree.map(lambda new, old: jnp.where(took_part, new, old), after, kept)),
+            kept=(place, seen, jax.tree.map(lambda new, old: jnp.where(took_part, new, old), after, kept)),
             outputs=jax.tree.map(jnp.asarray, outputs),
         )
 
@@ -358,13 +362,14 @@ def federated(
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         _, client_key, shared_key, noise_key = jax.random.split(key, 4)
         places = cohort(key, data.num_clients)
-        ids = data.who(places)
-        kept = jax.tree.map(lambda leaf: leaf[places], (state.personal, state.memory))
+        ids, rows = data.who(places), rows_of(state, data, places)
+        state = jax.tree.map(jnp.asarray, state)
+        seen, kept = jax.tree.map(lambda leaf: leaf[rows], (state.seen, (state.personal, state.memory)))
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[places]
         # What the whole population keeps stays out of what is handed to every client.
         context = (state._replace(personal=None, memory=None), data, shared_key)
-        summed, (_, kept), outputs = run_cohort(
-            rule, client_key, ids, sizes, (places, kept), context, lanes=lanes, devices=devices, precision=precision
+        summed, (*_, kept), outputs = run_cohort(
+            rule, client_key, ids, sizes, (places, seen, kept), context, lanes=lanes, devices=devices, precision=precision
         )
         metrics, stacked, took_part, returned, apart = outputs
         (averages, statistics), statistics_weight = aggregated(noise_key, state.model, summed, apart)
@@ -379,10 +384,11 @@ def federated(
             given = collaborate(shared_key, state, Cohort(ids, places, returned, kept[0], kept[1], stacked), data)
             _must_fit("what collaborate hands back", given, kept)
             kept = _where(returned, given, kept)
-        personal, memory = jax.tree.map(lambda leaf, new: leaf.at[places].set(new), (state.personal, state.memory), kept)
-        seen = state.seen.at[places].set(state.seen[places] | took_part)
-        state = state._replace(personal=personal, memory=memory, seen=seen, round=state.round + 1)
-        return state, RoundInfo(places, metrics, returned)
+        personal, memory = jax.tree.map(lambda leaf, new: leaf.at[rows].set(new), (state.personal, state.memory), kept)
+        state = state._replace(
+            personal=personal, memory=memory, seen=state.seen.at[rows].set(seen | took_part), round=state.round + 1
+        )
+        return state, RoundInfo(ids, metrics, returned, places)
 
     def exchange(data: FederatedData) -> Exchange:
         state = jax.eval_shape(init_state, jax.random.key(0), data)
@@ -395,14 +401,14 @@ def federated(
             sends_gradient = trained.pseudo_gradient is not None
             # A leaf that a client hands back as it came is the very same object when the rule is traced.
             changed.append(jax.tree.map(lambda new, old: sends_gradient or new is not old, trained.model, start.model))
-            return rule(key, id_, (id_, kept), context)
+            return rule(key, id_, (id_, jnp.ones((), bool), kept), context)
 
         update = jax.eval_shape(look, jax.random.key(0), jnp.zeros((), jnp.int32), one, (state, data, jax.random.key(0)))
         averages, statistics = update.upload if aggregator is None else update.outputs[4][0]
         down: Any = (masks.split(masks.split(state.model, personal)[1], changed[0])[0], state.extra)
         apart: Any = update.outputs[1]
         if collaborate is not None:
-            who, after = jnp.zeros((), jnp.int32), update.kept[1]
+            who, after = jnp.zeros((), jnp.int32), update.kept[2]
             each = Cohort(who, who, jnp.zeros((), bool), after[0], after[1], apart)
             those = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort_size, *leaf.shape), leaf.dtype), each)
             read, given = _touched(collaborate, state, those, data)
@@ -418,10 +424,29 @@ def federated(
             stranger = Received(state.model, memory, state.extra, state.round, jnp.zeros((), bool), key)
             return personalize(key, stranger, support)
         checks.indices("client", client, state.seen.shape[0])
-        own, memory = jax.tree.map(lambda leaf: leaf[client], (state.personal, state.memory))
-        return personalize(key, receive(state, state.seen[client] & own_at_test, own, memory, key), support)
+        row: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], (state.seen, state.personal, state.memory))
+        return personalize(key, receive(state, row[0] & own_at_test, row[1], row[2], key), support)
 
     return Algorithm(init_state, one_round, adapt, predict, exchange, cohort)
+
+
+def rows_of(state: State, data: FederatedData, places: jax.Array) -> jax.Array:
+    """Which rows of a state those clients of the data have, int32 like `places`.
+
+    Where the data are a part of all clients, a state may hold everybody's rows, or those of this part in its order.
+
+    Raises:
+      ValueError: it holds neither.
+    """
+    rows = state.seen.shape[0]
+    if data.ids is None or rows == data.num_clients < data.total_clients:
+        return places
+    if rows != data.total_clients:
+        raise ValueError(
+            f"the state has rows of {rows} clients, but the data are {data.num_clients} of {data.total_clients} clients: it must "
+            "have those of the ones or of the others"
+        )
+    return data.who(places)
 
 
 def _must_fit(what: str, given: Any, wanted: Any) -> None:

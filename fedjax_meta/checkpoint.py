@@ -21,7 +21,7 @@ import numpy as np
 
 from fedjax_meta import checks
 
-FORMAT = 1
+FORMAT = 2
 """Written into every checkpoint; raised when the meaning of its contents changes."""
 
 _WRITING = ".writing"
@@ -67,7 +67,7 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
     leaves = []
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
         array, kind = _as_array(leaf)
-        leaves.append({"path": jax.tree_util.keystr(path), "kind": kind})
+        leaves.append({"path": jax.tree_util.keystr(path), "kind": kind, "form": _form(array)})
         if array.size:  # orbax stores no empty arrays, and there is nothing in them to store
             (on_host if kind == _HOST else arrays)[f"{number:04d}"] = array
     run = {"format": FORMAT, "round": int(state.round), "config": config, "leaves": leaves, "records": records}
@@ -81,10 +81,12 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
         _try_space(writing / "space", sum(array.nbytes for array in (arrays | on_host).values()) + 2**16)
-        checkpointer.save(writing / "state", arrays)
+        if arrays:
+            checkpointer.save(writing / "state", arrays)
+        (writing / _HOST).mkdir()
         for name, array in on_host.items():
-            array.tofile(writing / "state" / f"{_HOST}{name}")
-        text = json.dumps({**run, "files": _files(writing / "state")})
+            array.tofile(writing / _HOST / name)
+        text = json.dumps({**run, "files": _files(writing)})
         (writing / "run.json").write_text(f"{_digest(text.encode())}\n{text}\n", encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         writing.rename(target)
@@ -128,8 +130,7 @@ def restore(
         _check_config(run["config"], json.loads(json.dumps(config)), path)
         _check_structure(run["leaves"], like, path)
         try:
-            arrays = _checkpointer().restore(path / "state")
-            arrays |= {file.name.removeprefix(_HOST): file for file in (path / "state").glob(f"{_HOST}*")}
+            arrays = _checkpointer().restore(path / "state") if (path / "state").is_dir() else {}
         # The array store has many types of error of its own.
         except Exception as error:
             damaged.append(f"{path / 'state'} cannot be read: {_reason(error)}")
@@ -218,12 +219,12 @@ def _read_run(path: Path) -> dict[str, Any]:
     run = json.loads(text)
     if run["format"] != FORMAT:
         raise ValueError(f"{path / 'run.json'} has format {run['format']}, not {FORMAT}")
-    found = _files(path / "state")
+    found = _files(path)
     for name, digest in run["files"].items():
         if name not in found:
-            raise ValueError(f"{path / 'state' / name} is missing")
+            raise ValueError(f"{path / name} is missing")
         if found[name] != digest:
-            raise ValueError(f"{path / 'state' / name} is not what was written (cut off?)")
+            raise ValueError(f"{path / name} is not what was written (cut off?)")
     return run
 
 
@@ -231,30 +232,20 @@ def _as_state(arrays: dict[str, Any], leaves: list[dict[str, Any]], like: Any, p
     shapes, structure = jax.tree.flatten(like)
     values: list[Any] = []
     for number, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
-        if leaf["kind"] == _HOST:
-            values.append(_mapped(arrays.get(f"{number:04d}"), shape, leaf["path"], path))
-            continue
-        is_key = leaf["kind"] != "array"
+        is_key = leaf["kind"] not in ("array", _HOST)
         plain = jax.eval_shape(jax.random.key_data, shape) if is_key else shape
-        array = np.asarray(arrays[f"{number:04d}"]) if plain.size else np.zeros(plain.shape, plain.dtype)
-        if array.shape != plain.shape or array.dtype != plain.dtype:
+        if leaf["form"] != _form(plain):
             raise ValueError(
-                f"cannot resume: {path} holds another state: {leaf['path']} is {array.dtype}{list(array.shape)}, "
-                f"not {plain.dtype}{list(plain.shape)}"
+                f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain)}"
             )
+        if leaf["kind"] == _HOST and plain.size:
+            values.append(np.memmap(path / _HOST / f"{number:04d}", plain.dtype, "r", shape=plain.shape))
+            continue
+        array = np.asarray(arrays[f"{number:04d}"]) if plain.size else np.zeros(plain.shape, plain.dtype)
         # A copy: JAX may otherwise go on using the memory of the NumPy array, and a state's buffers are donated.
         value = jnp.array(array)
         values.append(jax.random.wrap_key_data(value, impl=leaf["kind"]) if is_key else value)
     return jax.tree.unflatten(structure, values)
-
-
-def _mapped(file: Path | None, shape: Any, leaf: str, path: Path) -> np.ndarray:
-    if file is None:
-        return np.zeros(shape.shape, shape.dtype)
-    need, there = shape.size * shape.dtype.itemsize, file.stat().st_size
-    if need != there:
-        raise ValueError(f"cannot resume: {path} holds another state: {leaf} has {there} bytes, not {need}")
-    return np.memmap(file, shape.dtype, "r", shape=shape.shape)
 
 
 def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
@@ -266,9 +257,14 @@ def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
     return np.asarray(leaf), "array"
 
 
+def _form(array: Any) -> str:
+    """Type and shape, e.g. float32[5, 3]."""
+    return f"{array.dtype}{list(array.shape)}"
+
+
 def _files(folder: Path) -> dict[str, str]:
-    """Digest of every file in a folder, by relative name."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Digest of every file of a checkpoint but `run.json`, by relative name."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / "run.json")
     digests = {}
     for path in paths:
         with path.open("rb") as file:

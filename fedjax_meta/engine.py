@@ -107,13 +107,13 @@ def share(tree: Any, placed: Sharding) -> Any:
     return jax.tree.map(once, tree)
 
 
-def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None) -> Any:
+def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None, *, look_first: bool = True) -> Any:
     """What clients `ids` `[N]` begin with: leaves `[N, ...]` of `begin(client id)`, parted among the devices if these divide N.
 
-    How many bytes that takes is logged before they are taken (logger `fedjax_meta`, level INFO).
+    With `look_first`, how many bytes that takes is logged before they are taken (logger `fedjax_meta`, level INFO).
 
     Raises:
-      ValueError: more bytes than are free.
+      ValueError: more bytes than are free, with `look_first`.
     """
     mesh, num_clients = client_mesh(devices), ids.shape[0]
     each = jax.eval_shape(begin, ids[0])
@@ -125,10 +125,13 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
     need = num_clients * one * (mesh.size if _on_cpu() else 1) // parts
     free, where = free_bytes(mesh.local_devices[0]), "this host" if _on_cpu() else "each device"
     sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
-    _log.info("what clients keep takes %s; %s are free", sizes, amount(free))
-    if need > free:
-        raise ValueError(f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients")
-
+    if look_first:
+        _log.info("what clients keep takes %s; %s are free", sizes, amount(free))
+    if look_first and need > free:
+        raise ValueError(
+            f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or let them wait "
+            "on the host (`store` of `simulate`)"
+        )
     placed = NamedSharding(mesh, P(CLIENTS) if parts > 1 else P())
     return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
 
@@ -138,6 +141,11 @@ def free_bytes(device: Any) -> int:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Bytes that can still be taken of the host's memory."""
     table = Path("/proc/meminfo")
     if table.exists():
         line = next(line for line in table.read_text().splitlines() if line.startswith("MemAvailable"))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_meta import checks
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State
+from fedjax_meta import checks, store
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, rows_of
 from fedjax_meta.data.federated import CHUNK, FederatedData
 from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.task import Key
@@ -53,7 +53,8 @@ def evaluate(
       key: client i of the population gets `fold_in(key, i)`; consumed.
       data: the clients to test.
       support, query: names of the views; a client never sees labels of its query view.
-      known: client i of `data` is client i of the training (S0's "local" clients); else nobody here took part ("new" clients).
+      known: client i of the population of `data` is client i of the training (S0's "local" clients); else nobody here took part
+        ("new" clients).
       ids: int32 `[N']`, which clients; all when not given.
       batch_size: samples predicted at a time, at most.
       lanes, devices: as in `engine.run_cohort`.
@@ -72,11 +73,18 @@ def evaluate(
     if ids is not None:
         checks.indices("ids", ids, data.num_clients)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
+    rows = rows_of(state, data, ids) if known else ids
+    if known and isinstance(state.seen, np.ndarray):
+        # They wait on the host: only the rows that are asked for leave it.
+        state, data, ids = store.part(state, data, np.asarray(rows), np.asarray(ids))
+        rows = ids
+    state = jax.tree.map(jnp.asarray, state)
 
-    def rule(key: Key, id_: jax.Array, place: jax.Array, context: Any) -> ClientUpdate:
+    def rule(key: Key, id_: jax.Array, where: Any, context: Any) -> ClientUpdate:
         state, data = context
+        place, row = where
         views = data.client(jnp.where(id_ < 0, -1, place))
-        variables = algorithm.personalize(key, state, views[support], place if known else None)
+        variables = algorithm.personalize(key, state, views[support], row if known else None)
         batches = views[query].in_chunks(batch_size)
 
         def step(t: Any, carry: Any) -> Any:
@@ -97,10 +105,10 @@ def evaluate(
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
         loss = total / jnp.maximum(views[query].size, 1)
-        return ClientUpdate((), (), place, Evaluation(confusion.reshape(classes, classes), loss))
+        return ClientUpdate((), (), where, Evaluation(confusion.reshape(classes, classes), loss))
 
     sizes = jnp.asarray(data.sizes(query))[ids]
-    _, _, evaluation = run_cohort(rule, key, data.who(ids), sizes, ids, (state, data), lanes=lanes, devices=devices)
+    _, _, evaluation = run_cohort(rule, key, data.who(ids), sizes, (ids, rows), (state, data), lanes=lanes, devices=devices)
     return evaluation
 
 
@@ -143,9 +151,9 @@ def with_user_accuracy(
         # Fold in what no client id can be, so that these keys are not those of the clients' training.
         key = jax.random.fold_in(key, np.uint32(2**32 - 1))
         scores = evaluate(
-            algorithm, key, state, data, support=support, query=query, ids=info.ids, lanes=lanes, devices=devices
+            algorithm, key, state, data, support=support, query=query, ids=info.places, lanes=lanes, devices=devices
         )
-        mean = jnp.mean(accuracy(scores.confusion), where=jnp.asarray(counts)[data.who(info.ids)])
+        mean = jnp.mean(accuracy(scores.confusion), where=jnp.asarray(counts)[info.ids])
         return after, info._replace(metrics={**info.metrics, "user_accuracy": mean})
 
     return algorithm._replace(round=one_round)

@@ -33,13 +33,13 @@ class Evaluator(NamedTuple):
       measure: `(key, state, data) -> pytree of arrays`, traceable; usually `evaluate.evaluate` with its algorithm filled in.
       data: given to `measure`. Data that a function closes over would be compiled into the program as constants, which takes
         longer than the run.
-      known: client i of the data is client i of the training. A run with a store then measures its clients in parts, so every
-        leaf of the result must be `[N, ...]`.
+      known: whether client i of the data is client i of the training. A run with a store needs to be told: it measures known
+        clients in parts, so that every leaf of the result must be `[N, ...]`, and has all rows at hand for others.
     """
 
     measure: Callable[[Key, State, Any], Any]
     data: Any
-    known: bool = True
+    known: bool | None = None
 
 
 class Record(NamedTuple):
@@ -134,9 +134,11 @@ def simulate(
       (final state, records).
 
     Raises:
+      OSError: a store's folder cannot be written.
       RuntimeError: a run over several processes lost one of them.
       ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`; what clients keep does not
-        fit where it is to wait.
+        fit where it is to wait, or cannot wait there (see `store.begin`); with a store, an evaluator that does not say whether
+        its clients are known, or that returns something else than a row for each of them.
     """
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
@@ -239,20 +241,22 @@ class _OnHost:
     ) -> None:
         init_key, round_key, measure_key = jax.random.split(key, 3)
         stores.check(algorithm)
-        one = jax.jit(algorithm.init).lower(init_key, data.select(np.zeros(1, np.int32)))
-        whole = one.compile().output_shardings.round
+        for name, test in tests.items():
+            _check_evaluator(name, test, data.num_clients)
+        if state is not None:
+            _must_fit(state, stores.shapes(algorithm, init_key, data))
+        # One client's state, to see to which devices an algorithm's belong.
+        whole = jax.jit(algorithm.init)(init_key, data.select(np.zeros(1, np.int32))).round.sharding
         self._place = partial(engine.share, placed=whole)
-        if state is None:
-            begun = stores.begin(algorithm, init_key, data, where)
-        else:
-            _must_fit(state, jax.eval_shape(algorithm.init, init_key, data))
-            begun = stores.adopt(state, where)
+        begun = stores.begin(algorithm, init_key, data, where) if state is None else stores.adopt(state, where)
         shared, rows = stores.parted(begun)
         self.state = jax.device_put(shared, whole, may_alias=False)._replace(**rows)
         self._tests = tests
-        self._data = data
-        self._room: dict[tuple[int, int], int] = {}
-        self._test_data = {name: test.data if test.known else self._place(test.data) for name, test in tests.items()}
+        self._data = stores.settled(data, self._place)
+        self._test_data = {
+            name: stores.settled(test.data, self._place) if test.known else self._place(test.data)
+            for name, test in tests.items()
+        }
         self._round_key, self._measure_key = self._place((round_key, measure_key))
 
         def cohorts(first: Any, key: Key) -> Any:
@@ -265,6 +269,8 @@ class _OnHost:
             shared, rows = stores.parted(state)
             return shared, rows, metrics
 
+        asked = jax.eval_shape(cohorts, 0, round_key)
+        self._room = self._data.room(asked.shape[1])
         self._cohorts = _Compiled(jax.jit(cohorts))
         self._step = _Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
         self._measures = {name: _Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
@@ -272,21 +278,19 @@ class _OnHost:
     def train(self, count: int) -> dict[str, np.ndarray]:
         """`count` rounds, to their end; metrics `[count]`."""
         log: list[dict[str, Any]] = []
+        fetch = partial(self._fetch, self._data, room=self._room)
         while len(log) < count:
             asked = np.asarray(self._cohorts(self.state.round, self._round_key))[: count - len(log)]
 
             def step(*arguments: Any) -> Any:
                 return self._step(*arguments, self._round_key)
 
-            self.state, lines = stores.run_rounds(step, self.state, asked, partial(self._fetch, self._data), self._place)
+            self.state, lines = stores.run_rounds(step, self.state, asked, fetch, self._place)
             log += lines
-        return {name: np.array([line[name] for line in log]) for name in log[0]}
+        return {name: np.stack([np.asarray(line[name]) for line in log]) for name in log[0]}
 
-    def _fetch(self, data: FederatedData, ids: np.ndarray) -> Any:
-        wanted = (id(data), len(ids))
-        if wanted not in self._room:
-            self._room[wanted] = data.room(len(ids))
-        return self._place((stores.take(self.state, ids), stores.of_clients(data, ids, self._room[wanted])))
+    def _fetch(self, data: FederatedData, ids: np.ndarray, *, room: int) -> Any:
+        return self._place((stores.take(self.state, ids), stores.of_clients(data, ids, room)))
 
     def measure(self) -> dict[str, Any]:
         """What each evaluator finds."""
@@ -296,25 +300,41 @@ class _OnHost:
         data, run = self._test_data[name], self._measures[name]
         if not test.known:
             return jax.tree.map(np.asarray, run(self._measure_key, self.state, data))
+        clients = data.num_clients
+        each = stores.row_bytes(self.state) + sum(values.nbytes for values in (data.x, data.y)) / clients
+        runs = list(stores.parts(clients, each, most=1024))
+        room = data.room(len(runs[0]))
         found: list[Any] = []
-        runs = list(stores.parts(data.num_clients, self.state, most=1024))
-        for part in runs:
-            # The last part is filled up, so that all are one program.
-            ids = np.pad(part, (0, len(runs[0]) - len(part)), mode="edge")
-            rows, clients = self._fetch(data, ids)
-            found.append(run(self._measure_key, self.state._replace(**rows), clients))
-        odd = [leaf.shape for leaf in jax.tree.leaves(found[0]) if leaf.shape[:1] != (len(runs[0]),)]
-        if odd:
-            raise ValueError(
-                f"with a store, evaluator {name!r} must return leaves [N, ...], a row for each of the N={len(runs[0])} clients "
-                f"that it is given, not {list(odd[0])}"
-            )
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: data.num_clients], *found)
+        for ids in runs:
+            # The last part takes some of the one before again, so that all are one program.
+            first = max(ids[-1] + 1 - len(runs[0]), 0)
+            rows, part = self._fetch(data, np.arange(first, ids[-1] + 1, dtype=np.int32), room=room)
+            result = run(self._measure_key, self.state._replace(**rows), part)
+            odd = [leaf.shape for leaf in jax.tree.leaves(result) if leaf.shape[:1] != (len(runs[0]),)]
+            if odd:
+                raise ValueError(
+                    f"with a store, evaluator {name!r} must return leaves [N, ...], a row for each client that it is given, not "
+                    f"{list(odd[0])} for {len(runs[0])} clients"
+                )
+            # Waited for: a device would otherwise be sent part after part.
+            found.append(jax.tree.map(lambda leaf, skip=ids[0] - first: np.asarray(leaf)[skip:], result))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *found)
 
     @property
     def compile_seconds(self) -> float:
         """Of all programs so far."""
         return sum(program.seconds for program in (self._cohorts, self._step, *self._measures.values()))
+
+
+def _check_evaluator(name: str, test: Evaluator, clients: int) -> None:
+    if test.known is None:
+        raise ValueError(f"with a store, evaluator {name!r} must say whether its clients are known: Evaluator(..., known=...)")
+    if test.known and not isinstance(test.data, FederatedData):
+        raise ValueError(f"with a store, evaluator {name!r} of known clients must have FederatedData, not {type(test.data)}")
+    if test.known and test.data.num_clients > clients:
+        raise ValueError(
+            f"evaluator {name!r} has known=True, but its data have {test.data.num_clients} clients and the training {clients}"
+        )
 
 
 def _measured(name: str, test: Evaluator, key: Key, state: State, data: Any) -> Any:

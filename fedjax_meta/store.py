@@ -5,6 +5,7 @@ While the device runs one round, the host writes what the clients of the round b
 keep and hold. What a round costs does not depend on how many clients wait. Axis letters: N clients, C cohort.
 """
 
+import dataclasses
 import logging
 import math
 import os
@@ -41,18 +42,19 @@ def begin(algorithm: Algorithm, key: Key, data: FederatedData, where: str | Path
       algorithm: whose state.
       key: consumed.
       data: the N clients.
-      where: "memory", or a folder for files that are mapped into memory. The files are the run's scratch: they change with
-        every round, and are gone when the state is. Checkpoints hold their own copies.
+      where: "memory", or a folder (`Path("memory")` is one) for files that are mapped into memory. The files are the run's
+        scratch: they change with every round, and are gone when the state is. Checkpoints hold their own copies.
 
     Raises:
+      OSError: the folder cannot be made or written.
       ValueError: more bytes than are free there, an algorithm without `cohort`, several processes, clients that keep a
         PRNG key.
     """
     check(algorithm)
     part_of = jax.jit(lambda key, data, ids: algorithm.init(key, data.select(ids)))
-    one = jax.eval_shape(part_of, key, data, jax.ShapeDtypeStruct((1,), jnp.int32))
-    rows = _allocate(one, data.num_clients, where)
-    for ids in parts(data.num_clients, one):
+    like = shapes(algorithm, key, data)
+    rows = _allocate(like, where)
+    for ids in parts(data.num_clients, row_bytes(like)):
         state = part_of(key, data, ids)
         put(rows, ids, _rows(state))
     return state._replace(**rows)
@@ -60,12 +62,20 @@ def begin(algorithm: Algorithm, key: Key, data: FederatedData, where: str | Path
 
 def adopt(state: State, where: str | Path) -> State:
     """A state with its rows copied to the host; `where` and errors as in `begin`."""
-    one = state._replace(**jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), _rows(state)))
-    count = state.seen.shape[0]
-    rows = _allocate(one, count, where)
-    for ids in parts(count, one):
+    rows = _allocate(state, where)
+    for ids in parts(state.seen.shape[0], row_bytes(state)):
         put(rows, ids, jax.tree.map(lambda leaf, ids=ids: leaf[ids[0] : ids[-1] + 1], _rows(state)))
     return state._replace(**rows)
+
+
+def shapes(algorithm: Algorithm, key: Key, data: FederatedData) -> State:
+    """The shapes of `algorithm.init(key, data)`, without a look at whether a device has room for them."""
+    one = jax.eval_shape(lambda key, data: algorithm.init(key, data.select(np.zeros(1, np.int32))), key, data)
+
+    def of_all(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((data.num_clients, *leaf.shape[1:]), leaf.dtype)
+
+    return one._replace(**jax.tree.map(of_all, _rows(one)))
 
 
 def check(algorithm: Algorithm) -> None:
@@ -106,12 +116,29 @@ def put(rows: dict[str, Any], ids: np.ndarray, new: dict[str, Any]) -> None:
     jax.tree.map(write, rows, new)
 
 
-def parts(count: int, like: Any, *, most: int = 2**16) -> Iterator[np.ndarray]:
-    """Ids 0 to `count` in runs of equal length but for the last, each of at most 64 MB of rows like those of a state."""
-    size = sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in jax.tree.leaves(_rows(like)))
-    step = int(np.clip(_PART_BYTES // max(size, 1), 1, most))
+def part(state: State, data: FederatedData, rows: np.ndarray, places: np.ndarray) -> tuple[State, FederatedData, jax.Array]:
+    """(state, data, places) of some clients alone."""
+    return state._replace(**take(state, rows)), data.select(places), jnp.arange(len(places), dtype=jnp.int32)
+
+
+def parts(count: int, each: float, *, most: int = 2**16) -> Iterator[np.ndarray]:
+    """Ids 0 to `count` in runs of equal length but for the last, each of at most 64 MB at `each` bytes a client."""
+    step = int(np.clip(_PART_BYTES // max(each, 1), 1, most))
     for first in range(0, count, step):
         yield np.arange(first, min(first + step, count), dtype=np.int32)
+
+
+def row_bytes(state: State) -> int:
+    """Of what one client keeps."""
+    return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(_rows(state)))
+
+
+def settled(data: FederatedData, place: Callable[[Any], Any]) -> FederatedData:
+    """The data with their samples where they will stay: NumPy arrays on the host, others where `place` puts them, once."""
+    start, size = jax.tree.map(np.asarray, (data.start, data.size))
+    if not _on_host(data):
+        data = place(data)
+    return dataclasses.replace(data, start=start, size=size, ids=None if data.ids is None else np.asarray(data.ids))
 
 
 def run_rounds(
@@ -153,7 +180,11 @@ def run_rounds(
 
 def of_clients(data: FederatedData, ids: np.ndarray, room: int) -> FederatedData:
     """The data of some clients, with a copy of their samples where these are NumPy arrays, which stay on the host."""
-    return data.extract(ids, room) if isinstance(data.x, np.ndarray) else data.select(ids)
+    return data.extract(ids, room) if _on_host(data) else data.select(ids)
+
+
+def _on_host(data: FederatedData) -> bool:
+    return isinstance(data.x, np.ndarray) and isinstance(data.y, np.ndarray)
 
 
 def joined(came: Any, before: Any, again: jax.Array) -> Any:
@@ -183,16 +214,15 @@ def _rows(state: Any) -> dict[str, Any]:
     return {name: getattr(state, name) for name in ROWS}
 
 
-def _allocate(one: Any, count: int, where: str | Path) -> dict[str, Any]:
-    """Arrays `[count, ...]` for rows like those of `one`, after a look at whether there is room."""
-    shapes = _rows(one)
-    leaves: Sequence[Any] = jax.tree.leaves(shapes)
+def _allocate(like: State, where: str | Path) -> dict[str, Any]:
+    """Arrays for rows like those of a state, after a look at whether there is room."""
+    leaves: Sequence[Any] = jax.tree.leaves(_rows(like))
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
         raise ValueError("store: these clients keep a PRNG key, which no NumPy array holds; keep `jax.random.key_data` of it")
-    each = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    count, each = like.seen.shape[0], row_bytes(like)
     need = count * each
-    if str(where) == MEMORY:
-        free, place = engine.free_bytes(jax.devices("cpu")[0]), "this host's memory"
+    if where == MEMORY:
+        free, place = engine.free_host_bytes(), "this host's memory"
     else:
         Path(where).mkdir(parents=True, exist_ok=True)
         free, place = shutil.disk_usage(where).free, str(where)
@@ -202,14 +232,16 @@ def _allocate(one: Any, count: int, where: str | Path) -> dict[str, Any]:
         raise ValueError(f"store: what clients keep takes {sizes}, but only {engine.amount(free)} are free")
 
     def array(leaf: Any) -> np.ndarray:
-        shape = (count, *leaf.shape[1:])
-        if str(where) == MEMORY or 0 in shape:
-            return np.empty(shape, leaf.dtype)
+        if where == MEMORY or 0 in leaf.shape:
+            return np.empty(leaf.shape, leaf.dtype)
         # A file without a name: no other run can mistake it for its own, and it is gone with the array.
         with tempfile.TemporaryFile(dir=where) as file:
             if hasattr(os, "posix_fallocate"):
                 # A disk that fills up later would end the process without a word.
-                os.posix_fallocate(file.fileno(), 0, math.prod(shape) * leaf.dtype.itemsize)
-            return np.memmap(file, leaf.dtype, "w+", shape=shape)
+                os.posix_fallocate(file.fileno(), 0, math.prod(leaf.shape) * leaf.dtype.itemsize)
+            return np.memmap(file, leaf.dtype, "w+", shape=leaf.shape)
 
-    return jax.tree.map(array, shapes)
+    try:
+        return jax.tree.map(array, _rows(like))
+    except OSError as error:
+        raise OSError(f"store: could not take {sizes}: {error.strerror or error}") from error

@@ -59,6 +59,9 @@ def test_imports_point_the_way_that_data_flow():
     for path in files:
         room = path.relative_to(root).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path.relative_to(root)} imports relatively"
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("fedjax_meta") for alias in node.names), f"use from ... import in {path}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedjax_meta":
                 names = [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
                 for name in names:

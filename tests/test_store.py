@@ -1,5 +1,7 @@
 """Clients that wait on the host: the same run as on the device, with only a cohort's rows there."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def _tests(algorithm, *, new=False, devices=1):
     def measure(known):
         return lambda key, state, data: fm.evaluate.evaluate(algorithm, key, state, data, known=known, devices=devices)
 
-    tests = {"known": Evaluator(measure(True), problems.data())}
+    tests = {"known": Evaluator(measure(True), problems.data(), known=True)}
     return tests | ({"new": Evaluator(measure(False), problems.data(), known=False)} if new else {})
 
 
@@ -57,7 +59,8 @@ def test_a_run_whose_clients_wait_on_the_host_is_the_run_on_the_device(name, whe
 
 def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
     monkeypatch.setattr(store, "_PART_BYTES", 400)
-    parts = list(store.parts(7, _algorithm("fedper").init(KEY, problems.data())))
+    monkeypatch.setattr(fm.simulate, "_DRAWN_AHEAD", 3)
+    parts = list(store.parts(7, store.row_bytes(_algorithm("fedper").init(KEY, problems.data()))))
     assert 1 < len(parts[0]) < 7 and len(parts[-1]) < len(parts[0])
     algorithm = _algorithm("fedper", devices=2)
     run = simulate(
@@ -93,7 +96,7 @@ def test_a_device_holds_what_a_cohort_keeps_and_where_samples_wait_too_theirs_al
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])
-def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path):
+def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path, monkeypatch):
     place = "memory" if where == "memory" else tmp_path / "clients"
     algorithm, whole = _algorithm("scaffold"), _run("scaffold", store=place)
 
@@ -104,13 +107,16 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         _run("scaffold", store=place, on_record=kill)
-    like = jax.eval_shape(algorithm.init, KEY, problems.data())
+    # Where a device has no room for everybody, to go on needs none either.
+    monkeypatch.setattr(fm.engine, "free_bytes", lambda device: 0)
+    like = store.shapes(algorithm, KEY, problems.data())
     saved = checkpoint.restore(tmp_path / "saved", like, {})
     assert saved.round == 4
     again, records = _run("scaffold", store=place, state=saved.state)
     assert problems.leaves_equal(again, whole[0])
     assert problems.leaves_equal(records[-1].evaluations, whole[1][-1].evaluations)
     # What was saved may also go on on the device.
+    monkeypatch.undo()
     assert problems.distance(_run("scaffold", state=saved.state)[0], whole[0]) < 1e-10
 
 
@@ -118,10 +124,58 @@ def test_rows_that_were_cut_off_on_disk_are_not_taken_for_whole(tmp_path):
     run = _run("fedper", rounds=1, store="memory")
     path = checkpoint.save(tmp_path, run[0], [], {})
     like = jax.eval_shape(_algorithm("fedper").init, KEY, problems.data())
-    rows = next((path / "state").glob("host*"))
+    odd = like._replace(seen=jax.ShapeDtypeStruct((7,), jnp.int8))
+    with pytest.raises(ValueError, match=r"\.seen is bool\[7\], not int8\[7\]"):
+        checkpoint.restore(tmp_path, odd, {})
+    rows = next((path / "host").iterdir())
     rows.write_bytes(rows.read_bytes()[:-4])
     with pytest.raises(ValueError, match="cut off"):
         checkpoint.restore(tmp_path, like, {})
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_known_clients_of_very_uneven_size_are_tested_in_parts(count, monkeypatch):
+    """The last client is the largest, and would not fit twice where the last part is filled up."""
+    monkeypatch.setattr(store, "_PART_BYTES", 20_000)
+    rng = np.random.default_rng(count)
+    sizes = [12] * (count - 1) + [300]
+    data = fm.from_clients([(rng.normal(size=(n, 5)), rng.integers(0, 3, n)) for n in sizes], num_classes=3)
+    algorithm = _algorithm("fedper", cohort_size=2)
+    test = Evaluator(lambda key, state, data: fm.evaluate.evaluate(algorithm, key, state, data, devices=1), data, known=True)
+    runs = [
+        simulate(algorithm, data, key=KEY, rounds=3, evaluators={"known": test}, store=place) for place in ("memory", None)
+    ]
+    _close(*runs)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_state_that_is_left_is_a_state_like_any_other(name):
+    algorithm, data = _algorithm(name), problems.data()
+    state, _ = _run(name, store="memory")
+    other, _ = _run(name)
+    for options in ({}, {"ids": jnp.array([5, 2])}, {"known": False}):
+        scores = [fm.evaluate.evaluate(algorithm, KEY, one, data, devices=1, **options) for one in (state, other)]
+        assert problems.distance(*scores) < 1e-10
+    key = jax.random.fold_in(KEY, 99)
+    (mine, info), (theirs, same) = (algorithm.round(key, one, data) for one in (state, other))
+    assert problems.distance(*jax.tree.map(np.asarray, ((mine, info), (theirs, same)))) < 1e-10
+
+
+def test_a_part_of_the_clients_finds_its_rows_in_a_state_of_all():
+    """Evaluation of two selected clients is that of these two among all, and a round among four changes their rows alone."""
+    algorithm, data = _algorithm("fedper"), problems.data()
+    state, _ = _run("fedper")
+    chosen = np.array([5, 2])
+    whole = fm.evaluate.evaluate(algorithm, KEY, state, data, devices=1)
+    part = fm.evaluate.evaluate(algorithm, KEY, state, data.select(chosen), devices=1)
+    assert problems.distance(part, jax.tree.map(lambda leaf: leaf[chosen], whole)) < 1e-12
+    after, info = algorithm.round(KEY, state, data.select(np.array([5, 2, 0, 1])))
+    assert sorted(info.ids.tolist()) == [0, 1, 2, 5]
+    for row in range(7):
+        same = problems.leaves_equal(*(jax.tree.map(lambda leaf, i=row: leaf[i], one.personal) for one in (state, after)))
+        assert same == (row in (3, 4, 6))
+    with pytest.raises(ValueError, match="rows of 7 clients, but the data are 2 of 5 clients"):
+        fm.evaluate.evaluate(algorithm, KEY, state, dataclasses.replace(data.select(chosen), population=5))
 
 
 def test_rows_read_too_early_are_replaced_by_the_result_of_the_round_before():
@@ -135,9 +189,24 @@ def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
     algorithm, data = _algorithm("fedper"), problems.data()
     with pytest.raises(ValueError, match="no `cohort`"):
         simulate(algorithm._replace(cohort=None), data, key=KEY, rounds=1, store="memory")
-    scalar = {"loss": Evaluator(lambda key, state, data: state.round, data)}
-    with pytest.raises(ValueError, match=r"'loss' must return leaves \[N, ...\], .* N=7 clients"):
-        simulate(algorithm, data, key=KEY, rounds=1, evaluators=scalar, store="memory")
+    rounds_done = lambda key, state, data: state.round  # noqa: E731
+    for test, message in (
+        (
+            Evaluator(rounds_done, data, known=True),
+            r"'t' must return leaves \[N, ...\], .* for 7 clients",
+        ),
+        (Evaluator(rounds_done, data), "'t' must say whether its clients are known"),
+        (
+            Evaluator(rounds_done, (data, 1), known=True),
+            "'t' of known clients must have FederatedData",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": test}, store="memory")
+    fewer = data.select(np.arange(5))
+    known = Evaluator(rounds_done, data, known=True)
+    with pytest.raises(ValueError, match="have 7 clients and the training 5"):
+        simulate(algorithm, fewer, key=KEY, rounds=1, evaluators={"t": known}, store="memory")
     keyed = fm.federated(
         init=lambda key: {"w": jnp.zeros(2)},
         client=None,
@@ -149,7 +218,7 @@ def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
     )
     with pytest.raises(ValueError, match="PRNG key"):
         simulate(keyed, data, key=KEY, rounds=1, store="memory")
-    monkeypatch.setattr(fm.engine, "free_bytes", lambda device: 200)
+    monkeypatch.setattr(fm.engine, "free_host_bytes", lambda: 200)
     with pytest.raises(ValueError, match=r"N=7 clients, .* but only 200 bytes are free"):
         simulate(algorithm, data, key=KEY, rounds=1, store="memory")
     (tmp_path / "file").write_text("")

@@ -180,6 +180,7 @@ class ClientView:
 
     def in_chunks(self, most: int = CHUNK) -> Batches:
         """`in_order` by at most `most` samples, and no more of them than fill the chunks of the largest client evenly."""
+        checks.count("most", most)
         largest = max(self.max_size, 1)
         return self.in_order(-(-largest // -(-largest // most)))
 
@@ -251,22 +252,25 @@ class FederatedData:
 
         They stay who they are: what hangs on a client's id, such as its key in a round, is as among all.
         """
-        pick = lambda of: {name: jnp.asarray(values)[clients] for name, values in of.items()}  # noqa: E731
-        return dataclasses.replace(
-            self, start=pick(self.start), size=pick(self.size), ids=self.who(clients), population=self.total_clients
-        )
+        start, size = ({name: _rows(values, clients) for name, values in of.items()} for of in (self.start, self.size))
+        return dataclasses.replace(self, start=start, size=size, ids=self.who(clients), population=self.total_clients)
 
     def extract(self, clients: np.ndarray, room: int) -> "FederatedData":
         """`select` by NumPy, with a copy of these clients' samples alone: for data that stay where they are.
 
         Args:
-          clients: int `[N']`.
+          clients: int `[N']`, distinct.
           room: samples that the copy has place for, `room(N')`, so that whoever is extracted the shapes are the same.
+
+        Raises:
+          ValueError: more samples than there is room for.
         """
         start = {name: np.asarray(values)[clients] for name, values in self.start.items()}
         size = {name: np.asarray(values)[clients] for name, values in self.size.items()}
         begin, length = self._runs(start, size)
         first = np.cumsum(length) - length
+        if length.sum() > room:
+            raise ValueError(f"room={room}, but these clients hold {length.sum()} samples")
         where = np.concatenate([np.arange(b, b + n) for b, n in zip(begin, length, strict=True)])
 
         def packed(values: Any) -> np.ndarray:
@@ -275,14 +279,13 @@ class FederatedData:
             np.take(values, where, 0, out=array[: len(where)])
             return array
 
-        ids = np.asarray(clients if self.ids is None else np.asarray(self.ids)[clients], np.int32)
         return dataclasses.replace(
             self,
             x=packed(self.x),
             y=packed(self.y),
             start={name: (values - begin + first).astype(np.int32) for name, values in start.items()},
             size=size,
-            ids=ids,
+            ids=self.who(np.asarray(clients)),
             population=self.total_clients,
         )
 
@@ -298,10 +301,10 @@ class FederatedData:
         end = np.max([np.asarray(start[name]) + np.asarray(size[name]) for name in size], 0)
         return begin, end - begin
 
-    def who(self, clients: Any) -> jax.Array:
-        """Ids in the whole population of clients (int `[...]`) of these data."""
-        clients = jnp.asarray(clients, jnp.int32)
-        return clients if self.ids is None else jnp.asarray(self.ids)[clients]
+    def who(self, clients: Any) -> Any:
+        """Ids in the whole population, int32, of clients (int `[...]`) of these data; in NumPy where these are."""
+        clients = clients.astype(np.int32) if isinstance(clients, np.ndarray) else jnp.asarray(clients, jnp.int32)
+        return clients if self.ids is None else _rows(self.ids, clients)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -346,7 +349,7 @@ def federate(
     """Lays samples out by client.
 
     Args:
-      x: inputs `[M, ...]`, numeric. Images may stay uint8.
+      x: inputs `[M, ...]`, numeric. Images may stay uint8. A mapped file (`np.memmap`) stays one where `order` is 0, 1, 2, ...
       y: integer labels `[M]` in `[0, num_classes)`, or real targets `[M, ...]` when `num_classes` is 0.
       order: int `[S]`, which samples the clients hold: those of client 0, then those of client 1, and so on.
       sizes: int `[N]`, how many each client holds, all at least 1; they sum to S.
@@ -399,8 +402,10 @@ def federate(
             bad = int(np.argmax(stop <= first))
             raise ValueError(f"view {name!r} of client {bad} is empty: its {sizes[bad]} samples are too few for the views")
         start[name], size[name] = (base + first).astype(np.int32), (stop - first).astype(np.int32)
+    # Samples that stand in order already need not be copied: those of a mapped file stay in it.
+    stands = isinstance(x, np.memmap) and len(order) == len(x) and bool((np.diff(order) == 1).all())
     return FederatedData(
-        x=x[order],
+        x=x if stands else x[order],
         y=y[order].astype(np.result_type(y, np.float32) if regression else np.int32),
         offset=offset,
         scale=scale,
@@ -472,6 +477,11 @@ def train_test_views(sizes: Any, *, train: float = 0.75, support: float = 0.2) -
         "test_support": (cut, outer),
         "test_query": (outer, sizes),
     }
+
+
+def _rows(values: Any, index: Any) -> Any:
+    """`values[index]`, by NumPy where both are its arrays."""
+    return values[index] if isinstance(values, np.ndarray) and isinstance(index, np.ndarray) else jnp.asarray(values)[index]
 
 
 def _share(sizes: np.ndarray, share: float) -> np.ndarray:
