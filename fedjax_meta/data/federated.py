@@ -276,7 +276,7 @@ class FederatedData:
         def packed(values: Any) -> np.ndarray:
             # Nothing may stand in the rest that is no number: samples of weight 0 are read too.
             array = np.zeros((room, *values.shape[1:]), values.dtype)
-            np.take(values, where, 0, out=array[: len(where)])
+            np.take(values, where, 0, out=array[: len(where)], mode="clip")  # which needs no copy in between
             return array
 
         return dataclasses.replace(
