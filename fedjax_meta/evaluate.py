@@ -227,21 +227,23 @@ def rounds_to_target(scores: Any, target: float, *, rounds: Sequence[int] | None
 
 def accuracy(confusion: Any) -> Any:
     """Share of correct predictions of each client, `[N]`; its mean and population std are the "macro" accuracy."""
-    return jnp.trace(confusion, axis1=-2, axis2=-1) / jnp.maximum(jnp.sum(confusion, (-2, -1)), 1)
+    xp = _numpy_of(confusion)
+    return xp.trace(confusion, axis1=-2, axis2=-1) / xp.maximum(xp.sum(confusion, (-2, -1)), 1)
 
 
 def micro_accuracy(confusion: Any) -> Any:
     """Share of correct predictions over the samples of all clients, a scalar."""
-    return accuracy(jnp.sum(confusion, -3))
+    return accuracy(_numpy_of(confusion).sum(confusion, -3))
 
 
 def macro_f1(confusion: Any) -> Any:
     """F1 averaged over the classes that a client holds or predicts, `[N]` (scikit-learn's macro average)."""
-    correct = jnp.diagonal(confusion, axis1=-2, axis2=-1)
-    held, predicted = jnp.sum(confusion, -1), jnp.sum(confusion, -2)
+    xp = _numpy_of(confusion)
+    correct = xp.diagonal(confusion, axis1=-2, axis2=-1)
+    held, predicted = xp.sum(confusion, -1), xp.sum(confusion, -2)
     present = (held + predicted) > 0
-    f1 = 2 * correct / jnp.maximum(held + predicted, 1)
-    return jnp.sum(jnp.where(present, f1, 0), -1) / jnp.maximum(jnp.sum(present, -1), 1)
+    f1 = 2 * correct / xp.maximum(held + predicted, 1)
+    return xp.sum(xp.where(present, f1, 0), -1) / xp.maximum(xp.sum(present, -1), 1)
 
 
 def within_own_classes(confusion: Any) -> Any:
@@ -251,32 +253,38 @@ def within_own_classes(confusion: Any) -> Any:
     stays wrong. So accuracy is unchanged, and classes that a client has nothing of do not enter its F1. S0's clients hold two
     classes, where "the other one" is unique; a client of one class keeps its predictions.
     """
+    xp = _numpy_of(confusion)
     classes = confusion.shape[-1]
-    own = jnp.sum(confusion, -1) > 0  # [N, K]
-    outside = jnp.sum(jnp.where(own[..., None, :], 0, confusion), -1)  # [N, K] by true class
+    own = xp.sum(confusion, -1) > 0  # [N, K]
+    outside = xp.sum(xp.where(own[..., None, :], 0, confusion), -1)  # [N, K] by true class
     # distance[c, d]: how many classes after c (cyclically) class d comes; the nearest own one other than c takes the strays.
-    distance = (jnp.arange(classes)[None, :] - jnp.arange(classes)[:, None]) % classes
+    distance = (xp.arange(classes)[None, :] - xp.arange(classes)[:, None]) % classes
     distance = distance.reshape((1,) * (own.ndim - 1) + distance.shape)
-    distance = jnp.where(own[..., None, :] & (distance > 0), distance, classes)
-    target = jnp.argmin(distance, -1)
-    alone = jnp.min(distance, -1) == classes
-    moved = jax.nn.one_hot(target, classes, dtype=confusion.dtype) * jnp.where(alone, 0, outside)[..., None]
-    kept = jnp.where(own[..., None, :] | alone[..., None], confusion, 0)
+    distance = xp.where(own[..., None, :] & (distance > 0), distance, classes)
+    target = xp.argmin(distance, -1)
+    alone = xp.min(distance, -1) == classes
+    moved = (target[..., None] == xp.arange(classes)) * xp.where(alone, 0, outside)[..., None]
+    kept = xp.where(own[..., None, :] | alone[..., None], confusion, 0)
     return kept + moved
+
+
+def _numpy_of(values: Any) -> Any:
+    """The NumPy that values belong to. Scores of what has left the device are taken on the host, where nothing is compiled."""
+    return np if isinstance(values, np.ndarray) else jnp
 
 
 def summary(evaluation: Evaluation) -> dict[str, float]:
     """The numbers that papers print: accuracy over samples; over clients, and F1 as S0 takes it, with population std."""
-    confusion = jnp.asarray(evaluation.confusion)
+    confusion, loss = np.asarray(evaluation.confusion), np.asarray(evaluation.loss)
     by_client, f1, raw_f1 = accuracy(confusion), macro_f1(within_own_classes(confusion)), macro_f1(confusion)
     numbers = {
         "accuracy": micro_accuracy(confusion),
-        "accuracy_mean": jnp.mean(by_client),
-        "accuracy_std": jnp.std(by_client),
-        "f1_mean": jnp.mean(f1),
-        "f1_std": jnp.std(f1),
-        "raw_f1_mean": jnp.mean(raw_f1),
-        "raw_f1_std": jnp.std(raw_f1),
-        "loss": jnp.mean(jnp.asarray(evaluation.loss)),
+        "accuracy_mean": np.mean(by_client),
+        "accuracy_std": np.std(by_client),
+        "f1_mean": np.mean(f1),
+        "f1_std": np.std(f1),
+        "raw_f1_mean": np.mean(raw_f1),
+        "raw_f1_std": np.std(raw_f1),
+        "loss": np.mean(loss),
     }
     return {name: float(value) for name, value in numbers.items()}
