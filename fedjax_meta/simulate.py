@@ -74,12 +74,15 @@ def run_rounds(
       (state, for each metric the mean over who returned by round `[most]`, zero beyond `rounds`).
     """
 
+    # As a function of its own, a round is traced once, for its shapes and for the loop.
+    step = jax.jit(partial(_one_round, algorithm))
+
     def body(i: Any, carry: Any) -> Any:
         state, log = carry
-        state, metrics = _one_round(algorithm, key, state, data)
+        state, metrics = step(key, state, data)
         return state, jax.tree.map(lambda line, value: line.at[i].set(value), log, metrics)
 
-    shapes = jax.eval_shape(partial(_one_round, algorithm), key, state, data)[1]
+    shapes = jax.eval_shape(step, key, state, data)[1]
     log = {name: jnp.zeros(most, shape.dtype) for name, shape in shapes.items()}
     return jax.lax.fori_loop(0, rounds, body, (state, log))
 
