@@ -91,10 +91,10 @@ def evaluate(
             confusion, total = carry
             batch = batches.get(t, 0)
             logits = algorithm.predict(variables, batch.x)
-            rows = len(batch.weight)
-            if logits.shape != (rows, classes):
+            size = len(batch.weight)
+            if logits.shape != (size, classes):
                 raise ValueError(
-                    f"predict gives {logits.shape} for B={rows} samples, but the data have K={classes} classes "
+                    f"predict gives {logits.shape} for B={size} samples, but the data have K={classes} classes "
                     "(num_classes is the largest label plus 1 where the data were built without it)"
                 )
             losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
