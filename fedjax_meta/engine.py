@@ -39,7 +39,7 @@ class ClientUpdate(NamedTuple):
     Attributes:
       upload: a pytree that the server averages and nobody else sees.
       weight: how much it counts: a scalar, or a prefix tree of `upload` when its parts count differently.
-      kept: what the client keeps for its next round, in the structure in which it came.
+      kept: what the client keeps for its next round, in the structure in which it came; () where that was only to be read.
       outputs: what is wanted of every client by itself, any pytree; it comes back stacked.
     """
 
@@ -177,6 +177,7 @@ def run_cohort(
     lanes: int | None = None,
     devices: int | None = None,
     precision: str = "float32",
+    move: bool = True,
 ) -> tuple[WeightedSum, Any, Any]:
     """Runs a client rule for every client of a cohort.
 
@@ -193,23 +194,33 @@ def run_cohort(
         core and lanes only enlarge the working set, and on an accelerator as many as fit its memory.
       devices: how many devices share the cohort; all by default.
       precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
+      move: whether clients go to devices by their work, and what they kept with them; if not, every device runs an equal part
+        of the cohort as it stands. For more rows than one device holds, which are parted among them like that.
 
     Returns:
       (weighted sum of the uploads, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
 
     Raises:
-      ValueError: lanes below 1, more devices than there are, an unknown precision.
+      ValueError: lanes below 1, more devices than there are, an unknown precision; without `move`, a cohort that the devices
+        do not divide.
     """
     checks.one_of("precision", precision, PRECISIONS)
     if lanes is not None:
         checks.count("lanes", lanes)
     mesh = client_mesh(devices)
+    if not move and ids.shape[0] % mesh.size:
+        raise ValueError(f"move=False needs equal parts, but {mesh.size} devices do not divide a cohort of {ids.shape[0]}")
     # On a CPU there is one precision, and a setting of it would only part otherwise equal programs.
     exactness = contextlib.nullcontext() if _on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
     with exactness:
         if lanes is None:
             lanes = 1 if _on_cpu() else _fitting_lanes(rule, mesh, key, ids, kept, context)
         lanes = min(lanes, -(-ids.shape[0] // mesh.size))
+        run: Callable[..., Any] = partial(_stream, rule, lanes)
+        if mesh.size > 1:
+            run = _on_each_device(run, mesh)
+        if not move:
+            return run(key, jnp.full(mesh.size, -(-ids.shape[0] // mesh.size // lanes), jnp.int32), ids, kept, context)
         slots, groups = _deal(sizes, lanes, mesh.size)
         if mesh.size > 1:
             # Every device deals for itself. Left alone, XLA parts the loop of `_deal` over the devices, with a collective in
@@ -217,9 +228,6 @@ def run_cohort(
             slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, P()))
         here = ids.at[slots].get(mode="fill", fill_value=-1)
         kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
-        run: Callable[..., Any] = partial(_stream, rule, lanes)
-        if mesh.size > 1:
-            run = _on_each_device(run, mesh)
         total, *dealt = run(key, groups, here, kept, context)
     place = jnp.zeros(ids.shape, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
     return total, *jax.tree.map(lambda leaf: leaf[place], dealt)
@@ -290,21 +298,29 @@ def _group(rule: ClientRule, lanes: int, key: Key, context: Any, ids: jax.Array,
 
 def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: Any, context: Any) -> Any:
     """One device's share: its groups of lanes one after the other, the weighted sum carried along."""
+    count = ids.shape[0]
+    if count % lanes:
+        slots = jnp.arange(-(-count // lanes) * lanes)
+        ids = ids.at[slots].get(mode="fill", fill_value=-1)
+        kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
     ids, kept = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
-    group = partial(_group, rule, lanes, key, context)
-    shapes = jax.eval_shape(group, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
+    # As a function of its own, a group is traced once, for its shapes and for the loop.
+    group = jax.jit(partial(_group, rule, lanes))
+    shapes = jax.eval_shape(group, key, context, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
     total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.upload)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape), leaf.dtype), shapes.outputs)
+    # What is only read stays out of the loop's carry, into which it would be copied.
+    read, carried = (kept, ()) if shapes.kept == () else ((), kept)
 
     def step(g: Any, carry: Any) -> Any:
         total, kept, outputs = carry
-        update = group(ids[g], jax.tree.map(lambda leaf: leaf[g], kept))
+        update = group(key, context, ids[g], jax.tree.map(lambda leaf: leaf[g], read or kept))
         put = lambda leaf, new: leaf.at[g].set(new)  # noqa: E731
         total = jax.tree.map(jnp.add, total, update.upload)
         return total, jax.tree.map(put, kept, update.kept), jax.tree.map(put, outputs, update.outputs)
 
-    total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, kept, outputs))
-    return total, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), dealt)
+    total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, carried, outputs))
+    return total, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], dealt)
 
 
 def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept: Any, context: Any) -> int:

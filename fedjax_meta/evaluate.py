@@ -16,8 +16,11 @@ import optax
 from fedjax_meta import checks, store
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, rows_of
 from fedjax_meta.data.federated import CHUNK, FederatedData
-from fedjax_meta.engine import ClientUpdate, run_cohort
+from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
 from fedjax_meta.task import Key
+
+MANY_BYTES = 2**26
+"""From how many bytes on what all clients keep is not moved to be evaluated."""
 
 
 class Evaluation(NamedTuple):
@@ -72,19 +75,28 @@ def evaluate(
         raise ValueError("the data have real targets (num_classes is 0): there are no classes to score")
     if ids is not None:
         checks.indices("ids", ids, data.num_clients)
+    in_order = ids is None and population == data.num_clients and (data.ids is None or population < data.total_clients)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
     rows = rows_of(state, data, ids) if known else ids
     if known and isinstance(state.seen, np.ndarray):
         # They wait on the host: only the rows that are asked for leave it.
         state, data, ids = store.part(state, data, np.asarray(rows), np.asarray(ids))
-        rows = ids
+        rows, in_order = ids, True
     state = jax.tree.map(jnp.asarray, state)
+    # Many rows stay on the devices that have them; few go with their clients to the device with the least work.
+    move = not in_order or len(ids) % client_mesh(devices).size > 0 or len(ids) * store.row_bytes(state) < MANY_BYTES
+    own: Any = ()
+    if known:
+        state, own = store.parted(state)
+        own = own if in_order else jax.tree.map(lambda leaf: leaf[rows], own)
 
-    def rule(key: Key, id_: jax.Array, where: Any, context: Any) -> ClientUpdate:
+    def rule(key: Key, id_: jax.Array, kept: Any, context: Any) -> ClientUpdate:
         state, data = context
-        place, row = where
+        place, row = kept
         views = data.client(jnp.where(id_ < 0, -1, place))
-        variables = algorithm.personalize(key, state, views[support], row if known else None)
+        if known:
+            state = state._replace(**jax.tree.map(lambda leaf: leaf[None], row))
+        variables = algorithm.personalize(key, state, views[support], 0 if known else None)
         batches = views[query].in_chunks(batch_size)
 
         def step(t: Any, carry: Any) -> Any:
@@ -105,10 +117,12 @@ def evaluate(
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
         loss = total / jnp.maximum(views[query].size, 1)
-        return ClientUpdate((), (), where, Evaluation(confusion.reshape(classes, classes), loss))
+        return ClientUpdate((), (), (), Evaluation(confusion.reshape(classes, classes), loss))
 
     sizes = jnp.asarray(data.sizes(query))[ids]
-    _, _, evaluation = run_cohort(rule, key, data.who(ids), sizes, (ids, rows), (state, data), lanes=lanes, devices=devices)
+    _, _, evaluation = run_cohort(
+        rule, key, data.who(ids), sizes, (ids, own), (state, data), lanes=lanes, devices=devices, move=move or not known
+    )
     return evaluation
 
 

@@ -1,6 +1,8 @@
 """Scores against scikit-learn and plain loops, and the evaluation of clients against a loop over them."""
 
 import dataclasses
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
-from fedjax_meta import evaluate
+import fedjax_meta as fm
+from fedjax_meta import engine, evaluate
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data.federated import from_clients
 
@@ -179,3 +182,33 @@ def test_what_cannot_be_evaluated_is_refused(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_many_rows_are_evaluated_where_they_are(monkeypatch, devices, lanes):
+    population, each = 30_000, 200
+    data = fm.federate(np.ones((population, 2)), np.arange(population) % 2, np.arange(population), np.ones(population, int),
+                       num_classes=2)  # fmt: skip
+
+    def init(key):
+        return {"body": jnp.zeros(2), "head": jax.random.normal(key, (each, 2))}
+
+    task = fm.classification(init, lambda v, x: x @ v["head"][:2] + v["body"][None], layers=("body", "head"))
+    algorithm = fm.fedper(task, cohort_size=8, devices=devices)
+    state = algorithm.init(KEY, data)
+    heads = jax.random.normal(jax.random.key(3), state.personal["head"].shape)
+    heads = jax.device_put(heads, state.personal["head"].sharding)
+    state = state._replace(personal={**state.personal, "head": heads}, seen=jnp.ones_like(state.seen))
+    data = engine.share(data, state.round.sharding)
+    score = jax.jit(partial(evaluate.evaluate, algorithm, KEY, support="train", query="train", lanes=lanes, devices=devices))
+    program = score.lower(state, data).compile()
+    assert heads.nbytes > evaluate.MANY_BYTES
+    assert program.memory_analysis().temp_size_in_bytes < heads.nbytes / 4
+    found = program(state, data)
+    by_hand = np.argmax(np.einsum("i,nij->nj", np.ones(2), np.asarray(heads)[:, :2]), 1)
+    assert np.array_equal(np.argmax(found.confusion.sum(1), 1), by_hand)
+    assert np.array_equal(np.argmax(found.confusion.sum(2), 1), np.arange(population) % 2)
+    monkeypatch.setattr(evaluate, "MANY_BYTES", math.inf)
+    moved = jax.jit(partial(evaluate.evaluate, algorithm, KEY, support="train", query="train", lanes=lanes, devices=devices))
+    np.testing.assert_array_equal(moved(state, data).confusion, found.confusion)

@@ -326,7 +326,7 @@ class FederatedData:
             size = jnp.where(real, size, 0)
             return ClientView(self.x, self.y, self.offset, self.scale, start, size, bound[name])
 
-        return ClientData({name: view(name) for name in self.size})
+        return ClientData({name: view(name) for name in self.views})
 
     def sizes(self, view: str) -> Any:
         """int32 `[N]`: samples of each client in a view."""

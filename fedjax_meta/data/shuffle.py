@@ -31,19 +31,17 @@ def permuted(keys: jax.Array, index: jax.Array, size: jax.Array | int) -> jax.Ar
     size = jnp.maximum(jnp.asarray(size, jnp.int32), 1)
     index = jnp.clip(index, 0, size - 1)
 
-    def some_rounds(index: jax.Array, keys: jax.Array) -> tuple[jax.Array, None]:
-        pivots = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32)
-        for r in range(ROUNDS // 2):
-            partner = pivots[..., r] - index
-            partner = jnp.where(partner < 0, partner + size, partner)
-            # Both members of a pair must see the same coin, so it hangs on the larger of the two.
-            coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), keys[..., r, 1])
-            index = jnp.where(coin, partner, index)
-        return index, None
+    def one_round(index: jax.Array, keys: jax.Array) -> tuple[jax.Array, None]:
+        partner = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32) - index
+        partner = jnp.where(partner < 0, partner + size, partner)
+        # Both members of a pair must see the same coin, so it hangs on the larger of the two.
+        coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), keys[..., 1])
+        return jnp.where(coin, partner, index), None
 
-    # A loop, if only of two steps, is what XLA does not fuse: it would compute an index anew for every number of its image.
-    halves = jnp.moveaxis(keys.reshape(*keys.shape[:-2], 2, ROUNDS // 2, 2), -3, 0)
-    return jax.lax.scan(some_rounds, index, halves)[0]
+    # A loop is what XLA does not fuse: it would compute an index anew for every number of its image. On a CPU its steps cost
+    # nothing and one round compiles sooner than many; elsewhere each is a launch.
+    unroll = 1 if jax.default_backend() == "cpu" else ROUNDS // 2
+    return jax.lax.scan(one_round, index, jnp.moveaxis(keys, -2, 0), unroll=unroll)[0]
 
 
 def _hash(x: jax.Array, salt: jax.Array) -> jax.Array:
