@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-import os
+import logging
 import platform
 import shlex
 import sys
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
@@ -45,8 +46,7 @@ DevicesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Devices that share a round. On a CPU the default is one for each core, as many as a round has clients; on "
-        "accelerators all of them.",
+        help="Devices that share a round; all by default, a CPU's cores each being one, but no more than a round has clients.",
         show_default=False,
     ),
 ]
@@ -120,18 +120,18 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 def prepare(devices: int | None, compile_cache: bool, *, cohort_size: int) -> int:
     """Sets JAX up; to be called before anything is computed. Returns how many devices share a round.
 
-    XLA:CPU uses one core for all but large matrix products, so on a CPU every core becomes a device of its own.
+    `import fedjax_meta` has made a device of every core of a CPU; more are made here where they are asked for.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = devices or min(cores, cohort_size)
-    if jax.config.jax_num_cpu_devices < wanted:
-        jax.config.update("jax_num_cpu_devices", wanted)
-    if compile_cache:
-        home = Path(
-            os.environ.get("FEDJAX_META_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedjax_meta"
-        )
-        jax.config.update("jax_compilation_cache_dir", str(home.expanduser() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    settings: Any = jax.config
+    if devices is not None and settings.jax_num_cpu_devices < devices:
+        jax.config.update("jax_num_cpu_devices", devices)
+    if not compile_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+    # The library says there how much memory a population takes.
+    library = logging.getLogger("fedjax_meta")
+    if not library.handlers:
+        library.addHandler(RichHandler(console=errors, show_time=False, show_level=False, show_path=False))
+        library.setLevel(logging.INFO)
     available = len(jax.devices())
     if devices is not None and devices > available:
         raise ValueError(f"--devices {devices}, but JAX sees {available} ({jax.devices()[0].platform})")

@@ -23,7 +23,6 @@ import fedjax_meta as fm
 from experiments import _runner as runner
 from fedjax_meta import checkpoint, checks, evaluate, models, report
 from fedjax_meta.data import protocols, sources, transforms
-from fedjax_meta.engine import map_lanes
 from fedjax_meta.features import with_projection
 from fedjax_meta.simulate import run_rounds
 
@@ -238,7 +237,8 @@ def compare(
     """Tunes the learning rate on held-back training samples, the grid as one program, and runs the best with all seeds."""
 
     def grid(runs: Any, data: fm.FederatedData) -> jax.Array:
-        return map_lanes(
+        # One after the other: each has the memory of an accelerator to itself.
+        return jax.lax.map(
             lambda run: train_and_test(build, run, data, None, rounds=tune_rounds, last=1, devices=devices)[0][0], runs
         )
 
@@ -248,7 +248,7 @@ def compare(
     rate = float(rates[int(np.argmax(validation))])
 
     def final(runs: Any, train: fm.FederatedData, new: fm.FederatedData) -> Any:
-        return map_lanes(lambda run: train_and_test(build, run, train, new, rounds=rounds, last=last, devices=devices), runs)
+        return jax.lax.map(lambda run: train_and_test(build, run, train, new, rounds=rounds, last=last, devices=devices), runs)
 
     runs = (jnp.asarray(seeds, jnp.uint32), jnp.full(len(seeds), rate, jnp.result_type(float)))
     program = jax.jit(final).lower(runs, train, new).compile()

@@ -86,8 +86,8 @@ class Algorithm(NamedTuple):
       init: `(key, data) -> State`.
       round: `(key, state, data) -> (State, RoundInfo)`; the state keeps its structure, shapes and dtypes.
       personalize: `(key, state, support, client) -> variables`: the model that one client tests with, after whatever the
-        algorithm does with its support view. `client` is the row of the state of a client that could take part in training, its
-        id where the state holds all, or `None` for one never seen.
+        algorithm does with its support view. `client` is the row, in the state at hand, of a client that could take part in
+        training, or `None` for one never seen. It is no id: the state may hold the rows of some clients, or of this one alone.
       predict: `(variables, x [B, ...]) -> logits [B, K]`.
       exchange: `data -> Exchange`, what a client sends and receives in a round; nothing is computed. See `costs.traffic`.
       cohort: `(round's key, N) -> ids [C]`, whom that round asks. A round among these clients alone (`data.select(ids)` and their

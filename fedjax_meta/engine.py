@@ -7,19 +7,18 @@ devices share the cohort by its work, and one all-reduce adds their sums up.
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 from fedjax_meta.aggregate import WeightedSum, weigh
 from fedjax_meta.data.shuffle import permuted, round_keys
 from fedjax_meta.task import Key
@@ -27,7 +26,9 @@ from fedjax_meta.task import Key
 CLIENTS = "clients"
 """Name of the mesh axis over which a cohort is spread."""
 
-PRECISIONS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "bfloat16"}
+_WHOLE, _SLICE = P(), P(CLIENTS)
+
+PRECISIONS = {"float32": "float32", "tf32": "TF32_TF32_F32", "bfloat16": "BF16_BF16_F32"}
 """How exact a client's matrix products are where the hardware has a choice; sums and parameters keep their own type."""
 
 _log = logging.getLogger("fedjax_meta")
@@ -39,7 +40,7 @@ class ClientUpdate(NamedTuple):
     Attributes:
       upload: a pytree that the server averages and nobody else sees.
       weight: how much it counts: a scalar, or a prefix tree of `upload` when its parts count differently.
-      kept: what the client keeps for its next round, in the structure in which it came; () where that was only to be read.
+      kept: what the client keeps for its next round, in the structure in which it came.
       outputs: what is wanted of every client by itself, any pytree; it comes back stacked.
     """
 
@@ -84,7 +85,7 @@ def client_mesh(devices: int | None = None) -> Mesh:
 def replicate(tree: Any, devices: int | None = None) -> Any:
     """The tree with a copy on each of the devices that will share a cohort."""
     mesh = client_mesh(devices)
-    return tree if mesh.size == 1 else jax.device_put(tree, NamedSharding(mesh, P()))
+    return tree if mesh.size == 1 else jax.device_put(tree, NamedSharding(mesh, _WHOLE))
 
 
 def share(tree: Any, placed: Sharding) -> Any:
@@ -98,7 +99,7 @@ def share(tree: Any, placed: Sharding) -> Any:
             return leaf
         if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
             return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        if _on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable:
+        if runtime.on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable:
             # A JAX buffer is aligned as XLA wants it, so that the other devices can read it where it lies.
             return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
         # Devices of other processes take host arrays only, the same from every process.
@@ -121,9 +122,9 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
     if one == 0:
         return jax.vmap(begin)(ids)
     parts = mesh.size if num_clients % mesh.size == 0 else 1
-    # Host devices all take from the same memory.
-    need = num_clients * one * (mesh.size if _on_cpu() else 1) // parts
-    free, where = free_bytes(mesh.local_devices[0]), "this host" if _on_cpu() else "each device"
+    # The devices of a host all take from the same memory.
+    need = num_clients * one * (len(mesh.local_devices) if runtime.on_cpu() else 1) // parts
+    free, where = free_bytes(mesh.local_devices[0]), "this host" if runtime.on_cpu() else "each device"
     sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
     if look_first:
         _log.info("what clients keep takes %s; %s are free", sizes, amount(free))
@@ -132,7 +133,7 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
             f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or let them wait "
             "on the host (`store` of `simulate`)"
         )
-    placed = NamedSharding(mesh, P(CLIENTS) if parts > 1 else P())
+    placed = NamedSharding(mesh, _SLICE if parts > 1 else _WHOLE)
     return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
 
 
@@ -141,16 +142,7 @@ def free_bytes(device: Any) -> int:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return free_host_bytes()
-
-
-def free_host_bytes() -> int:
-    """Bytes that can still be taken of the host's memory."""
-    table = Path("/proc/meminfo")
-    if table.exists():
-        line = next(line for line in table.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return runtime.free_host_bytes()
 
 
 def amount(count: float) -> str:
@@ -160,10 +152,6 @@ def amount(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def run_cohort(
@@ -191,63 +179,92 @@ def run_cohort(
       kept: what each client kept from its last round, leaves `[C, ...]`.
       context: what every client reads, handed to the rule.
       lanes: clients that run side by side on a device: by default one on a CPU, where one client's matrix products fill a
-        core and lanes only enlarge the working set, and on an accelerator as many as fit its memory.
+        core and lanes only enlarge the working set, and on an accelerator as many as fit its memory. Say how many where this is
+        itself vmapped: it does not see what else runs.
       devices: how many devices share the cohort; all by default.
       precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
-      move: whether clients go to devices by their work, and what they kept with them; if not, every device runs an equal part
-        of the cohort as it stands. For more rows than one device holds, which are parted among them like that.
+      move: whether clients go to the device with the least work, with what they kept. If not, device d of D runs the d-th of D
+        equal slices of the cohort and only reads what its clients kept, so that rows parted among the devices stay where they
+        are and are not copied; work is then not balanced among devices.
 
     Returns:
       (weighted sum of the uploads, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
 
     Raises:
-      ValueError: lanes below 1, more devices than there are, an unknown precision; without `move`, a cohort that the devices
-        do not divide.
+      ValueError: lanes below 1, more devices than there are, an unknown precision.
     """
     checks.one_of("precision", precision, PRECISIONS)
     if lanes is not None:
         checks.count("lanes", lanes)
     mesh = client_mesh(devices)
-    if not move and ids.shape[0] % mesh.size:
-        raise ValueError(f"move=False needs equal parts, but {mesh.size} devices do not divide a cohort of {ids.shape[0]}")
     # On a CPU there is one precision, and a setting of it would only part otherwise equal programs.
-    exactness = contextlib.nullcontext() if _on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
+    exactness = contextlib.nullcontext() if runtime.on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
     with exactness:
         if lanes is None:
-            lanes = 1 if _on_cpu() else _fitting_lanes(rule, mesh, key, ids, kept, context)
+            lanes = 1 if runtime.on_cpu() else _fitting_lanes(rule, mesh, key, ids, kept, context)
         lanes = min(lanes, -(-ids.shape[0] // mesh.size))
-        run: Callable[..., Any] = partial(_stream, rule, lanes)
-        if mesh.size > 1:
-            run = _on_each_device(run, mesh)
         if not move:
-            return run(key, jnp.full(mesh.size, -(-ids.shape[0] // mesh.size // lanes), jnp.int32), ids, kept, context)
+            return _run_slices(rule, lanes, mesh, key, ids, sizes, kept, context)
         slots, groups = _deal(sizes, lanes, mesh.size)
         if mesh.size > 1:
             # Every device deals for itself. Left alone, XLA parts the loop of `_deal` over the devices, with a collective in
             # every step; on CPU devices, which may meet other collectives in another order, that can wait for ever.
-            slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, P()))
+            slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, _WHOLE))
         here = ids.at[slots].get(mode="fill", fill_value=-1)
         kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
-        total, *dealt = run(key, groups, here, kept, context)
-    place = jnp.zeros(ids.shape, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
+        run = _on_each_device(partial(_stream, rule, lanes), mesh, (_WHOLE, _SLICE, _SLICE, _SLICE, _WHOLE))
+        total, dealt = run(key, groups, here, kept, context)
+    place = _places(slots, ids.shape[0])
     return total, *jax.tree.map(lambda leaf: leaf[place], dealt)
 
 
-def _on_each_device(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`run` on every device's own slots; sums are added up over the devices, everything else stays where it is."""
+def _run_slices(
+    rule: ClientRule, lanes: int, mesh: Mesh, key: Key, ids: jax.Array, sizes: jax.Array, kept: Any, context: Any
+) -> tuple[WeightedSum, Any, Any]:
+    """`run_cohort` where nobody moves."""
+    cohort_size = ids.shape[0]
+    share = -(-cohort_size // mesh.size)
+    slots = jnp.arange(mesh.size * share, dtype=jnp.int32)
+    # Rows of a cohort that the devices do not divide lie whole on each of them (`populate`).
+    parted = cohort_size == len(slots)
+    rows = slots % share if parted else jnp.minimum(slots, cohort_size - 1)
+
+    def reading(key: Key, id_: jax.Array, row: Any, context: Any) -> ClientUpdate:
+        kept, context = context
+        return rule(key, id_, jax.tree.map(lambda leaf: leaf[row], kept), context)._replace(kept=row)
+
+    def run(key: Key, ids: jax.Array, sizes: jax.Array, rows: jax.Array, kept: Any, context: Any) -> Any:
+        order, groups = _deal(sizes, lanes, 1)
+        here, rows = ids.at[order].get(mode="fill", fill_value=-1), rows.at[order].get(mode="clip")
+        total, (_, outputs) = _stream(reading, lanes, key, groups, here, rows, (kept, context))
+        place = _places(order, share)
+        return total, jax.tree.map(lambda leaf: leaf[place], outputs)
+
+    ids = ids.at[slots].get(mode="fill", fill_value=-1)
+    sizes = sizes.at[slots].get(mode="fill", fill_value=0)
+    layout = (_WHOLE, _SLICE, _SLICE, _SLICE, _SLICE if parted else _WHOLE, _WHOLE)
+    total, outputs = _on_each_device(run, mesh, layout)(key, ids, sizes, rows, kept, context)
+    return total, kept, jax.tree.map(lambda leaf: leaf[:cohort_size], outputs)
+
+
+def _places(slots: jax.Array, count: int) -> jax.Array:
+    """Where each of `count` members stands in `slots`, int32 `[count]`; slots out of range are nobody's."""
+    return jnp.zeros(count, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
+
+
+def _on_each_device(run: Callable[..., Any], mesh: Mesh, layout: tuple[P, ...]) -> Callable[..., Any]:
+    """`run`, which returns a sum and other results, on every device; the sum is added up over the devices.
+
+    `layout` says which of its arguments a device gets whole and of which it gets its slice.
+    """
+    if mesh.size == 1:
+        return run
 
     def on_device(*arguments: Any) -> Any:
-        total, *rest = run(*arguments)
-        return jax.lax.psum(total, CLIENTS), *rest
+        total, rest = run(*arguments)
+        return jax.lax.psum(total, CLIENTS), rest
 
-    spread, whole = P(CLIENTS), P()
-    return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(whole, spread, spread, spread, whole),
-        out_specs=(whole, spread, spread),
-        check_vma=False,
-    )
+    return jax.shard_map(on_device, mesh=mesh, in_specs=layout, out_specs=(_WHOLE, _SLICE), check_vma=False)
 
 
 def _deal(sizes: jax.Array, lanes: int, devices: int) -> tuple[jax.Array, jax.Array]:
@@ -297,30 +314,23 @@ def _group(rule: ClientRule, lanes: int, key: Key, context: Any, ids: jax.Array,
 
 
 def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: Any, context: Any) -> Any:
-    """One device's share: its groups of lanes one after the other, the weighted sum carried along."""
-    count = ids.shape[0]
-    if count % lanes:
-        slots = jnp.arange(-(-count // lanes) * lanes)
-        ids = ids.at[slots].get(mode="fill", fill_value=-1)
-        kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
+    """One device's share: its groups of lanes one after the other, the weighted sum carried along; (sum, (kept, outputs))."""
     ids, kept = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
     # As a function of its own, a group is traced once, for its shapes and for the loop.
     group = jax.jit(partial(_group, rule, lanes))
     shapes = jax.eval_shape(group, key, context, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
     total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.upload)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape), leaf.dtype), shapes.outputs)
-    # What is only read stays out of the loop's carry, into which it would be copied.
-    read, carried = (kept, ()) if shapes.kept == () else ((), kept)
 
     def step(g: Any, carry: Any) -> Any:
         total, kept, outputs = carry
-        update = group(key, context, ids[g], jax.tree.map(lambda leaf: leaf[g], read or kept))
+        update = group(key, context, ids[g], jax.tree.map(lambda leaf: leaf[g], kept))
         put = lambda leaf, new: leaf.at[g].set(new)  # noqa: E731
         total = jax.tree.map(jnp.add, total, update.upload)
         return total, jax.tree.map(put, kept, update.kept), jax.tree.map(put, outputs, update.outputs)
 
-    total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, carried, outputs))
-    return total, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], dealt)
+    total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, kept, outputs))
+    return total, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tuple(dealt))
 
 
 def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept: Any, context: Any) -> int:
@@ -341,8 +351,16 @@ def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept:
 
     two, four = need(2), need(4)
     # A tenth stays free for what the round holds besides its lanes.
-    fitting = 2 + (0.9 * free_bytes(mesh.local_devices[0]) - two) // max((four - two) / 2, 1)
+    fitting = 2 + (0.9 * _least(free_bytes(mesh.local_devices[0])) - two) // max((four - two) / 2, 1)
     return int(max(1, min(share, fitting)))
+
+
+def _least(number: float) -> float:
+    """The least over the processes of this run, which all have to build the same program."""
+    if jax.process_count() == 1:
+        return number
+    with jax.ensure_compile_time_eval():
+        return float(np.min(multihost_utils.process_allgather(np.float32(number))))
 
 
 def map_lanes(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:
@@ -353,7 +371,7 @@ def map_lanes(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None 
     """
     count = jax.tree.leaves(inputs)[0].shape[0]
     if lanes is None:
-        lanes = 1 if _on_cpu() else count
+        lanes = 1 if runtime.on_cpu() else count
     checks.count("lanes", lanes)
     lanes = min(count, lanes)
     return jax.lax.map(function, inputs, batch_size=None if lanes == 1 else lanes)

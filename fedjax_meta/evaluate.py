@@ -20,7 +20,7 @@ from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
 from fedjax_meta.task import Key
 
 MANY_BYTES = 2**26
-"""From how many bytes on what all clients keep is not moved to be evaluated."""
+"""From this many bytes on, to be moved between devices, clients are evaluated where what they keep lies."""
 
 
 class Evaluation(NamedTuple):
@@ -83,8 +83,9 @@ def evaluate(
         state, data, ids = store.part(state, data, np.asarray(rows), np.asarray(ids))
         rows, in_order = ids, True
     state = jax.tree.map(jnp.asarray, state)
-    # Many rows stay on the devices that have them; few go with their clients to the device with the least work.
-    move = not in_order or len(ids) % client_mesh(devices).size > 0 or len(ids) * store.row_bytes(state) < MANY_BYTES
+    # Many rows stay on the devices that have them; few go with their clients to the device with the least work, which may have
+    # to take all of them.
+    move = not in_order or client_mesh(devices).size * len(ids) * store.row_bytes(state) < MANY_BYTES
     own: Any = ()
     if known:
         state, own = store.parted(state)
@@ -117,7 +118,7 @@ def evaluate(
         start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
         confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
         loss = total / jnp.maximum(views[query].size, 1)
-        return ClientUpdate((), (), (), Evaluation(confusion.reshape(classes, classes), loss))
+        return ClientUpdate((), (), kept, Evaluation(confusion.reshape(classes, classes), loss))
 
     sizes = jnp.asarray(data.sizes(query))[ids]
     _, _, evaluation = run_cohort(

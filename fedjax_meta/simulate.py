@@ -117,6 +117,9 @@ def simulate(
 ) -> tuple[State, list[Record]]:
     """Trains, and evaluates after round 1, every `eval_every` rounds and at the end.
 
+    Each configuration is compiled once. Rates are a part of it, unless they are traced: `jax.jit(lambda rate: run_rounds(
+    fedavg(task, lr=rate), key, ...))` is one program for all rates, and vmapped trains with all of them at once.
+
     Args:
       algorithm: what to run.
       data: the clients that train.
@@ -212,7 +215,7 @@ class _OnDevice:
             return {name: _measured(name, test, key, state, data[name]) for name, test in tests.items()}
 
         self._block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
-        self._measure = _Compiled(jax.jit(measure))
+        self._measure = _Compiled(jax.jit(measure, out_shardings=whole))
 
     def train(self, count: int) -> dict[str, np.ndarray]:
         """`count` rounds, to their end; metrics `[count]`."""
@@ -334,6 +337,11 @@ def _check_evaluator(name: str, test: Evaluator, clients: int) -> None:
         raise ValueError(f"with a store, evaluator {name!r} must say whether its clients are known: Evaluator(..., known=...)")
     if test.known and not isinstance(test.data, FederatedData):
         raise ValueError(f"with a store, evaluator {name!r} of known clients must have FederatedData, not {type(test.data)}")
+    if test.known and test.data.ids is not None:
+        raise ValueError(
+            f"with a store, evaluator {name!r} of known clients must have the data of all of them, in their order, not of some "
+            "that were selected"
+        )
     if test.known and test.data.num_clients > clients:
         raise ValueError(
             f"evaluator {name!r} has known=True, but its data have {test.data.num_clients} clients and the training {clients}"

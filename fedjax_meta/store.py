@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import engine
+from fedjax_meta import engine, runtime
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.task import Key
@@ -222,7 +222,7 @@ def _allocate(like: State, where: str | Path) -> dict[str, Any]:
     count, each = like.seen.shape[0], row_bytes(like)
     need = count * each
     if where == MEMORY:
-        free, place = engine.free_host_bytes(), "this host's memory"
+        free, place = runtime.free_host_bytes(), "this host's memory"
     else:
         Path(where).mkdir(parents=True, exist_ok=True)
         free, place = shutil.disk_usage(where).free, str(where)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -29,19 +30,27 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=10)
     import fedjax_meta as fm
+    from fedjax_meta import engine
 
+    # Clients are tested where they are, as many of them would be: each process then has the results of its own alone.
+    fm.evaluate.MANY_BYTES = 0
+    assert engine._least(float(process)) == 0
     algorithm, data = federation()
+    test = partial(fm.evaluate.evaluate, algorithm, support="train", query="train")
 
     def save(state: fm.State, record: fm.simulate.Record) -> None:
         assert jax.device_count() == int(processes)
         assert not state.personal["head"]["w"].is_fully_addressable
         leaves = multihost_utils.process_allgather(jax.tree.leaves(state), tiled=True)
         if jax.process_index() == 0:
-            np.savez(Path(folder) / "state.npz", *leaves, loss=record.metrics["loss"])
+            found = record.evaluations["known"]
+            np.savez(Path(folder) / "state.npz", *leaves, train_loss=record.metrics["loss"], **found._asdict())
         elif last and record.round >= int(last):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=int(rounds), eval_every=3, on_record=save)
+    tests = {"known": fm.simulate.Evaluator(test, data, known=True)}
+    options = {"rounds": int(rounds), "eval_every": 3, "evaluators": tests, "on_record": save}
+    fm.simulate.simulate(algorithm, data, key=jax.random.key(3), **options)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -39,11 +40,12 @@ def start(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def saved(folder: Path) -> tuple[fm.State, np.ndarray]:
+def saved(folder: Path) -> tuple[fm.State, dict[str, np.ndarray]]:
     algorithm, data = federation()
     structure = jax.tree.structure(jax.eval_shape(algorithm.init, jax.random.key(0), data))
     with np.load(folder / "state.npz") as file:
-        return jax.tree.unflatten(structure, [file[f"arr_{i}"] for i in range(structure.num_leaves)]), file["loss"]
+        state = jax.tree.unflatten(structure, [file[f"arr_{i}"] for i in range(structure.num_leaves)])
+        return state, {name: file[name] for name in ("train_loss", "confusion", "loss")}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +59,16 @@ def alone():
 def test_two_processes_run_what_one_runs(tmp_path, alone):
     for code, output in start(tmp_path, "7"):
         assert code == 0, output
-    state, loss = saved(tmp_path)
+    state, found = saved(tmp_path)
     assert np.array_equal(state.seen, alone[0].seen)
     assert state.round == 7
     assert problems.distance(state, alone[0]) < 1e-12
-    np.testing.assert_allclose(loss, alone[1][-1].metrics["loss"], rtol=1e-12)
+    np.testing.assert_allclose(found["train_loss"], alone[1][-1].metrics["loss"], rtol=1e-12)
+    algorithm, data = federation()
+    test = jax.jit(partial(fm.evaluate.evaluate, algorithm, support="train", query="train", devices=1))
+    expected = test(jax.random.key(0), alone[0], data)  # this algorithm does nothing at random in a test
+    np.testing.assert_array_equal(found["confusion"], expected.confusion)
+    np.testing.assert_allclose(found["loss"], expected.loss, rtol=1e-12)
 
 
 def test_a_lost_process_ends_the_run_with_a_message_and_a_state_to_go_on_from(tmp_path, alone):

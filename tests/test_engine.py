@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_meta as fm
-from fedjax_meta import engine
+from fedjax_meta import engine, runtime
 from fedjax_meta.engine import ClientUpdate
 from tests import problems
 
@@ -70,6 +71,49 @@ def test_a_cohort_is_a_loop_over_its_clients_whatever_the_layout(lanes, devices,
     assert problems.distance(summed.total, total) < 1e-10
     assert problems.distance(summed.weight, weight) == 0
     assert problems.distance(tuple(rows), expected) < 1e-12
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("count", [7, 6])
+def test_who_does_not_move_does_the_same_and_keeps_what_was_kept(lanes, devices, count):
+    # Seven clients on two devices: rows lie whole on each. Six: each device has its own three, not a multiple of two lanes.
+    ids = IDS[:count]
+    context, kept = problem(ids)
+    run = partial(engine.run_cohort, rule, KEY, jnp.asarray(ids), jnp.asarray(SIZES[:count]), kept, context)
+    summed, after, outputs = jax.jit(lambda: run(lanes=lanes, devices=devices, move=False))()
+    total, weight, (_, expected) = by_hand(ids)
+    assert problems.distance(summed.total, total) < 1e-10
+    assert problems.distance(summed.weight, weight) == 0
+    assert problems.leaves_equal(after, kept)
+    assert problems.distance(outputs, expected) == 0
+
+
+@pytest.mark.parametrize("move", [True, False])
+def test_a_client_rule_is_traced_once(move):
+    traced = []
+    context, kept = problem(IDS)
+
+    def counted(*arguments):
+        traced.append(1)
+        return rule(*arguments)
+
+    run = partial(engine.run_cohort, counted, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, lanes=2)
+    jax.jit(lambda: run(devices=2, move=move)).trace()
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "preset"), [("float32", "Precision.HIGHEST"), ("tf32", "TF32_TF32_F32"), ("bfloat16", "BF16_BF16_F32")]
+)
+def test_a_precision_is_that_of_every_product(monkeypatch, precision, preset):
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+
+    def product(key, id_, kept, context):
+        return ClientUpdate(kept @ kept, jnp.ones(()), kept, ())
+
+    run = partial(engine.run_cohort, product, KEY, jnp.arange(2), jnp.ones(2, int), jnp.ones((2, 3, 3), jnp.float32), ())
+    assert preset in str(jax.make_jaxpr(lambda: run(precision=precision, lanes=1, devices=1)[0].total)())
 
 
 def test_padding_is_not_counted_even_where_it_is_not_finite():
@@ -172,7 +216,7 @@ def test_lanes_follow_the_memory_that_is_free(monkeypatch):
 
 
 def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
-    monkeypatch.setattr(engine, "_on_cpu", lambda: False)
+    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
     context, kept = problem(IDS)
 
     def total(rate):

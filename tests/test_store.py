@@ -203,6 +203,9 @@ def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": test}, store="memory")
+    some = Evaluator(lambda key, state, data: state.seen, data.select(np.array([5, 2])), known=True)
+    with pytest.raises(ValueError, match="'t' of known clients must have the data of all of them"):
+        simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": some}, store="memory")
     fewer = data.select(np.arange(5))
     known = Evaluator(rounds_done, data, known=True)
     with pytest.raises(ValueError, match="have 7 clients and the training 5"):
@@ -218,7 +221,7 @@ def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
     )
     with pytest.raises(ValueError, match="PRNG key"):
         simulate(keyed, data, key=KEY, rounds=1, store="memory")
-    monkeypatch.setattr(fm.engine, "free_host_bytes", lambda: 200)
+    monkeypatch.setattr(fm.runtime, "free_host_bytes", lambda: 200)
     with pytest.raises(ValueError, match=r"N=7 clients, .* but only 200 bytes are free"):
         simulate(algorithm, data, key=KEY, rounds=1, store="memory")
     (tmp_path / "file").write_text("")

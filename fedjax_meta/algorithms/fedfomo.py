@@ -118,7 +118,7 @@ def fedfomo(
             row = jnp.zeros(count).at[chosen].set(share)
             return row.at[place].add(1 - jnp.sum(share)), preference.at[cohort.ids[chosen]].add(weight)
 
-        matrix, preference = map_lanes(one, (jnp.arange(count), cohort.memory))
+        matrix, preference = map_lanes(one, (jnp.arange(count), cohort.memory), lanes=options.get("lanes"))
         return combine(matrix, cohort.personal), preference
 
     def new_client(key: Key, state: State, support: ClientView) -> Variables:

@@ -268,7 +268,8 @@ def fedmeta(
         All are tried with the same key, hence on the same batches, and the winner is adapted just as it was tried.
         """
         shared = masks.split(state.model, personal_model)[1]
-        scores = map_lanes(lambda part: adapt(key, masks.merge(part, shared), support)[1], state.personal)
+        tried = lambda part: adapt(key, masks.merge(part, shared), support)[1]  # noqa: E731
+        scores = map_lanes(tried, state.personal, lanes=options.get("lanes"))
         # Not a number is the least of all to `argmin`, but a part that diverged must not be the choice of everybody.
         best = jnp.argmin(jnp.where(state.seen & ~jnp.isnan(scores), scores, jnp.inf))
         part = jax.tree.map(

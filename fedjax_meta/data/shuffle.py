@@ -8,6 +8,8 @@ of one index by itself, for any size, even a traced one: a batch costs its own l
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta import runtime
+
 ROUNDS = 24
 """Rounds of the shuffle. Each leaves an element in place with probability 1/2, so 2^-24 of all elements never move."""
 
@@ -31,17 +33,21 @@ def permuted(keys: jax.Array, index: jax.Array, size: jax.Array | int) -> jax.Ar
     size = jnp.maximum(jnp.asarray(size, jnp.int32), 1)
     index = jnp.clip(index, 0, size - 1)
 
-    def one_round(index: jax.Array, keys: jax.Array) -> tuple[jax.Array, None]:
-        partner = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32) - index
+    pivots = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32)
+
+    def one_round(index: jax.Array, pivot_and_salt: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        pivot, salt = pivot_and_salt
+        partner = pivot - index
         partner = jnp.where(partner < 0, partner + size, partner)
         # Both members of a pair must see the same coin, so it hangs on the larger of the two.
-        coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), keys[..., 1])
+        coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), salt)
         return jnp.where(coin, partner, index), None
 
     # A loop is what XLA does not fuse: it would compute an index anew for every number of its image. On a CPU its steps cost
     # nothing and one round compiles sooner than many; elsewhere each is a launch.
-    unroll = 1 if jax.default_backend() == "cpu" else ROUNDS // 2
-    return jax.lax.scan(one_round, index, jnp.moveaxis(keys, -2, 0), unroll=unroll)[0]
+    unroll = 1 if runtime.on_cpu() else ROUNDS // 2
+    by_round = jax.tree.map(lambda words: jnp.moveaxis(words, -1, 0), (pivots, keys[..., 1]))
+    return jax.lax.scan(one_round, index, by_round, unroll=unroll)[0]
 
 
 def _hash(x: jax.Array, salt: jax.Array) -> jax.Array:

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_meta import runtime
+
 CACHE_FORMAT = 1
 """Written into every cached file; raised when the meaning of its contents changes."""
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
-CACHE_VARIABLE = "FEDJAX_META_CACHE"
 
 BUNDLED = ("mnist_small", "digits")
 """Sets that a Python package ships: they need no preparation."""
@@ -98,7 +99,7 @@ def load(
         return read_npz(text)
     if text == "digits":
         return _split_official(*_digits(), 10, text, "scikit-learn's 8x8 digits; it has no official split")
-    cache = Path(cache_dir or os.environ.get(CACHE_VARIABLE) or _user_cache())
+    cache = Path(cache_dir) if cache_dir else runtime.cache_folder()
     if text == "mnist_small":
         path = _mnist_small_path()
         arrays = _cached(cache, text, _fingerprint([path]), lambda: _mnist_small(path))
@@ -442,10 +443,6 @@ def _quiet() -> Iterator[None]:
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedjax_meta"
-
-
 def _fingerprint(files: list[Path]) -> str:
     """Identifies prepared data by the paths, sizes and times of its files, without reading them."""
     digest = hashlib.blake2b(digest_size=16)
@@ -504,7 +501,7 @@ def _write_cache(cache: Path, name: str, fingerprint: str, arrays: dict[str, np.
     except OSError as error:
         warnings.warn(
             f"decoded {name!r} is not cached, the next start decodes it again: cannot write {cache} ({error.strerror}); "
-            f"{CACHE_VARIABLE} names another folder",
+            f"{runtime.CACHE_VARIABLE} names another folder",
             stacklevel=2,
         )
         if temporary is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedjax_meta import runtime
 from fedjax_meta.data import sources
 from fedjax_meta.data.sources import from_arrays, last_fifth, load
 
@@ -206,7 +207,7 @@ def test_a_failed_write_leaves_nothing_behind(prepared, tmp_path, monkeypatch):
 def test_environment_names_data_and_cache(prepared, tmp_path, monkeypatch):
     data_dir, _ = prepared
     monkeypatch.setenv(sources.DATA_DIR_VARIABLE, str(data_dir))
-    monkeypatch.setenv(sources.CACHE_VARIABLE, str(tmp_path / "named"))
+    monkeypatch.setenv(runtime.CACHE_VARIABLE, str(tmp_path / "named"))
     assert len(load("toy").y_train) == 40
     assert len(list((tmp_path / "named").glob("toy-*.npz"))) == 1
 
