@@ -144,6 +144,7 @@ def test_uneven_clients_are_compared_on_as_many_devices():
 def experiment(folder, body):
     """A module that `python -m experiments.mine` runs in `folder`."""
     (folder / "experiments").mkdir()
+    (folder / "experiments" / "__init__.py").touch()
     (folder / "experiments" / "mine.py").write_text("import os, pathlib, sys, time\n" + body)
 
 
