@@ -215,7 +215,7 @@ def main(
     if worker:
         one_count_of_devices()
         return
-    console, about = Console(), environment()
+    console, about = Console(width=max(Console().width, 120)), environment()
     axes = axis or list(AXES)
     for name in axes:
         if name in ("population", "store") and most < 100:
