@@ -1,4 +1,8 @@
-"""FedJAX 0.0.17: its federated averaging with the backend that compiles each step of a client."""
+"""FedJAX 0.0.17: its federated averaging with the backend that compiles each step of a client, on one device.
+
+Its backend for several devices calls functions that JAX 0.10 no longer has (`jax.device_put_sharded`). Its batches are always
+full: the last one of a client begins a second pass over the samples.
+"""
 
 from typing import Any
 
@@ -9,6 +13,8 @@ from _workloads import Job
 
 # FedJAX was written before JAX removed these names.
 jax.tree_map = jax.tree.map
+# Everyone computes in float32.
+jax.config.update("jax_default_matmul_precision", "float32")
 
 import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402
@@ -54,4 +60,5 @@ def serve(peer: str, job: Job, turns: Any) -> None:
             cohort = [(b"%d" % i, clients[i], key) for i, key in zip(job.cohort(rng), keys, strict=True)]
             state, _ = algorithm.apply(state, cohort)
             jax.block_until_ready(state.params)
+    turns.device_bytes = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     turns.results = {name: np.asarray(value) for name, value in state.params.items()}

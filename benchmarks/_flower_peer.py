@@ -1,6 +1,7 @@
 """Flower's simulation engine: a server that sends the model to Ray actors, which train as plain PyTorch does."""
 
 import functools
+import os
 import time
 from typing import Any
 
@@ -13,7 +14,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-ACTORS = 2
+# One a core. (`fedjax_meta.runtime.cores` counts the same, but importing it would count as Flower's memory.)
+ACTORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

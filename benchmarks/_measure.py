@@ -1,6 +1,7 @@
 """What all benchmarks measure alike: compile time, run times side by side, XLA's own account of work and memory, rows."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+# JAX reads this when it first computes: others on the same accelerator (workers, PyTorch) get memory too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def environment() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _torch_peers import load, named, network, samples
+from _torch_peers import DEVICE, load, named, network, samples
 from _workloads import Job
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.algorithm.base import NNAlgorithmParams
@@ -73,3 +73,5 @@ def serve(peer: str, job: Job, turns: Any) -> None:
     next(turns)
     FederatedAveraging().run(rounds, backend, model, train, NNEvalHyperParams(local_batch_size=None), [_Turn(turns)])
     turns.results = named(job, parameters)
+    if DEVICE.type == "cuda":
+        turns.device_bytes = torch.cuda.max_memory_allocated()

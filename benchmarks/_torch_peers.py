@@ -12,6 +12,10 @@ from torch.nn import functional
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+# Everyone computes in float32; Flower's actors and pfl-research import this module too.
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+torch.backends.cudnn.benchmark = True
+
 
 def network(model: str) -> nn.Module:
     """The workload's network; pooling stands before ReLU, which gives the same numbers with less work."""
@@ -227,8 +231,6 @@ def serve(peer: str, job: Job, turns: Any) -> None:
     torch.set_num_threads(job.threads)
     if "compile" not in peer:  # the number of threads is compiled in
         turns.set_threads = torch.set_num_threads
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = True
     own: list[torch.Tensor] = []
     if job.workload.rule == "private":
         made = sequential_private(job) if peer == "torch" else vmapped_private(job, compiled="compile" in peer)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from _workloads import WORKLOADS, Job, parameters
+from _workloads import Job, parameters, workload
 
 MODULES = {
     "fedjax_meta": "_house",
@@ -53,12 +53,15 @@ class Turns(Iterator[None]):
         self._begin = time.perf_counter()
 
 
-def main(peer: str, workload: str, threads: str, recorded: str) -> None:
-    """Serves one peer; `recorded` is "" or a file with the samples to compare results on, which get written beside it."""
+def main(peer: str, name: str, threads: str, recorded: str) -> None:
+    """Serves one peer on the workload `name`.
+
+    `recorded` is "" or a file with the samples to compare results on, which get written beside it.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     turns = Turns(out)
-    case = WORKLOADS[workload]
+    case = workload(name)
     if recorded:
         with np.load(recorded) as file:
             job = Job(case, file["x"], file["y"], dict(parameters(case.model)), shuffle=False, threads=int(threads))

@@ -86,6 +86,21 @@ WORKLOADS = {
 }
 
 
+def workload(name: str) -> Workload:
+    """One of `WORKLOADS` by its name, or with "-C" behind it (W1-500, W2-500): then with cohorts of C, and at least C clients.
+
+    Raises:
+      ValueError: there is none of this name.
+    """
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    stem, _, cohort = name.rpartition("-")
+    base = WORKLOADS.get(stem) or WORKLOADS.get(f"{stem}-5")
+    if base is None or not cohort.isdecimal() or int(cohort) == 0:
+        raise ValueError(f"{name!r} is unknown; allowed are {', '.join(WORKLOADS)}, also with a cohort's size behind: W1-500")
+    return dataclasses.replace(base, cohort_size=int(cohort), num_clients=max(base.num_clients, int(cohort)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a worker is to run.

@@ -20,12 +20,14 @@ def main(
     rows.unlink(missing_ok=True)
     patience = ["--rounds", "5", "--patience", "10"] if quick else []
     few = ["--repeats", "3", "--most", "100000", "--cohort", "1024"] if quick else []
-    turns = ["--repeats", "3", "--epochs", "1"] if quick else []
+    turns = ["--repeats", "3"] if quick else []
+    starts = ["--repeats", "1"] if quick else []
     for command in (
         ["peers.py", *patience, "--output", rows],
         ["scaling.py", *few, "--output", rows],
         ["second_order.py", "--output", rows],
         ["systems.py", *turns, "--output", rows],
+        ["start.py", *starts, "--output", rows],
         ["roofline.py", rows, "--figure", folder / "roofline.png"],
     ):
         subprocess.run([sys.executable, str(HERE / command[0]), *map(str, command[1:])], check=True)

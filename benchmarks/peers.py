@@ -20,7 +20,7 @@ import numpy as np
 import typer
 from _measure import Spread, environment, product_ceiling, write_row
 from _worker import MODULES
-from _workloads import WORKLOADS, Job, Workload, parameters
+from _workloads import WORKLOADS, Job, parameters, workload
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +37,7 @@ CHOOSING = ("torch", "torch.func.vmap", "pfl-research")
 class Worker:
     """A simulator that waits for its turn."""
 
-    def __init__(self, peer: str, workload: str, threads: int, recorded: str = "") -> None:
+    def __init__(self, peer: str, name: str, threads: int, recorded: str = "") -> None:
         """Starts it; the other arguments are those of `_worker.main`."""
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
@@ -50,7 +50,7 @@ class Worker:
             settings["OMP_NUM_THREADS"] = str(threads)
         self._errors = tempfile.TemporaryFile("w+")  # it lives as long as the worker
         self._process = subprocess.Popen(
-            [sys.executable, str(folder / "_worker.py"), peer, workload, str(threads), recorded],
+            [sys.executable, str(folder / "_worker.py"), peer, name, str(threads), recorded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -121,7 +121,7 @@ def differences(name: str, peers: list[str], folder: str) -> dict[str, float | s
     """The largest difference of any parameter from this library's after the same round, for each peer; or what went wrong."""
     import _house
 
-    case = WORKLOADS[name]
+    case = workload(name)
     expected = _house.one_round_by_hand(Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=1))
     file = f"{folder}/{name}.npz"
     np.savez(file, x=expected.pop("x"), y=expected.pop("y"))
@@ -169,7 +169,7 @@ def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) ->
 
 def row_of(name: str, peer: str, result: dict[str, Any], ceiling: float) -> dict[str, Any]:
     """What is written of one peer on one workload."""
-    case: Workload = WORKLOADS[name]
+    case = workload(name)
     begin = {"benchmark": "peers", "case": name, "peer": peer, "threads": result.get("threads", threads_of(peer))}
     if "error" in result:
         return {**begin, "error": result["error"]}
@@ -192,7 +192,10 @@ def row_of(name: str, peer: str, result: dict[str, Any], ceiling: float) -> dict
 
 
 def main(
-    case: Annotated[list[str] | None, typer.Option(help=f"Workloads; all by default. {', '.join(WORKLOADS)}.")] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Workloads; all by default. {', '.join(WORKLOADS)}; with another cohort: W1-500, W2-500."),
+    ] = None,
     peer: Annotated[list[str] | None, typer.Option(help=f"Simulators; all by default. {', '.join(MODULES)}.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Rounds to time, after the first two.")] = 10,
     patience: Annotated[
@@ -204,9 +207,13 @@ def main(
     """Times a round of every simulator that is installed on every workload, side by side."""
     console = Console(width=max(Console().width, 150))
     names, wanted = case or list(WORKLOADS), peer or list(MODULES)
-    for value, allowed, option in [*((n, WORKLOADS, "--case") for n in names), *((p, MODULES, "--peer") for p in wanted)]:
-        if value not in allowed:
-            raise typer.BadParameter(f"{value!r} is unknown; allowed are {', '.join(allowed)}", param_hint=option)
+    try:
+        rules = {name: workload(name).rule for name in names}
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--case") from None
+    for value in wanted:
+        if value not in MODULES:
+            raise typer.BadParameter(f"{value!r} is unknown; allowed are {', '.join(MODULES)}", param_hint="--peer")
     present = [p for p in wanted if installed(p)]
     for missing in [p for p in wanted if p not in present]:
         console.print(f"{missing} is not installed and left out.")
@@ -228,7 +235,7 @@ def main(
         table.add_column(heading, no_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            able = [p for p in present if p in ABLE.get(WORKLOADS[name].rule, MODULES)]
+            able = [p for p in present if p in ABLE.get(rules[name], MODULES)]
             with console.status("") as status:
                 status.update(f"{name}: comparing results")
                 differ = differences(name, [p for p in able if p != "fedjax_meta"], folder) if compare else {}

@@ -1,6 +1,7 @@
 """A roofline figure from the rows of `peers.py`: what each simulator reaches of the measured matrix-product rate."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 import typer
 from _measure import copy_rate
-from _workloads import WORKLOADS, shapes
+from _workloads import MODELS, shapes, workload
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -16,9 +17,9 @@ from matplotlib import pyplot as plt
 
 def intensity(name: str) -> float:
     """Floating-point operations for each byte that a step must move at least: parameters, gradients and samples, once each."""
-    case = WORKLOADS[name]
-    parameters = 4 * sum(int(np.prod(shape)) for shape in shapes(case.model).values())
-    sample = {"mlp": 784, "lenet": 3072}[case.model]
+    case = workload(name)
+    parameters = 4 * sum(math.prod(shape) for shape in shapes(case.model).values())
+    sample = math.prod(MODELS[case.model][0])
     moved = 3 * parameters + sample * (case.batch_size + case.query_size)
     return case.flops / case.cohort_size / case.steps / moved
 

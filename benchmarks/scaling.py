@@ -158,17 +158,30 @@ def peak_bytes() -> int:
 
 
 def skew_cases() -> Cases:
-    """Uneven clients, and equal ones with as many samples; times are for cohorts that hold what a cohort of equal ones does."""
+    """Uneven clients, and equal ones with as many samples; times are for cohorts that hold what a cohort of equal ones does.
+
+    On several devices uneven clients may fill the time in which equal ones, five on two devices, leave one idle. What unevenness
+    costs by itself is seen on one device.
+    """
     rounds, cohort = 50, 5
     uneven = np.array(SKEWED)
     keys = [jax.random.split(jax.random.fold_in(jax.random.key(0), r), 3)[0] for r in range(rounds)]
     drawn = np.mean([uneven[np.asarray(engine.sample_cohort(key, len(uneven), cohort))].sum() for key in keys])
-    rule = mlp_rounds(cohort, batch_size=32)
     equal = np.full(len(uneven), round(uneven.mean()))
-    return {
-        "equal": lambda: Run(rule, federation(equal, pool=100_000), rounds),
-        "skewed": lambda: Run(rule, federation(uneven, pool=100_000), rounds, float(cohort * equal[0] / drawn)),
-    }
+    layouts: dict[str, int | None] = {"": None, ", 1 device": 1} if jax.device_count() > 1 else {"": None}
+    cases: Cases = {}
+    for where, devices in layouts.items():
+        rule = mlp_rounds(cohort, batch_size=32, devices=devices)
+        cases["equal" + where] = lambda rule=rule: Run(rule, federation(equal, pool=100_000), rounds)
+        cases["skewed" + where] = lambda rule=rule: Run(
+            rule, federation(uneven, pool=100_000), rounds, float(cohort * equal[0] / drawn)
+        )
+    return cases
+
+
+def base(axis: str, point: str, first: str) -> str:
+    """With which point one is compared: the first; uneven clients with equal ones on as many devices."""
+    return point.replace("skewed", "equal") if axis == "skew" and point.startswith("skewed") else first
 
 
 def one_count_of_devices() -> None:
@@ -202,14 +215,14 @@ def main(
     if worker:
         one_count_of_devices()
         return
-    console, about = Console(), environment()
+    console, about = Console(width=max(Console().width, 120)), environment()
     axes = axis or list(AXES)
     for name in axes:
         if name in ("population", "store") and most < 100:
             raise typer.BadParameter(f"{most} clients are too few for cohorts of 100", param_hint="--most")
         if name not in AXES:
             raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
-        table = Table(name, "round (s)", "quartiles", "against the first", "compile (s)", "kept by clients", "peak memory")
+        table = Table(name, "round (s)", "quartiles", "ratio", "compile (s)", "kept by clients", "peak memory")
         rows = {}
         with console.status(f"{name}: compiling and timing"):
             if name == "devices":
@@ -221,15 +234,16 @@ def main(
                 runs = {point: build() for point, build in cases.get(name, skew_cases)().items()}
                 times = interleaved(runs, repeats=repeats if name != "skew" else 3)
                 rows = {point: run.row(times[point]) for point, run in runs.items()}
-        first = next(iter(rows.values()))["seconds"]
         for point, row in rows.items():
             peak = row.setdefault("peak_bytes", peak_bytes())
+            against = base(name, point, next(iter(rows)))
+            row |= {"against": against, "ratio": row["seconds"] / rows[against]["seconds"]}
             write_row(output, {"benchmark": "scaling", "axis": name, "case": point, **row, **about})
             spread = f"{row['low']:.4f}-{row['high']:.4f}"
             kept = f"{row['state_bytes'] / 1e9:.3f} GB"
             compile_ = f"{row['compile_seconds']:.1f}"
-            cells = (f"{row['seconds']:.4f}", spread, f"{row['seconds'] / first:.2f}", compile_, kept, f"{peak / 1e9:.1f} GB")
-            table.add_row(point, *cells)
+            ratio = f"{row['ratio']:.2f} of {against}"
+            table.add_row(point, f"{row['seconds']:.4f}", spread, ratio, compile_, kept, f"{peak / 1e9:.1f} GB")
         console.print(table)
 
 

@@ -1,0 +1,180 @@
+"""The benchmarks' own rules: which workloads there are, what is compared with what, and that figures and clocks work."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # whose files import one another like that
+
+import check
+import roofline
+import scaling
+import start
+from _workloads import WORKLOADS, Workload, workload
+
+COMMITTED = Path(check.__file__).parent / "results" / "cpu.jsonl"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Workloads.
+
+
+def test_a_workload_can_have_another_cohort():
+    assert workload("W1-500") == Workload("mlp", 500, 1400, 500, 32)
+    assert workload("W2-500") == Workload("lenet", 500, 1050, 500, 32)
+    assert workload("W4-50") == Workload("mlp", 1000, 100, 50, 20)
+    assert workload("W3a-lenet-exact-50").cohort_size == workload("W3a-lenet-exact-50").num_clients == 50
+    assert workload("W1-5") == workload("W1")
+    assert {name: workload(name) for name in WORKLOADS} == WORKLOADS
+
+
+@pytest.mark.parametrize("name", ["W2", "W9", "W9-5", "W1-", "W1-0", "W1-x", "W1--5", ""])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="is unknown; allowed are W1"):
+        workload(name)
+
+
+# The roofline.
+
+
+def test_intensity_by_hand():
+    """S4: 20 samples a step, 879,200 operations a sample; 200 x 784 + 200 + 400 + 200 x 200 + 200 + 2,010 parameters."""
+    parameters = 200 * 784 + 200 + 400 + 200 * 200 + 200 + 2010
+    assert roofline.intensity("S4") == pytest.approx(20 * 879_200 / (3 * 4 * parameters + 20 * 784))
+
+
+def test_every_workload_can_be_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(roofline, "copy_rate", lambda: 10.0)
+    row = {"benchmark": "peers", "peer": "fedjax_meta", "seconds": 1.0, "gflops": 50.0, "ceiling_gflops": 100.0}
+    rows = write(tmp_path / "rows.jsonl", [{**row, "case": name} for name in [*WORKLOADS, "W1-500"]])
+    for file in (rows, COMMITTED):
+        figure = tmp_path / f"{file.stem}.png"
+        roofline.main(file, figure)
+        assert figure.stat().st_size > 10_000
+
+
+# Comparing with committed rows.
+
+
+def peer(name, seconds, case="W1"):
+    return {"benchmark": "peers", "case": case, "peer": name, "seconds": seconds, "platform": "cpu"}
+
+
+def point(axis, case, seconds):
+    return {"benchmark": "scaling", "axis": axis, "case": case, "seconds": seconds, "platform": "cpu"}
+
+
+def gradient(estimator, seconds, k=1):
+    row = {"benchmark": "second_order", "model": "mlp", "support": 32, "query": 32, "k": k}
+    return {**row, "estimator": estimator, "seconds": seconds, "platform": "cpu"}
+
+
+def test_the_fastest_other_is_one_that_both_have():
+    old = [peer("fedjax_meta", 1.0), peer("torch", 4.0), peer("Flower", 2.0), peer("FedJAX", 0.1)]
+    new = [peer("fedjax_meta", 1.0), peer("torch", 3.0), peer("FedJAX", 0.5, "W4"), {"benchmark": "peers"}]
+    assert check.compare(old, new) == {"W1: fedjax_meta / fastest other": (1 / 4, 1 / 3)}
+    assert check.compare(old, [peer("fedjax_meta", 1.0)]) == {}
+
+
+def test_what_is_compared_with_what():
+    rows = [
+        *(point("population", n, s) for n, s in (("1000", 2.0), ("1000000", 3.0))),
+        *(point("store", n, s) for n, s in (("device, 1000", 1.0), ("files, 1000", 5.0), ("files, 9", 7.0))),
+        *(point("skew", n, s) for n, s in (("equal", 1.0), ("skewed", 1.5))),
+        *(point("skew", f"{n}, 1 device", s) for n, s in (("equal", 2.0), ("skewed", 2.5))),
+        *(point("devices", n, s) for n, s in (("1", 1.0), ("2", 0.625))),
+        point("cohort", "64", 1.0),
+        gradient("first order", 4.0),
+        gradient("exact", 5.0),
+        gradient("torch.func, exact", 9.0),
+        gradient("exact", 5.0, k=2),
+    ]
+    assert check.ratios(check.times(rows)) == {
+        "population: 1000000 / 1000": 1.5,
+        "store: files, 1000 / device, 1000": 5.0,
+        "skew: skewed / equal": 1.5,
+        "skew: skewed, 1 device / equal, 1 device": 1.25,
+        "devices: 2 / 1": 0.625,
+        "mlp 32 32 1: exact / first order": 1.25,
+    }
+
+
+def test_committed_rows_have_every_kind_of_ratio():
+    rows = check.rows([COMMITTED])
+    both = check.compare(rows, rows)
+    kinds = ("W1: ", "population: ", "store: ", "skew: ", "devices: ", "mlp 32 32 1: exact", ": ditto / fedavg")
+    assert all(any(kind in name for name in both) for kind in kinds)
+    assert all(old == new for old, new in both.values())
+
+
+def test_a_ratio_that_grew_fails(tmp_path):
+    committed = tmp_path / "results"
+    committed.mkdir()
+    write(committed / "cpu.jsonl", [gradient("first order", 1.0), gradient("exact", 1.5)])
+    new = write(tmp_path / "new.jsonl", [gradient("first order", 2.0), gradient("exact", 3.6)])
+    check.main(new, committed, "cpu", 1.25)
+    with pytest.raises(typer.Exit) as stopped:
+        check.main(new, committed, "cpu", 1.15)
+    assert stopped.value.exit_code == 1
+    with pytest.raises(typer.BadParameter, match="no ratio of platform 'gpu' in common"):
+        check.main(new, committed, "gpu", 1.3)
+
+
+# Scaling.
+
+
+def test_uneven_clients_are_compared_on_as_many_devices():
+    names = list(scaling.skew_cases())
+    assert names == ["equal", "skewed", "equal, 1 device", "skewed, 1 device"]
+    assert [scaling.base("skew", name, "equal") for name in names] == ["equal", "equal", "equal", "equal, 1 device"]
+    assert scaling.base("population", "1000", "100") == "100"
+
+
+# Starts.
+
+
+def experiment(folder, body):
+    """A module that `python -m experiments.mine` runs in `folder`."""
+    (folder / "experiments").mkdir()
+    (folder / "experiments" / "__init__.py").touch()
+    (folder / "experiments" / "mine.py").write_text("import os, pathlib, sys, time\n" + body)
+
+
+def test_a_start_is_timed_to_the_first_saved_round(tmp_path, monkeypatch):
+    experiment(
+        tmp_path,
+        "assert sys.argv[1:4] == ['--dataset', 'mnist', '--out']\n"
+        "pathlib.Path(os.environ['FEDJAX_META_CACHE'], 'seen').touch()\n"
+        "time.sleep(0.2)\n"
+        "pathlib.Path(sys.argv[4], 'state', 'run', '1').mkdir(parents=True)\n"
+        "time.sleep(100)\n",
+    )
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    assert 0.2 < start.first_round("mine --dataset mnist", tmp_path / "run", tmp_path) < 30
+    assert (tmp_path / "seen").exists()
+
+
+def test_a_start_that_fails_says_why(tmp_path, monkeypatch):
+    experiment(tmp_path, "sys.exit('no such data')\n")
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    with pytest.raises(RuntimeError, match="no such data"):
+        start.first_round("mine", tmp_path / "run", tmp_path)
+
+
+def test_the_hosts_share_holds_what_it_does_after_a_block(monkeypatch):
+    """Half a second of it in every saving, so that it cannot be missed or taken for that of a program."""
+    monkeypatch.setitem(WORKLOADS, "tiny", Workload("mlp", 4, 20, 2, 10))
+    monkeypatch.setattr(start.checkpoint, "save", lambda *arguments: start.time.sleep(0.5))
+    row = start.host_share("tiny", blocks=2, rounds=2, save=True)
+    assert row["seconds"] > row["host_seconds"] >= 1.0  # after rounds 2 and 4; round 1 is not counted
+    assert row["host_seconds"] < 2
+    assert np.isclose(row["host_share"], row["host_seconds"] / row["seconds"])
+    assert start.host_share("tiny", blocks=2, rounds=2, save=False)["host_seconds"] < 0.5
