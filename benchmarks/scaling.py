@@ -22,7 +22,7 @@ from _measure import Spread, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, simulate, store
+from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, runtime, simulate, store
 from fedjax_meta.data.federated import FederatedData
 
 AXES = ("cohort", "population", "store", "skew", "devices")
@@ -193,7 +193,7 @@ def one_count_of_devices() -> None:
 
 def on_devices(count: int) -> dict[str, Any]:
     """The row of `count` devices, from a process of its own where they are a CPU's."""
-    if jax.default_backend() != "cpu":
+    if not runtime.on_cpu():
         data = federation(np.full(1000, 100))
         run = Run(mlp_rounds(100, devices=count), data)
         return run.row(interleaved({"": run}, repeats=10)[""])
@@ -226,7 +226,7 @@ def main(
         rows = {}
         with console.status(f"{name}: compiling and timing"):
             if name == "devices":
-                rows = {str(n): on_devices(n) for n in (1, 2, 4, 8) if _on_cpu() or n <= jax.device_count()}
+                rows = {str(n): on_devices(n) for n in (1, 2, 4, 8) if runtime.on_cpu() or n <= jax.device_count()}
             elif name == "store":
                 rows = store_rows(most, repeats)
             else:
@@ -245,10 +245,6 @@ def main(
             ratio = f"{row['ratio']:.2f} of {against}"
             table.add_row(point, f"{row['seconds']:.4f}", spread, ratio, compile_, kept, f"{peak / 1e9:.1f} GB")
         console.print(table)
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 if __name__ == "__main__":
