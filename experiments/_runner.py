@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import logging
 import platform
 import shlex
 import sys
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
@@ -127,11 +125,6 @@ def prepare(devices: int | None, compile_cache: bool, *, cohort_size: int) -> in
         jax.config.update("jax_num_cpu_devices", devices)
     if not compile_cache:
         jax.config.update("jax_enable_compilation_cache", False)
-    # The library says there how much memory a population takes.
-    library = logging.getLogger("fedjax_meta")
-    if not library.handlers:
-        library.addHandler(RichHandler(console=errors, show_time=False, show_level=False, show_path=False))
-        library.setLevel(logging.INFO)
     available = len(jax.devices())
     if devices is not None and devices > available:
         raise ValueError(f"--devices {devices}, but JAX sees {available} ({jax.devices()[0].platform})")

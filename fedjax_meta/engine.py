@@ -111,7 +111,7 @@ def share(tree: Any, placed: Sharding) -> Any:
 def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None, *, look_first: bool = True) -> Any:
     """What clients `ids` `[N]` begin with: leaves `[N, ...]` of `begin(client id)`, parted among the devices if these divide N.
 
-    With `look_first`, how many bytes that takes is logged before they are taken (logger `fedjax_meta`, level INFO).
+    With `look_first`, how many bytes that takes is said before they are taken, see `announce`.
 
     Raises:
       ValueError: more bytes than are free, with `look_first`.
@@ -127,7 +127,7 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
     free, where = free_bytes(mesh.local_devices[0]), "this host" if runtime.on_cpu() else "each device"
     sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
     if look_first:
-        _log.info("what clients keep takes %s; %s are free", sizes, amount(free))
+        announce(sizes, need, free)
     if look_first and need > free:
         raise ValueError(
             f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or let them wait "
@@ -135,6 +135,12 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
         )
     placed = NamedSharding(mesh, _SLICE if parts > 1 else _WHOLE)
     return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
+
+
+def announce(sizes: str, need: int, free: int) -> None:
+    """Logs what clients keep (logger `fedjax_meta`): as a warning, which everybody sees, from a tenth of what is free on."""
+    level = logging.WARNING if need > free / 10 else logging.INFO
+    _log.log(level, "what clients keep takes %s; %s are free", sizes, amount(free))
 
 
 def free_bytes(device: Any) -> int:

@@ -6,7 +6,6 @@ keep and hold. What a round costs does not depend on how many clients wait. Axis
 """
 
 import dataclasses
-import logging
 import math
 import os
 import shutil
@@ -31,8 +30,6 @@ ROWS = ("personal", "memory", "seen")
 """Fields of a `State` whose leaves are `[N, ...]`."""
 
 _PART_BYTES = 2**26
-
-_log = logging.getLogger("fedjax_meta")
 
 
 def begin(algorithm: Algorithm, key: Key, data: FederatedData, where: str | Path) -> State:
@@ -227,7 +224,7 @@ def _allocate(like: State, where: str | Path) -> dict[str, Any]:
         Path(where).mkdir(parents=True, exist_ok=True)
         free, place = shutil.disk_usage(where).free, str(where)
     sizes = f"{engine.amount(need)} in {place} (N={count} clients, {engine.amount(each)} each)"
-    _log.info("what clients keep takes %s; %s are free", sizes, engine.amount(free))
+    engine.announce(sizes, need, free)
     if need > free:
         raise ValueError(f"store: what clients keep takes {sizes}, but only {engine.amount(free)} are free")
 

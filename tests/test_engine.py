@@ -239,6 +239,7 @@ def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(c
         population = engine.populate(lambda _: each, jnp.arange(10), 2)
     # 12 float64 and one int32: 100 bytes a client.
     assert "1 kB on this host (N=10 clients, 100 bytes each, 2 parts on 2 devices)" in caplog.text
+    assert caplog.records[-1].levelno == logging.INFO
     assert {shard.data.shape for shard in population["w"].addressable_shards} == {(5, 3, 4)}
     assert {shard.data.shape for shard in engine.populate(lambda _: each, jnp.arange(9), 2)["w"].addressable_shards} == {
         (9, 3, 4)
@@ -246,10 +247,12 @@ def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(c
     assert engine.populate(lambda _: (), jnp.arange(10), 2) == ()
 
 
-def test_more_than_is_free_is_refused_with_numbers(monkeypatch):
+def test_more_than_is_free_is_refused_with_numbers(monkeypatch, caplog):
     monkeypatch.setattr(engine, "free_bytes", lambda device: 5_000_000)
     data, algorithm = problems.data(), fm.fedper(problems.task(), cohort_size=2)
     assert algorithm.init(KEY, data).seen.shape == (7,)
+    engine.announce("800 kB", 800_000, 5_000_000)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(ValueError, match=r"takes 6 MB on this host \(N=1000 .*, but only 5 MB are free"):
         engine.populate(lambda _: jnp.ones(750), jnp.arange(1000), 1)
     with pytest.raises(ValueError, match=r"takes 6.01 MB on this host \(N=501 .* 1 parts on 2 devices"):
