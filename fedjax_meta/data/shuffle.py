@@ -5,6 +5,8 @@ swap-or-not shuffle (Hoang, Morris, Rogaway: "An enciphering scheme based on a c
 of one index by itself, for any size, even a traced one: a batch costs its own length, and nothing is padded.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -35,19 +37,17 @@ def permuted(keys: jax.Array, index: jax.Array, size: jax.Array | int) -> jax.Ar
 
     pivots = (keys[..., 0] % size.astype(jnp.uint32)).astype(jnp.int32)
 
-    def one_round(index: jax.Array, pivot_and_salt: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        pivot, salt = pivot_and_salt
+    def one_round(r: Any, index: jax.Array) -> jax.Array:
+        pivot, salt = (jax.lax.dynamic_index_in_dim(of, r, -1, keepdims=False) for of in (pivots, keys[..., 1]))
         partner = pivot - index
         partner = jnp.where(partner < 0, partner + size, partner)
         # Both members of a pair must see the same coin, so it hangs on the larger of the two.
         coin = _hash(jnp.maximum(index, partner).astype(jnp.uint32), salt)
-        return jnp.where(coin, partner, index), None
+        return jnp.where(coin, partner, index)
 
     # A loop is what XLA does not fuse: it would compute an index anew for every number of its image. On a CPU its steps cost
     # nothing and one round compiles sooner than many; elsewhere each is a launch.
-    unroll = 1 if runtime.on_cpu() else ROUNDS // 2
-    by_round = jax.tree.map(lambda words: jnp.moveaxis(words, -1, 0), (pivots, keys[..., 1]))
-    return jax.lax.scan(one_round, index, by_round, unroll=unroll)[0]
+    return jax.lax.fori_loop(0, ROUNDS, one_round, index, unroll=1 if runtime.on_cpu() else ROUNDS // 2)
 
 
 def _hash(x: jax.Array, salt: jax.Array) -> jax.Array:
