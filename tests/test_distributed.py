@@ -1,5 +1,6 @@
-"""Two processes over loopback are one run: the same cohorts, the same numbers, and a way on when one of them is lost."""
+"""Several devices, and two processes over loopback, are one run: the same numbers, and a way on when a process is lost."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -69,6 +70,30 @@ def test_two_processes_run_what_one_runs(tmp_path, alone):
     expected = test(jax.random.key(0), alone[0], data)  # this algorithm does nothing at random in a test
     np.testing.assert_array_equal(found["confusion"], expected.confusion)
     np.testing.assert_allclose(found["loss"], expected.loss, rtol=1e-12)
+
+
+def test_any_number_of_devices_runs_the_same():
+    code = """
+from tests.process import federation
+import jax, numpy as np, fedjax_meta as fm
+from tests import problems
+jax.config.update("jax_enable_x64", True)
+assert jax.device_count() == 8
+found = {}
+for devices in (1, 2, 4, 8):
+    algorithm, data = federation(devices=devices)
+    state, records = fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=3, eval_every=3)
+    assert len(state.personal["head"]["w"].sharding.device_set) == devices
+    found[devices] = jax.tree.map(np.asarray, (state, records[-1].metrics))
+for devices in (2, 4, 8):
+    assert np.array_equal(found[1][0].seen, found[devices][0].seen)
+    assert problems.distance(found[1], found[devices]) < 1e-12
+"""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_lost_process_ends_the_run_with_a_message_and_a_state_to_go_on_from(tmp_path, alone):
