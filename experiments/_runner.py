@@ -5,9 +5,7 @@ import functools
 import json
 import platform
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -177,10 +175,10 @@ def run_all(plans: Sequence[Plan], folder: Path, *, resume: bool) -> dict[str, l
     """
     results: dict[str, list[dict[str, Any]]] = {}
     started = time.perf_counter()
-    with _display(len(plans)) as display, ctrl_c() as check:
+    with _display(len(plans)) as display:
         for number, plan in enumerate(plans, 1):
             try:
-                results[plan.name] = _run(plan, folder / "state" / plan.name, display, number, check, resume=resume)
+                results[plan.name] = _run(plan, folder / "state" / plan.name, display, number, resume=resume)
             except KeyboardInterrupt:
                 saved = checkpoint.latest_round(folder / "state" / plan.name)
                 where = f"round {saved} of {plan.title!r}" if saved else "the runs before it"
@@ -231,36 +229,7 @@ def times(results: Mapping[str, list[dict[str, Any]]]) -> tuple[float, float]:
     return sum(row["seconds"] for row in rows), sum(row["compile_seconds"] for row in rows)
 
 
-@contextlib.contextmanager
-def ctrl_c() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises `KeyboardInterrupt` once Ctrl-C was pressed.
-
-    The exception that Python raises by itself gets lost where it meets a destructor or a library's callback.
-    """
-    pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def note(number: int, frame: Any) -> None:
-        pressed.append(number)
-        before(number, frame)
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _run(
-    plan: Plan, folder: Path, display: "_Display", number: int, check: Callable[[], None], *, resume: bool
-) -> list[dict[str, Any]]:
+def _run(plan: Plan, folder: Path, display: "_Display", number: int, *, resume: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     state = None
     if resume:
@@ -276,11 +245,6 @@ def _run(
             rows[:] = [*map(report.without_confusion, rows), report.compact(record)]
             checkpoint.save(folder, state, rows, plan.config)
             display.record(rows[-1])
-            check()
-
-        def on_progress(done: int, metrics: Mapping[str, np.ndarray]) -> None:
-            display.progress(done, metrics)
-            check()
 
         simulate(
             plan.algorithm,
@@ -292,7 +256,7 @@ def _run(
             state=state,
             store=plan.store,
             on_record=on_record,
-            on_progress=on_progress,
+            on_progress=display.progress,
         )
     display.end(rows)
     return rows

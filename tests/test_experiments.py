@@ -1,6 +1,5 @@
 """The experiment scripts as a user meets them: tables of systems, errors, stopping, killing and resuming."""
 
-import contextlib
 import json
 import os
 import re
@@ -209,17 +208,6 @@ def test_numbers():
     assert _runner.numbers("3, 1", "--seeds") == [3, 1]
     with pytest.raises(ValueError, match="at least one"):
         _runner.numbers(",", "--seeds")
-
-
-def test_ctrl_c_is_not_forgotten_where_its_exception_gets_lost():
-    before = signal.getsignal(signal.SIGINT)
-    with _runner.ctrl_c() as check:
-        check()
-        with contextlib.suppress(KeyboardInterrupt):  # as a destructor would
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            check()
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 # A real process, stopped and killed.
