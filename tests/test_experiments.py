@@ -217,15 +217,20 @@ def start(out, cache, *words):
     command = [sys.executable, "-m", "experiments.fedmeta_per", "--dataset", "mnist_small", "--systems"]
     command += ["fedper,fedper_meta", "--rounds", "400", "--eval-every", "20", "--out", str(out), *words]
     environment = {**os.environ, "FEDJAX_META_CACHE": str(cache), "XLA_FLAGS": ""}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def until_round(process, folder, done):
