@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-# One a core. (`fedjax_meta.runtime.cores` counts the same, but importing it would count as Flower's memory.)
+# One a core; `fedjax_meta.runtime.cores` also knows of quotas, but importing it would count as Flower's memory.
 ACTORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
