@@ -19,8 +19,6 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_meta import checks, runtime
-from fedjax_meta.aggregate import WeightedSum, weigh
-from fedjax_meta.data.shuffle import permuted, round_keys
 from fedjax_meta.task import Key
 
 CLIENTS = "clients"
@@ -35,37 +33,21 @@ _log = logging.getLogger("fedjax_meta")
 
 
 class ClientUpdate(NamedTuple):
-    """What one client hands back after a round.
+    """What one client returns after a round.
 
     Attributes:
-      upload: a pytree that the server averages and nobody else sees.
-      weight: how much it counts: a scalar, or a prefix tree of `upload` when its parts count differently.
+      sums: a pytree that is added up over the cohort, e.g. an `aggregate.WeightedSum`; zeros for a client of negative id.
       kept: what the client keeps for its next round, in the structure in which it came.
-      outputs: what is wanted of every client by itself, any pytree; it comes back stacked.
+      outputs: what is wanted of each client separately, any pytree; it comes back stacked.
     """
 
-    upload: Any
-    weight: Any
+    sums: Any
     kept: Any
     outputs: Any
 
 
 ClientRule = Callable[[Key, jax.Array, Any, Any], ClientUpdate]
 """`(key, client id, kept, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
-
-
-def sample_cohort(key: Key, num_clients: int, cohort_size: int) -> jax.Array:
-    """C distinct client ids, int32 `[C]`, uniformly at random; the cost does not depend on N. The key is consumed.
-
-    Raises:
-      ValueError: a cohort larger than the population.
-    """
-    checks.count("cohort_size", cohort_size)
-    if cohort_size > num_clients:
-        raise ValueError(f"cohort_size={cohort_size} is more than the N={num_clients} clients there are")
-    if cohort_size == num_clients:
-        return jnp.arange(num_clients, dtype=jnp.int32)
-    return permuted(round_keys(key), jnp.arange(cohort_size, dtype=jnp.int32), num_clients)
 
 
 def client_mesh(devices: int | None = None) -> Mesh:
@@ -88,7 +70,7 @@ def replicate(tree: Any, devices: int | None = None) -> Any:
     return tree if mesh.size == 1 else jax.device_put(tree, NamedSharding(mesh, _WHOLE))
 
 
-def share(tree: Any, placed: Sharding) -> Any:
+def place_shared(tree: Any, placed: Sharding) -> Any:
     """A tree that is only read, wherever `placed` says; host devices read one copy of it in common.
 
     Nothing of the result may be donated: on a CPU its buffers are one and the same memory.
@@ -172,7 +154,7 @@ def run_cohort(
     devices: int | None = None,
     precision: str = "float32",
     move: bool = True,
-) -> tuple[WeightedSum, Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Runs a client rule for every client of a cohort.
 
     Neither `lanes`, nor `devices`, nor the order of the cohort changes a result by more than the rounding of the sum.
@@ -226,7 +208,7 @@ def run_cohort(
 
 def _run_slices(
     rule: ClientRule, lanes: int, mesh: Mesh, key: Key, ids: jax.Array, sizes: jax.Array, kept: Any, context: Any
-) -> tuple[WeightedSum, Any, Any]:
+) -> tuple[Any, Any, Any]:
     """`run_cohort` where nobody moves."""
     cohort_size = ids.shape[0]
     share = -(-cohort_size // mesh.size)
@@ -307,16 +289,15 @@ def _group(rule: ClientRule, lanes: int, key: Key, context: Any, ids: jax.Array,
     """`lanes` clients side by side; the upload is their weighted sum."""
 
     def one(client: jax.Array, kept: Any) -> ClientUpdate:
-        update = rule(jax.random.fold_in(key, client), client, kept, context)
-        weight = jax.tree.map(lambda w: jnp.where(client >= 0, w, 0), update.weight)
-        return update._replace(upload=weigh(update.upload, weight), weight=())
+        return rule(jax.random.fold_in(key, client), client, kept, context)
 
     if lanes == 1:
         update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], kept))
         kept, outputs = jax.tree.map(lambda leaf: leaf[None], (update.kept, update.outputs))
         return update._replace(kept=kept, outputs=outputs)
     update = jax.vmap(one)(ids, kept)
-    return update._replace(upload=jax.tree.map(lambda leaf: jnp.sum(leaf, 0), update.upload))
+    # With its type: JAX would sum uint32 in 64 bits where these are on, and lose the arithmetic modulo 2^32.
+    return update._replace(sums=jax.tree.map(lambda leaf: jnp.sum(leaf, 0, dtype=leaf.dtype), update.sums))
 
 
 def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: Any, context: Any) -> Any:
@@ -325,14 +306,14 @@ def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.
     # As a function of its own, a group is traced once, for its shapes and for the loop.
     group = jax.jit(partial(_group, rule, lanes))
     shapes = jax.eval_shape(group, key, context, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
-    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.upload)
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.sums)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape), leaf.dtype), shapes.outputs)
 
     def step(g: Any, carry: Any) -> Any:
         total, kept, outputs = carry
         update = group(key, context, ids[g], jax.tree.map(lambda leaf: leaf[g], kept))
         put = lambda leaf, new: leaf.at[g].set(new)  # noqa: E731
-        total = jax.tree.map(jnp.add, total, update.upload)
+        total = jax.tree.map(jnp.add, total, update.sums)
         return total, jax.tree.map(put, kept, update.kept), jax.tree.map(put, outputs, update.outputs)
 
     total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, kept, outputs))
@@ -369,7 +350,7 @@ def _least(number: float) -> float:
         return float(np.min(multihost_utils.process_allgather(np.float32(number))))
 
 
-def map_lanes(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:
+def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:
     """`function` over the leading axis of `inputs`, results stacked; `lanes` as in `run_cohort`, but all on an accelerator.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What one client does on its own data: gradients over batches, and training by them.
+"""Local training: what one client does on its own data.
 
-Nothing here knows that there are other clients. Loops have a traced number of steps, so a client's work follows its samples.
+Nothing here knows of other clients. Loops have a traced number of steps, so that the work of a client follows its samples.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import masks
-from fedjax_meta.data.federated import Batches, ClientView
-from fedjax_meta.task import Batch, Key, Task, Variables
+from fedjax_meta.data import Batches, ClientView
+from fedjax_meta.keys import tagged
+from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import Key, Mask, Params, Rate, Updates, Variables
 
 Loss = Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]
 
@@ -23,18 +25,17 @@ def train(
     variables: Variables,
     batches: Batches,
     optimizer: optax.GradientTransformation,
-    trainable: masks.Mask,
+    trainable: Mask,
 ) -> tuple[Variables, jax.Array]:
     """Minimises a loss by `batches.steps` steps of an optimiser that starts fresh.
 
     Args:
-      key: consumed; every batch gets its own.
+      key: each batch gets its own, folded from it.
       loss: `(variables, batch, key) -> (loss, variables)` as in `Task.loss`.
       variables: where to start.
       batches: the steps.
-      optimizer: any optax transformation.
-      trainable: mask of the leaves that the optimiser moves. Buffers among the others follow the loss; what is neither
-        trained nor a buffer stays as it is.
+      optimizer: an optax transformation, built with its rate.
+      trainable: mask of the leaves that the optimiser moves. Of the others, buffers follow the loss and the rest stays as it is.
 
     Returns:
       (variables, mean loss over the steps, each taken before its update).
@@ -50,7 +51,7 @@ def train_epochs(
     variables: Variables,
     view: ClientView,
     optimizer: optax.GradientTransformation,
-    trainable: masks.Mask,
+    trainable: Mask,
     *,
     epochs: int,
     batch_size: int,
@@ -67,9 +68,8 @@ def train_epochs(
     """
     if epochs == 0:
         return variables, jnp.zeros(())
-    order_key, key = jax.random.split(key)
-    batches = view.epochs(order_key, batch_size, epochs)
-    return train(key, loss, variables, batches if needed is True else batches.only_if(needed), optimizer, trainable)
+    batches = view.epochs(tagged(key, "order"), batch_size, epochs)
+    return train(tagged(key, "loss"), loss, variables, batches if needed is True else batches.only_if(needed), optimizer, trainable)
 
 
 def train_on(
@@ -79,7 +79,7 @@ def train_on(
     slots: Any,
     batches: Batches,
     optimizer: optax.GradientTransformation,
-    trainable: masks.Mask,
+    trainable: Mask,
 ) -> tuple[Variables, Any, jax.Array]:
     """`train` with an optimiser that goes on from `slots`; returns (variables, slots, mean loss)."""
     batches = batches.keyed(key)
@@ -102,24 +102,31 @@ def train_on(
     return variables, slots, total / jnp.maximum(batches.steps, 1)
 
 
-def proximal(loss: Loss, anchor: Variables, weight: Any) -> Loss:
-    """The loss plus `weight / 2 * ||v - anchor||^2` over all leaves (FedProx; also Ditto, pFedMe, FedAMP).
+def proximal_term(variables: Params, anchor: Params, weight: Rate, mask: Mask | None = None) -> jax.Array:
+    """`weight / 2 * ||variables - anchor||^2`, over all leaves or those of a mask; a scalar."""
+    moved = jax.tree.map(jnp.subtract, variables, anchor)
+    if mask is not None:
+        moved = masks.split(moved, mask)[0]
+    return weight / 2 * optax.tree.norm(moved, squared=True)
+
+
+def proximal(loss: Loss, anchor: Variables, weight: Rate) -> Loss:
+    """The loss plus `proximal_term` over all leaves (FedProx, Ditto, pFedMe, FedAMP).
 
     Leaves that are not trained, buffers among them, add to its value but not to its gradient.
     """
 
     def regularised(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         value, moved_on = loss(variables, batch, key)
-        distance = optax.tree.norm(optax.tree.sub(variables, anchor), squared=True)
-        return value + weight / 2 * distance, moved_on
+        return value + proximal_term(variables, anchor, weight), moved_on
 
     return regularised
 
 
-def parameter_loss(task: Task, buffers: Variables) -> Callable[[Any, tuple[Batch, Key]], jax.Array]:
+def parameter_loss(task: Task, buffers: Variables) -> Callable[[Params, tuple[Batch, Key]], jax.Array]:
     """The task's loss as a function of its trainable leaves alone, with the buffers held: what a meta-gradient works on."""
 
-    def loss(parameters: Any, sample: tuple[Batch, Key]) -> jax.Array:
+    def loss(parameters: Params, sample: tuple[Batch, Key]) -> jax.Array:
         batch, key = sample
         return task.loss(masks.merge(parameters, buffers), batch, key)[0]
 

@@ -5,6 +5,7 @@ function is traced and costs nothing when it runs. `split` leaves `None` where a
 an empty subtree, so both halves can be differentiated, averaged, optimised and stored like any other tree.
 """
 
+import enum
 import functools
 import re
 from collections.abc import Callable
@@ -12,14 +13,32 @@ from typing import Any
 
 import jax
 
+from fedjax_meta import checks
 from fedjax_meta.task import Task
+from fedjax_meta.types import Mask, PyTree, Roles
 
-Mask = Any
 MaskSpec = str | Callable[[Task], Mask] | Any
+"""A mask as a user writes it; see `resolve`."""
 
 
-def split(tree: Any, mask: Mask) -> tuple[Any, Any]:
-    """Parts a tree into (leaves where the mask is true, the others), each with `None` in place of the missing leaves.
+class Role(enum.StrEnum):
+    """What a federation does with one leaf of a model.
+
+    Attributes:
+      SHARED: trained by clients and averaged; the server optimiser moves it.
+      PERSONAL: stays with its client, one copy each.
+      BUFFER: not trained by gradients (batch-norm statistics, optimiser slots); the server takes the plain average.
+      FROZEN: never moves in training; stored once, never sent, without optimiser slots.
+    """
+
+    SHARED = "shared"
+    PERSONAL = "personal"
+    BUFFER = "buffer"
+    FROZEN = "frozen"
+
+
+def split(tree: PyTree, mask: Mask) -> tuple[PyTree, PyTree]:
+    """Splits a tree into (leaves where the mask is true, the others), each with `None` in place of the missing leaves.
 
     Example:
       >>> split({"body": 1, "head": 2}, {"body": False, "head": True})
@@ -30,7 +49,7 @@ def split(tree: Any, mask: Mask) -> tuple[Any, Any]:
     return selected, rest
 
 
-def merge(selected: Any, rest: Any) -> Any:
+def merge(selected: PyTree, rest: PyTree) -> PyTree:
     """The inverse of `split`: takes each leaf from the half that has it.
 
     Example:
@@ -60,7 +79,43 @@ def intersection(a: Mask, b: Mask) -> Mask:
     return jax.tree.map(lambda x, y: x and y, a, b)
 
 
-def variables_shape(task: Task) -> Any:
+def roles(personal: Mask, trainable: Mask, frozen: Mask | None = None) -> Roles:
+    """The role of each leaf of a model.
+
+    Args:
+      personal: the leaves that stay with their client.
+      trainable: the leaves that gradients move; of the others, those that are not personal are buffers.
+      frozen: the leaves that never move; none when not given. A leaf cannot be personal and frozen.
+
+    Example:
+      >>> own, moves = {"body": False, "head": True, "mean": False}, {"body": True, "head": True, "mean": False}
+      >>> {name: str(role) for name, role in roles(own, moves).items()}
+      {'body': 'shared', 'head': 'personal', 'mean': 'buffer'}
+    """
+
+    def role(own: bool, moves: bool, still: bool) -> Role:
+        if own and still:
+            raise ValueError("a leaf cannot be personal and frozen: a frozen leaf is the same for all clients")
+        if still:
+            return Role.FROZEN
+        if own:
+            return Role.PERSONAL
+        return Role.SHARED if moves else Role.BUFFER
+
+    return jax.tree.map(role, personal, trainable, nothing_like(personal) if frozen is None else frozen)
+
+
+def having(roles: Roles, *wanted: Role) -> Mask:
+    """True at the leaves that have one of the wanted roles."""
+    return jax.tree.map(lambda role: role in wanted, roles)
+
+
+def nothing_like(mask: Mask) -> Mask:
+    """False at every leaf."""
+    return jax.tree.map(lambda _: False, mask)
+
+
+def variables_shape(task: Task) -> PyTree:
     """The task's variables as a tree of `jax.ShapeDtypeStruct`; nothing is computed."""
     return jax.eval_shape(task.init, jax.random.key(0))
 
@@ -164,14 +219,18 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
         plain, *path = re.split(r"(?:^|\+)\s*(?=path:)", spec, maxsplit=1)
         words = [*(plain.split("+") if plain or not path else []), *path]
         return functools.reduce(union, [_named(word.strip(), task, name) for word in words])
-    structure: Any = jax.tree.structure(variables_shape(task))
-    # The tree of a model that is itself a function, as in Equinox, is callable too.
+    variables = variables_shape(task)
+    structure: Any = jax.tree.structure(variables)
+    # A model that is itself callable, as in Equinox, has callable masks too.
     is_tree = structure == jax.tree.structure(spec) and not any(map(callable, jax.tree.leaves(spec)))
     mask = spec if is_tree or not callable(spec) else spec(task)
+    odd = checks.first_missing_path(mask, variables)
+    if odd is not None:
+        raise ValueError(f"{name} must have a Python bool at every leaf of the task's variables, but {odd}")
     if structure != jax.tree.structure(mask):
         raise ValueError(f"{name} has structure {jax.tree.structure(mask)}, but the task's variables have {structure}")
     if not all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask)):
-        raise ValueError(f"{name} must hold a Python bool at every leaf: it is decided when a function is traced")
+        raise ValueError(f"{name} must hold Python bools, not arrays: a mask is read when a function is traced")
     return mask
 
 

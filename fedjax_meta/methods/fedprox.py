@@ -8,34 +8,33 @@ Algorithm 2. The local objective is f_i(w) + mu/2 ||w - w^t||^2.
 | mu | `prox_weight` | scalar |
 | w^t | `received.model` | like the model |
 
-Differs from the paper: a client always finishes its epochs unless the federation says otherwise. Clients are sampled uniformly
-and count by their samples, as in the authors' code.
+Differs from the paper: a client finishes its epochs unless the federation's `participation` says otherwise. Clients are sampled
+uniformly and count by their samples, as in the authors' code.
 """
-
-from typing import Any, Unpack
 
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import client_weight
-from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
-from fedjax_meta.data.federated import ClientData
-from fedjax_meta.task import Key, Task
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import ClientData
+from fedjax_meta.method import Method, Received, Reduction, Trained, received_model
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Rate
 
 
+@method_builder
 def fedprox(
     task: Task,
     *,
-    prox_weight: Any = 1.0,
-    lr: Any = 0.01,
+    prox_weight: Rate = 1.0,
+    lr: Rate = 0.01,
     epochs: int = 20,
     batch_size: int = 10,
     personal: masks.MaskSpec = "none",
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
+) -> Method:
     """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0.
 
-    Every client, known or new, tests with the server's model; a new one begins with the server's personal leaves, if any.
+    All clients, known or new, test with the server's model and their own personal leaves, if there are any.
     """
     checks.not_negative("prox_weight", prox_weight)
     checks.positive("lr", lr)
@@ -47,14 +46,10 @@ def fedprox(
         loss = local.proximal(task.loss, received.model, prox_weight)
         passes = {"epochs": epochs, "batch_size": batch_size}
         model, value = local.train_epochs(key, loss, received.model, data["train"], optax.sgd(lr), trainable, **passes)
-        return Trained(model, client_weight("samples", data), {"loss": value})
+        return Trained(model, {"loss": value})
 
-    return federated(
-        init=task.init,
-        client=client,
-        personalize=lambda key, received, support: received.model,
-        predict=task.predict,
-        personal=masks.resolve(personal, task, name="personal"),
-        trainable=trainable,
-        **options,
-    )
+    roles = masks.roles(masks.resolve(personal, task, name="personal"), trainable)
+    return Method(init=task.init, client=client, personalize=received_model, predict=task.predict, roles=roles)
+
+
+REDUCES_TO = (Reduction("FedProx with mu = 0 is FedAvg", "fedprox", {"prox_weight": 0.0}, "fedavg", {}),)

@@ -1,0 +1,80 @@
+"""What every builder of a method has in common: its arguments are checked at the call and recorded in the method.
+
+`@method_builder` marks a function `(task, *, options) -> Method`. `@variant(builder, option=value)` makes a builder of another
+name, whose defaults differ.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from fedjax_meta import checks, federation
+from fedjax_meta.config import plain
+from fedjax_meta.method import Method
+from fedjax_meta.task import require_task
+
+P = ParamSpec("P")
+
+_BELONGS = dict.fromkeys(federation.OPTIONS, "Federation")
+"""Where an option belongs that no builder takes."""
+
+
+def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
+    """Marks a builder of methods.
+
+    The first argument must be a `Task`. A keyword that the builder does not take is refused under the builder's name, with the
+    nearest name that it takes. The method's `config` holds the builder's name and every option, defaults included.
+
+    Raises (the builder, when called):
+      TypeError: a first argument that is no task, an unknown option, an option that belongs to `Federation`.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def build(*args: P.args, **options: P.kwargs) -> Method:
+        given: dict[str, Any] = dict(options)
+        if len(args) > 1:
+            raise TypeError(f"{name} takes a task and, by name, {', '.join(allowed)}; write {name}(task, {allowed[0]}=...)")
+        task = args[0] if args else given.pop("task", None)
+        require_task(name, task)
+        checks.options(name, given, allowed, {key: where for key, where in _BELONGS.items() if key not in allowed})
+        bound = signature.bind(task, **given)
+        bound.apply_defaults()
+        recorded = {key: plain(bound.arguments[key]) for key in allowed}
+        return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})
+
+    return build
+
+
+def variant(base: Callable[P, Method], **defaults: Any) -> Callable[[Callable[..., Any]], Callable[P, Method]]:
+    """A builder with the options of `base` and other defaults; decorates an empty function that gives its name and docstring.
+
+    Raises:
+      TypeError: a default that `base` does not take.
+
+    Example:
+      @variant(fedavg, personal="head")
+      def fedper(task):
+          "FedPer: FedAvg whose last layers stay with their client."
+    """
+    signature = inspect.signature(base)
+    parameters = list(signature.parameters.values())
+    allowed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    checks.options(base.__name__, defaults, allowed, {})
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in parameters]
+
+    def decorate(named: Callable[..., Any]) -> Callable[P, Method]:
+        def build(*args: P.args, **options: P.kwargs) -> Method:
+            given: Any = {**defaults, **options}
+            return base(*args, **given)
+
+        build.__name__, build.__qualname__, build.__module__ = named.__name__, named.__qualname__, named.__module__
+        changed = ", ".join(f"{key}={plain(value)!r}" for key, value in defaults.items())
+        build.__doc__ = f"{inspect.cleandoc(named.__doc__ or '')}\n\nArguments, errors: as in `{base.__name__}`, with {changed}.\n"
+        build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return method_builder(build)
+
+    return decorate

@@ -1,0 +1,98 @@
+"""How rounds are run: a `Federation`, the same for all methods."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from fedjax_meta import checks, schedules
+from fedjax_meta.aggregate import WEIGHTINGS, Aggregator
+from fedjax_meta.config import plain
+from fedjax_meta.data import ClientView
+from fedjax_meta.engine import PRECISIONS
+from fedjax_meta.method import Population
+from fedjax_meta.participation import Participation
+from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.uploads import UploadTransform, check_order
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Federation:
+    """Everything about a round that is not the method's.
+
+    Attributes:
+      cohort_size: C, clients in a round.
+      schedule: which clients, see `schedules`.
+      participation: `(key, client id) -> Participation`, what becomes of a client that was asked; by default all finish. A round
+        from which no client returns changes nothing but its number, apart from what late clients keep.
+      uploads: a chain of transformations of what clients send to be averaged, see `fedjax_meta.uploads`.
+      aggregator: `(stacked uploads [C, ...], weights [C]) -> upload` in place of the weighted mean, also of statistics:
+        `aggregate.median`, `aggregate.trimmed_mean(share)`. It takes memory for C uploads, where the mean takes one.
+      weighting: how much clients count: "samples", "query" or "uniform"; the method's when not given.
+      server_optimizer: factory `rate -> optax.GradientTransformation`, what the server descends along the mean pseudo-gradient
+        with; the method's when not given.
+      server_lr: its rate, may be traced; alone it stands for `optax.sgd`.
+      average_personal: average personal leaves at the server too. A client that has taken part never reads that average; a new
+        one starts from it (the reference code of FedMeta-Per tests FedPer so). It costs upload and gives personal leaves away.
+      own_at_test: known clients test with their own personal leaves; else with the server's.
+      new_client: `(key, population, support) -> variables`, what a client does that never took part; the method's when not given.
+      lanes: clients that run side by side on a device, see `engine.run_cohort`.
+      devices: how many devices share a cohort; all by default.
+      precision: of matrix products where the hardware has a choice: "float32", "tf32" or "bfloat16".
+
+    Raises:
+      ValueError: a value out of range, transformations in an illegal order, or combinations that cannot work together.
+    """
+
+    cohort_size: int = 5
+    schedule: schedules.Schedule = schedules.uniform
+    participation: Callable[[Key, jax.Array], Participation] | None = None
+    uploads: tuple[UploadTransform, ...] = ()
+    aggregator: Aggregator | None = None
+    weighting: str | None = None
+    server_optimizer: Callable[[Any], optax.GradientTransformation] | None = None
+    server_lr: Rate | None = None
+    average_personal: bool = False
+    own_at_test: bool = True
+    new_client: Callable[[Key, Population, ClientView], Variables] | None = None
+    lanes: int | None = None
+    devices: int | None = None
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        checks.count("cohort_size", self.cohort_size)
+        for name in ("lanes", "devices"):
+            if getattr(self, name) is not None:
+                checks.count(name, getattr(self, name))
+        checks.one_of("precision", self.precision, PRECISIONS)
+        if self.weighting is not None:
+            checks.one_of("weighting", self.weighting, WEIGHTINGS)
+        for name in ("schedule", "participation", "aggregator", "new_client"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(f"{name}={value!r} must be a function")
+        if not isinstance(self.uploads, tuple):
+            raise ValueError(f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {self.uploads!r}")
+        check_order(self.uploads)
+        if self.server_lr is not None:
+            checks.positive("server_lr", self.server_lr)
+        if self.server_optimizer is not None:
+            checks.optimizer_factory("server_optimizer", self.server_optimizer)
+            if self.server_lr is None:
+                raise ValueError("server_optimizer needs server_lr, its rate")
+        names = {transform.name for transform in self.uploads}
+        if self.aggregator is not None and "noise" in names:
+            raise ValueError("noise is scaled to the mean and says nothing of another aggregator: leave one of them out")
+        if self.aggregator is not None and "mask" in names:
+            raise ValueError("an aggregator must see every upload, which mask hides: leave one of them out")
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Every field as a JSON value."""
+        return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(Federation))
+"""Names that belong to a federation and to no method."""

@@ -1,0 +1,215 @@
+"""What a paper says: a `Method`, made of pure functions for ONE client and for the server.
+
+A method knows nothing of cohorts, lanes or devices, of clients that drop out, or of how uploads are compressed or made private.
+That is a `Federation`. `rounds.federate` puts both together. Axis letters: N clients, C cohort, K classes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.types import Key, PyTree, Roles, Scalar, Updates, Variables
+
+
+class Received(NamedTuple):
+    """What ONE client holds when its round, or its test, begins.
+
+    Attributes:
+      model: the server's model with the client's own personal leaves in place.
+      memory: the client's memory; fresh from `Method.init_memory` for a client that has not taken part yet.
+      extra: the server's extra state.
+      round: int32 scalar, the number of finished rounds.
+      seen: bool scalar, whether the client has taken part before.
+      shared_key: the same for all clients of a round and for `collaborate`, for coins that all must see alike. In a test, the
+        test's own key.
+    """
+
+    model: PyTree
+    memory: PyTree
+    extra: PyTree
+    round: jax.Array
+    seen: Any
+    shared_key: Key
+
+
+class Trained(NamedTuple):
+    """What ONE client returns after its round.
+
+    Attributes:
+      model: the client's model, whole. Personal leaves stay with the client, shared leaves and buffers go to the server, frozen
+        leaves are ignored.
+      metrics: diagnostics, a dict of scalars.
+      memory: the client's memory for its next round, in the structure of `Method.init_memory`.
+      pseudo_gradient: what the server optimiser descends along, like `model`; the server's model minus `model` by default. A
+        method whose clients send gradients gives them here. Only shared leaves are read.
+      statistics: anything else that the server averages over the cohort.
+      statistics_weight: how much the client counts in that average, a scalar or a prefix tree of `statistics`; the client's
+        weight by default.
+      stacked: what the server must see of each client separately; it arrives as `[C, ...]`.
+      weight: how much the client counts, a scalar. By default it follows from the weighting of the method or the federation; a
+        rule gives it only where it depends on what happened in the round. With weight 0 the client did not take part.
+    """
+
+    model: PyTree
+    metrics: dict[str, jax.Array]
+    memory: PyTree = ()
+    pseudo_gradient: Updates | None = None
+    statistics: PyTree = ()
+    statistics_weight: PyTree | None = None
+    stacked: PyTree = ()
+    weight: Scalar | None = None
+
+
+class Cohort(NamedTuple):
+    """What the server holds of a cohort after a round; leaves are `[C, ...]` in the order of `ids`.
+
+    Attributes:
+      ids: int32 `[C]`, client ids in the whole population.
+      places: int32 `[C]`, positions of these clients in the data at hand; differs from `ids` when the data are a subset.
+      returned: bool `[C]`, whose results reached the server with a weight above 0.
+      personal: personal leaves after training.
+      memory: memories after training.
+      stacked: what the clients sent separately.
+      lanes: how many clients to process side by side, for `engine.map_clients`.
+    """
+
+    ids: jax.Array
+    places: jax.Array
+    returned: jax.Array
+    personal: PyTree
+    memory: PyTree
+    stacked: PyTree
+    lanes: int | None = None
+
+
+class Population(NamedTuple):
+    """What the server could give to a client that never took part.
+
+    Attributes:
+      model: the server's model.
+      extra: the server's extra state.
+      personal: personal leaves of all N clients, `[N, ...]`.
+      memory: memories of all clients, `[N, ...]`.
+      seen: bool `[N]`; rows of clients that have not taken part are not trained.
+      round: int32 scalar, the number of finished rounds.
+      lanes: as in `Cohort`.
+    """
+
+    model: PyTree
+    extra: PyTree
+    personal: PyTree
+    memory: PyTree
+    seen: jax.Array
+    round: jax.Array
+    lanes: int | None = None
+
+
+class Collaboration(NamedTuple):
+    """How clients of a cohort get something of each other, e.g. through a client x client matrix (`aggregate.combine`).
+
+    Attributes:
+      mix: `(key, state, cohort, data) -> (personal, memory)`, both `[C, ...]`. `state` holds the new model and extra state; its
+        rows of all clients are there only for a method with `whole_population`.
+      reads: "personal" or "memory" or both, joined by +, or "" : what clients upload for it (beside `stacked`).
+      gives: the same, what clients download afterwards.
+    """
+
+    mix: Callable[[Key, Any, Cohort, FederatedData], tuple[PyTree, PyTree]]
+    reads: str
+    gives: str
+
+
+def no_memory(key: Key, model: PyTree, num_clients: int) -> PyTree:
+    """The memory of clients that keep nothing."""
+    del key, model, num_clients
+    return ()
+
+
+def no_extra(model: PyTree, data: FederatedData) -> PyTree:
+    """The extra state of a server that keeps nothing but its model."""
+    del model, data
+    return ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Method:
+    """A federated learning method, independent of how its rounds are run.
+
+    Attributes:
+      init: `key -> model`, the tree that the functions below work on: the task's variables, or those and more.
+      client: one client's round, `(key, received, data) -> Trained`.
+      personalize: `(key, received, support) -> variables`, what a client does with its support view before it predicts.
+      predict: `(variables, x [B, ...]) -> logits [B, K]`.
+      roles: `masks.Role` of each leaf of the model; see `masks.roles`.
+      weighting: how much a client counts by default: "samples", "query" or "uniform" (`aggregate.WEIGHTINGS`).
+      server_optimizer: what the server descends along the mean pseudo-gradient with by default; `optax.sgd(1.0)` replaces the
+        model by the mean.
+      sums_pseudo_gradients: whether the server adds pseudo-gradients up instead of taking their mean.
+      init_memory: `(key, model, num_clients) -> memory` of one client, called when it first takes part, with the model that it
+        receives then.
+      init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
+      update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
+        new model and the old extra state. The mean is 0 where the weight is 0.
+      collaborate: what clients get of each other after a round.
+      new_client: `(key, population, support) -> variables` of a client that never took part; by default `personalize` from the
+        server's model and a fresh memory.
+      sends_extra: whether clients download the server's extra state in each round.
+      travels: `model -> (down, up)`, trees of what travels in place of the model's shared leaves and buffers (pFedHN sends the
+        weights that it generates); by default these leaves both ways.
+      needs_classes: whether the method works only with class labels.
+      whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
+        device and cannot use a host store.
+      config: the name and every hyper-parameter, filled in by the builder.
+    """
+
+    init: Callable[[Key], PyTree]
+    client: Callable[[Key, Received, ClientData], Trained]
+    personalize: Callable[[Key, Received, ClientView], Variables]
+    predict: Callable[[Variables, Any], jax.Array]
+    roles: Roles
+    weighting: str = "samples"
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0)
+    sums_pseudo_gradients: bool = False
+    init_memory: Callable[[Key, PyTree, int], PyTree] = no_memory
+    init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra
+    update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
+    collaborate: Collaboration | None = None
+    new_client: Callable[[Key, Population, ClientView], Variables] | None = None
+    sends_extra: bool = True
+    travels: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None
+    needs_classes: bool = False
+    whole_population: bool = False
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The builder's name, or "method" for one that was put together by hand."""
+        return self.config.get("method", "method")
+
+
+def received_model(key: Key, received: Received, support: ClientView) -> Variables:
+    """A `Method.personalize` that predicts with the model as it was received."""
+    del key, support
+    return received.model
+
+
+class Reduction(NamedTuple):
+    """An identity between two methods, declared in `REDUCES_TO` of a method's file and tested for all of them.
+
+    Attributes:
+      says: the identity in words, e.g. "FedProx with mu = 0 is FedAvg".
+      method: registry name.
+      options: of `method`.
+      other: registry name of the method that it must equal.
+      other_options: of `other`.
+    """
+
+    says: str
+    method: str
+    options: Mapping[str, Any]
+    other: str
+    other_options: Mapping[str, Any]

@@ -1,0 +1,454 @@
+"""FedMeta and FedMeta-Per: clients send meta-gradients, or the models that these lead to, and may keep personal layers.
+
+Where FedAvg averages models that are good on average, FedMeta averages starting points that adapt well: each client adapts on its
+support set and steps along the gradient of its query loss after adaptation. FedMeta-Per keeps some leaves, and their inner
+learning rates, with their client.
+
+FedMeta: Chen, Luo, Dong, Li, He, arXiv 1802.07876. FedMeta-Per: Nguyen, Cao, "Meta-learning and personalization layer in
+federated learning", equations and algorithms of its §3. MAML: arXiv 1703.03400; Meta-SGD: arXiv 1707.09835.
+
+| paper | here | shape |
+|---|---|---|
+| w = w_B + w_P | model, leaves outside and inside `personal` | |
+| alpha | `inner_lr`, or `MetaSGD.rates` when `learned_rates` | scalar or like w |
+| beta | `outer_lr` | scalar |
+| A_i, B_i | views "support", "query" | |
+| n_i = size of B_i | `weighting="query"` | `[C]` |
+
+Differs from the paper's text, to agree with the code behind its numbers: adaptation is one epoch of batches (the equations have
+one full-batch step: `batch_size=None`), and the outer step is one step of a fresh Adam (the text has SGD:
+`outer_optimizer=optax.sgd`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_meta import checks, local, masks, meta
+from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta.algorithm import State
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.data import CHUNK, Batches, ClientData, ClientView
+from fedjax_meta.engine import map_clients
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Method, Population, Received, Reduction, Trained, no_extra
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Updates, Variables
+
+Draw = Callable[[Key, ClientData, Any], tuple[Any, Any]]
+"""`(key, data, step) -> (support, query)`: what one meta-step of a client adapts on and is judged by.
+
+The key is the same in all steps of a round. Support and query are whatever the estimator takes: `Batches`, for the support also
+`meta.WithHessian`, for Reptile's query `None`.
+"""
+
+
+def query_batches(data: ClientData, batch_size: int | None) -> Batches:
+    """The whole query view as one step; with a batch size, all its batches count equally, as in the FedMeta-Per code."""
+    view = data["query"]
+    return view.in_chunks().as_one_step() if batch_size is None else view.in_order(batch_size).as_one_step(equal_weights=True)
+
+
+class _Layout(NamedTuple):
+    """How the model is laid out: the task's variables and, where they are learned, the rates of the trainable ones beside them."""
+
+    learned_rates: bool
+    trainable_variables: Mask
+    own: Mask
+    own_rates: Mask
+
+    def model(self, variables: PyTree, rates: PyTree) -> PyTree:
+        if not self.learned_rates:
+            return variables
+        return meta.MetaSGD(variables, masks.split(rates, self.trainable_variables)[0])
+
+    def variables(self, model: PyTree) -> Variables:
+        return model.params if self.learned_rates else model
+
+    @property
+    def trainable(self) -> Mask:
+        return self.model(self.trainable_variables, self.trainable_variables)
+
+    @property
+    def personal(self) -> Mask:
+        return self.model(self.own, self.own_rates)
+
+
+class _Outer(NamedTuple):
+    """The clients' outer optimiser, whose slots may outlive a round: see `outer_slots` of `fedmeta`."""
+
+    optimizer: optax.GradientTransformation
+    slots: str
+    personal: Mask
+
+    def init(self, parameters: Params) -> PyTree:
+        if self.slots == "fresh":
+            return self.optimizer.init(parameters)
+        own, shared = masks.split(parameters, self.personal)
+        return self.optimizer.init(own), self.optimizer.init(shared)
+
+    def step(self, gradient: Updates, slots: PyTree, parameters: Params) -> tuple[Updates, PyTree]:
+        if self.slots == "fresh":
+            return self.optimizer.update(gradient, slots, parameters)
+        (own_gradient, gradient), (own, shared) = (masks.split(tree, self.personal) for tree in (gradient, parameters))
+        own, own_slots = self.optimizer.update(own_gradient, slots[0], own)
+        shared, shared_slots = self.optimizer.update(gradient, slots[1], shared)
+        return masks.merge(own, shared), (own_slots, shared_slots)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FedMeta:
+    """The rules of one FedMeta; fields that are not explained here are arguments of `fedmeta`."""
+
+    task: Task
+    layout: _Layout
+    inner: meta.InnerOptimizer
+    meta_gradient: meta.Estimator
+    outer: _Outer
+    outer_at: str
+    draw: Draw | None
+    batch_size: int | None
+    inner_steps: int
+    meta_steps: int
+    test_prox_weight: Rate | None
+    score: str
+
+    def fresh_slots(self, model: PyTree) -> PyTree:
+        return self.outer.init(masks.split(model, self.layout.trainable)[0])
+
+    def inner_batches(self, key: Key, support: ClientView) -> Batches:
+        if self.batch_size is None:
+            return support.full(self.inner_steps)
+        return support.epochs(key, self.batch_size, self.inner_steps)
+
+    def draw_batches(self, key: Key, data: ClientData, step: Any) -> tuple[Any, Any]:
+        """Support and query of one meta-step, with a key of its own for each batch."""
+        order = tagged(key, "order")
+        if self.draw is None:
+            support: Any = self.inner_batches(jax.random.fold_in(order, step), data["support"])
+            query: Any = query_batches(data, self.batch_size)
+        else:
+            support, query = self.draw(order, data, step)
+        keys = [tagged(key, part, step) for part in ("support", "hessian", "query")]
+        if isinstance(support, meta.WithHessian):
+            support = meta.WithHessian(support.support.keyed(keys[0]), support.hessian.keyed(keys[1]))
+        else:
+            support = support.keyed(keys[0])
+        return support, None if query is None else query.keyed(keys[2])
+
+    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
+        """K meta-steps of one client."""
+        layout, model = self.layout, received.model
+        parameters, buffers = masks.split(model, layout.trainable)
+        loss = local.parameter_loss(self.task, layout.variables(buffers))
+        slots = self.fresh_slots(model)
+        if self.outer.slots != "fresh":
+            slots = received.memory, received.extra if self.outer.slots == "averaged" else slots[1]
+
+        def meta_step(t: Any, carry: Any) -> Any:
+            parameters, slots, total, _ = carry
+            support, query = self.draw_batches(key, data, t)
+            result = self.meta_gradient(loss, parameters, support, query)
+            updates, slots = self.outer.step(result.gradient, slots, parameters)
+            # Reptile may run without a query set, and then reports its support loss.
+            losses = {
+                "loss": result.info.support_loss if query is None else result.info.query_loss,
+                "support_loss": result.info.support_loss,
+            }
+            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, losses)
+            return optax.apply_updates(parameters, updates), slots, total, (result.adapted, result.gradient)
+
+        nothing = {"loss": jnp.zeros(()), "support_loss": jnp.zeros(())}
+        carry = (parameters, slots, nothing, (layout.variables(parameters), parameters))
+        # One step needs no loop, and XLA then fuses it with what surrounds it.
+        carry = meta_step(0, carry) if self.meta_steps == 1 else jax.lax.fori_loop(0, self.meta_steps, meta_step, carry)
+        moved, slots, total, (adapted, gradient) = carry
+        trained = masks.merge(moved, self.moved_buffers(key, adapted, buffers, data))
+        return Trained(
+            trained,
+            jax.tree.map(lambda line: line / self.meta_steps, total),
+            memory=() if self.outer.slots == "fresh" else slots[0],
+            pseudo_gradient=masks.merge(gradient, buffers) if self.outer_at == "server" else None,
+            # A mean of step counts is no integer: it is taken in floating point, and rounded at the server.
+            statistics=jax.tree.map(lambda leaf: leaf.astype(float), slots[1]) if self.outer.slots == "averaged" else (),
+        )
+
+    def moved_buffers(self, key: Key, adapted: Params, buffers: PyTree, data: ClientData) -> PyTree:
+        """The model's buffers after a round.
+
+        Running statistics stand still while the meta-gradient is taken. They serve predictions, which the adapted model makes of
+        samples that it has not seen: one pass of it over the query view moves them.
+        """
+        layout, task = self.layout, self.task
+        if all(jax.tree.leaves(layout.trainable_variables)):
+            return buffers
+        held = layout.variables(buffers)
+        batches = data["query"].epochs(tagged(key, "buffer order"), self.batch_size or CHUNK)
+        still = optax.set_to_zero()
+        start = masks.merge(adapted, held)
+        moved, _ = local.train(tagged(key, "buffers"), task.loss, start, batches, still, layout.trainable_variables)
+        moved = masks.split(moved, layout.trainable_variables)[1]
+        return buffers._replace(params=moved) if layout.learned_rates else moved
+
+    def adapt(self, key: Key, model: PyTree, support: ClientView) -> tuple[Variables, jax.Array]:
+        """(adapted variables, score): what a test client does, and what a new client tries with each personal part."""
+        layout = self.layout
+        parameters, buffers = masks.split(model, layout.trainable)
+        held = layout.variables(buffers)
+        loss, start = local.parameter_loss(self.task, held), layout.variables(parameters)
+
+        def pulled(phi: Params, sample: Any) -> jax.Array:
+            value = loss(phi, sample)
+            if self.test_prox_weight is None:
+                return value
+            return value + local.proximal_term(phi, start, self.test_prox_weight).astype(value.dtype)
+
+        batches = self.inner_batches(tagged(key, "order"), support).keyed(tagged(key, "support"))
+        adapted, score = meta.adapt(pulled, parameters, batches, self.inner)
+        if self.score == "fitted":
+            fitted = support.in_chunks(self.batch_size or CHUNK).as_one_step().keyed(tagged(key, "score"))
+            score = fitted.mean(lambda pair: loss(adapted, pair), 0)
+        return masks.merge(adapted, held), score
+
+    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
+        return self.adapt(key, received.model, support)[0]
+
+    def new_client(self, key: Key, population: Population, support: ClientView) -> Variables:
+        """Tries every trained personal part with the shared leaves; the part of the lowest support loss wins (FedMeta-Per).
+
+        All are tried with the same key, hence on the same batches, and the winner is adapted as it was tried.
+        """
+        initial, shared = masks.split(population.model, self.layout.personal)
+
+        def tried(part: PyTree) -> jax.Array:
+            return self.adapt(key, masks.merge(part, shared), support)[1]
+
+        scores = map_clients(tried, population.personal, lanes=population.lanes)
+        # `argmin` would choose NaN first, but a part that diverged must not be chosen.
+        best = jnp.argmin(jnp.where(population.seen & ~jnp.isnan(scores), scores, jnp.inf))
+        anyone = jnp.any(population.seen)
+        part = jax.tree.map(lambda pool, start: jnp.where(anyone, pool[best], start), population.personal, initial)
+        return self.adapt(key, masks.merge(part, shared), support)[0]
+
+
+def _average_slots(state: State, average: PyTree, weight: Any, num_clients: int) -> PyTree:
+    """The averaged slots of the outer optimiser; integers, which count steps, are rounded."""
+    del num_clients
+
+    def like(old: jax.Array, new: jax.Array) -> jax.Array:
+        rounded = new if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.round(new)
+        return jnp.where(weight > 0, rounded.astype(old.dtype), old)
+
+    return jax.tree.map(like, state.extra, average)
+
+
+@method_builder
+def fedmeta(  # 110 lines: half of them explain the arguments of the whole meta family
+    task: Task,
+    *,
+    inner_lr: Rate = 0.001,
+    outer_lr: Rate = 0.001,
+    learned_rates: bool = False,
+    inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
+    estimator: Callable[[meta.InnerOptimizer], meta.Estimator] = meta.exact,
+    outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.adam,
+    outer_slots: str = "fresh",
+    outer_at: str = "client",
+    server_sum: bool = False,
+    batch_size: int | None = 32,
+    inner_steps: int = 1,
+    meta_steps: int = 1,
+    draw: Draw | None = None,
+    test_prox_weight: Rate | None = None,
+    adapts: masks.MaskSpec = "all",
+    personal: masks.MaskSpec = "none",
+    personal_rates: masks.MaskSpec | None = None,
+    score: str = "online",
+    weighting: str = "query",
+) -> Method:
+    """Federated meta-learning with any meta-gradient and any personal leaves.
+
+    Every client adapts to its support set before it predicts. One that never took part starts from the server's model and, where
+    leaves are personal, from those of the trained client with which its own adaptation does best (see `score`).
+
+    Args:
+      task: what is learned.
+      inner_lr: alpha, the rate of adaptation; with `learned_rates` its initial value for every parameter.
+      outer_lr: beta, the rate of the meta-update.
+      learned_rates: learn one inner rate a parameter (Meta-SGD); else MAML.
+      inner_optimizer: factory `inner_lr -> optax.GradientTransformation` of adaptation, started afresh each time and
+        differentiated through; gradient descent when not given.
+      estimator: how the meta-gradient is found, a function of the inner optimiser: `meta.exact`, `meta.first_order`, ...
+      outer_optimizer: factory `outer_lr -> optax.GradientTransformation`, started afresh in each round; its step is the
+        meta-update.
+      outer_slots: "kept" lets a client keep the outer optimiser's state (Adam's moments) of its personal leaves from round to
+        round, where the FedMeta-Per code starts it afresh; with "averaged", the state of the shared leaves, learned rates among
+        them, is averaged over the cohort and goes on too (FedAvg-Adam).
+      outer_at: "client" (FedMeta-Per: the client steps and sends its model) or "server": the client sends the gradient, and
+        `outer_optimizer(outer_lr)` at the server descends it; its state lasts from round to round. Personal leaves still step at
+        the client.
+      server_sum: with `outer_at="server"`, add the clients' gradients up instead of taking their mean.
+      batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
+      inner_steps: passes over the support view, or full-batch steps when `batch_size` is `None`.
+      meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
+      draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then speak of
+        tests alone. See `Draw`.
+      test_prox_weight: pulls a test client's adaptation back to where it starts, by `test_prox_weight / 2 ||phi - theta||^2` in
+        its loss (iMAML); nothing does when not given.
+      adapts: mask of the leaves that adaptation moves ("head" is ANIL).
+      personal: mask of the leaves that stay with their client: "none" is FedMeta, "head" FedMeta-Per.
+      personal_rates: mask of the learned rates that stay; those of the personal leaves when not given.
+      score: how a new client chooses among the personal parts of the others: by the mean loss of its adaptation's steps, each
+        before its update ("online", the FedMeta-Per code), or by the loss after it ("fitted").
+      weighting: "query", "samples" or "uniform".
+
+    Raises:
+      ValueError: a rate, size or count out of range, an unknown mask, score or place, options that exclude each other.
+    """
+    checks.not_negative("inner_lr", inner_lr)
+    checks.positive("outer_lr", outer_lr)
+    checks.count("inner_steps", inner_steps)
+    checks.count("meta_steps", meta_steps)
+    if batch_size is not None:
+        checks.count("batch_size", batch_size)
+    if test_prox_weight is not None:
+        checks.not_negative("test_prox_weight", test_prox_weight)
+    checks.optimizer_factory("outer_optimizer", outer_optimizer)
+    checks.one_of("outer_at", outer_at, ("client", "server"))
+    checks.one_of("outer_slots", outer_slots, ("fresh", "kept", "averaged"))
+    checks.one_of("score", score, ("online", "fitted"))
+    checks.one_of("weighting", weighting, WEIGHTINGS)
+    _check_combination(outer_at, outer_slots, meta_steps, server_sum, learned_rates, personal_rates, inner_optimizer)
+    trainable = task.trainable(masks.variables_shape(task))
+    own = masks.resolve(personal, task, name="personal")
+    own_rates = own if personal_rates is None else masks.resolve(personal_rates, task, name="personal_rates")
+    layout = _Layout(learned_rates, trainable, own, own_rates)
+    adapted_leaves = masks.split(masks.resolve(adapts, task, name="adapts"), trainable)[0]
+    if learned_rates:
+        inner = meta.learned_sgd(mask=adapted_leaves)
+    elif inner_optimizer is None:
+        inner = meta.sgd(inner_lr, mask=adapted_leaves)
+    else:
+        inner = meta.optimizer(inner_optimizer, inner_lr, mask=adapted_leaves)
+    at_server = outer_optimizer(outer_lr) if outer_at == "server" else optax.sgd(1.0)
+    rules = _FedMeta(
+        task=task,
+        layout=layout,
+        inner=inner,
+        meta_gradient=estimator(inner),
+        outer=_Outer(outer_optimizer(outer_lr), outer_slots, layout.personal),
+        outer_at=outer_at,
+        draw=draw,
+        batch_size=batch_size,
+        inner_steps=inner_steps,
+        meta_steps=meta_steps,
+        test_prox_weight=test_prox_weight,
+        score=score,
+    )
+
+    def init(key: Key) -> PyTree:
+        variables = task.init(key)
+        return layout.model(variables, jax.tree.map(lambda leaf: jnp.full_like(leaf, inner_lr), variables))
+
+    def init_memory(key: Key, model: PyTree, num_clients: int) -> PyTree:
+        del key, num_clients
+        return () if outer_slots == "fresh" else rules.fresh_slots(model)[0]
+
+    averaged = outer_slots == "averaged"
+    return Method(
+        init=init,
+        client=rules.client,
+        personalize=rules.personalize,
+        predict=task.predict,
+        roles=masks.roles(layout.personal, layout.trainable),
+        weighting=weighting,
+        server_optimizer=at_server,
+        sums_pseudo_gradients=server_sum,
+        init_memory=init_memory,
+        init_extra=(lambda model, data: rules.fresh_slots(model)[1]) if averaged else no_extra,
+        update_extra=_average_slots if averaged else None,
+        new_client=rules.new_client if any(jax.tree.leaves(layout.personal)) else None,
+    )
+
+
+def _check_combination(
+    outer_at: str,
+    outer_slots: str,
+    meta_steps: int,
+    server_sum: bool,
+    learned_rates: bool,
+    personal_rates: masks.MaskSpec | None,
+    inner_optimizer: Any,
+) -> None:
+    if outer_at == "server" and meta_steps > 1:
+        raise ValueError(
+            f"meta_steps={meta_steps} needs outer_at='client': a client that sends its gradient takes one meta-step"
+        )
+    if outer_slots == "averaged" and outer_at == "server":
+        raise ValueError("outer_slots='averaged' needs outer_at='client': at the server, the optimiser's state lasts anyway")
+    if server_sum and outer_at == "client":
+        raise ValueError("server_sum=True needs outer_at='server': clients that step themselves send models, not gradients")
+    if personal_rates is not None and not learned_rates:
+        raise ValueError("personal_rates needs learned_rates=True: there are no rates to keep otherwise")
+    if inner_optimizer is not None:
+        checks.optimizer_factory("inner_optimizer", inner_optimizer)
+        if learned_rates:
+            raise ValueError("inner_optimizer and learned_rates=True exclude each other: learned rates are those of plain SGD")
+
+
+@variant(fedmeta, learned_rates=True)
+def fedmeta_metasgd(task: Task) -> Method:
+    """FedMeta with Meta-SGD: one inner rate a parameter is learned with the model."""
+
+
+@variant(fedmeta, estimator=meta.first_order)
+def fedmeta_fomaml(task: Task) -> Method:
+    """FedMeta with the first-order gradient (FOMAML), which ignores how adaptation depends on the start."""
+
+
+@variant(fedmeta, outer_at="server", server_sum=True, outer_optimizer=optax.sgd, weighting="uniform")
+def fedmeta_server(task: Task) -> Method:
+    """FedMeta as Nguyen et al., "Improving federated learning by meta-learning", write it: theta - beta sum_i g_i at the server.
+
+    The sum is over the cohort, and `outer_optimizer(outer_lr)` lives at the server.
+    """
+
+
+@variant(fedmeta, personal="head")
+def fedmeta_per(task: Task) -> Method:
+    """FedMeta-Per: FedMeta whose last layers stay with their client (Nguyen and Cao).
+
+    A client that never took part tries the last layers of every client that did, each adapted to its support set together with
+    the shared layers, and keeps the adapted model that does best there (see `score`).
+    """
+
+
+@variant(fedmeta_per, learned_rates=True)
+def fedmeta_per_metasgd(task: Task) -> Method:
+    """FedMeta-Per with Meta-SGD; the inner rates of the personal layers stay with their client too."""
+
+
+REDUCES_TO = (
+    Reduction("FedMeta-Per with nothing personal is FedMeta", "fedmeta_per", {"personal": "none"}, "fedmeta", {}),
+    Reduction(
+        "a gradient step at the server is the mean of gradient steps at the clients",
+        "fedmeta",
+        {"outer_at": "server", "outer_optimizer": optax.sgd},
+        "fedmeta",
+        {"outer_optimizer": optax.sgd},
+    ),
+    Reduction(
+        "first order is exact when adaptation stands still", "fedmeta_fomaml", {"inner_lr": 0.0}, "fedmeta", {"inner_lr": 0.0}
+    ),
+    Reduction(
+        "an inner optimiser of plain SGD is MAML",
+        "fedmeta",
+        {"inner_optimizer": optax.sgd, "inner_lr": 0.1},
+        "fedmeta",
+        {"inner_lr": 0.1},
+    ),
+)

@@ -1,0 +1,47 @@
+"""Clipping: a client's whole upload is scaled down to a bounded Euclidean norm.
+
+It bounds the influence of one client, and is the first half of differential privacy at the level of clients (McMahan, Ramage,
+Talwar, Zhang: "Learning differentially private recurrent language models", ICLR 2018, arXiv 1710.06963, flat clipping).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_meta import checks
+from fedjax_meta.types import Key, PyTree, Scalar
+from fedjax_meta.uploads.transform import UploadTransform
+
+
+def clip(norm: Scalar) -> UploadTransform:
+    """Clips uploads to `norm`.
+
+    With it, clients send by how much the model moved, buffers included, instead of its values.
+
+    Args:
+      norm: S, above 0; may be traced.
+
+    Raises:
+      ValueError: a norm that is not positive.
+    """
+    checks.positive("norm", norm)
+
+    def client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
+        del key
+        return clipped(upload, norm), memory
+
+    return UploadTransform(name="clip", client=client, clip_norm=norm, sends_differences=True, config={"norm": norm})
+
+
+def clipped(tree: PyTree, norm: Any) -> PyTree:
+    """The tree scaled down to a Euclidean norm of at most `norm`; zeros where it is not finite.
+
+    Example:
+      >>> clipped({"a": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}, 1.0)["a"].round(3).tolist()
+      [0.6, 0.0]
+    """
+    length = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree))
+    factor = jnp.minimum(1, norm / jnp.maximum(length, jnp.finfo(length.dtype).tiny))
+    return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(length), leaf * factor.astype(leaf.dtype), 0), tree)

@@ -1,0 +1,90 @@
+"""Secure aggregation, simulated: the server sees sums of uploads and no upload.
+
+Every pair of clients of a cohort agrees on a random mask, which one adds and the other subtracts, so that masks cancel in the
+sum. Uploads are fixed-point integers modulo 2^32. If a client drops out after the masks were agreed on, the others reveal the
+masks that they shared with it, and the server removes these.
+
+Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth: "Practical secure aggregation for privacy-preserving
+machine learning", CCS 2017, without key exchange and secret sharing: what a server computes, not a protocol that is secure.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta import checks
+from fedjax_meta.keys import tagged
+from fedjax_meta.types import Key, PyTree
+from fedjax_meta.uploads.transform import Message, UploadTransform, per_leaf
+
+
+def mask(fraction_bits: int = 16) -> UploadTransform:
+    """Masks uploads; it comes last in a chain.
+
+    A cohort costs each client C masks and the server up to C^2 / 4 for those that dropped out.
+
+    Args:
+      fraction_bits: binary digits after the point, from 1 to 30. A number is sent times the client's weight and rounded to a
+        multiple of `2^-fraction_bits`; what does not fit is cut to the range. The sum over the cohort must stay below
+        `2^(31 - fraction_bits)` in magnitude, else it wraps around: count clients uniformly, or use fewer bits.
+
+    Raises:
+      ValueError: bits out of range.
+    """
+    checks.count("fraction_bits", fraction_bits)
+    checks.between("fraction_bits", fraction_bits, 1, 30)
+    scale = 2.0**fraction_bits
+
+    def message(message: Message, dtype: Any) -> Message:
+        del dtype
+        return message._replace(bits=32)
+
+    return UploadTransform(
+        name="mask",
+        message=message,
+        encode=partial(_encode, scale),
+        decode=partial(_decode, scale),
+        config={"fraction_bits": fraction_bits},
+    )
+
+
+def _encode(scale: float, key: Key, tree: PyTree, id_: jax.Array, ids: jax.Array) -> PyTree:
+    """What client `id_` of the cohort `ids` sends: fixed-point integers plus its masks, uint32."""
+
+    def integers(leaf: jax.Array) -> jax.Array:
+        most = 2.0**31 - 2**8  # the largest float32 below 2^31 leaves room for rounding
+        fixed = jnp.clip(jnp.round(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * scale), -most, most)
+        return jax.lax.bitcast_convert_type(jnp.nan_to_num(fixed).astype(jnp.int32), jnp.uint32)
+
+    def add(place: Any, total: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, total, _pair_mask(key, id_, ids[place], total))
+
+    return jax.lax.fori_loop(0, ids.shape[0], add, jax.tree.map(integers, tree))
+
+
+def _decode(scale: float, key: Key, total: PyTree, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
+    """The sum of the uploads that returned, without the masks that they share with clients that did not."""
+    count = ids.shape[0]
+
+    def remove(pair: Any, total: PyTree) -> PyTree:
+        there, gone = pair // count, pair % count
+        left = returned[there] & ~returned[gone]
+
+        def unmask(total: PyTree) -> PyTree:
+            return jax.tree.map(jnp.subtract, total, _pair_mask(key, ids[there], ids[gone], total))
+
+        return jax.lax.cond(left, unmask, lambda total: total, total)
+
+    total = jax.lax.fori_loop(0, count * count, remove, total)
+    signed = jax.tree.map(lambda leaf: jax.lax.bitcast_convert_type(leaf, jnp.int32), total)
+    return jax.tree.map(lambda leaf, form: (leaf / scale).astype(form), signed, like)
+
+
+def _pair_mask(key: Key, one: jax.Array, other: jax.Array, like: PyTree) -> PyTree:
+    """What client `one` adds for its pair with `other`, uint32; `other` adds the negative, and a client with itself 0."""
+    pair_key = tagged(key, "pair", jnp.minimum(one, other), jnp.maximum(one, other))
+    bits = per_leaf(lambda key, leaf: jax.random.bits(key, leaf.shape, jnp.uint32), pair_key, like)
+    sign = jnp.sign(other - one)
+    return jax.tree.map(lambda leaf: jnp.where(sign == 0, 0, jnp.where(sign > 0, leaf, -leaf)), bits)

@@ -1,0 +1,188 @@
+"""The contract of upload transformations, and which orders of them are legal.
+
+An upload is everything that a client sends to be averaged: its part of the model (or its gradient) and statistics. A chain of
+transformations changes it on its way: client halves in the order of the chain, then the sum over the cohort, then server
+halves in reverse order.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta.keys import tagged
+from fedjax_meta.types import Key, PyTree, Scalar
+
+
+class ServerContext(NamedTuple):
+    """What the server half of a transformation may use.
+
+    Attributes:
+      cohort_size: C, a Python int.
+      clip_norm: the norm to which the chain clips, if it clips.
+      ids: int32 `[C]`, the cohort.
+      returned: bool `[C]`, whose upload reached the server.
+    """
+
+    cohort_size: int
+    clip_norm: Scalar | None
+    ids: jax.Array
+    returned: jax.Array
+
+
+class Message(NamedTuple):
+    """The size of one leaf of an upload on the wire.
+
+    Attributes:
+      numbers: how many numbers are sent.
+      bits: of each number.
+      extra_bits: everything else (ranges, indices).
+    """
+
+    numbers: int
+    bits: int
+    extra_bits: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Rounded up."""
+        return -(-(self.numbers * self.bits + self.extra_bits) // 8)
+
+
+def _unchanged_client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
+    del key
+    return upload, memory
+
+
+def _unchanged_server(key: Key, average: PyTree, context: ServerContext) -> PyTree:
+    del key, context
+    return average
+
+
+def _unchanged_message(message: Message, dtype: Any) -> Message:
+    del dtype
+    return message
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class UploadTransform:
+    """One transformation of uploads; build it with a function of this package, or with these fields.
+
+    Attributes:
+      name: for messages and records; the names in `ORDER_RULES` have rules.
+      client: `(key, upload, memory) -> (upload, memory)`, on one client.
+      server: `(key, average, context) -> average`, on the average of the uploads.
+      init_memory: `upload -> memory`, a client's first memory of this transformation, e.g. a residual of zeros.
+      message: `(message, dtype) -> message`, how the size of a floating-point leaf changes.
+      encode: `(key, weighted sum of one upload, id, ids) -> integers`, for secure aggregation: what one client sends.
+      decode: `(key, sum of the integers, ids, returned, like) -> weighted sum`, its inverse at the server.
+      clip_norm: the bound on an upload's norm that this transformation guarantees, if it does.
+      has_feedback: whether `memory` carries what was left out of one upload into the next.
+      sends_differences: whether clients then send by how much buffers moved instead of their values.
+      fixed_divisor: whether the sum is divided by C whoever returned, and clients count alike.
+      config: hyper-parameters, for the record of a run.
+    """
+
+    name: str
+    client: Callable[[Key, PyTree, PyTree], tuple[PyTree, PyTree]] = _unchanged_client
+    server: Callable[[Key, PyTree, ServerContext], PyTree] = _unchanged_server
+    init_memory: Callable[[PyTree], PyTree] = lambda upload: ()
+    message: Callable[[Message, Any], Message] = _unchanged_message
+    encode: Callable[..., PyTree] | None = None
+    decode: Callable[..., PyTree] | None = None
+    clip_norm: Scalar | None = None
+    has_feedback: bool = False
+    sends_differences: bool = False
+    fixed_divisor: bool = False
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+ORDER_RULES = (
+    "clip comes before noise: the noise is scaled to the clip norm",
+    "nothing but noise and mask comes between or after clip and noise: it could raise the norm again",
+    "error feedback does not come after clip: the residual would enter the next upload unclipped",
+    "quantize and sparsify come before mask: masks hide integers of a fixed size",
+    "mask comes last: nothing can read a masked upload",
+    "clip, noise and mask come at most once",
+)
+"""The legal orders in words; `check_order` refuses the others by name."""
+
+
+def check_order(transforms: Sequence[UploadTransform]) -> None:
+    """Raises `ValueError` for a chain of transformations in an order that does not keep what they promise."""
+    for transform in transforms:
+        if not isinstance(transform, UploadTransform):
+            raise ValueError(f"uploads must hold upload transformations such as fm.uploads.clip(1.0), not {transform!r}")
+    names = [transform.name for transform in transforms]
+    for name in ("clip", "noise", "mask"):
+        if names.count(name) > 1:
+            raise ValueError(f"uploads={_shown(names)}: {name} may stand there once")
+    if "mask" in names and names[-1] != "mask":
+        raise ValueError(f"uploads={_shown(names)}: mask must come last, because nothing can read a masked upload")
+    if "clip" in names:
+        after = transforms[names.index("clip") + 1 :]
+        for transform in after:
+            if transform.has_feedback:
+                raise ValueError(
+                    f"uploads={_shown(names)}: {transform.name} with error feedback must come before clip, because its residual "
+                    "would enter the next upload unclipped"
+                )
+    if "noise" not in names:
+        return
+    if "clip" not in names[: names.index("noise")]:
+        raise ValueError(f"uploads={_shown(names)}: noise needs a clip before it, because it is scaled to the clip norm")
+    for name in names[names.index("clip") + 1 :]:
+        if name not in ("noise", "mask"):
+            raise ValueError(f"uploads={_shown(names)}: {name} must come before clip, because it could raise the norm again")
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"({', '.join(names)})"
+
+
+class Chain:
+    """Several transformations as one; an empty chain changes nothing."""
+
+    def __init__(self, transforms: Sequence[UploadTransform]) -> None:
+        check_order(transforms)
+        self.transforms = tuple(transforms)
+        norms = [transform.clip_norm for transform in transforms if transform.clip_norm is not None]
+        self.clip_norm = norms[-1] if norms else None
+        self.sends_differences = any(transform.sends_differences for transform in transforms)
+        self.fixed_divisor = any(transform.fixed_divisor for transform in transforms)
+        masked = [transform for transform in transforms if transform.encode is not None]
+        self.masked = masked[-1] if masked else None
+
+    def init_memory(self, upload: PyTree) -> tuple[PyTree, ...]:
+        """A client's first memory of each transformation."""
+        return tuple(transform.init_memory(upload) for transform in self.transforms)
+
+    def client(self, key: Key, upload: PyTree, memory: tuple[PyTree, ...]) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """All client halves, first to last."""
+        after = []
+        for number, (transform, kept) in enumerate(zip(self.transforms, memory, strict=True)):
+            upload, kept = transform.client(tagged(key, transform.name, number), upload, kept)
+            after.append(kept)
+        return upload, tuple(after)
+
+    def server(self, key: Key, average: PyTree, context: ServerContext) -> PyTree:
+        """All server halves, last to first."""
+        for number, transform in reversed(list(enumerate(self.transforms))):
+            average = transform.server(tagged(key, transform.name, number), average, context)
+        return average
+
+    def message(self, leaf: Any) -> Message:
+        """The size of a leaf (an array or its shape) on the wire; integers are sent as they are."""
+        message = Message(leaf.size, 8 * leaf.dtype.itemsize)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            for transform in self.transforms:
+                message = transform.message(message, leaf.dtype)
+        return message
+
+
+def per_leaf(function: Callable[[Key, jax.Array], jax.Array], key: Key, tree: PyTree) -> PyTree:
+    """`function(key, leaf)` with a key of its own for each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [function(jax.random.fold_in(key, i), leaf) for i, leaf in enumerate(leaves)])
