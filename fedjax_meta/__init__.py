@@ -1,25 +1,232 @@
-"""fedjax_meta: federated meta-learning and personalised federated learning, with clients as an array axis."""
+"""fedjax_meta: federated meta-learning and personalised federated learning in JAX, with clients as an array axis.
+
+The usual way in: a task (`classification`, `models`), federated data (`from_clients`), a method (`fedmeta_per`), and `simulate`
+and `evaluate`. A `Federation` says how rounds are run. Importing the package changes no setting of JAX; `use_all_cores` does.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fedjax_meta import (
     aggregate,
+    algorithm,
+    builders,
     checks,
+    costs,
     data,
     engine,
+    evaluation,
     features,
+    federation,
+    host_store,
     implicit,
     keys,
-    layers,
     local,
     masks,
     meta,
     method,
     methods,
-    models,
+    metrics,
     participation,
     rounds,
     runtime,
     schedules,
+    simulation,
     task,
+    types,
     uploads,
 )
-from fedjax_meta.methods import *  # noqa
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.data import FederatedData, from_clients, from_partition, train_test_views
+from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
+from fedjax_meta.federation import Federation
+from fedjax_meta.method import Cohort, Collaboration, Method, Population, Received, Reduction, Trained, received_model
+from fedjax_meta.methods import (
+    METHODS,
+    REDUCTIONS,
+    apfl,
+    apfl_outputs,
+    ditto,
+    fedadagrad,
+    fedadam,
+    fedamp,
+    fedavg,
+    fedavg_adam,
+    fedavg_ft,
+    fedavg_meta,
+    fedavg_one_step,
+    fedavgm,
+    fedbabu,
+    fedbn,
+    fedem,
+    fedfomo,
+    fedmeta,
+    fedmeta_fomaml,
+    fedmeta_metasgd,
+    fedmeta_per,
+    fedmeta_per_metasgd,
+    fedmeta_server,
+    fedpac,
+    fedper,
+    fedper_meta,
+    fedprox,
+    fedrep,
+    fedrod,
+    fedyogi,
+    heur_fedamp,
+    imaml,
+    knn_per,
+    l2gd,
+    lg_fedavg,
+    local_only,
+    moon,
+    mtfl,
+    mtfl_fedavg_adam,
+    perfedavg,
+    perfedavg_exact,
+    perfedavg_fo,
+    perfedavg_reptile,
+    pfedhn,
+    pfedhn_pc,
+    pfedme,
+    reptile,
+    scaffold,
+)
+from fedjax_meta.participation import Participation
+from fedjax_meta.rounds import federate
+from fedjax_meta.runtime import use_all_cores
+from fedjax_meta.simulation import Evaluator, Record, simulate
+from fedjax_meta.task import Batch, Task, classification
+
+if TYPE_CHECKING:
+    from fedjax_meta import checkpoint, layers, models, report
+
+__version__ = "0.1.0"
+
+_ON_DEMAND = ("checkpoint", "layers", "models", "report")
+"""Modules that are imported when they are first used: they need Flax or an extra."""
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "Cohort",
+    "Collaboration",
+    "Evaluation",
+    "Evaluator",
+    "FederatedData",
+    "Federation",
+    "METHODS",
+    "Method",
+    "Participation",
+    "Population",
+    "REDUCTIONS",
+    "Received",
+    "Record",
+    "Reduction",
+    "RoundInfo",
+    "State",
+    "Task",
+    "Trained",
+    "__version__",
+    "aggregate",
+    "algorithm",
+    "apfl",
+    "apfl_outputs",
+    "builders",
+    "checkpoint",
+    "checks",
+    "classification",
+    "costs",
+    "data",
+    "ditto",
+    "engine",
+    "evaluate",
+    "evaluation",
+    "features",
+    "fedadagrad",
+    "fedadam",
+    "fedamp",
+    "fedavg",
+    "fedavg_adam",
+    "fedavg_ft",
+    "fedavg_meta",
+    "fedavg_one_step",
+    "fedavgm",
+    "fedbabu",
+    "fedbn",
+    "fedem",
+    "federate",
+    "federation",
+    "fedfomo",
+    "fedmeta",
+    "fedmeta_fomaml",
+    "fedmeta_metasgd",
+    "fedmeta_per",
+    "fedmeta_per_metasgd",
+    "fedmeta_server",
+    "fedpac",
+    "fedper",
+    "fedper_meta",
+    "fedprox",
+    "fedrep",
+    "fedrod",
+    "fedyogi",
+    "from_clients",
+    "from_partition",
+    "heur_fedamp",
+    "host_store",
+    "imaml",
+    "implicit",
+    "keys",
+    "knn_per",
+    "l2gd",
+    "layers",
+    "lg_fedavg",
+    "local",
+    "local_only",
+    "masks",
+    "meta",
+    "method",
+    "method_builder",
+    "methods",
+    "metrics",
+    "models",
+    "moon",
+    "mtfl",
+    "mtfl_fedavg_adam",
+    "participation",
+    "perfedavg",
+    "perfedavg_exact",
+    "perfedavg_fo",
+    "perfedavg_reptile",
+    "pfedhn",
+    "pfedhn_pc",
+    "pfedme",
+    "received_model",
+    "report",
+    "reptile",
+    "rounds",
+    "runtime",
+    "scaffold",
+    "schedules",
+    "simulate",
+    "simulation",
+    "task",
+    "train_test_views",
+    "types",
+    "uploads",
+    "use_all_cores",
+    "variant",
+    "with_user_accuracy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"fedjax_meta.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,7 +1,7 @@
-"""What a round costs: bytes that a client receives and sends, and the wall-clock of a testbed of slow devices.
+"""Costs of a round: bytes that a client downloads and uploads, and the wall-clock on a testbed of slow devices.
 
-Bytes follow from what an algorithm really exchanges (`Algorithm.exchange`): its masks, averaged optimiser slots, statistics
-and collaboration. They leave out a client's scalar weights and diagnostics. MTFL (arXiv 2007.09236, §5) gives the shares of
+Bytes follow from what a method declares that it exchanges (`Algorithm.exchange`): the roles of leaves, averaged optimiser slots,
+statistics and collaboration. They leave out scalar weights and diagnostics. MTFL (arXiv 2007.09236, §5) gives the shares of
 download, training, upload and aggregation on a testbed of Raspberry Pis; `DeviceTestbed` models one.
 """
 
@@ -13,53 +13,42 @@ import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data import FederatedData
 from fedjax_meta.local import parameter_loss
 from fedjax_meta.masks import split, variables_shape
+from fedjax_meta.method import Method
+from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import PyTree
 
 
 class Traffic(NamedTuple):
     """Bytes of one client in one round.
 
     Attributes:
-      down: what it receives from the server.
-      up: what it sends.
+      down: downloaded from the server.
+      up: uploaded to the server.
     """
 
     down: int
     up: int
 
 
-def size_in_bytes(tree: Any, bits: int | None = None) -> int:
-    """Bytes of a pytree of arrays or shapes; with `bits`, of its floating-point leaves after `aggregate.quantized`.
+def size_in_bytes(tree: PyTree) -> int:
+    """Bytes of a pytree of arrays or shapes.
 
     Example:
-      >>> import numpy as np
-      >>> tree = {"a": np.ones(10, np.float32), "b": np.ones(3, np.float32)}
-      >>> size_in_bytes(tree), size_in_bytes(tree, bits=4)
-      (52, 23)
+      >>> size_in_bytes({"a": np.ones(10, np.float32), "b": np.ones(3, np.float32)})
+      52
     """
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        whole = leaf.size * leaf.dtype.itemsize
-        if bits is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            total += whole
-        else:
-            total += -(-leaf.size * bits // 8) + 2 * leaf.dtype.itemsize
-    return total
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def traffic(algorithm: Algorithm, data: FederatedData) -> Traffic:
-    """Bytes down and up of a client in a round; nothing is computed.
-
-    Raises:
-      ValueError: an algorithm that does not say what it exchanges.
-    """
-    if algorithm.exchange is None:
-        raise ValueError("the algorithm has no `exchange`; `federated` gives every algorithm one")
-    down, averaged, apart, bits = algorithm.exchange(data)
-    return Traffic(size_in_bytes(down), size_in_bytes(averaged, bits) + size_in_bytes(apart))
+def traffic(method: Method | Algorithm, data: FederatedData) -> Traffic:
+    """Bytes down and up of a client in a round, after the federation's upload transformations; nothing is computed."""
+    down, averaged, separate, message = as_algorithm(method).exchange(data)
+    up = sum(message(leaf).bytes for leaf in jax.tree.leaves(averaged))
+    return Traffic(size_in_bytes(down), up + size_in_bytes(separate))
 
 
 def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:
@@ -110,7 +99,7 @@ RASPBERRY_PIS = DeviceTestbed(
     ),
     aggregation=0.5e9,
 )
-"""Like MTFL's testbed: half 2B, half 3B, on Wi-Fi. The rates are this library's assumptions, not measurements of the paper."""
+"""Like MTFL's testbed: half 2B, half 3B, on Wi-Fi. The rates are assumptions of this library, not measurements of the paper."""
 
 
 class RoundTime(NamedTuple):

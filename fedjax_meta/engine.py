@@ -1,8 +1,8 @@
-"""The only place that knows about client axes, lanes and devices.
+"""Runs clients: the only module that knows about client axes, lanes and devices.
 
 A client rule is written for one client. `run_cohort` runs it for C clients: a group of `lanes` clients at a time under `vmap`,
-group after group in a loop that carries the weighted sum along, so that what will only be averaged is never stacked. Several
-devices share the cohort by its work, and one all-reduce adds their sums up.
+group after group in a loop that carries the sum of uploads along, so that what is only averaged is never stacked. Several devices
+share the work of a cohort, and one all-reduce adds up their sums.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_meta import checks, runtime
-from fedjax_meta.task import Key
+from fedjax_meta.types import Key, PyTree
 
 CLIENTS = "clients"
 """Name of the mesh axis over which a cohort is spread."""
@@ -27,7 +27,7 @@ CLIENTS = "clients"
 _WHOLE, _SLICE = P(), P(CLIENTS)
 
 PRECISIONS = {"float32": "float32", "tf32": "TF32_TF32_F32", "bfloat16": "BF16_BF16_F32"}
-"""How exact a client's matrix products are where the hardware has a choice; sums and parameters keep their own type."""
+"""Precision of matrix products where the hardware has a choice; sums and parameters keep their own type."""
 
 _log = logging.getLogger("fedjax_meta")
 
@@ -41,9 +41,9 @@ class ClientUpdate(NamedTuple):
       outputs: what is wanted of each client separately, any pytree; it comes back stacked.
     """
 
-    sums: Any
-    kept: Any
-    outputs: Any
+    sums: PyTree
+    kept: PyTree
+    outputs: PyTree
 
 
 ClientRule = Callable[[Key, jax.Array, Any, Any], ClientUpdate]
@@ -64,16 +64,16 @@ def client_mesh(devices: int | None = None) -> Mesh:
     return Mesh(np.array(available[:devices]), (CLIENTS,))
 
 
-def replicate(tree: Any, devices: int | None = None) -> Any:
-    """The tree with a copy on each of the devices that will share a cohort."""
+def replicate(tree: PyTree, devices: int | None = None) -> Any:
+    """The tree with a copy on each device that shares a cohort."""
     mesh = client_mesh(devices)
     return tree if mesh.size == 1 else jax.device_put(tree, NamedSharding(mesh, _WHOLE))
 
 
-def place_shared(tree: Any, placed: Sharding) -> Any:
-    """A tree that is only read, wherever `placed` says; host devices read one copy of it in common.
+def place_shared(tree: PyTree, placed: Sharding) -> Any:
+    """A read-only tree on the devices of `placed`; the devices of a host share one copy of it.
 
-    Nothing of the result may be donated: on a CPU its buffers are one and the same memory.
+    Do not donate the result: on a CPU all of its buffers are the same memory.
     """
 
     def once(leaf: Any) -> jax.Array:
@@ -82,18 +82,18 @@ def place_shared(tree: Any, placed: Sharding) -> Any:
         if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
             return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if runtime.on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable:
-            # A JAX buffer is aligned as XLA wants it, so that the other devices can read it where it lies.
+            # A JAX buffer is aligned as XLA wants it, so that other devices of the host can read it in place.
             return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
-        # Devices of other processes take host arrays only, the same from every process.
+        # With several processes, only host arrays that are equal in all of them can be put on all devices.
         return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
 
     return jax.tree.map(once, tree)
 
 
 def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None, *, look_first: bool = True) -> Any:
-    """What clients `ids` `[N]` begin with: leaves `[N, ...]` of `begin(client id)`, parted among the devices if these divide N.
+    """Leaves `[N, ...]` of `begin(client id)` for clients `ids` `[N]`, partitioned over the devices if their number divides N.
 
-    With `look_first`, how many bytes that takes is said before they are taken, see `announce`.
+    With `look_first`, the bytes needed are logged and checked before they are allocated, see `announce`.
 
     Raises:
       ValueError: more bytes than are free, with `look_first`.
@@ -104,7 +104,7 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
     if one == 0:
         return jax.vmap(begin)(ids)
     parts = mesh.size if num_clients % mesh.size == 0 else 1
-    # The devices of a host all take from the same memory.
+    # All devices of a CPU host share its memory.
     need = num_clients * one * (len(mesh.local_devices) if runtime.on_cpu() else 1) // parts
     free, where = free_bytes(mesh.local_devices[0]), "this host" if runtime.on_cpu() else "each device"
     sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
@@ -112,21 +112,21 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
         announce(sizes, need, free)
     if look_first and need > free:
         raise ValueError(
-            f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or let them wait "
-            "on the host (`store` of `simulate`)"
+            f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or use a store on "
+            "the host (`store` of `simulate`)"
         )
     placed = NamedSharding(mesh, _SLICE if parts > 1 else _WHOLE)
     return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
 
 
 def announce(sizes: str, need: int, free: int) -> None:
-    """Logs what clients keep (logger `fedjax_meta`): as a warning, which everybody sees, from a tenth of what is free on."""
+    """Logs the memory that clients' rows take (logger `fedjax_meta`); as a warning when it is over a tenth of what is free."""
     level = logging.WARNING if need > free / 10 else logging.INFO
     _log.log(level, "what clients keep takes %s; %s are free", sizes, amount(free))
 
 
 def free_bytes(device: Any) -> int:
-    """Bytes that can still be taken on a device; on a CPU, of the host's memory."""
+    """Free bytes on a device; on a CPU, of the host's memory."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -134,7 +134,7 @@ def free_bytes(device: Any) -> int:
 
 
 def amount(count: float) -> str:
-    """A number of bytes as one reads it."""
+    """A number of bytes with a unit."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -147,8 +147,8 @@ def run_cohort(
     key: Key,
     ids: jax.Array,
     sizes: jax.Array,
-    kept: Any,
-    context: Any,
+    kept: PyTree,
+    context: PyTree,
     *,
     lanes: int | None = None,
     devices: int | None = None,
@@ -157,26 +157,27 @@ def run_cohort(
 ) -> tuple[Any, Any, Any]:
     """Runs a client rule for every client of a cohort.
 
-    Neither `lanes`, nor `devices`, nor the order of the cohort changes a result by more than the rounding of the sum.
+    `lanes`, `devices` and the order of the cohort change a result by no more than the rounding of the sum.
 
     Args:
-      rule: what one client does; a client of negative id is padding, has no samples, and nothing of it is counted or kept.
-      key: client i gets `fold_in(key, i)`, by its id and never by its place.
+      rule: what one client does. A client of negative id is padding: it has no samples, its `sums` must be 0, and what it keeps
+        and returns is dropped.
+      key: client i gets `fold_in(key, i)`, by its id and never by its position.
       ids: int32 `[C]`, distinct.
-      sizes: int32 `[C]`, how much work each client is: clients of like size share a lane group, and devices get equal shares.
+      sizes: int32 `[C]`, the work of each client: clients of similar size share a lane group, and devices get equal shares.
       kept: what each client kept from its last round, leaves `[C, ...]`.
-      context: what every client reads, handed to the rule.
-      lanes: clients that run side by side on a device: by default one on a CPU, where one client's matrix products fill a
-        core and lanes only enlarge the working set, and on an accelerator as many as fit its memory. Say how many where this is
-        itself vmapped: it does not see what else runs.
+      context: what every client reads, passed to the rule.
+      lanes: clients that run side by side on a device. By default one on a CPU, where the matrix products of one client fill a
+        core and lanes only enlarge the working set, and on an accelerator as many as fit its memory. Give a number where this
+        function is itself vmapped: the default does not see what else runs.
       devices: how many devices share the cohort; all by default.
       precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
-      move: whether clients go to the device with the least work, with what they kept. If not, device d of D runs the d-th of D
-        equal slices of the cohort and only reads what its clients kept, so that rows parted among the devices stay where they
-        are and are not copied; work is then not balanced among devices.
+      move: whether clients, with what they kept, go to the device with the least work. If not, device d of D runs the d-th of D
+        equal slices of the cohort and only reads what its clients kept: rows that are partitioned over the devices stay in place
+        and are not copied, but work is not balanced.
 
     Returns:
-      (weighted sum of the uploads, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
+      (sum of the clients' sums, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
 
     Raises:
       ValueError: lanes below 1, more devices than there are, an unknown precision.
@@ -185,7 +186,7 @@ def run_cohort(
     if lanes is not None:
         checks.count("lanes", lanes)
     mesh = client_mesh(devices)
-    # On a CPU there is one precision, and a setting of it would only part otherwise equal programs.
+    # A CPU has one precision; setting it would only make two programs of one.
     exactness = contextlib.nullcontext() if runtime.on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
     with exactness:
         if lanes is None:
@@ -195,8 +196,8 @@ def run_cohort(
             return _run_slices(rule, lanes, mesh, key, ids, sizes, kept, context)
         slots, groups = _deal(sizes, lanes, mesh.size)
         if mesh.size > 1:
-            # Every device deals for itself. Left alone, XLA parts the loop of `_deal` over the devices, with a collective in
-            # every step; on CPU devices, which may meet other collectives in another order, that can wait for ever.
+            # Every device computes the whole assignment. XLA would otherwise partition the loop of `_deal` over the devices, with
+            # a collective in every step, which can deadlock on CPU devices that run other collectives in another order.
             slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, _WHOLE))
         here = ids.at[slots].get(mode="fill", fill_value=-1)
         kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
@@ -207,21 +208,21 @@ def run_cohort(
 
 
 def _run_slices(
-    rule: ClientRule, lanes: int, mesh: Mesh, key: Key, ids: jax.Array, sizes: jax.Array, kept: Any, context: Any
+    rule: ClientRule, lanes: int, mesh: Mesh, key: Key, ids: jax.Array, sizes: jax.Array, kept: PyTree, context: PyTree
 ) -> tuple[Any, Any, Any]:
-    """`run_cohort` where nobody moves."""
+    """`run_cohort` with `move=False`."""
     cohort_size = ids.shape[0]
     share = -(-cohort_size // mesh.size)
     slots = jnp.arange(mesh.size * share, dtype=jnp.int32)
-    # Rows of a cohort that the devices do not divide lie whole on each of them (`populate`).
-    parted = cohort_size == len(slots)
-    rows = slots % share if parted else jnp.minimum(slots, cohort_size - 1)
+    # If the devices do not divide the cohort, each has all rows (`populate`).
+    partitioned = cohort_size == len(slots)
+    rows = slots % share if partitioned else jnp.minimum(slots, cohort_size - 1)
 
-    def reading(key: Key, id_: jax.Array, row: Any, context: Any) -> ClientUpdate:
+    def reading(key: Key, id_: jax.Array, row: Any, context: PyTree) -> ClientUpdate:
         kept, context = context
         return rule(key, id_, jax.tree.map(lambda leaf: leaf[row], kept), context)._replace(kept=row)
 
-    def run(key: Key, ids: jax.Array, sizes: jax.Array, rows: jax.Array, kept: Any, context: Any) -> Any:
+    def run(key: Key, ids: jax.Array, sizes: jax.Array, rows: jax.Array, kept: PyTree, context: PyTree) -> Any:
         order, groups = _deal(sizes, lanes, 1)
         here, rows = ids.at[order].get(mode="fill", fill_value=-1), rows.at[order].get(mode="clip")
         total, (_, outputs) = _stream(reading, lanes, key, groups, here, rows, (kept, context))
@@ -230,20 +231,20 @@ def _run_slices(
 
     ids = ids.at[slots].get(mode="fill", fill_value=-1)
     sizes = sizes.at[slots].get(mode="fill", fill_value=0)
-    layout = (_WHOLE, _SLICE, _SLICE, _SLICE, _SLICE if parted else _WHOLE, _WHOLE)
+    layout = (_WHOLE, _SLICE, _SLICE, _SLICE, _SLICE if partitioned else _WHOLE, _WHOLE)
     total, outputs = _on_each_device(run, mesh, layout)(key, ids, sizes, rows, kept, context)
     return total, kept, jax.tree.map(lambda leaf: leaf[:cohort_size], outputs)
 
 
 def _places(slots: jax.Array, count: int) -> jax.Array:
-    """Where each of `count` members stands in `slots`, int32 `[count]`; slots out of range are nobody's."""
+    """The position of each of `count` members in `slots`, int32 `[count]`; slots out of range are padding."""
     return jnp.zeros(count, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
 
 
 def _on_each_device(run: Callable[..., Any], mesh: Mesh, layout: tuple[P, ...]) -> Callable[..., Any]:
-    """`run`, which returns a sum and other results, on every device; the sum is added up over the devices.
+    """Runs `run`, which returns (sum, rest), on every device and adds up the sums.
 
-    `layout` says which of its arguments a device gets whole and of which it gets its slice.
+    `layout` says of each argument whether a device gets all of it or its slice.
     """
     if mesh.size == 1:
         return run
@@ -256,14 +257,15 @@ def _on_each_device(run: Callable[..., Any], mesh: Mesh, layout: tuple[P, ...]) 
 
 
 def _deal(sizes: jax.Array, lanes: int, devices: int) -> tuple[jax.Array, jax.Array]:
-    """Which member of the cohort each slot runs, and how many groups each device has.
+    """Assigns the members of a cohort to devices and lanes.
 
-    Members are put in order of size and cut into G groups of `lanes`, so that those of one group are of like size; a group takes
-    as long as its largest member. Groups go, largest first, to the device with the least work so far (Graham 1969: at most 4/3
-    of the best makespan), so that any device may get all of them.
+    Members are sorted by size and cut into G groups of `lanes`, because a group takes as long as its largest member. Groups go,
+    largest first, to the device with the least work so far (Graham 1969: at most 4/3 of the best makespan), so that a device may
+    get anything from none to all of them.
 
     Returns:
-      (int32 `[devices * G * lanes]`, ordered by device, group and lane, C (out of range) where none; int32 `[devices]`).
+      (the member that each slot runs, int32 `[devices * G * lanes]`, ordered by device, group and lane, C (out of range) for an
+      empty slot; the number of groups of each device, int32 `[devices]`).
     """
     cohort_size = sizes.shape[0]
     groups = -(-cohort_size // lanes)
@@ -285,10 +287,10 @@ def _deal(sizes: jax.Array, lanes: int, devices: int) -> tuple[jax.Array, jax.Ar
     return slots.reshape(-1), count
 
 
-def _group(rule: ClientRule, lanes: int, key: Key, context: Any, ids: jax.Array, kept: Any) -> ClientUpdate:
-    """`lanes` clients side by side; the upload is their weighted sum."""
+def _group(rule: ClientRule, lanes: int, key: Key, context: PyTree, ids: jax.Array, kept: PyTree) -> ClientUpdate:
+    """Runs `lanes` clients side by side; `sums` are added up."""
 
-    def one(client: jax.Array, kept: Any) -> ClientUpdate:
+    def one(client: jax.Array, kept: PyTree) -> ClientUpdate:
         return rule(jax.random.fold_in(key, client), client, kept, context)
 
     if lanes == 1:
@@ -300,10 +302,10 @@ def _group(rule: ClientRule, lanes: int, key: Key, context: Any, ids: jax.Array,
     return update._replace(sums=jax.tree.map(lambda leaf: jnp.sum(leaf, 0, dtype=leaf.dtype), update.sums))
 
 
-def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: Any, context: Any) -> Any:
-    """One device's share: its groups of lanes one after the other, the weighted sum carried along; (sum, (kept, outputs))."""
+def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: PyTree, context: PyTree) -> Any:
+    """Runs one device's groups one after the other and carries the sum along; (sum, (kept, outputs))."""
     ids, kept = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
-    # As a function of its own, a group is traced once, for its shapes and for the loop.
+    # Jitted by itself, a group is traced once for both its shapes and the loop.
     group = jax.jit(partial(_group, rule, lanes))
     shapes = jax.eval_shape(group, key, context, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
     total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.sums)
@@ -320,15 +322,15 @@ def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.
     return total, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tuple(dealt))
 
 
-def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept: Any, context: Any) -> int:
-    """As many lanes as a device's free memory holds, by what XLA says that 2 and 4 lanes need; at most its whole share."""
+def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept: PyTree, context: PyTree) -> int:
+    """As many lanes as fit a device's free memory, extrapolated from what XLA says that 2 and 4 lanes need; at most its share."""
     share = -(-ids.shape[0] // mesh.size)
     if share <= 4:
         return share
 
     def need(lanes: int) -> int:
         members = jax.tree.map(lambda leaf: leaf[:lanes], (ids, kept))
-        # The rule may hold traced values (the rates of a sweep); as arguments of their own they need no value here.
+        # The rule may close over traced values (the rates of a sweep), which become arguments here.
         traced = jax.make_jaxpr(partial(_group, rule, lanes))(key, context, *members)
         arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
         count = len(traced.jaxpr.constvars)
@@ -337,13 +339,13 @@ def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept:
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
     two, four = need(2), need(4)
-    # A tenth stays free for what the round holds besides its lanes.
+    # A tenth stays free for what a round holds besides its lanes.
     fitting = 2 + (0.9 * _least(free_bytes(mesh.local_devices[0])) - two) // max((four - two) / 2, 1)
     return int(max(1, min(share, fitting)))
 
 
 def _least(number: float) -> float:
-    """The least over the processes of this run, which all have to build the same program."""
+    """The minimum over the processes of this run, which must all build the same program."""
     if jax.process_count() == 1:
         return number
     with jax.ensure_compile_time_eval():
@@ -351,7 +353,7 @@ def _least(number: float) -> float:
 
 
 def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:
-    """`function` over the leading axis of `inputs`, results stacked; `lanes` as in `run_cohort`, but all on an accelerator.
+    """Maps `function` over the leading axis of `inputs`; `lanes` as in `run_cohort`, but by default all on an accelerator.
 
     Raises:
       ValueError: lanes below 1.

@@ -1,8 +1,8 @@
-"""Clients that wait on the host: what they keep lies in its memory or in files, and only a cohort is on the device.
+"""A store on the host for what clients keep: in memory or in files, while only a cohort is on the device.
 
-A round among the clients of its cohort alone is the round among all (`Algorithm.cohort`), so rounds need the others nowhere.
-While the device runs one round, the host writes what the clients of the round before keep, and reads what those of the next one
-keep and hold. What a round costs does not depend on how many clients wait. Axis letters: N clients, C cohort.
+A round needs the rows and the data of its cohort only (`Algorithm.cohort`). While the device runs a round, the host writes the
+rows of the round before and reads rows and samples of the next one, so that the cost of a round does not depend on the number of
+clients. Axis letters: N clients, C cohort.
 """
 
 import dataclasses
@@ -19,54 +19,52 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import engine, runtime
-from fedjax_meta.algorithm import Algorithm, State
-from fedjax_meta.data.federated import FederatedData
-from fedjax_meta.task import Key
+from fedjax_meta.algorithm import ROWS, Algorithm, State
+from fedjax_meta.data import FederatedData
+from fedjax_meta.data.packing import pack
+from fedjax_meta.types import Key, PyTree
 
 MEMORY = "memory"
-"""Names the host's own memory where a folder could be given."""
-
-ROWS = ("personal", "memory", "seen")
-"""Fields of a `State` whose leaves are `[N, ...]`."""
+"""Means the host's memory where a folder could be given."""
 
 _PART_BYTES = 2**26
 
 
-def begin(algorithm: Algorithm, key: Key, data: FederatedData, where: str | Path) -> State:
-    """What `algorithm.init` returns, made part by part, with its rows `[N, ...]` as NumPy arrays on the host.
+def initial_state(algorithm: Algorithm, key: Key, data: FederatedData, where: str | Path) -> State:
+    """The state that `algorithm.init` returns, computed part by part, with its rows `[N, ...]` as NumPy arrays on the host.
 
     Args:
-      algorithm: whose state.
-      key: consumed.
+      algorithm: what will run.
+      key: as for `algorithm.init`.
       data: the N clients.
-      where: "memory", or a folder (`Path("memory")` is one) for files that are mapped into memory. The files are the run's
-        scratch: they change with every round, and are gone when the state is. Checkpoints hold their own copies.
+      where: "memory", or a folder (`Path("memory")` is one) for files that are mapped into memory. The files are scratch space of
+        the run: they change with every round and disappear with the state. Checkpoints hold copies of their own.
 
     Raises:
       OSError: the folder cannot be made or written.
-      ValueError: more bytes than are free there, an algorithm without `cohort`, several processes, clients that keep a
-        PRNG key.
+      ValueError: more bytes than are free there, a method that reads the rows of all clients, several processes, clients that
+        keep a PRNG key.
     """
-    check(algorithm)
+    check_algorithm(algorithm)
     part_of = jax.jit(lambda key, data, ids: algorithm.init(key, data.select(ids)))
-    like = shapes(algorithm, key, data)
+    like = state_shapes(algorithm, key, data)
     rows = _allocate(like, where)
-    for ids in parts(data.num_clients, row_bytes(like)):
+    for ids in client_ranges(data.num_clients, row_bytes(like)):
         state = part_of(key, data, ids)
-        put(rows, ids, _rows(state))
+        write_rows(rows, ids, _rows(state))
     return state._replace(**rows)
 
 
-def adopt(state: State, where: str | Path) -> State:
-    """A state with its rows copied to the host; `where` and errors as in `begin`."""
+def move_to_host(state: State, where: str | Path) -> State:
+    """A state with its rows copied to the host; `where` and errors as in `initial_state`."""
     rows = _allocate(state, where)
-    for ids in parts(state.seen.shape[0], row_bytes(state)):
-        put(rows, ids, jax.tree.map(lambda leaf, ids=ids: leaf[ids[0] : ids[-1] + 1], _rows(state)))
+    for ids in client_ranges(state.seen.shape[0], row_bytes(state)):
+        write_rows(rows, ids, jax.tree.map(lambda leaf, ids=ids: leaf[ids[0] : ids[-1] + 1], _rows(state)))
     return state._replace(**rows)
 
 
-def shapes(algorithm: Algorithm, key: Key, data: FederatedData) -> State:
-    """The shapes of `algorithm.init(key, data)`, without a look at whether a device has room for them."""
+def state_shapes(algorithm: Algorithm, key: Key, data: FederatedData) -> State:
+    """The shapes of `algorithm.init(key, data)`; does not check whether a device has room for them."""
     one = jax.eval_shape(lambda key, data: algorithm.init(key, data.select(np.zeros(1, np.int32))), key, data)
 
     def of_all(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -75,37 +73,30 @@ def shapes(algorithm: Algorithm, key: Key, data: FederatedData) -> State:
     return one._replace(**jax.tree.map(of_all, _rows(one)))
 
 
-def check(algorithm: Algorithm) -> None:
-    """Whether its clients can wait on the host.
-
-    Raises:
-      ValueError: they cannot.
-    """
-    if algorithm.cohort is None:
-        raise ValueError("store: this algorithm has no `cohort`, so that nobody knows which rows a round needs")
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Raises `ValueError` unless what the clients of an algorithm keep can be in a host store."""
+    if algorithm.needs_all_rows:
+        raise ValueError(
+            f"store: {algorithm.config.get('method', 'this method')} reads what all clients keep in each round, so that their rows "
+            "must be on the device; run it without a store"
+        )
     if jax.process_count() > 1:
-        raise ValueError(f"store: a store belongs to one process, and this run has {jax.process_count()}")
+        raise ValueError(f"store: a host store belongs to one process, but this run has {jax.process_count()}")
 
 
-def cohort(algorithm: Algorithm, key: Key, num_clients: int) -> jax.Array:
-    """Whom the round of this key asks, `[C]`."""
-    assert algorithm.cohort is not None  # see `check`
-    return algorithm.cohort(key, num_clients)
-
-
-def parted(state: State) -> tuple[State, dict[str, Any]]:
-    """(what the server has, the rows of the clients by field)."""
+def split_rows(state: State) -> tuple[State, dict[str, Any]]:
+    """(the state without its rows, the rows of the clients by field)."""
     nothing: dict[str, Any] = dict.fromkeys(ROWS)
     return state._replace(**nothing), _rows(state)
 
 
-def take(state: State, ids: np.ndarray) -> dict[str, Any]:
+def read_rows(state: State, ids: np.ndarray) -> dict[str, Any]:
     """A copy of the rows of some clients, int `[n]`, by field."""
     return jax.tree.map(lambda leaf: leaf[ids], _rows(state))
 
 
-def put(rows: dict[str, Any], ids: np.ndarray, new: dict[str, Any]) -> None:
-    """Writes rows in place; waits for them where a device still computes them."""
+def write_rows(rows: dict[str, Any], ids: np.ndarray, new: dict[str, Any]) -> None:
+    """Writes rows in place; waits for a device that is still computing them."""
 
     def write(leaf: np.ndarray, values: Any) -> None:
         leaf[ids] = np.asarray(values)[: len(ids)]
@@ -113,51 +104,51 @@ def put(rows: dict[str, Any], ids: np.ndarray, new: dict[str, Any]) -> None:
     jax.tree.map(write, rows, new)
 
 
-def part(state: State, data: FederatedData, rows: np.ndarray, places: np.ndarray) -> tuple[State, FederatedData, jax.Array]:
-    """(state, data, places) of some clients alone."""
-    return state._replace(**take(state, rows)), data.select(places), jnp.arange(len(places), dtype=jnp.int32)
+def subset(state: State, data: FederatedData, rows: np.ndarray, places: np.ndarray) -> tuple[State, FederatedData, jax.Array]:
+    """(state, data, places) of some clients only."""
+    return state._replace(**read_rows(state, rows)), data.select(places), jnp.arange(len(places), dtype=jnp.int32)
 
 
-def parts(count: int, each: float, *, most: int = 2**16) -> Iterator[np.ndarray]:
-    """Ids 0 to `count` in runs of equal length but for the last, each of at most 64 MB at `each` bytes a client."""
+def client_ranges(count: int, each: float, *, most: int = 2**16) -> Iterator[np.ndarray]:
+    """Ids 0 to `count` in ranges of equal length, the last may be shorter; each takes at most 64 MB at `each` bytes a client."""
     step = int(np.clip(_PART_BYTES // max(each, 1), 1, most))
     for first in range(0, count, step):
         yield np.arange(first, min(first + step, count), dtype=np.int32)
 
 
 def row_bytes(state: State) -> int:
-    """Of what one client keeps."""
+    """Bytes that one client keeps."""
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(_rows(state)))
 
 
-def settled(data: FederatedData, place: Callable[[Any], Any]) -> FederatedData:
-    """The data with their samples where they will stay: NumPy arrays on the host, others where `place` puts them, once."""
+def place_samples(data: FederatedData, place: Callable[[Any], Any]) -> FederatedData:
+    """The data with their samples where they will stay: NumPy arrays on the host, others where `place` puts them."""
     start, size = jax.tree.map(np.asarray, (data.start, data.size))
     if not _on_host(data):
         data = place(data)
     return dataclasses.replace(data, start=start, size=size, ids=None if data.ids is None else np.asarray(data.ids))
 
 
-def run_rounds(
+def run_pipelined(
     step: Callable[..., Any],
     state: State,
     cohorts: np.ndarray,
     fetch: Callable[[np.ndarray], Any],
     place: Callable[[Any], Any],
 ) -> tuple[State, list[dict[str, Any]]]:
-    """Rounds one after the other, with the reading and writing of rows and samples beside them.
+    """Rounds one after the other, while the host reads and writes rows and samples.
 
     Args:
-      step: `(shared, rows, before, again, data) -> (shared, rows, metrics)`, a round of a cohort; see `joined`.
+      step: `(shared, rows, before, again, data) -> (shared, rows, metrics)`, a round of a cohort; see `newest_rows`.
       state: its rows are written in place.
       cohorts: int `[rounds, C]`.
-      fetch: `ids -> (rows, data)` of a cohort where `step` wants them, without waiting.
-      place: puts what else is needed there.
+      fetch: `ids -> (rows, data)` of a cohort on the device; does not wait for the transfer.
+      place: puts other arrays on the device.
 
     Returns:
       (state, metrics by round).
     """
-    shared, rows = parted(state)
+    shared, rows = split_rows(state)
     log: list[dict[str, Any]] = []
     before: Any = None
     came, data = fetch(cohorts[0])
@@ -165,32 +156,32 @@ def run_rounds(
         again = _places(ids, cohorts[number - 1]) if number else np.full(len(ids), -1, np.int32)
         shared, after, metrics = step(shared, came, came if before is None else before, place(again), data)
         log.append(metrics)
-        # The device is at work on this round: time for the rows of its neighbours.
+        # The device is busy with this round: the host moves rows meanwhile.
         if before is not None:
-            put(rows, cohorts[number - 1], before)
+            write_rows(rows, cohorts[number - 1], before)
         if number + 1 < len(cohorts):
             came, data = fetch(cohorts[number + 1])
         before = after
-    put(rows, cohorts[-1], before)
+    write_rows(rows, cohorts[-1], before)
     return shared._replace(**rows), log
 
 
-def of_clients(data: FederatedData, ids: np.ndarray, room: int) -> FederatedData:
-    """The data of some clients, with a copy of their samples where these are NumPy arrays, which stay on the host."""
-    return data.extract(ids, room) if _on_host(data) else data.select(ids)
+def cohort_data(data: FederatedData, ids: np.ndarray, room: int) -> FederatedData:
+    """The data of some clients; samples in NumPy arrays, which stay on the host, are copied."""
+    return pack(data, ids, room) if _on_host(data) else data.select(ids)
 
 
 def _on_host(data: FederatedData) -> bool:
     return isinstance(data.x, np.ndarray) and isinstance(data.y, np.ndarray)
 
 
-def joined(came: Any, before: Any, again: jax.Array) -> Any:
-    """Rows `[C, ...]` as the host has them, with those of clients that were in the round before taken from its result.
+def newest_rows(came: Any, before: Any, again: jax.Array) -> Any:
+    """Rows `[C, ...]` as the host has them, but those of clients that were in the round before taken from its result.
 
     Args:
-      came: read while that round ran.
-      before: its result.
-      again: int `[C]`, which of its clients each one was; -1 for none.
+      came: rows that were read while the round before ran.
+      before: the result of that round.
+      again: int `[C]`, the position of each client in that round's cohort; -1 where it was not in it.
     """
 
     def newest(old: jax.Array, result: jax.Array) -> jax.Array:
@@ -201,7 +192,7 @@ def joined(came: Any, before: Any, again: jax.Array) -> Any:
 
 
 def _places(ids: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """For each id where it stands in `among`, -1 where it does not."""
+    """The position of each id in `among`, -1 where it is not there."""
     order = np.argsort(among)
     found = order[np.minimum(np.searchsorted(among, ids, sorter=order), len(among) - 1)]
     return np.where(among[found] == ids, found, -1).astype(np.int32)
@@ -212,10 +203,10 @@ def _rows(state: Any) -> dict[str, Any]:
 
 
 def _allocate(like: State, where: str | Path) -> dict[str, Any]:
-    """Arrays for rows like those of a state, after a look at whether there is room."""
+    """Arrays for rows like those of a state, if there is room for them."""
     leaves: Sequence[Any] = jax.tree.leaves(_rows(like))
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
-        raise ValueError("store: these clients keep a PRNG key, which no NumPy array holds; keep `jax.random.key_data` of it")
+        raise ValueError("store: clients of this method keep a PRNG key, which NumPy cannot store; keep its `jax.random.key_data`")
     count, each = like.seen.shape[0], row_bytes(like)
     need = count * each
     if where == MEMORY:
@@ -231,10 +222,10 @@ def _allocate(like: State, where: str | Path) -> dict[str, Any]:
     def array(leaf: Any) -> np.ndarray:
         if where == MEMORY or 0 in leaf.shape:
             return np.empty(leaf.shape, leaf.dtype)
-        # A file without a name: no other run can mistake it for its own, and it is gone with the array.
+        # An unnamed file: no other run can open it, and it disappears with the array.
         with tempfile.TemporaryFile(dir=where) as file:
             if hasattr(os, "posix_fallocate"):
-                # A disk that fills up later would end the process without a word.
+                # Without this, a disk that fills up later kills the process without a message.
                 os.posix_fallocate(file.fileno(), 0, math.prod(leaf.shape) * leaf.dtype.itemsize)
             return np.memmap(file, leaf.dtype, "w+", shape=leaf.shape)
 

@@ -206,6 +206,7 @@ class Reduction(NamedTuple):
       options: of `method`.
       other: registry name of the method that it must equal.
       other_options: of `other`.
+      tests_alike: whether known clients also test with the same model; else only the server's model is the same.
     """
 
     says: str
@@ -213,3 +214,4 @@ class Reduction(NamedTuple):
     options: Mapping[str, Any]
     other: str
     other_options: Mapping[str, Any]
+    tests_alike: bool = True

@@ -1,12 +1,11 @@
 """A whole run: blocks of rounds, each one compiled loop, with an evaluation after each block.
 
-The host does nothing between evaluations, unless clients wait in its store. A round's key is folded from the run's key and the
-round's number, so a run that goes on from a saved state is the run that was never stopped.
+The host does nothing between evaluations, unless it holds a store. A round's key is folded from the run's key and the number of
+the round, so that a run that resumes from a saved state equals the run that was never stopped.
 """
 
 import contextlib
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,25 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks, engine
-from fedjax_meta import store as stores
+from fedjax_meta import checks, engine, runtime
+from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
-from fedjax_meta.data.federated import FederatedData
-from fedjax_meta.task import Key
+from fedjax_meta.data import FederatedData
+from fedjax_meta.data.packing import capacity
+from fedjax_meta.federation import Federation
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Method
+from fedjax_meta.rounds import as_algorithm
+from fedjax_meta.types import Key, PyTree
 
 _DRAWN_AHEAD = 64
-"""Rounds whose cohorts are known in advance where clients wait on the host."""
+"""Rounds whose cohorts are drawn in advance with a host store."""
 
 
 class Evaluator(NamedTuple):
     """What to measure, and on which data.
 
     Attributes:
-      measure: `(key, state, data) -> pytree of arrays`, traceable; usually `evaluate.evaluate` with its algorithm filled in.
-      data: given to `measure`. Data that a function closes over would be compiled into the program as constants, which takes
-        longer than the run.
-      known: whether client i of the data is client i of the training. A run with a store needs to be told: it measures known
-        clients in parts, so that every leaf of the result must be `[N, ...]`, and has all rows at hand for others.
+      measure: `(key, state, data) -> pytree of arrays`, traceable; usually `evaluate` with its algorithm filled in.
+      data: the third argument of `measure`. Do not let `measure` close over data: they would be compiled into the program as
+        constants, which takes longer than the run.
+      known: whether client i of the data is client i of the training. A run with a host store needs it: known clients are
+        measured in parts, so that every leaf of the result must be `[N, ...]`; for new clients all rows are at hand.
     """
 
     measure: Callable[[Key, State, Any], Any]
@@ -43,13 +47,13 @@ class Evaluator(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known at one evaluation.
+    """The results of one evaluation.
 
     Attributes:
-      round: rounds done.
+      round: number of finished rounds.
       metrics: training metrics since the last record, each the cohort's mean by round, `[rounds]`.
       evaluations: what each evaluator returned, as NumPy arrays.
-      seconds: wall-clock of training and evaluation since the last record, compilation left out.
+      seconds: wall-clock of training and evaluation since the last record, without compilation.
       compile_seconds: wall-clock of compilation since the last record.
     """
 
@@ -71,10 +75,10 @@ def run_rounds(
       most: static bound, the length of the metrics returned.
 
     Returns:
-      (state, for each metric the mean over who returned by round `[most]`, zero beyond `rounds`).
+      (state, for each metric its mean over the clients that returned by round `[most]`, zero beyond `rounds`).
     """
 
-    # As a function of its own, a round is traced once, for its shapes and for the loop.
+    # Jitted by itself, a round is traced once for both its shapes and the loop.
     step = jax.jit(partial(_one_round, algorithm))
 
     def body(i: Any, carry: Any) -> Any:
@@ -89,7 +93,7 @@ def run_rounds(
 
 def _one_round(algorithm: Algorithm, key: Key, state: State, data: FederatedData) -> tuple[State, dict[str, jax.Array]]:
     state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
-    # What a client that never returned has measured, the server does not know; where nobody did, the mean is no number.
+    # The server does not know the metrics of clients that did not return; the mean is NaN when none returned.
     return state, {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
 
 
@@ -98,16 +102,17 @@ def _counted(values: jax.Array, info: RoundInfo) -> Any:
 
 
 def schedule(rounds: int, eval_every: int) -> list[int]:
-    """Rounds after which to evaluate: the first, every `eval_every`-th, and the last (S0's schedule)."""
+    """Rounds after which to evaluate: the first, every `eval_every`-th, and the last, as the FedMeta-Per paper does."""
     return sorted({1, *range(eval_every, rounds, eval_every), rounds})
 
 
 def simulate(
-    algorithm: Algorithm,
+    method: Method | Algorithm,
     data: FederatedData,
     *,
     key: Key,
     rounds: int,
+    federation: Federation | None = None,
     eval_every: int = 20,
     evaluators: Mapping[str, Evaluator] | None = None,
     state: State | None = None,
@@ -117,24 +122,25 @@ def simulate(
 ) -> tuple[State, list[Record]]:
     """Trains, and evaluates after round 1, every `eval_every` rounds and at the end.
 
-    Each configuration is compiled once. Rates are a part of it, unless they are traced: `jax.jit(lambda rate: run_rounds(
-    fedavg(task, lr=rate), key, ...))` is one program for all rates, and vmapped trains with all of them at once.
+    Each configuration is compiled once. Rates are part of it unless they are traced: `jax.jit(lambda rate: run_rounds(
+    federate(fedavg(task, lr=rate)), key, ...))` is one program for all rates, and trains with all of them at once under vmap.
 
     Args:
-      algorithm: what to run.
+      method: what to run, e.g. `fedavg(task)`, or an algorithm, which is a method in a federation.
       data: the clients that train.
-      key: decides everything: initialisation, cohorts, batches.
-      rounds: R, counted from the very first round of the run.
+      key: a JAX key; it decides everything: initialisation, cohorts, batches.
+      rounds: R, counted from the first round of the run.
+      federation: how the rounds of the method are run; `Federation()` when not given.
       eval_every: rounds between evaluations.
       evaluators: by name, what to measure.
-      state: where to go on from, e.g. a checkpoint; a fresh one when not given. Same key, same run.
-      on_record: called after each evaluation, to show, save or stop (by raising). The state it gets is reused by the next
-        block: copy what you keep.
-      on_progress: called with (rounds done, training metrics of the rounds since the last call) about once a second. Blocks
-        are then cut into stretches of about a second, which changes no number.
-      store: where what clients keep waits if not on the device: "memory" of the host, or a folder for files that are mapped into
-        it. A device then holds only what a cohort's clients keep and, where `data` are NumPy arrays, their samples. The leaves
-        `[N, ...]` of a state are NumPy arrays, the same objects that every round changes. See `store`.
+      state: where to resume, e.g. a checkpoint; a fresh state when not given. The same key gives the same run.
+      on_record: called after each evaluation, to show, save or stop (by raising). The next block reuses the memory of the state
+        that it gets: copy what you keep.
+      on_progress: called with (finished rounds, training metrics of the rounds since the last call) about once a second. Blocks
+        are then split into pieces of about a second, which changes no number.
+      store: where the rows of all clients are if not on the device: "memory" of the host, or a folder for files that are mapped
+        into memory. A device then holds only the rows of a cohort and, where `data` are NumPy arrays, its samples. The leaves
+        `[N, ...]` of a state are NumPy arrays, and every round changes these same objects. See `host_store`.
 
     Returns:
       (final state, records).
@@ -142,12 +148,16 @@ def simulate(
     Raises:
       OSError: a store's folder cannot be written.
       RuntimeError: a run over several processes lost one of them.
-      ValueError: counts below 1, a state of another algorithm or one that is already beyond `rounds`; what clients keep does not
-        fit where it is to wait, or cannot wait there (see `store.begin`); with a store, an evaluator that does not say whether
-        its clients are known, or that returns something else than a row for each of them.
+      TypeError: no method or algorithm; a federation beside an algorithm.
+      ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do not
+        fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say whether
+        its clients are known, or that does not return a row for each of them.
     """
+    algorithm = as_algorithm(method, federation)
+    checks.prng_key("key", key)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
+    runtime.warn_of_idle_cores()
     tests = dict(evaluators or {})
     if store is None:
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=eval_every)
@@ -155,7 +165,7 @@ def simulate(
         run = _OnHost(algorithm, key, data, tests, state, store)
     done = int(run.state.round)
     if done > rounds:
-        raise ValueError(f"rounds={rounds}, but the state has {done} rounds behind it")
+        raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
     records = []
     stretch = eval_every if on_progress is None else 1
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
@@ -181,7 +191,7 @@ def simulate(
 
 
 class _OnDevice:
-    """A run whose clients' rows all lie on the devices: a block of rounds is one program."""
+    """A run with the rows of all clients on the devices: a block of rounds is one program."""
 
     def __init__(
         self,
@@ -193,9 +203,9 @@ class _OnDevice:
         *,
         most: int,
     ) -> None:
-        init_key, round_key, measure_key = jax.random.split(key, 3)
+        init_key, round_key, measure_key = _run_keys(key)
         initial = jax.jit(algorithm.init).lower(init_key, data)
-        # An algorithm places its state, and a given one goes to the same places; what is only read goes to the same devices.
+        # `algorithm.init` decides where a state is placed; a given state and all that is read go to the same devices.
         begin = initial.compile()
         places = begin.output_shardings
         if state is None:
@@ -205,8 +215,8 @@ class _OnDevice:
             self.state = jax.device_put(state, places, may_alias=False)
         whole = places.round
         test_data = {name: test.data for name, test in tests.items()}
-        self._read = engine.share((data, round_key), whole)
-        self._test_read = engine.share((test_data, measure_key), whole)
+        self._read = engine.place_shared((data, round_key), whole)
+        self._test_read = engine.place_shared((test_data, measure_key), whole)
 
         def block(state: State, data: FederatedData, key: Key, count: Any) -> Any:
             return run_rounds(algorithm, key, state, data, count, most=most)
@@ -219,7 +229,7 @@ class _OnDevice:
 
     def train(self, count: int) -> dict[str, np.ndarray]:
         """`count` rounds, to their end; metrics `[count]`."""
-        # Waited for, so that the clock is right even where there is nothing to log.
+        # Without waiting, the clock would be wrong where there is nothing to log.
         self.state, log = jax.block_until_ready(self._block(self.state, *self._read, count))
         return {name: np.asarray(line)[:count] for name, line in log.items()}
 
@@ -234,7 +244,7 @@ class _OnDevice:
 
 
 class _OnHost:
-    """A run whose clients' rows wait on the host: a round is a program, and tests of known clients run in parts."""
+    """A run with a host store: a round is a program, and tests of known clients run in parts."""
 
     def __init__(
         self,
@@ -245,38 +255,40 @@ class _OnHost:
         state: State | None,
         where: str | Path,
     ) -> None:
-        init_key, round_key, measure_key = jax.random.split(key, 3)
-        stores.check(algorithm)
+        init_key, round_key, measure_key = _run_keys(key)
+        stores.check_algorithm(algorithm)
         for name, test in tests.items():
             _check_evaluator(name, test, data.num_clients)
         if state is not None:
-            _must_fit(state, stores.shapes(algorithm, init_key, data))
-        # One client's state, to see to which devices an algorithm's belong.
+            _must_fit(state, stores.state_shapes(algorithm, init_key, data))
+        # The state of one client shows on which devices the algorithm places it.
         whole = jax.jit(algorithm.init)(init_key, data.select(np.zeros(1, np.int32))).round.sharding
-        self._place = partial(engine.share, placed=whole)
-        begun = stores.begin(algorithm, init_key, data, where) if state is None else stores.adopt(state, where)
-        shared, rows = stores.parted(begun)
+        self._place = partial(engine.place_shared, placed=whole)
+        begun = stores.initial_state(algorithm, init_key, data, where) if state is None else stores.move_to_host(state, where)
+        shared, rows = stores.split_rows(begun)
         self.state = jax.device_put(shared, whole, may_alias=False)._replace(**rows)
         self._tests = tests
-        self._data = stores.settled(data, self._place)
+        self._data = stores.place_samples(data, self._place)
         self._test_data = {
-            name: stores.settled(test.data, self._place) if test.known else self._place(test.data)
+            name: stores.place_samples(test.data, self._place) if test.known else self._place(test.data)
             for name, test in tests.items()
         }
         self._round_key, self._measure_key = self._place((round_key, measure_key))
 
         def cohorts(first: Any, key: Key) -> Any:
-            keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(_DRAWN_AHEAD))
-            return jax.vmap(lambda key: stores.cohort(algorithm, key, data.num_clients))(keys)
+            def of_round(number: Any) -> jax.Array:
+                return algorithm.cohort(jax.random.fold_in(key, number), number, data.num_clients)
+
+            return jax.vmap(of_round)(first + jnp.arange(_DRAWN_AHEAD, dtype=jnp.int32))
 
         def step(shared: State, rows: Any, before: Any, again: Any, cohort: FederatedData, key: Key) -> Any:
-            state = shared._replace(**stores.joined(rows, before, again))
+            state = shared._replace(**stores.newest_rows(rows, before, again))
             state, metrics = _one_round(algorithm, key, state, cohort)
-            shared, rows = stores.parted(state)
+            shared, rows = stores.split_rows(state)
             return shared, rows, metrics
 
         asked = jax.eval_shape(cohorts, 0, round_key)
-        self._room = self._data.room(asked.shape[1])
+        self._room = capacity(self._data, asked.shape[1])
         self._cohorts = _Compiled(jax.jit(cohorts))
         self._step = _Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
         self._measures = {name: _Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
@@ -291,12 +303,12 @@ class _OnHost:
             def step(*arguments: Any) -> Any:
                 return self._step(*arguments, self._round_key)
 
-            self.state, lines = stores.run_rounds(step, self.state, asked, fetch, self._place)
+            self.state, lines = stores.run_pipelined(step, self.state, asked, fetch, self._place)
             log += lines
         return {name: np.stack([np.asarray(line[name]) for line in log]) for name in log[0]}
 
     def _fetch(self, data: FederatedData, ids: np.ndarray, *, room: int) -> Any:
-        return self._place((stores.take(self.state, ids), stores.of_clients(data, ids, room)))
+        return self._place((stores.read_rows(self.state, ids), stores.cohort_data(data, ids, room)))
 
     def measure(self) -> dict[str, Any]:
         """What each evaluator finds."""
@@ -308,11 +320,11 @@ class _OnHost:
             return jax.tree.map(np.asarray, run(self._measure_key, self.state, data))
         clients = data.num_clients
         each = stores.row_bytes(self.state) + sum(values.nbytes for values in (data.x, data.y)) / clients
-        runs = list(stores.parts(clients, each, most=1024))
-        room = data.room(len(runs[0]))
+        runs = list(stores.client_ranges(clients, each, most=1024))
+        room = capacity(data, len(runs[0]))
         found: list[Any] = []
         for ids in runs:
-            # The last part takes some of the one before again, so that all are one program.
+            # The last part overlaps the one before, so that all parts have one shape and share one program.
             first = max(ids[-1] + 1 - len(runs[0]), 0)
             rows, part = self._fetch(data, np.arange(first, ids[-1] + 1, dtype=np.int32), room=room)
             result = run(self._measure_key, self.state._replace(**rows), part)
@@ -322,7 +334,7 @@ class _OnHost:
                     f"with a store, evaluator {name!r} must return leaves [N, ...], a row for each client that it is given, not "
                     f"{list(odd[0])} for {len(runs[0])} clients"
                 )
-            # Waited for: a device would otherwise be sent part after part.
+            # Waiting here keeps the host from sending part after part to the device.
             found.append(jax.tree.map(lambda leaf, skip=ids[0] - first: np.asarray(leaf)[skip:], result))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *found)
 
@@ -349,14 +361,18 @@ def _check_evaluator(name: str, test: Evaluator, clients: int) -> None:
 
 
 def _measured(name: str, test: Evaluator, key: Key, state: State, data: Any) -> Any:
-    """Each evaluator has a key of its own, which hangs on its name and not on what else is measured."""
-    key = jax.random.fold_in(jax.random.fold_in(key, state.round), zlib.crc32(name.encode()))
-    return test.measure(key, state, data)
+    """Each evaluator has a key of its own, folded from its name: it does not depend on what else is measured."""
+    return test.measure(tagged(key, name, state.round), state, data)
+
+
+def _run_keys(key: Key) -> tuple[Key, Key, Key]:
+    """The keys of a run's initial state, rounds and evaluations."""
+    return tagged(key, "init"), tagged(key, "rounds"), tagged(key, "evaluations")
 
 
 @contextlib.contextmanager
 def _all_there(done: int) -> Iterator[None]:
-    """Says what has happened when other processes of the run no longer answer."""
+    """Explains the error that JAX raises when other processes of the run no longer answer."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -369,14 +385,14 @@ def _all_there(done: int) -> Iterator[None]:
 
 
 def _must_fit(state: State, wanted: Any) -> None:
-    """A state that a caller gave must have the structure, shapes and types that are wanted."""
+    """Raises `ValueError` unless a given state has the wanted structure, shapes and types."""
     odd = checks.mismatch(state, wanted)
     if odd is not None:
         raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
 
 
 class _Compiled:
-    """A jitted function that knows how long its one compilation took."""
+    """A jitted function that is compiled once and knows how long that took."""
 
     def __init__(self, jitted: Any) -> None:
         self._jitted = jitted

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedjax_meta as fm
-import fedjax_meta.models
+from fedjax_meta.federation import OPTIONS
 
 SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
 
@@ -53,6 +53,13 @@ def data() -> fm.FederatedData:
         y[:3] = 0, 1, 2
         clients.append((x, y))
     return fm.from_clients(clients, num_classes=3)
+
+
+def build(builder, of=None, **options) -> fm.Algorithm:
+    """An algorithm from a builder or its name; each option goes to the federation if it is one of its fields, else to the method."""
+    builder = fm.METHODS[builder] if isinstance(builder, str) else builder
+    federation = {name: options.pop(name) for name in OPTIONS if name in options}
+    return fm.federate(builder(task() if of is None else of, **options), fm.Federation(**federation))
 
 
 def forms(tree):

@@ -1,4 +1,4 @@
-"""What holds for every registered algorithm, whatever it does."""
+"""Contract tests: what holds for every registered method, in every federation."""
 
 import dataclasses
 import importlib
@@ -14,23 +14,31 @@ import optax
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta.aggregate import client_weight
+from fedjax_meta.algorithm import ROWS
+from fedjax_meta.masks import Role
 from tests import problems
 
 KEY = jax.random.key(3)
 
 
-# What is about batch norms, and where the paper's rate is too small for a few rounds, another.
+# Methods about batch norms need a task with one; where the paper's rate is too small for a few rounds, it is raised.
 NEEDS_BATCH_NORM = {"mtfl": {}, "mtfl_fedavg_adam": {}, "fedbn": {"lr": 0.1}}
+FEDERATION = {"cohort_size": 5}
 
 
-def make(name: str, **options) -> fm.Algorithm:
+def method_of(name: str, **options) -> fm.Method:
     task = problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
-    return fm.ALGORITHMS[name](task, **(NEEDS_BATCH_NORM.get(name, {}) | {"cohort_size": 5} | options))
+    return fm.METHODS[name](task, **(NEEDS_BATCH_NORM.get(name, {}) | options))
+
+
+def make(name: str, **federation) -> fm.Algorithm:
+    return fm.federate(method_of(name), fm.Federation(**(FEDERATION | federation)))
 
 
 @cache
 def build(name: str) -> tuple[fm.Algorithm, Callable, fm.State]:
-    """An algorithm, its compiled round and its first state, shared by all tests of it: compilation is most of what they cost."""
+    """An algorithm, its compiled round and its first state, shared by its tests because compilation dominates their time."""
     algorithm = make(name, devices=1, lanes=1)
     return algorithm, jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, problems.data())
 
@@ -57,13 +65,8 @@ def run(step: Callable, state: fm.State, count: int, data=None) -> fm.State:
     return state
 
 
-def rounds(algorithm: fm.Algorithm, count: int, state=None) -> fm.State:
-    """`count` rounds of an algorithm that is not in the registry's cache."""
-    return run(jax.jit(algorithm.round), algorithm.init(KEY, problems.data()) if state is None else state, count)
-
-
-# All tests of an algorithm run in one process and compile its programs once.
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.ALGORITHMS])
+# All tests of a method run in one process and compile its programs once.
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.METHODS])
 def name(request) -> str:
     return request.param
 
@@ -88,7 +91,7 @@ def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run
     spread, begin = make(name, devices=2, lanes=2), fm.engine.replicate(start, 2)
     places, data = jax.tree.map(lambda leaf: leaf.sharding, begin), problems.data()
     block = jax.jit(
-        lambda state, count: fm.simulate.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places
+        lambda state, count: fm.simulation.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places
     )
     whole = block(begin, 4)
     assert problems.leaves_equal(whole, block(block(begin, 1), 3))
@@ -96,13 +99,17 @@ def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run
     assert problems.distance(whole, run(step, start, 4)) < 1e-10
 
 
-def test_a_round_among_its_cohort_alone_is_the_round_among_all(name):
-    """What `fedjax_meta.store` rests on: the rows of the others are needed nowhere, and a client stays who it is."""
+def test_a_round_needs_only_the_rows_and_data_of_its_cohort(name):
+    """A host store rests on this: the rows of other clients are not needed, and a client keeps its id."""
     (algorithm, step, start), data = build(name), problems.data()
+    if algorithm.needs_all_rows:
+        with pytest.raises(ValueError, match="must be on the device"):
+            fm.host_store.check_algorithm(algorithm)
+        return
     before = run(step, start, 3)
     key = jax.random.fold_in(KEY, before.round)
-    ids = algorithm.cohort(key, data.num_clients)
-    rows = lambda state: {field: jax.tree.map(lambda leaf: leaf[ids], getattr(state, field)) for field in fm.store.ROWS}  # noqa: E731
+    ids = algorithm.cohort(key, before.round, data.num_clients)
+    rows = lambda state: {field: jax.tree.map(lambda leaf: leaf[ids], getattr(state, field)) for field in ROWS}  # noqa: E731
     whole, info = step(key, before, data)
     part, alone = jax.jit(algorithm.round)(key, before._replace(**rows(before)), data.select(ids))
     assert problems.distance(part, whole._replace(**rows(whole))) < 1e-12
@@ -116,16 +123,70 @@ def test_state_of_clients_that_were_not_sampled_is_untouched(name):
     after, info = step(jax.random.key(8), before, data)
     absent = np.setdiff1d(np.arange(len(problems.SIZES)), np.asarray(info.ids))
     assert absent.size == 2
-    for old, new in ((before.personal, after.personal), (before.memory, after.memory), (before.seen, after.seen)):
-        assert problems.leaves_equal(
-            jax.tree.map(lambda leaf: leaf[absent], old), jax.tree.map(lambda leaf: leaf[absent], new)
-        )
+    for field in ROWS:
+        rows = (jax.tree.map(lambda leaf: leaf[absent], getattr(state, field)) for state in (before, after))
+        assert problems.leaves_equal(*rows)
+
+
+def test_a_late_joiner_starts_from_the_servers_model_and_a_fresh_memory(name):
+    """What a client that has not taken part would keep is never read, in a round or in a test."""
+    (_, step, start), data = build(name), problems.data()
+    before = run(step, start, 1)
+    late = np.flatnonzero(~np.asarray(before.seen))
+    assert late.size == 2
+
+    def spoilt(leaf):
+        return leaf.at[late].set(jnp.ones((), leaf.dtype)) if leaf.dtype == bool else leaf.at[late].add(jnp.asarray(7, leaf.dtype))
+
+    other = before._replace(**{field: jax.tree.map(spoilt, getattr(before, field)) for field in ("personal", "memory")})
+    adapt = adaptation(name, True)
+    assert problems.leaves_equal(adapt(before, data, int(late[0]))[0], adapt(other, data, int(late[0]))[0])
+    for number in range(20):
+        key = jax.random.key(number)
+        (one, info), (two, _) = step(key, before, data), step(key, other, data)
+        if set(late.tolist()) <= set(np.asarray(info.ids).tolist()):
+            break
+    assert problems.leaves_equal(one, two)
+
+
+def test_frozen_leaves_never_move_and_only_personal_leaves_are_kept(name):
+    (_, step, start), method = build(name), method_of(name)
+    after = run(step, start, 2)
+    frozen = fm.masks.having(method.roles, Role.FROZEN)
+    assert problems.leaves_equal(fm.masks.split(after.model, frozen)[0], fm.masks.split(start.model, frozen)[0])
+    personal = fm.masks.having(method.roles, Role.PERSONAL)
+    assert jax.tree.structure(fm.masks.split(start.model, personal)[0]) == jax.tree.structure(after.personal)
+    assert problems.leaves_equal(fm.masks.split(after.model, personal)[0], fm.masks.split(start.model, personal)[0])
+
+
+PERSONAL = {
+    "head": {"fedper", "fedper_meta", "fedmeta_per", "fedmeta_per_metasgd", "fedpac", "fedrep", "pfedhn_pc"},
+    "body": {"lg_fedavg"},
+    "all": {"local_only", "fedfomo", "fedamp", "heur_fedamp", "l2gd"},
+    "bn": {"mtfl", "mtfl_fedavg_adam", "fedbn"},
+}
+"""The personal leaves that each paper has; in the papers of the other methods every leaf of the model is shared."""
+
+
+def test_personal_leaves_are_those_of_the_paper(name):
+    method, task = method_of(name), problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
+    found = jax.tree.leaves_with_path(fm.masks.having(method.roles, Role.PERSONAL))
+    names = {"/".join(fm.masks.path_names(path)) for path, own in found if own}
+    word = next((word for word, methods in PERSONAL.items() if name in methods), "none")
+    expected = jax.tree.leaves_with_path(fm.masks.resolve(word, task))
+    wanted = {"/".join(fm.masks.path_names(path)) for path, own in expected if own}
+    if name in ("fedrod", "pfedhn_pc"):  # a personal head beside the generic model; leaves beside the hypernetwork
+        assert names and all("head" in path or path.startswith(("personal", "own")) for path in names)
+        return
+    # Rates and slots of personal leaves are personal too.
+    assert {path for path in names if any(path.endswith(end) for end in wanted)} == names
+    assert all(any(path.endswith(end) for path in names) for end in wanted)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 def test_personalize_is_pure_sees_no_test_label_and_predicts_logits_of_every_class(name, known):
     (_, step, start), data, adapt = build(name), problems.data(), adaptation(name, known)
-    # What lies beyond a support view is test data: its labels must change neither training nor adaptation.
+    # Labels outside the support view are test data: they must change neither training nor adaptation.
     y = np.array(data.y)
     for begin, size in zip(data.start["test_query"], data.size["test_query"], strict=True):
         y[begin : begin + size] = (y[begin : begin + size] + 1) % 3
@@ -147,6 +208,33 @@ def test_training_lowers_the_loss_of_those_who_train(name):
     assert after < before
 
 
+def test_clients_count_as_the_method_says(name):
+    """An aggregator sees the weights of the cohort: they are those of the declared weighting, and of nothing else."""
+    method, data = method_of(name), problems.data()
+    seen = []
+
+    def aggregator(stacked, weight):
+        jax.debug.callback(lambda w: seen.append(np.asarray(w)), weight)
+        return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+    algorithm = fm.federate(method, fm.Federation(cohort_size=7, devices=1, lanes=1, aggregator=aggregator))
+    jax.block_until_ready(jax.jit(algorithm.round)(KEY, algorithm.init(KEY, data), data))
+    jax.effects_barrier()
+    expected = [float(client_weight(method.weighting, data.client(i))) for i in range(7)]
+    assert any(np.allclose(weights, expected) for weights in seen), seen
+
+
+def test_no_key_is_used_twice(name):
+    algorithm, data = build(name)[0], problems.data()
+    with jax.debug_key_reuse(True):
+        state = jax.eval_shape(algorithm.init, KEY, data)
+        jax.jit(algorithm.round).lower(KEY, state, data)
+        for client in (1, None):
+            jax.jit(lambda key, state, client=client: algorithm.personalize(key, state, data.client(1)["test_support"], client)).lower(
+                KEY, state
+            )
+
+
 def test_a_cohort_larger_than_the_population_is_refused(name):
     algorithm, data = make(name, cohort_size=8), problems.data()
     state = jax.eval_shape(algorithm.init, KEY, data)
@@ -154,20 +242,35 @@ def test_a_cohort_larger_than_the_population_is_refused(name):
         jax.eval_shape(algorithm.round, KEY, state, data)
 
 
-def test_builders_take_the_task_first_and_the_rest_by_name(name):
-    parameters = list(inspect.signature(fm.ALGORITHMS[name]).parameters.values())
+def test_a_builder_names_itself_and_records_every_option(name):
+    builder, algorithm = fm.METHODS[name], build(name)[0]
+    assert getattr(fm, name) is builder and builder.__name__ == name and builder.__doc__.strip()
+    parameters = list(inspect.signature(builder).parameters.values())
     assert parameters[0].name == "task"
-    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[1:])
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters[1:])
+    assert set(algorithm.config) == {"method", "federation", *(p.name for p in parameters[1:])}
+    assert algorithm.config["method"] == name and algorithm.config["federation"]["cohort_size"] == 5
+
+
+def test_a_wrong_option_is_refused_under_the_name_that_was_called(name):
+    builder, task = fm.METHODS[name], problems.task()
+    option = list(inspect.signature(builder).parameters)[1]
+    with pytest.raises(TypeError, match=f"^{name} .*{option}x.*{option}"):
+        builder(task, **{option + "x": 1})
+    with pytest.raises(TypeError, match=f"^{name} .*cohort_size.*Federation"):
+        builder(task, cohort_size=3)
+    with pytest.raises(TypeError, match=f"^{name}.* must be a Task"):
+        builder(task.predict)
 
 
 def test_every_file_of_the_package_is_registered():
-    used = {getattr(builder, "func", builder).__module__ for builder in fm.ALGORITHMS.values()}
-    files = {f"fedjax_meta.algorithms.{module.name}" for module in pkgutil.iter_modules(fm.algorithms.__path__)}
+    used = {builder.__module__ for builder in fm.METHODS.values()}
+    files = {f"fedjax_meta.methods.{module.name}" for module in pkgutil.iter_modules(fm.methods.__path__)}
     assert files == used
 
 
-def test_nothing_below_imports_an_algorithm():
-    below = [module.name for module in pkgutil.iter_modules(fm.__path__) if module.name != "algorithms"]
+def test_nothing_below_imports_a_method():
+    below = [module.name for module in pkgutil.iter_modules(fm.__path__) if module.name != "methods"]
     for module in below:
         source = inspect.getsource(importlib.import_module(f"fedjax_meta.{module}"))
-        assert "fedjax_meta.algorithms" not in source, module
+        assert "fedjax_meta.methods" not in source, module

@@ -1,8 +1,10 @@
-"""What `federated` does around the rules of one client, with rules so small that every round has a closed form.
+"""What `federate` does around the rules of one client, with rules so small that every round has a closed form.
 
 Client i holds i + 1 samples, all of value i. In most tests its round adds `(i + 1)^2 (round + 1)` to every leaf that it
 received, so that the order of rounds, the weights and the start of each leaf can all be told from the result.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +12,19 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_meta import aggregate
+import fedjax_meta as fm
+from fedjax_meta import aggregate, masks
 from fedjax_meta.aggregate import combine
-from fedjax_meta.algorithm import Trained, federated
-from fedjax_meta.data.federated import federate
+from fedjax_meta.federation import OPTIONS, Federation
+from fedjax_meta.method import Collaboration, Method, Trained
+from fedjax_meta.rounds import federate
 from tests import problems
 
 KEY = jax.random.key(1)
 N = 4
 SIZES = np.arange(N) + 1
 VALUES = np.repeat(np.arange(N), SIZES)
-DATA = federate(VALUES[:, None].astype(float), np.zeros(len(VALUES), int), np.arange(len(VALUES)), SIZES, num_classes=1)
+DATA = fm.from_partition(VALUES[:, None].astype(float), np.zeros(len(VALUES), int), np.arange(len(VALUES)), SIZES, num_classes=1)
 START = {"shared": jnp.array([1.0, -1.0]), "own": jnp.array(5.0), "buffer": jnp.array(2.0)}
 PERSONAL = {"shared": False, "own": True, "buffer": False}
 TRAINABLE = {"shared": True, "own": True, "buffer": False}
@@ -34,7 +38,7 @@ def _gain(i, r=0):
     return (i + 1) ** 2 * (r + 1)
 
 
-def _adds(weight=lambda data: data["train"].size, **more):
+def _adds(weight=None, **more):
     """The rule of the header; `more` are further fields of `Trained`, as functions of (received, data, trained model)."""
 
     def client(key, received, data):
@@ -42,7 +46,7 @@ def _adds(weight=lambda data: data["train"].size, **more):
         gain = _gain(_who(data), received.round)
         model = jax.tree.map(lambda leaf: leaf + gain, received.model)
         extra = {name: value(received, data, model) for name, value in more.items()}
-        return Trained(model, jnp.asarray(weight(data), float), {"gain": gain}, **extra)
+        return Trained(model, {"gain": gain}, **extra, weight=None if weight is None else jnp.asarray(weight(data), float))
 
     return client
 
@@ -53,12 +57,12 @@ def _build(client=None, **options):
         "client": client or _adds(),
         "personalize": lambda key, received, support: received.model,
         "predict": lambda model, x: x,
-        "personal": PERSONAL,
-        "trainable": TRAINABLE,
-        "cohort_size": N,
-        "devices": 1,
+        "roles": masks.roles(PERSONAL, TRAINABLE),
     }
-    return federated(**(defaults | options))
+    federation = {"cohort_size": N, "devices": 1} | {name: options.pop(name) for name in OPTIONS if name in options}
+    if "collaborate" in options:
+        options["collaborate"] = Collaboration(options["collaborate"], reads="personal+memory", gives="personal+memory")
+    return federate(Method(**(defaults | options)), Federation(**federation))
 
 
 def _run(algorithm, rounds=1, state=None, data=DATA):
@@ -135,9 +139,9 @@ def test_a_client_that_does_not_exist_cannot_test(client):
 
 
 def test_a_round_from_which_nobody_returns_leaves_server_and_momentum_alone():
-    server = optax.adam(0.3)
-    before, _ = _run(_build(server_optimizer=server), 2)
-    after, _ = _run(_build(_adds(weight=lambda data: 0), server_optimizer=server), 1, before)
+    server = {"server_optimizer": optax.adam, "server_lr": 0.3}
+    before, _ = _run(_build(**server), 2)
+    after, _ = _run(_build(_adds(weight=lambda data: 0), **server), 1, before)
     assert problems.leaves_equal((after.model, after.optimizer, after.seen), (before.model, before.optimizer, before.seen))
     assert before.optimizer[0].count == 2 and after.round == 3
 
@@ -147,7 +151,7 @@ def test_a_client_of_weight_0_counts_for_nothing_even_if_it_diverged():
         trained = _adds()(key, received, data)
         lost = _who(data) == 2
         model = jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), trained.model)
-        return trained._replace(model=model, weight=jnp.where(lost, 0, trained.weight))
+        return trained._replace(model=model, weight=jnp.where(lost, 0, data["train"].size))
 
     state, _ = _run(_build(client))
     rest = np.array([0, 1, 3])
@@ -183,18 +187,18 @@ def test_a_memory_that_changes_its_form_is_refused_by_leaf(memory, message):
         init_memory=lambda *_: {"a": jnp.zeros((), jnp.int32), "b": jnp.zeros(3)},
     )
     state = algorithm.init(KEY, DATA)
-    with pytest.raises(ValueError, match="a client's memory must stay as init_memory made it: " + message):
+    with pytest.raises(ValueError, match="a client's memory must keep the form of init_memory: " + message):
         algorithm.round(KEY, state, DATA)
 
 
 def test_a_model_or_a_mixture_of_another_form_is_refused_by_leaf():
     def client(key, received, data):
-        return Trained({**received.model, "own": received.model["own"].astype(jnp.float16)}, jnp.ones(()), {})
+        return Trained({**received.model, "own": received.model["own"].astype(jnp.float16)}, {})
 
     state = _build().init(KEY, DATA)
-    with pytest.raises(ValueError, match=r"a client hands back: \['own'\] is float16\[\], not float64\[\]"):
+    with pytest.raises(ValueError, match=r"a client returns: \['own'\] is float16\[\], not float64\[\]"):
         _build(client).round(KEY, state, DATA)
-    with pytest.raises(ValueError, match=r"what collaborate hands back: \[0\]\['own'\] is float64\[\], not float64\[4\]"):
+    with pytest.raises(ValueError, match=r"what collaborate returns: \[0\]\['own'\] is float64\[\], not float64\[4\]"):
         _build(collaborate=lambda key, state, cohort, data: ({**cohort.personal, "own": START["own"]}, ())).round(
             KEY, state, DATA
         )
@@ -238,14 +242,14 @@ def test_an_aggregator_does_not_see_who_did_not_return():
 
 def test_the_server_optimiser_moves_what_is_trainable_and_buffers_are_averaged():
     """A first step of Adam is lr g / (|g| + eps), whatever the length of g; the buffer moves by the whole mean."""
-    state, _ = _run(_build(server_optimizer=optax.adam(0.25)))
+    state, _ = _run(_build(server_optimizer=optax.adam, server_lr=0.25))
     mean = np.average(_gain(np.arange(N)), weights=SIZES)
     np.testing.assert_allclose(state.model["shared"], np.array([1.0, -1.0]) + 0.25, rtol=1e-7)
     np.testing.assert_allclose(state.model["buffer"], 2 + mean, rtol=1e-14)
 
 
 def test_momentum_is_carried_from_round_to_round():
-    state, _ = _run(_build(server_optimizer=optax.sgd(0.1, momentum=0.5)), 2)
+    state, _ = _run(_build(server_optimizer=partial(optax.sgd, momentum=0.5), server_lr=0.1), 2)
     first, second = (np.average(_gain(np.arange(N), r), weights=SIZES) for r in (0, 1))
     expected = np.array([1.0, -1.0]) + 0.1 * first + 0.1 * (0.5 * first + second)
     np.testing.assert_allclose(state.model["shared"], expected, rtol=1e-14)
@@ -261,7 +265,7 @@ def test_a_pseudo_gradient_is_what_the_server_descends():
         }
         return send
 
-    state, _ = _run(_build(_adds(pseudo_gradient=gradient), server_optimizer=optax.sgd(0.5)))
+    state, _ = _run(_build(_adds(pseudo_gradient=gradient), server_lr=0.5))
     mean = np.average(np.arange(N), weights=SIZES)
     np.testing.assert_allclose(state.model["shared"], [1 - 0.5 * mean, -1 + mean], rtol=1e-14)
     # Personal leaves are not sent, so that the NaN in their place harms nobody.
@@ -304,7 +308,7 @@ def test_statistics_are_averaged_with_weights_of_their_own(prefix):
 
 
 def test_clients_remember():
-    """Memory is a client's own, goes on from where it stopped, and a client that never took part has a fresh one."""
+    """A client's memory goes on from where it stopped, and a client that never took part has a fresh one."""
     client = _adds(memory=lambda received, data, model: received.memory * 2 + _who(data))
     algorithm = _build(
         client,
@@ -348,7 +352,7 @@ def test_clients_collaborate_after_the_server_has_moved():
 
 
 def test_a_new_client_may_have_a_rule_of_its_own():
-    algorithm = _build(new_client=lambda key, state, support: state.personal["own"].sum())
+    algorithm = _build(new_client=lambda key, population, support: population.personal["own"].sum())
     state, _ = _run(algorithm)
     assert float(_tested(algorithm, state, None)) == 5 * N + _gain(np.arange(N)).sum()
     assert _tested(algorithm, state, 1)["own"] == 5 + _gain(1)
@@ -356,7 +360,7 @@ def test_a_new_client_may_have_a_rule_of_its_own():
 
 def test_a_rule_may_return_plain_numbers():
     def client(key, received, data):
-        return Trained(received.model, 1.0, {"one": 1.0}, stacked=2)
+        return Trained(received.model, {"one": 1.0}, stacked=2, weight=1.0)
 
     state, info = _run(_build(client))
     assert info.metrics["one"].tolist() == [1.0] * N and bool(jnp.all(state.seen))

@@ -1,0 +1,282 @@
+"""Upload transformations against closed forms, and what they do to a federation of clients with known uploads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import aggregate, uploads
+from fedjax_meta.uploads.clip import clipped
+from fedjax_meta.uploads.transform import ServerContext
+from tests import problems
+from tests.test_rounds import START, N, _adds, _build, _gain, _run, _who
+
+KEY = jax.random.key(2)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e15])
+def test_a_tree_is_cut_to_the_norm_and_keeps_its_direction(scale):
+    tree = {"a": scale * jnp.array([[1.0, -2.0]]), "b": scale * jnp.array(2.0, jnp.float32)}
+    cut = clipped(tree, 0.5)
+    factor = min(1, 0.5 / (3 * scale))
+    assert problems.distance(cut, jax.tree.map(lambda leaf: factor * leaf, tree)) < 1e-6 * min(scale, 1)
+    assert problems.forms(cut) == problems.forms(tree)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_cut_to_nothing(value):
+    cut = clipped({"a": jnp.array([1.0, value]), "b": jnp.ones(())}, 1.0)
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(cut))
+    assert np.all(clipped({"a": jnp.zeros(2)}, 1.0)["a"] == 0)
+
+
+def test_noise_has_the_deviation_asked_for_and_is_another_for_every_leaf():
+    tree = {"a": jnp.full(20_000, 3.0), "b": jnp.full(20_000, 3.0), "c": jnp.full(20_000, 3.0, jnp.float32)}
+    context = ServerContext(cohort_size=4, clip_norm=2.0, ids=jnp.arange(4), returned=jnp.ones(4, bool))
+    added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, uploads.noise(1.4).server(KEY, tree, context))
+    for noise in added.values():
+        assert abs(noise.mean()) < 5 * 0.7 / np.sqrt(20_000)
+        assert abs(noise.std() - 0.7) < 5 * 0.7 / np.sqrt(2 * 20_000)
+    assert abs(np.corrcoef(added["a"], added["b"])[0, 1]) < 5 / np.sqrt(20_000)
+
+
+def _lengths(norm):
+    """Each client adds its gain to three shared numbers (two and the buffer): how much is left of that, [N]."""
+    return np.minimum(1, norm / (np.sqrt(3) * _gain(np.arange(N)))) * _gain(np.arange(N))
+
+
+def test_without_noise_the_server_moves_by_the_sum_of_what_was_cut_over_the_cohort():
+    """Whatever the samples, and whoever does not return: the divisor is C = 4."""
+    state, _ = _run(_build(uploads=(uploads.clip(5.0), uploads.noise(0.0))))
+    np.testing.assert_allclose(state.model["shared"], START["shared"] + _lengths(5.0).sum() / 4, rtol=1e-12)
+    np.testing.assert_allclose(state.model["buffer"], 2 + _lengths(5.0).sum() / 4, rtol=1e-12)
+    np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)), rtol=1e-12)
+    client = _adds(weight=lambda data: jnp.where(_who(data) == 3, 0, data["train"].size))
+    state, _ = _run(_build(client, uploads=(uploads.clip(5.0), uploads.noise(0.0))))
+    np.testing.assert_allclose(state.model["buffer"], 2 + _lengths(5.0)[:3].sum() / 4, rtol=1e-12)
+
+
+def test_statistics_share_the_norm_and_count_as_the_cohort():
+    client = _adds(statistics=lambda received, data, model: jnp.full((), 100.0))
+    extras = {
+        "init_extra": lambda *_: jnp.zeros(2),
+        "update_extra": lambda state, mean, weight, clients: jnp.stack([mean, weight]),
+    }
+    state, _ = _run(_build(client, uploads=(uploads.clip(5.0), uploads.noise(0.0)), **extras))
+    factor = 5 / np.sqrt(3 * _gain(np.arange(N)) ** 2 + 100**2)
+    np.testing.assert_allclose(state.extra, [100 * factor.mean(), 4], rtol=1e-12)
+    np.testing.assert_allclose(state.model["buffer"], 2 + (factor * _gain(np.arange(N))).mean(), rtol=1e-12)
+
+
+def test_one_client_moves_the_server_by_no_more_than_its_share():
+    """Whatever client 2 sends: sensitivity S / C in the norm over all that is averaged."""
+
+    def client(value):
+        def rule(key, received, data):
+            trained = _adds()(key, received, data)
+            sent = jax.tree.map(lambda leaf: jnp.where(_who(data) == 2, value, leaf), trained.model)
+            return trained._replace(model=sent)
+
+        return rule
+
+    def model(value):
+        state, _ = _run(_build(client(value), uploads=(uploads.clip(2.0), uploads.noise(0.0))))
+        return jnp.concatenate([state.model["shared"], state.model["buffer"][None]])
+
+    moved = [float(jnp.linalg.norm(model(value) - model(jnp.nan))) for value in (-1e12, 0.5, 1e6)]
+    assert max(moved) <= 2.0 / 4 * (1 + 1e-9) and max(moved) > 0.49
+
+
+def test_a_round_adds_noise_even_when_nobody_returns_and_another_in_every_round():
+    """Deviation z S / C = 3 * 2 / 4; the optimiser's step along it is as it is along a gradient."""
+    options = {"init": lambda key: START | {"shared": jnp.zeros(20_000)}, "uploads": (uploads.clip(2.0), uploads.noise(3.0))}
+    algorithm = _build(_adds(weight=lambda data: 0), server_lr=0.5, **options)
+    one, _ = _run(algorithm)
+    two, _ = _run(algorithm, 2)
+    first, second = np.asarray(one.model["shared"]), np.asarray(two.model["shared"] - one.model["shared"])
+    for noise in (first, second):
+        assert abs(noise.std() - 0.75) < 5 * 0.75 / np.sqrt(2 * 20_000)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(20_000)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedmeta_per_metasgd", "pfedhn"])
+def test_uploads_of_any_method_can_be_clipped_noised_and_stacked(name):
+    """With a loose norm and without noise, the result is the plain mean of clients that count alike."""
+    options = {"cohort_size": 7, "devices": 1, "lanes": 2}
+    choices = (
+        {"uploads": (uploads.clip(1e9), uploads.noise(0.0))},
+        {"aggregator": aggregate.trimmed_mean(0.0)},
+        {"uploads": (uploads.clip(0.5), uploads.noise(0.1))},
+    )
+    loose, stacked, private = (_two_rounds(name, **options, **more) for more in choices)
+    assert problems.distance(loose.model, stacked.model) < 1e-10
+    assert problems.distance(loose.model, private.model) > 1e-6
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(private))
+
+
+def _two_rounds(name, **options):
+    algorithm, data = problems.build(name, **options), problems.data()
+    state, step = jax.jit(algorithm.init)(KEY, data), jax.jit(algorithm.round)
+    for r in range(2):
+        state, _ = step(jax.random.fold_in(KEY, r), state, data)
+    return state
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedmeta_per_metasgd"])
+def test_masks_cancel_in_the_sum(name, devices, lanes):
+    """The masked mean is the plain one up to rounding to multiples of 2^-24: a cohort of 5 errs by 5 * 2^-25 before division."""
+    options = {"cohort_size": 5, "devices": devices, "lanes": lanes, "weighting": "uniform"}
+    plain, masked = (_two_rounds(name, **options, **more) for more in ({}, {"uploads": (uploads.mask(24),)}))
+    assert 0 < problems.distance(plain.model, masked.model) < 1e-5
+    assert problems.leaves_equal(plain.seen, masked.seen)
+
+
+def test_masks_of_clients_that_drop_out_are_removed():
+    """Clients 1 and 2 do not return: the others' mean comes out, not a random number of the size of 2^31."""
+    late = lambda key, id_: fm.Participation(returned=(id_ != 1) & (id_ != 2))  # noqa: E731
+    chosen = {"participation": late, "weighting": "uniform"}
+    plain, masked = (_run(_build(**chosen, **more))[0] for more in ({}, {"uploads": (uploads.mask(16),)}))
+    np.testing.assert_allclose(masked.model["shared"], plain.model["shared"], atol=1e-4)
+    np.testing.assert_allclose(masked.model["buffer"], 2 + np.mean([_gain(0), _gain(3)]), atol=1e-4)
+
+
+def test_one_masked_upload_looks_like_noise():
+    """The integers of one client of a cohort of two say nothing of its upload: they are uniform over 32 bits."""
+    encode = uploads.mask(16).encode
+    sent = np.asarray(encode(KEY, {"w": jnp.full(50_000, 3.0)}, jnp.int32(4), jnp.array([4, 9], jnp.int32))["w"])
+    assert sent.dtype == np.uint32
+    assert abs(sent.mean() / 2**32 - 0.5) < 5 / np.sqrt(12 * 50_000)
+    both = sent + np.asarray(encode(KEY, {"w": jnp.full(50_000, -1.0)}, jnp.int32(9), jnp.array([4, 9], jnp.int32))["w"])
+    np.testing.assert_array_equal(both.view(np.int32) / 2**16, 2.0)
+
+
+def test_error_feedback_sends_everything_in_the_end():
+    """A constant upload of 10 numbers, of which 3 are sent: after r rounds all but the last residual has arrived.
+
+    The sum of what was sent equals r times the upload minus the residual, exactly, and no number waits longer than 10 / 3
+    rounds relative to its share.
+    """
+    sparse = uploads.sparsify(0.3)
+    upload = {"w": jnp.arange(1.0, 11.0)}
+    memory, total = sparse.init_memory(upload), np.zeros(10)
+    for _ in range(50):
+        sent, memory = sparse.client(KEY, upload, memory)
+        assert np.count_nonzero(sent["w"]) == 3
+        total += np.asarray(sent["w"])
+    np.testing.assert_allclose(total + np.asarray(memory["w"]), 50 * np.arange(1.0, 11.0), rtol=1e-12)
+    assert np.all(np.asarray(memory["w"]) < np.arange(1.0, 11.0).sum() * 2)
+    largest, _ = uploads.sparsify(0.3, feedback=False).client(KEY, {"w": jnp.array([1.0, -9, 2, 3, 8, 0, 1, 1, 1, -4])}, ())
+    assert np.flatnonzero(largest["w"]).tolist() == [1, 4, 9]
+
+
+def test_residuals_stay_with_their_client():
+    state, info = _run(_build(cohort_size=2, uploads=(uploads.sparsify(0.5),)))
+    kept = np.asarray(state.residual[0][0]["shared"])
+    absent = np.setdiff1d(np.arange(N), np.asarray(info.ids))
+    assert np.all(kept[absent] == 0) and kept.shape == (N, 2)
+    # Both numbers moved by the gain, negated because the server descends; one of them was sent.
+    for i in np.asarray(info.ids).tolist():
+        assert sorted(kept[i].tolist()) == [-_gain(i), 0]
+
+
+def test_a_chain_runs_client_halves_in_order_and_server_halves_in_reverse():
+    def step(name, factor, shift):
+        return uploads.UploadTransform(
+            name=name,
+            client=lambda key, upload, memory: (jax.tree.map(lambda leaf: leaf * factor + shift, upload), memory),
+            server=lambda key, average, context: jax.tree.map(lambda leaf: (leaf - shift) / factor, average),
+        )
+
+    chosen = {"uploads": (step("a", 2.0, 1.0), step("b", 3.0, -5.0))}
+    plain, chained = (_run(_build(**more))[0] for more in ({}, chosen))
+    assert problems.distance(plain.model, chained.model) < 1e-12
+
+
+def test_draws_do_not_depend_on_which_other_transformations_are_on():
+    """Participation in which all finish, and clipping at a loose norm, leave the run as it was, bit for bit or to rounding."""
+    plain = _two_rounds("fedavg", cohort_size=4, devices=1)
+    all_finish = _two_rounds("fedavg", cohort_size=4, devices=1, participation=lambda key, id_: fm.Participation())
+    assert problems.leaves_equal(plain.model, all_finish.model)
+    assert problems.distance(plain.model, _two_rounds("fedavg", cohort_size=4, devices=1, uploads=(uploads.clip(1e9),)).model) < 1e-12
+    # 30 bits round every number to within 2^-30 of its leaf's range.
+    fine = _two_rounds("fedavg", cohort_size=4, devices=1, uploads=(uploads.quantize(30),))
+    assert problems.distance(plain.model, fine.model) < 1e-7
+
+
+def test_bytes_on_the_wire():
+    """39 parameters: 24 in the body (20 + 4), 15 in the head (12 + 3); the tests run in float64."""
+    data = problems.data()
+
+    def up(**more):
+        return fm.costs.traffic(problems.build("fedavg", cohort_size=5, **more), data).up
+
+    assert up() == up(aggregator=aggregate.median) == up(uploads=(uploads.clip(1.0), uploads.noise(1.0))) == 39 * 8
+    # 4 bits a number and two numbers of 64 bits a leaf, leaf by leaf in whole bytes.
+    assert up(uploads=(uploads.quantize(4),)) == sum(-(-n * 4 // 8) + 16 for n in (20, 4, 12, 3))
+    # A quarter of each leaf: 5, 1, 3 and 1 numbers with indices of 5, 2, 4 and 2 bits.
+    assert up(uploads=(uploads.sparsify(0.25),)) == sum(-(-k * (64 + b) // 8) for k, b in ((5, 5), (1, 2), (3, 4), (1, 2)))
+    assert up(uploads=(uploads.mask(),)) == 39 * 4
+
+
+U = uploads
+ILLEGAL = {
+    "noise without clip": ((U.noise(1.0),), r"\(noise\): noise needs a clip before it"),
+    "noise before clip": ((U.noise(1.0), U.clip(1.0)), r"\(noise, clip\): noise needs a clip before it"),
+    "quantize between clip and noise": (
+        (U.clip(1.0), U.quantize(4), U.noise(1.0)),
+        r"quantize must come before clip, because it could raise the norm again",
+    ),
+    "quantize after noise": ((U.clip(1.0), U.noise(1.0), U.quantize(4)), "quantize must come before clip"),
+    "error feedback after clip": ((U.clip(1.0), U.sparsify(0.5)), "sparsify with error feedback must come before clip"),
+    "mask first": ((U.mask(), U.quantize(4)), "mask must come last"),
+    "two clips": ((U.clip(1.0), U.clip(2.0)), "clip may stand there once"),
+    "no transformation": ((1.0,), r"must hold upload transformations such as fm.uploads.clip\(1.0\), not 1.0"),
+}
+LEGAL = [
+    (),
+    (U.sparsify(0.5), U.quantize(8), U.clip(1.0), U.noise(1.0), U.mask()),
+    (U.clip(1.0), U.sparsify(0.5, feedback=False)),
+    (U.clip(1.0), U.quantize(4)),
+    (U.quantize(4), U.mask()),
+]
+
+
+@pytest.mark.parametrize("case", ILLEGAL)
+def test_an_illegal_order_is_refused_by_name(case):
+    chain, message = ILLEGAL[case]
+    with pytest.raises(ValueError, match=message):
+        fm.Federation(uploads=chain)
+
+
+@pytest.mark.parametrize("chain", LEGAL, ids=lambda chain: "-".join(step.name for step in chain) or "none")
+def test_a_legal_order_runs(chain):
+    state = _two_rounds("fedavg", cohort_size=4, devices=1, weighting="uniform", uploads=chain)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.model))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: uploads.clip(0.0), "norm=0.0 must be finite and above 0"),
+        (lambda: uploads.noise(-1.0), "multiplier=-1.0 must be finite and at least 0"),
+        (lambda: uploads.quantize(0), "bits=0 must be an integer of at least 1"),
+        (lambda: uploads.sparsify(1.5), "share=1.5 must lie between 0 and 1"),
+        (lambda: uploads.mask(31), "fraction_bits=31 must lie in"),
+        (
+            lambda: problems.build("fedamp", uploads=(uploads.clip(1.0), uploads.noise(1.0))),
+            "fedamp lets the server see what each client sends by itself, which noise cannot cover",
+        ),
+        (
+            lambda: fm.Federation(uploads=(uploads.clip(1.0), uploads.noise(1.0)), aggregator=aggregate.median),
+            "noise is scaled to the mean",
+        ),
+        (lambda: fm.Federation(uploads=(uploads.mask(),), aggregator=aggregate.median), "an aggregator must see every upload"),
+        (lambda: fm.Federation(uploads=uploads.clip(1.0)), r"uploads must be a tuple"),
+    ],
+)
+def test_what_a_transformation_cannot_do_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
