@@ -44,6 +44,7 @@ def from_partition(
       ValueError: shapes that do not match, inputs that are not numeric or not finite, labels out of range, a client without
         samples, a view that is empty or outside the client's samples.
     """
+    mapped = isinstance(x, np.memmap)
     x, y = _array("x", x), _array("y", y)
     order, sizes = _integers("order", order), _integers("sizes", sizes)
     regression = num_classes == 0
@@ -57,7 +58,7 @@ def from_partition(
     offset, scale = _scaling(x, offset, scale)
     start, size = _view_runs({"train": (np.zeros_like(sizes), sizes)} if views is None else views, sizes)
     # Samples that are in order already are not copied, so that those of a memory-mapped file stay in the file.
-    in_order = isinstance(x, np.memmap) and len(order) == len(x) and bool((np.diff(order) == 1).all())
+    in_order = mapped and len(order) == len(x) and bool((np.diff(order) == 1).all())
     return FederatedData(
         x=x if in_order else x[order],
         y=y[order].astype(np.result_type(y, np.float32) if regression else np.int32),

@@ -61,6 +61,13 @@ def test_from_clients_concatenates_the_clients_arrays():
     assert np.asarray(data.sizes("train")).tolist() == [7, 15] and np.asarray(data.sizes("test_query")).tolist() == [2, 4]
 
 
+def test_a_mapped_file_in_order_is_not_copied(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(20.0).reshape(10, 2))
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert np.shares_memory(from_partition(x, Y, ALL, [4, 6]).x, x)
+    assert not np.shares_memory(from_partition(x, Y, ALL[::-1], [4, 6]).x, x)
+
+
 X, Y = np.zeros((10, 2)), np.zeros(10, int)
 ALL = np.arange(10)
 BAD = {
