@@ -47,7 +47,7 @@ def read(folder: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | N
 
 
 def write(folder: Path, name: str, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the arrays; a folder that cannot be written costs a warning.
+    """Writes the arrays; a folder that cannot be written gives a warning.
 
     The file is written under another name and then renamed, so that a reader never sees a partial file.
     """

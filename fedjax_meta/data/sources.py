@@ -64,7 +64,7 @@ def load(
       data_dir: folder of the sets that tensorflow-datasets prepared. If not given: the environment variables
         `FEDJAX_META_DATA_DIR` and `TFDS_DATA_DIR`, then `~/tensorflow_datasets`.
       cache_dir: folder of the decoded arrays. If not given: the environment variable `FEDJAX_META_CACHE`, then the user's
-        cache folder. A cache that cannot be written costs a warning; a damaged cache, or one of other data, is rebuilt.
+        cache folder. A cache that cannot be written gives a warning; a damaged cache, or one of other data, is rebuilt.
       download: whether a set that is not prepared may be downloaded. Only this step needs TensorFlow.
 
     Raises:
