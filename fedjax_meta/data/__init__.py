@@ -1,19 +1,28 @@
-"""Data sets, who holds what of them, and what one client sees."""
+"""Data sets, their partition among clients, and the views and batches of each client."""
 
-from fedjax_meta.data.federated import (
-    Batches,
-    ClientData,
-    ClientView,
-    FederatedData,
-    federate,
-    from_clients,
-    train_test_views,
-)
+from fedjax_meta.data.batches import CHUNK, Batches
+from fedjax_meta.data.builders import from_clients, from_partition, train_test_views
+from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data.packing import capacity, pack
 from fedjax_meta.data.partition import Partition
-from fedjax_meta.data.protocols import Protocol, fedmeta_per, fedmeta_per_iid, fedpac, mtfl, pooled, reptile, reptile_synthetic
-from fedjax_meta.data.sources import Source, from_arrays, load
+from fedjax_meta.data.protocols import (
+    Protocol,
+    fedmeta_per_clients,
+    fedmeta_per_iid_clients,
+    fedpac_clients,
+    local_steps,
+    mtfl_clients,
+    on_device,
+    perfedavg_reptile_clients,
+    perfedavg_reptile_synthetic_clients,
+    pooled,
+)
+from fedjax_meta.data.scaling import pixel_scaling
+from fedjax_meta.data.sources import Source, from_arrays, load, read_npz
+from fedjax_meta.data.views import ClientData, ClientView
 
 __all__ = [
+    "CHUNK",
     "Batches",
     "ClientData",
     "ClientView",
@@ -21,16 +30,22 @@ __all__ = [
     "Partition",
     "Protocol",
     "Source",
-    "federate",
-    "fedmeta_per",
-    "fedmeta_per_iid",
-    "fedpac",
+    "capacity",
+    "fedmeta_per_clients",
+    "fedmeta_per_iid_clients",
+    "fedpac_clients",
     "from_arrays",
     "from_clients",
+    "from_partition",
     "load",
-    "mtfl",
+    "local_steps",
+    "mtfl_clients",
+    "on_device",
+    "pack",
+    "perfedavg_reptile_clients",
+    "perfedavg_reptile_synthetic_clients",
+    "pixel_scaling",
     "pooled",
-    "reptile",
-    "reptile_synthetic",
+    "read_npz",
     "train_test_views",
 ]

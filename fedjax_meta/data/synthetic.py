@@ -1,15 +1,17 @@
-"""Generated clients: the synthetic(δ, θ) benchmark, and two regression families whose optima and meta-gradients are known.
+"""Generated clients: the synthetic(δ, θ) benchmark, and two regression problems with known optima and meta-gradients.
 
 Axis letters: N clients, S samples, K classes, d dimensions.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedjax_meta import checks
-from fedjax_meta.data.federated import FederatedData, federate, train_test_views
+from fedjax_meta.data.builders import from_partition, train_test_views
+from fedjax_meta.data.federated import FederatedData
 
 
 def synthetic(
@@ -18,26 +20,27 @@ def synthetic(
     *,
     seed: int | np.random.Generator,
     num_clients: int = 30,
-    sizes: Any = "uniform",
+    sizes: str | ArrayLike = "uniform",
     spread: str = "variance",
     dim: int = 60,
     num_classes: int = 10,
     train: float = 0.7,
     support: float = 0.3,
 ) -> FederatedData:
-    """Synthetic(δ, θ): clients whose models and whose inputs differ (Li et al., FedProx, MLSys 2020; S3).
+    """Synthetic(δ, θ): clients whose models and inputs differ (Li et al., FedProx, MLSys 2020; Per-FedAvg-Reptile).
 
-    Client i draws u ~ N(0, δ) and B ~ N(0, θ), a model with entries W, b ~ N(u, 1), a centre with entries v ~ N(B, 1), inputs
-    x ~ N(v, diag(j^-1.2)) and labels y = argmax(W x + b).
+    Client i draws u ~ N(0, δ) and B ~ N(0, θ). Its model has entries W, b ~ N(u, 1), its centre has entries v ~ N(B, 1), its
+    inputs are x ~ N(v, diag(j^-1.2)), and its labels are y = argmax(W x + b).
 
     Args:
       model_spread: δ, at least 0.
       data_spread: θ, at least 0.
-      seed: an integer or a numpy generator.
+      seed: an integer or a NumPy generator.
       num_clients: N.
-      sizes: `"uniform"` (integers from [100, 1000], S3), `"lognormal"` (int(lognormal(4, 2)) + 50, FedProx) or int `[N]`.
-      spread: whether δ and θ are each the `"variance"` (S3's text) or the `"deviation"` (FedProx's code); at 0 and 1 both
-        agree.
+      sizes: `"uniform"` (integers from [100, 1000], Per-FedAvg-Reptile), `"lognormal"` (int(lognormal(4, 2)) + 50, FedProx)
+        or int `[N]`.
+      spread: whether δ and θ are each a `"variance"` (text of Per-FedAvg-Reptile) or a standard `"deviation"` (code of
+        FedProx); at 0 and 1 both agree.
       dim: d.
       num_classes: K.
       train: share of a client's samples for training.
@@ -47,7 +50,7 @@ def synthetic(
       Float inputs `[S, d]` with the views of `train_test_views`.
 
     Raises:
-      ValueError: a negative spread, unknown options, sizes that do not fit.
+      ValueError: a negative spread, unknown options, `sizes` of another shape.
     """
     checks.not_negative("model_spread", model_spread)
     checks.not_negative("data_spread", data_spread)
@@ -63,19 +66,19 @@ def synthetic(
     else:
         drawn = np.asarray(sizes)
         if drawn.shape != (num_clients,):
-            raise ValueError(f"sizes must be 'uniform', 'lognormal' or counts [N={num_clients}], not {drawn.shape}")
+            raise ValueError(f"sizes must be 'uniform', 'lognormal' or counts [N={num_clients}], not of shape {drawn.shape}")
     deviation = np.sqrt([model_spread, data_spread]) if spread == "variance" else np.array([model_spread, data_spread])
     u, centre = deviation[:, None] * rng.standard_normal((2, num_clients))
     weight = u[:, None, None] + rng.standard_normal((num_clients, num_classes, dim))
     bias = u[:, None] + rng.standard_normal((num_clients, num_classes))
     v = centre[:, None] + rng.standard_normal((num_clients, dim))
     owner = np.repeat(np.arange(num_clients), drawn)
-    # The covariance has entries j^-1.2, the deviations are their roots.
+    # The variances are j^-1.2, so the standard deviations are j^-0.6.
     x = v[owner] + np.arange(1, dim + 1) ** -0.6 * rng.standard_normal((len(owner), dim))
     clients = np.split(x, np.cumsum(drawn)[:-1])
     y = np.concatenate([np.argmax(mine @ w.T + b, axis=1) for mine, w, b in zip(clients, weight, bias, strict=True)])
     views = train_test_views(drawn, train=train, support=support)
-    return federate(x.astype(np.float32), y, np.arange(len(y)), drawn, num_classes=num_classes, views=views)
+    return from_partition(x.astype(np.float32), y, np.arange(len(y)), drawn, num_classes=num_classes, views=views)
 
 
 def linear_regression(
@@ -87,18 +90,18 @@ def linear_regression(
     spread: float = 1.0,
     noise: float = 0.1,
 ) -> FederatedData:
-    """Clients with linear targets y = x·w_i + noise, w_i ~ N(1, spread²), whose inputs have a scale of their own.
+    """Clients with linear targets y = x·w_i + noise, w_i ~ N(1, spread²), and inputs that each client scales differently.
 
-    `quadratics` turns any view of it into the client's exact objective. Sizes differ (`size` to 2 `size`), so that weighting
-    by samples and weighting clients alike lead to different optima.
+    `quadratics` gives the clients' exact objectives on any view. Sizes differ (`size` to 2 `size`), so that weighting clients
+    by samples and weighting them equally lead to different optima.
 
     Args:
       num_clients: N.
-      seed: an integer or a numpy generator.
+      seed: an integer or a NumPy generator.
       dim: d.
       size: samples of the smallest client.
       spread: standard deviation of the clients' coefficients around 1.
-      noise: standard deviation of the targets' noise.
+      noise: standard deviation of the noise in the targets.
 
     Returns:
       Float64 inputs `[S, d]` and targets `[S]`, with the views of `train_test_views`.
@@ -120,7 +123,7 @@ def linear_regression(
     coefficients = 1 + spread * rng.standard_normal((num_clients, dim))
     x = rng.uniform(0.5, 1.5, (num_clients, dim))[owner] * rng.standard_normal((len(owner), dim))
     y = (x * coefficients[owner]).sum(1) + noise * rng.standard_normal(len(owner))
-    return federate(x, y, np.arange(len(y)), sizes, num_classes=0, views=train_test_views(sizes))
+    return from_partition(x, y, np.arange(len(y)), sizes, num_classes=0, views=train_test_views(sizes))
 
 
 def sinusoids(
@@ -128,9 +131,15 @@ def sinusoids(
 ) -> tuple[FederatedData, np.ndarray, np.ndarray]:
     """Few-shot sinusoid regression (Finn, Abbeel, Levine, ICML 2017).
 
-    A client has y = a sin(x - p) with a ~ U(0.1, 5), p ~ U(0, π) and x ~ U(-5, 5).
-    In the features (sin x, cos x) it is a linear regression, so `quadratics(..., features=sinusoid_features)` gives exact
-    objectives for a linear head. The best single function over infinitely many clients is `sinusoid_mean`.
+    A client has y = a sin(x - p) with a ~ U(0.1, 5), p ~ U(0, π) and x ~ U(-5, 5). In the features (sin x, cos x) this is a
+    linear regression, so `quadratics(..., features=sinusoid_features)` gives exact objectives for a linear head. The best
+    single function over infinitely many clients is `sinusoid_mean`.
+
+    Args:
+      num_clients: N.
+      seed: an integer or a NumPy generator.
+      size: samples of each client.
+      noise: standard deviation of the noise in the targets.
 
     Returns:
       Clients with inputs `[S, 1]`, targets `[S]` and the views of `train_test_views`; the amplitudes `[N]`; the phases `[N]`.
@@ -143,7 +152,7 @@ def sinusoids(
     x = rng.uniform(-5, 5, (num_clients, size))
     y = amplitude[:, None] * np.sin(x - phase[:, None]) + noise * rng.standard_normal(x.shape)
     sizes = np.full(num_clients, size)
-    data = federate(
+    data = from_partition(
         x.reshape(-1, 1),
         y.ravel(),
         np.arange(x.size),
@@ -154,19 +163,19 @@ def sinusoids(
     return data, amplitude, phase
 
 
-def sinusoid_features(x: Any) -> np.ndarray:
-    """`(sin x, cos x)` `[S, 2]` of inputs `[S, 1]`; a sin(x - p) has the coefficients `(a cos p, -a sin p)`."""
+def sinusoid_features(x: ArrayLike) -> np.ndarray:
+    """The features (sin x, cos x) `[S, 2]` of inputs `[S, 1]`; a sin(x - p) has the coefficients (a cos p, -a sin p)."""
     x = np.asarray(x)
     return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
 
 
-def sinusoid_mean(x: Any) -> np.ndarray:
-    """The expectation of a sin(x - p) over `sinusoids`' clients: -E[a] E[sin p] cos x = -(5.1 / π) cos x."""
+def sinusoid_mean(x: ArrayLike) -> np.ndarray:
+    """The expectation of a sin(x - p) over the clients of `sinusoids`: -E[a] E[sin p] cos x = -(5.1 / π) cos x."""
     return -(5.1 / np.pi) * np.cos(np.asarray(x))
 
 
 class Quadratics(NamedTuple):
-    """Each client's mean of ½ (x·w - y)² as ½ wᵀ H w - bᵀ w + c.
+    """Each client's loss, the mean of ½ (x·w - y)² over its samples, as ½ wᵀ H w - bᵀ w + c.
 
     Attributes:
       hessian: H, float64 `[N, d, d]`.
@@ -180,29 +189,29 @@ class Quadratics(NamedTuple):
     constant: np.ndarray
     size: np.ndarray
 
-    def loss(self, w: Any) -> np.ndarray:
+    def loss(self, w: ArrayLike) -> np.ndarray:
         """Float64 `[N]`: each client's loss at `w [d]` or `[N, d]`."""
         w = np.broadcast_to(np.asarray(w, np.float64), self.linear.shape)
         return 0.5 * np.einsum("ni,nij,nj->n", w, self.hessian, w) - (self.linear * w).sum(1) + self.constant
 
-    def gradient(self, w: Any) -> np.ndarray:
+    def gradient(self, w: ArrayLike) -> np.ndarray:
         """Float64 `[N, d]`: each client's gradient H w - b at `w [d]` or `[N, d]`."""
         w = np.broadcast_to(np.asarray(w, np.float64), self.linear.shape)
         return np.einsum("nij,nj->ni", self.hessian, w) - self.linear
 
 
-def quadratics(data: FederatedData, view: str, *, features: Callable[[Any], np.ndarray] = np.asarray) -> Quadratics:
+def quadratics(data: FederatedData, view: str, *, features: Callable[[ArrayLike], np.ndarray] = np.asarray) -> Quadratics:
     """The exact objectives of linear regression on one view: H = XᵀX / n, b = Xᵀy / n, c = yᵀy / 2n.
 
     Args:
       data: clients with real targets `[S]`.
-      view: its name.
+      view: name of the view.
       features: `inputs [S, ...] -> X [S, d]`.
     """
     sizes, start = np.asarray(data.sizes(view), np.int64), np.asarray(data.start[view])
     x, y = np.asarray(features(np.asarray(data.x)), np.float64), np.asarray(data.y, np.float64)
     if y.ndim != 1 or x.ndim != 2:
-        raise ValueError(f"linear regression needs features [S, d] and targets [S], not {x.shape} and {y.shape}")
+        raise ValueError(f"linear regression needs features [S, d] and targets [S], not {list(x.shape)} and {list(y.shape)}")
     mine = [slice(a, a + n) for a, n in zip(start, sizes, strict=True)]
     return Quadratics(
         np.stack([x[s].T @ x[s] / n for s, n in zip(mine, sizes, strict=True)]),
@@ -212,13 +221,13 @@ def quadratics(data: FederatedData, view: str, *, features: Callable[[Any], np.n
     )
 
 
-def optimum(losses: Quadratics, *, weight: Any = None) -> np.ndarray:
-    """Float64 `[d]`: the minimum of the weighted mean of the clients' losses, weighted by samples when not given."""
+def optimum(losses: Quadratics, *, weight: ArrayLike | None = None) -> np.ndarray:
+    """Float64 `[d]`: the minimum of the clients' mean loss with weights `weight [N]`, the number of samples if not given."""
     weight = np.asarray(losses.size if weight is None else weight, np.float64)
     return np.linalg.solve(np.einsum("n,nij->ij", weight, losses.hessian), weight @ losses.linear)
 
 
-def meta_gradient(w: Any, support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1) -> np.ndarray:
+def meta_gradient(w: ArrayLike, support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1) -> np.ndarray:
     """Float64 `[N, d]`: each client's exact MAML gradient at `w [d]` (Finn, Abbeel, Levine, ICML 2017).
 
     After k full-batch steps the adapted model is P w + r with P = (I - αH_s)^k and r = Σ_{j<k} (I - αH_s)^j α b_s, so the
@@ -229,8 +238,10 @@ def meta_gradient(w: Any, support: Quadratics, query: Quadratics, *, inner_lr: f
     return np.einsum("nij,nj->ni", power, query.gradient(adapted))
 
 
-def meta_optimum(support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1, weight: Any = None) -> np.ndarray:
-    """Float64 `[d]`: where the weighted mean (by query samples when not given) of the clients' `meta_gradient` vanishes."""
+def meta_optimum(
+    support: Quadratics, query: Quadratics, *, inner_lr: float, steps: int = 1, weight: ArrayLike | None = None
+) -> np.ndarray:
+    """Float64 `[d]`: the zero of the clients' mean `meta_gradient` with weights `weight [N]`, by default the query samples."""
     power, shift = _adaptation(support, inner_lr, steps)
     weight = np.asarray(query.size if weight is None else weight, np.float64)
     matrix = np.einsum("n,nij,njk,nkl->il", weight, power, query.hessian, power, optimize=True)
@@ -238,6 +249,7 @@ def meta_optimum(support: Quadratics, query: Quadratics, *, inner_lr: float, ste
 
 
 def _adaptation(support: Quadratics, inner_lr: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """P `[N, d, d]` and r `[N, d]` of `meta_gradient`."""
     checks.not_negative("inner_lr", inner_lr)
     checks.count("steps", steps, least=0)
     step = np.eye(support.linear.shape[1]) - inner_lr * support.hessian

@@ -1,4 +1,4 @@
-"""Every partitioner: each sample at most once (once where it says so), a function of its seed, its declared marginals."""
+"""Partitioners: no sample is assigned twice, the seed determines the result, sizes and class counts are as documented."""
 
 import itertools
 import time
@@ -9,12 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedjax_meta.data import partition as part
+from fedjax_meta.data import slots
 
-MNIST_COUNTS = (6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958)
-MNIST = np.repeat(np.arange(10), MNIST_COUNTS)
-CIFAR = np.repeat(np.arange(10), 6000)
-
-# For each partitioner: a call from (labels, clients, seed), and whether every sample is assigned.
+# For each partitioner: a call with (labels, clients, seed), and whether every sample is assigned.
 PARTITIONERS = {
     "iid": (lambda y, n, seed: part.iid(y, n, seed=seed), True),
     "quantity_skew": (lambda y, n, seed: part.quantity_skew(y, n, concentration=0.4, seed=seed), True),
@@ -23,11 +20,11 @@ PARTITIONERS = {
     "dirichlet_clients": (lambda y, n, seed: part.dirichlet_clients(y, n, concentration=0.3, seed=seed), True),
     "natural": (lambda y, n, seed: part.natural(np.random.default_rng(seed).integers(0, n, len(y))), True),
     "stick_breaking": (
-        lambda y, n, seed: part.stick_breaking(y, part.class_slots(n, y.max() + 1, stride=1), seed=seed, least=1),
+        lambda y, n, seed: slots.stick_breaking(y, slots.class_slots(n, y.max() + 1, stride=1), seed=seed, min_samples=1),
         False,
     ),
     "lognormal_classes": (
-        lambda y, n, seed: part.lognormal_classes(y, part.class_slots(10, y.max() + 1, stride=1), seed=seed),
+        lambda y, n, seed: slots.lognormal_classes(y, slots.class_slots(10, y.max() + 1, stride=1), seed=seed),
         False,
     ),
     "dominant_groups": (
@@ -42,7 +39,7 @@ PARTITIONERS = {
 @pytest.mark.parametrize("name", PARTITIONERS)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_assigns_each_sample_at_most_once_and_depends_on_the_seed_alone(name, data):
+def test_no_sample_is_assigned_twice_and_the_seed_determines_the_result(name, data):
     call, everything = PARTITIONERS[name]
     clients = data.draw(st.integers(2, 8), label="clients")
     seed = data.draw(st.integers(0, 2**31 - 1), label="seed")
@@ -51,7 +48,7 @@ def test_assigns_each_sample_at_most_once_and_depends_on_the_seed_alone(name, da
     try:
         first = call(labels, clients, seed)
     except ValueError as error:
-        # Small classes may be too small for what is asked; that must be said, not papered over.
+        # Classes that are too small for the request must be an error.
         assert "too few" in str(error) or "ask for" in str(error)
         assume(False)
     again = call(labels.copy(), clients, seed)
@@ -67,14 +64,14 @@ def test_assigns_each_sample_at_most_once_and_depends_on_the_seed_alone(name, da
 
 
 @pytest.mark.parametrize("name", ["iid", "quantity_skew", "shards", "dirichlet_classes", "dirichlet_clients"])
-def test_another_seed_is_another_partition(name):
+def test_another_seed_gives_another_partition(name):
     call, _ = PARTITIONERS[name]
     labels = np.repeat(np.arange(4), 100)
     one, other = call(labels, 5, 0), call(labels, 5, 1)
     assert not np.array_equal(one.order, other.order)
 
 
-def test_shuffled_moves_samples_only_inside_a_client():
+def test_shuffled_moves_samples_only_within_a_client():
     held = part.iid(np.zeros(100, int), 3, seed=0)
     mixed = held.shuffled(1)
     assert not np.array_equal(mixed.order, held.order)
@@ -99,83 +96,24 @@ def test_iid_sizes_differ_by_at_most_one(samples, clients):
     assert sizes.sum() == samples and sizes.max() - sizes.min() <= 1
 
 
-# S0's generators, against the numbers of its Table 2 and of the dossier.
-
-
-def test_lognormal_classes_gives_table_2_of_s0_from_label_counts_alone():
-    sizes = part.lognormal_classes(CIFAR, part.class_slots(50, 10, stride=1), seed=1).sizes
-    assert (len(sizes), sizes.sum(), sizes.min(), sizes.max()) == (50, 52_497, 506, 1_986)
-    assert sizes.mean() == pytest.approx(1_049.94, abs=0.005) and sizes.std() == pytest.approx(250.68, abs=0.005)
-
-
-def test_stick_breaking_is_the_best_match_of_s0_on_mnist():
-    slots = part.class_slots(50, 10)
-    held = part.stick_breaking(MNIST, slots, seed=1)
-    sizes = held.sizes
-    assert (sizes.sum(), sizes.min(), sizes.mean(), sizes.max()) == (70_000, 137, 1_400, 5_201)
-    assert sizes.std() == pytest.approx(1_424.0, abs=0.05)
-    # One sample less in each slot is Table 2: 135 to 5,199 would be; it prints min 135, mean 1,398, std 1,424.
-    assert (sizes - 2).min() == 135 and (sizes - 2).mean() == 1_398
-    counts = held.class_counts(MNIST, 10)
-    assert counts[0].tolist() == [1688, 3513, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert ((counts > 0).sum(1) == 2).all()
-    assert int(0.25 * sizes[0]) + 1 == 1_301  # its test part, sizes[0] - int(0.75 * sizes[0])
-    assert {tuple(np.flatnonzero(row)) for row in counts} == {(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)}
-
-
-def test_other_pairing_of_s0_has_ten_pairs_and_the_known_spread():
-    held = part.stick_breaking(MNIST, part.class_slots(50, 10, stride=1), seed=1)
-    assert held.sizes.std() == pytest.approx(1_366, abs=0.5)
-    assert len({tuple(np.flatnonzero(row)) for row in held.class_counts(MNIST, 10)}) == 10
-
-
-def test_stick_breaking_against_a_plain_loop():
-    labels = np.random.default_rng(3).integers(0, 3, 400)
-    slots = np.array([[0, 1], [1, 2], [2, 0], [0, 1]])
-    generator = np.random.RandomState(9)
-    held = {u: [] for u in range(4)}
-    for c in range(3):
-        pool = np.flatnonzero(labels == c).tolist()
-        takers = [u for u in range(4) if c in slots[u]]
-        lengths, rest = [], len(pool)
-        for _ in takers[1:]:
-            lengths.append(generator.randint(rest // (len(takers) + 1), rest // 2))
-            rest -= lengths[-1]
-        for u, length in zip(takers, [*lengths, rest], strict=True):
-            held[u] += [pool.pop(0) for _ in range(length)]
-    result = part.stick_breaking(labels, slots, seed=9)
-    for u, mine in enumerate(np.split(result.order, np.cumsum(result.sizes)[:-1])):
-        assert sorted(mine.tolist()) == sorted(held[u])
-
-
-def test_stick_breaking_gives_everyone_the_least():
-    labels = np.repeat(np.arange(10), 50)
-    slots = part.class_slots(20, 10)
-    counts = part.stick_breaking(labels, slots, seed=0, least=5).class_counts(labels, 10)
-    assert counts[counts > 0].min() >= 5 and counts.sum() == 500
-
-
-# The other marginals.
-
-
 def test_shards_against_array_split():
     labels = np.random.default_rng(0).integers(0, 10, 999)
-    dealt = part.shard_assignment(20, seed=5)
-    held = part.shards(labels, dealt, uneven=True)
+    assignment = part.shard_assignment(20, seed=5)
+    held = part.shards(labels, assignment, uneven=True)
     pieces = np.array_split(np.argsort(labels, kind="stable"), 40)
-    assert np.array_equal(held.order, np.concatenate([pieces[s] for s in dealt.ravel()]))
+    assert np.array_equal(held.order, np.concatenate([pieces[s] for s in assignment.ravel()]))
 
 
 @pytest.mark.parametrize(("clients", "train", "test"), [(200, {300}, {50}), (400, {150}, {24, 25, 26})])
-def test_shards_of_mnist_have_the_sizes_of_s4(clients, train, test):
+def test_shards_of_mnist_have_the_sizes_of_mtfl(clients, train, test):
     # 60,000 and 10,000 samples in 2W shards: 150 or 75 a training shard, 25 or 12 to 13 a test shard.
-    dealt = part.shard_assignment(clients, seed=0)
+    assignment = part.shard_assignment(clients, seed=0)
     train_labels, test_labels = np.arange(60_000) // 6000, np.arange(10_000) // 1000
-    held = part.shards(train_labels, dealt)
-    local = part.shards(test_labels, dealt, uneven=True)
+    held = part.shards(train_labels, assignment)
+    local = part.shards(test_labels, assignment, uneven=True)
     assert set(held.sizes.tolist()) == train and set(local.sizes.tolist()) == test
     if clients == 200:
-        # Shards and classes of equal size: the same deal gives a client exactly the same classes in its test.
+        # With shards and classes of equal size, the same assignment gives a client the same classes in its test.
         assert np.array_equal(held.class_counts(train_labels, 10), 6 * local.class_counts(test_labels, 10))
 
 
@@ -191,13 +129,13 @@ def test_dirichlet_classes_has_the_moments_of_its_shares():
     assert share.var() == pytest.approx(variance, rel=0.06)
 
 
-def test_dirichlet_classes_fills_small_clients_up():
+def test_dirichlet_classes_fills_up_small_clients():
     labels = np.repeat(np.arange(3), 100)
-    held = part.dirichlet_classes(labels, 40, concentration=0.05, seed=0, least=6)
+    held = part.dirichlet_classes(labels, 40, concentration=0.05, seed=0, min_samples=6)
     assert held.sizes.min() == 6 and held.sizes.sum() == 300
 
 
-def test_dirichlet_clients_runs_from_one_class_to_the_data_sets_mix():
+def test_dirichlet_clients_range_from_one_class_to_the_mix_of_the_data_set():
     labels = np.repeat(np.arange(5), 2000)
     sizes = np.full(50, 20)
     single = part.dirichlet_clients(labels, 50, concentration=1e-3, sizes=sizes, seed=0).class_counts(labels, 5)
@@ -207,13 +145,13 @@ def test_dirichlet_clients_runs_from_one_class_to_the_data_sets_mix():
     assert mixed.mean(0) == pytest.approx(4, abs=0.8) and mixed.var() == pytest.approx(3.2, rel=0.3)
 
 
-def test_dirichlet_clients_meets_wishes_for_an_exhausted_class_from_the_others():
+def test_dirichlet_clients_replace_an_exhausted_class_by_the_others():
     labels = np.array([0] * 5 + [1] * 95)
     held = part.dirichlet_clients(labels, 10, concentration=0.1, sizes=np.full(10, 10), seed=0)
     assert np.array_equal(np.sort(held.order), np.arange(100)) and (held.sizes == 10).all()
 
 
-def test_dominant_groups_has_the_counts_of_s2():
+def test_dominant_groups_has_the_counts_of_fedpac():
     # 600 samples, 20 % uniform: 12 of each of ten classes, and 160 of each of the three classes of the group.
     groups = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
     labels = np.repeat(np.arange(10), 5000)
@@ -225,7 +163,7 @@ def test_dominant_groups_has_the_counts_of_s2():
     assert len(np.unique(held.order)) == 12_000
 
 
-def test_dominant_groups_gives_what_does_not_divide_to_the_last_class():
+def test_dominant_groups_gives_the_remainder_to_the_last_class():
     # EMNIST-like: int(0.2 * 1000) = 200 over 62 classes is 3 each and 14 more for the last; 800 over 26 is 30 and 20 more.
     groups = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62)))
     labels = np.repeat(np.arange(62), 200)
@@ -237,14 +175,14 @@ def test_dominant_groups_gives_what_does_not_divide_to_the_last_class():
     assert np.array_equal(counts[1], expected) and (counts.sum(1) == 1000).all()
 
 
-def test_dominant_groups_shares_samples_only_when_told_to():
+def test_dominant_groups_shares_samples_only_if_allowed():
     labels = np.repeat(np.arange(3), 50)
     options = dict(groups=((0, 1, 2),), size=60)
     with pytest.raises(ValueError, match=r"class 0 has 50 samples, but the clients ask for 60.*share=True"):
         part.dominant_groups(labels, 3, **options)
     shared = part.dominant_groups(labels, 3, share=True, **options)
     assert len(shared.order) == 180 and len(np.unique(shared.order)) == 150
-    # Nobody holds a sample twice, and all samples are in use before one is used again.
+    # No client holds a sample twice, and all samples are used before any is used again.
     for mine in np.split(shared.order, 3):
         assert len(np.unique(mine)) == 60
 
@@ -256,14 +194,14 @@ def test_quantity_skew_sizes_have_the_moments_of_its_shares():
     assert (sizes / 10_000).var() == pytest.approx(0.09 / 11, rel=0.1)
 
 
-def test_natural_keeps_each_writer_together_and_leaves_small_ones_out():
+def test_natural_is_one_client_per_writer_without_the_small_ones():
     writers = np.array(["anna", "bob", "anna", "carl", "bob", "anna"])
-    held = part.natural(writers, least=2)
+    held = part.natural(writers, min_samples=2)
     assert held.sizes.tolist() == [3, 2] and held.order.tolist() == [0, 2, 5, 1, 4]
 
 
-def test_many_clients_take_no_loop_over_clients():
-    # A tenth of a million keeps the suite fast; the cost is linear but for sorting.
+def test_many_clients_need_no_loop_over_clients():
+    # 100,000 clients keep the suite fast; the cost is linear except for sorting.
     labels = np.random.default_rng(0).integers(0, 10, 1_000_000).astype(np.int32)
     begin = time.perf_counter()
     for call in (
@@ -276,7 +214,7 @@ def test_many_clients_take_no_loop_over_clients():
         held = call()
         assert len(held.sizes) == 100_000 and held.sizes.min() >= 1
         assert np.bincount(held.order, minlength=1_000_000).tobytes() == np.ones(1_000_000, np.int64).tobytes()
-    # Each takes a tenth of a second or less; Python loops over clients would take minutes.
+    # Each call takes 0.1 s or less; Python loops over clients would take minutes.
     assert time.perf_counter() - begin < 20
 
 
@@ -291,32 +229,29 @@ BAD = {
     "alpha zero": (lambda: part.dirichlet_classes(LABELS, 5, concentration=0, seed=0), "concentration=0 must be .* above 0"),
     "alpha negative": (lambda: part.dirichlet_clients(LABELS, 5, concentration=-1, seed=0), "concentration=-1 must be"),
     "alpha NaN": (lambda: part.quantity_skew(LABELS, 5, concentration=np.nan, seed=0), "concentration=nan must be"),
-    "least too large": (lambda: part.dirichlet_classes(LABELS, 5, concentration=1, seed=0, least=21), "num_clients=5.*21"),
-    "more classes than exist": (lambda: part.class_slots(5, 10, per_client=11), "per_client=11 must not exceed.*10"),
-    "a class without samples": (lambda: part.stick_breaking(LABELS, [[3, 4]], seed=0), "slots name class 4"),
-    "a class twice": (lambda: part.stick_breaking(LABELS, [[3, 3]], seed=0), "a class twice"),
-    "an empty client": (lambda: part.stick_breaking(LABELS, part.class_slots(100, 4), seed=0), "would be empty"),
-    "least too large for a class": (
-        lambda: part.stick_breaking(LABELS, part.class_slots(4, 4, stride=1), seed=0, least=13),
-        "class 0 has 25 samples, too few to give 13 to each of 2",
+    "min_samples too large": (
+        lambda: part.dirichlet_classes(LABELS, 5, concentration=1, seed=0, min_samples=21),
+        "num_clients=5.*21",
     ),
-    "clients not in tenths": (lambda: part.lognormal_classes(CIFAR, part.class_slots(12, 10), seed=1), "multiple of 10"),
     "shards that do not divide": (lambda: part.shards(LABELS, part.shard_assignment(3, seed=0)), "M=100.*6 equal shards"),
     "more shards than samples": (lambda: part.shards(LABELS, part.shard_assignment(51, seed=0)), "102 shards are more"),
     "assignment with holes": (lambda: part.shards(LABELS, [[0, 2]]), "assignment must be a permutation"),
-    "group of an unknown class": (lambda: part.dominant_groups(LABELS, 2, groups=((4,),), size=5), "groups must be"),
+    "group of an unknown class": (
+        lambda: part.dominant_groups(LABELS, 2, groups=((4,),), size=5),
+        "groups=.* must be non-empty lists of classes in",
+    ),
     "uniform above one": (lambda: part.dominant_groups(LABELS, 2, groups=((0,),), size=5, uniform=1.1), "uniform=1.1"),
     "sizes beyond the data": (
         lambda: part.dirichlet_clients(LABELS, 2, concentration=1, seed=0, sizes=[60, 60]),
         "sizes must be N=2 counts.*M=100.*120",
     ),
-    "nobody large enough": (lambda: part.natural(np.arange(5), least=2), "least=2.*largest has 1"),
+    "no client is large enough": (lambda: part.natural(np.arange(5), min_samples=2), "min_samples=2 must be at most 1"),
     "features without type": (lambda: part.natural(np.array([None, 1], dtype=object)), "features must be"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_clear_line(case):
+def test_an_error_is_one_line_and_names_the_argument(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message) as caught:
         call()

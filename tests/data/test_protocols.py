@@ -1,12 +1,10 @@
-"""Each paper's protocol against the numbers that the papers and their code give."""
+"""Each paper's protocol, compared with the numbers of the paper and its code."""
 
 import jax
 import numpy as np
 import pytest
 
-from fedjax_meta.data import partition, protocols
-from fedjax_meta.data.federated import train_test_views
-from fedjax_meta.data.sources import Source, from_arrays
+from fedjax_meta.data import Source, from_arrays, pixel_scaling, protocols
 
 MNIST_TRAIN = (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949)
 MNIST_TEST = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
@@ -14,7 +12,7 @@ VIEWS = ("train", "support", "query", "test", "test_support", "test_query")
 
 
 def _source(name, train, test, shape):
-    """A data set of known class counts, whose images carry their own number (as far as their bytes go), then their class."""
+    """A data set of known class counts. The first three bytes of an image are its number, the fourth is its class."""
 
     def split(counts, first):
         y = np.random.default_rng(len(counts)).permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
@@ -69,11 +67,11 @@ def _check_views(data, support=0.2):
     assert data.views == VIEWS and isinstance(data.x, jax.Array) and data.x.dtype == np.uint8
 
 
-# S0.
+# FedMeta-Per.
 
 
-def test_s0_on_mnist(mnist):
-    p = protocols.fedmeta_per(mnist)
+def test_fedmeta_per_on_mnist(mnist):
+    p = protocols.fedmeta_per_clients(mnist)
     sizes = np.asarray(p.train.sizes("train")) + np.asarray(p.train.sizes("test"))
     assert (len(sizes), sizes.sum(), sizes.min(), sizes.max()) == (50, 70_000, 137, 5_201)
     assert sizes.std() == pytest.approx(1_424, abs=0.05)
@@ -84,23 +82,23 @@ def test_s0_on_mnist(mnist):
     assert np.array_equal(np.sort(numbers), np.arange(70_000))
 
 
-def test_s0_on_cifar10_has_the_integers_of_table_2(cifar):
-    p = protocols.fedmeta_per(cifar)
+def test_fedmeta_per_on_cifar10_has_the_numbers_of_table_2(cifar):
+    p = protocols.fedmeta_per_clients(cifar)
     sizes = np.asarray(p.train.sizes("train")) + np.asarray(p.train.sizes("test"))
     assert (len(sizes), sizes.sum(), sizes.min(), sizes.max()) == (50, 52_497, 506, 1_986)
     assert sizes.mean() == pytest.approx(1_049.94, abs=0.005) and sizes.std() == pytest.approx(250.68, abs=0.005)
     pairs = [tuple(np.flatnonzero(row)) for row in _counts(p.train, "train")]
     assert len(set(pairs)) == 10 and all(pairs.count(pair) == 5 for pair in set(pairs))
     _check_views(p.train)
-    # Stratified: each class of a client is cut at 75 %, to a sample.
+    # Stratified: each class of a client is cut at 75 %, up to one sample.
     train, test = _counts(p.train, "train"), _counts(p.train, "test")
     assert np.abs(train - 0.75 * (train + test)).max() <= 1
     assert np.array_equal(train.sum(1), (0.75 * sizes).astype(int))
 
 
 @pytest.mark.parametrize(("name", "pairing"), [("mnist", "2u+j"), ("mnist", "u+j"), ("cifar", None)])
-def test_new_clients_of_s0_share_the_test_parts_and_have_other_pairs(name, pairing, request):
-    p = protocols.fedmeta_per(request.getfixturevalue(name), pairing=pairing)
+def test_new_clients_of_fedmeta_per_share_the_test_parts_and_have_other_pairs(name, pairing, request):
+    p = protocols.fedmeta_per_clients(request.getfixturevalue(name), pairing=pairing)
     assert p.new is not None and p.new.num_clients == 50 and p.new.views == ("support", "query")
     held_out = np.sort(np.concatenate([_numbers(p.train, "test", u) for u in range(50)]))
     given = np.sort(np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(50)]))
@@ -112,19 +110,19 @@ def test_new_clients_of_s0_share_the_test_parts_and_have_other_pairs(name, pairi
     assert np.array_equal(p.new.sizes("support"), np.maximum(sizes // 5, 1)) and sizes.std() > 0.5 * sizes.mean()
 
 
-def test_s0_is_a_function_of_its_seed(mnist):
-    one, same, other = (protocols.fedmeta_per(mnist, seed=s) for s in (1, 1, 2))
+def test_the_seed_determines_fedmeta_per(mnist):
+    one, same, other = (protocols.fedmeta_per_clients(mnist, seed=s) for s in (1, 1, 2))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(same), strict=True):
         assert np.array_equal(a, b)
     assert not np.array_equal(one.train.sizes("train"), other.train.sizes("train"))
 
 
-def test_s0_shrinks_to_a_small_set_with_samples_in_every_view():
+def test_fedmeta_per_on_a_small_set_has_samples_in_every_view():
     rng = np.random.default_rng(0)
     small = from_arrays(
         rng.integers(0, 256, (5000, 2, 2, 1), dtype=np.uint8), np.repeat(np.arange(10), 500), name="mnist_small"
     )
-    p = protocols.fedmeta_per(small)
+    p = protocols.fedmeta_per_clients(small)
     for data in (p.train, p.new):
         for view in data.views:
             assert int(np.min(data.sizes(view))) >= 1
@@ -133,20 +131,20 @@ def test_s0_shrinks_to_a_small_set_with_samples_in_every_view():
     assert sizes.max() > 5 * sizes.min() and len(p.train.y) == 5000
 
 
-def test_iid_control_and_centralised_split_of_s0(mnist, cifar):
-    data = protocols.fedmeta_per_iid(mnist)
+def test_iid_control_and_centralised_split_of_fedmeta_per(mnist, cifar):
+    data = protocols.fedmeta_per_iid_clients(mnist)
     sizes = np.asarray(data.sizes("train")) + np.asarray(data.sizes("test"))
     assert (sizes == 1_400).all() and (_counts(data, "train") > 0).all()
     _check_views(data)
     assert set(
-        (np.asarray((d := protocols.fedmeta_per_iid(cifar)).sizes("train")) + np.asarray(d.sizes("test"))).tolist()
+        (np.asarray((d := protocols.fedmeta_per_iid_clients(cifar)).sizes("train")) + np.asarray(d.sizes("test"))).tolist()
     ) == {1200}
-    one = protocols.fedmeta_per_iid(mnist, num_clients=1, train=0.8)
+    one = protocols.fedmeta_per_iid_clients(mnist, num_clients=1, train=0.8)
     assert one.sizes("train").tolist() == [56_000] and one.sizes("test").tolist() == [14_000]
 
 
 def test_pooled_is_the_union_of_every_view(mnist):
-    train = protocols.fedmeta_per(mnist).train
+    train = protocols.fedmeta_per_clients(mnist).train
     one = protocols.pooled(train)
     assert one.num_clients == 1 and one.views == train.views and one.num_classes == train.num_classes
     for view in VIEWS:
@@ -158,41 +156,41 @@ def test_pooled_is_the_union_of_every_view(mnist):
 # Scaling.
 
 
-def test_pixel_scaling_standardises_every_pixel():
+def test_pixel_scaling_standardises_each_pixel():
     x = np.random.default_rng(0).integers(0, 256, (5000, 3, 2, 1), dtype=np.uint8)
     x[:, 0, 0] = 7
-    scale = protocols.pixel_scaling(x, "pixel")
+    scale = pixel_scaling(x, "pixel")
     z = (x.astype(np.float64) - scale["offset"]) * scale["scale"]
     expected = (x - x.mean(0)) / (x.astype(np.float64).std(0) + 0.001)
     assert z == pytest.approx(expected, abs=1e-3)
-    # A pixel that never changes comes out as 0, not as NaN; the offset is a float32.
+    # A constant pixel becomes 0 (up to the float32 offset), not NaN.
     assert np.abs(z[:, 0, 0]).max() < 1e-3
 
 
 def test_pixel_scaling_does_not_depend_on_the_order(mnist):
     x = mnist.x_train
-    one, other = protocols.pixel_scaling(x, "pixel"), protocols.pixel_scaling(x[::-1], "pixel")
+    one, other = pixel_scaling(x, "pixel"), pixel_scaling(x[::-1], "pixel")
     assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize(("scaling", "low", "high"), [("unit", 0, 1), ("half", -1, 1)])
 def test_other_scalings(scaling, low, high):
-    scale = protocols.pixel_scaling(np.zeros((1, 1, 1, 1), np.uint8), scaling)
+    scale = pixel_scaling(np.zeros((1, 1, 1, 1), np.uint8), scaling)
     assert (0 - scale["offset"]) * scale["scale"] == pytest.approx(low)
     assert (255 - scale["offset"]) * scale["scale"] == pytest.approx(high)
 
 
 def test_cifar_scaling_uses_the_usual_constants():
-    scale = protocols.pixel_scaling(np.zeros((1, 2, 2, 3), np.uint8), "cifar")
+    scale = pixel_scaling(np.zeros((1, 2, 2, 3), np.uint8), "cifar")
     white = (255 - scale["offset"]) * scale["scale"]
     assert white == pytest.approx([(1 - 0.4914) / 0.2023, (1 - 0.4822) / 0.1994, (1 - 0.4465) / 0.2010], rel=1e-5)
 
 
-# S2, S3, S4.
+# FedPAC, Per-FedAvg-Reptile, MTFL.
 
 
-def test_s2_on_cifar10(cifar):
-    p = protocols.fedpac(cifar)
+def test_fedpac_on_cifar10(cifar):
+    p = protocols.fedpac_clients(cifar)
     train, test = _counts(p.train, "train"), _counts(p.train, "test")
     for i in range(20):
         group = list(protocols.FEDPAC_GROUPS[10][i % 5])
@@ -201,51 +199,51 @@ def test_s2_on_cifar10(cifar):
             expected[group] += dominant
             assert np.array_equal(counts[i], expected)
     _check_views(p.train)
-    # Local tests come from the official test split, training samples from the training split, none twice.
+    # Training samples are from the official training split and local tests from the test split, each sample at most once.
     trained = np.concatenate([_numbers(p.train, "train", u) for u in range(20)])
     tested = np.concatenate([_numbers(p.train, "test", u) for u in range(20)])
     assert trained.max() < 50_000 <= tested.min()
     assert len(np.unique(trained)) == 12_000 and len(np.unique(tested)) == 6_000
 
 
-def test_s2_on_emnist_has_three_groups_and_thousand_samples():
+def test_fedpac_on_emnist_has_three_groups_and_1000_samples_per_client():
     emnist = _source("emnist/byclass", (2000,) * 62, (1000,) * 62, (2, 2, 1))
-    p = protocols.fedpac(emnist, num_clients=6)
+    p = protocols.fedpac_clients(emnist, num_clients=6)
     counts = _counts(p.train, "train")
     assert (counts.sum(1) == 1000).all() and (np.asarray(p.train.sizes("test")) == 600).all()
-    # int(800 / 10) = 80 of each digit beside the uniform 3; 800 of 26 letters is 30 each, and 20 more for the last.
+    # 800 / 10 = 80 of each digit plus the uniform 3; 800 over 26 letters is 30 each and 20 more for the last.
     assert (counts[0, :10] == 83).all() and (counts[1, 10:35] == 33).all() and counts[1, 35] == 53 and counts[2, 61] == 67
 
 
-def test_s2_on_fashion_mnist_shares_test_samples_only_when_told_to():
+def test_fedpac_on_fashion_mnist_shares_test_samples_only_if_allowed():
     fashion = _source("fashion_mnist", (6000,) * 10, (1000,) * 10, (2, 2, 1))
     with pytest.raises(ValueError, match=r"class 0 has 1000 samples, but the clients ask for 1520.*share=True"):
-        protocols.fedpac(fashion)
-    p = protocols.fedpac(fashion, share=True)
+        protocols.fedpac_clients(fashion)
+    p = protocols.fedpac_clients(fashion, share=True)
     assert (np.asarray(p.train.sizes("test")) == 600).all()
     trained = np.concatenate([_numbers(p.train, "train", u) for u in range(20)])
     assert len(np.unique(trained)) == 12_000
 
 
-def test_s2_concept_shift_gives_groups_other_labels(cifar):
-    plain, shifted = protocols.fedpac(cifar), protocols.fedpac(cifar, concept_groups=2)
+def test_concept_shift_of_fedpac_permutes_the_labels_of_each_group(cifar):
+    plain, shifted = protocols.fedpac_clients(cifar), protocols.fedpac_clients(cifar, concept_groups=2)
     flat = np.asarray(shifted.train.x).reshape(len(shifted.train.y), -1)
     assert np.array_equal(shifted.train.x, plain.train.x)
-    meanings = []
+    mappings = []
     for u in (0, 1, 2, 3):
         rows = slice(
             int(shifted.train.start["train"][u]), int(shifted.train.start["test"][u] + shifted.train.sizes("test")[u])
         )
         image, label = flat[rows, 3], np.asarray(shifted.train.y)[rows]
-        meaning = np.array([label[image == c][0] for c in range(10)])
-        assert np.array_equal(meaning[image], label)
-        meanings.append(meaning.tolist())
-    assert meanings[0] == meanings[2] == list(range(10)) and meanings[1] == meanings[3] != meanings[0]
-    assert sorted(meanings[1]) == list(range(10))
+        mapping = np.array([label[image == c][0] for c in range(10)])
+        assert np.array_equal(mapping[image], label)
+        mappings.append(mapping.tolist())
+    assert mappings[0] == mappings[2] == list(range(10)) and mappings[1] == mappings[3] != mappings[0]
+    assert sorted(mappings[1]) == list(range(10))
 
 
-def test_s3_on_images(mnist):
-    p = protocols.reptile(mnist)
+def test_perfedavg_reptile_on_images(mnist):
+    p = protocols.perfedavg_reptile_clients(mnist)
     train, test = np.asarray(p.train.sizes("train")), np.asarray(p.train.sizes("test"))
     sizes = train + test
     assert sizes.sum() == 70_000 and len(sizes) == 50 and sizes.min() >= 10
@@ -258,8 +256,8 @@ def test_s3_on_images(mnist):
     assert share.var() == pytest.approx(0.0196 / 26, rel=0.25)
 
 
-def test_s3_on_synthetic_clients():
-    p = protocols.reptile_synthetic(0.5, 0.5)
+def test_perfedavg_reptile_on_synthetic_clients():
+    p = protocols.perfedavg_reptile_synthetic_clients(0.5, 0.5)
     sizes = np.asarray(p.train.sizes("train")) + np.asarray(p.train.sizes("test"))
     assert len(sizes) == 30 and sizes.min() >= 100 and sizes.max() <= 1000
     assert np.array_equal(p.train.sizes("train"), sizes * 7 // 10)
@@ -267,8 +265,8 @@ def test_s3_on_synthetic_clients():
 
 
 @pytest.mark.parametrize(("clients", "train", "test"), [(200, {300}, {50}), (400, {150}, {24, 25, 26})])
-def test_s4_on_mnist(mnist, clients, train, test):
-    p = protocols.mtfl(mnist, num_clients=clients)
+def test_mtfl_on_mnist(mnist, clients, train, test):
+    p = protocols.mtfl_clients(mnist, num_clients=clients)
     assert p.train.num_clients == clients
     assert set(p.train.sizes("train").tolist()) == train and set(p.train.sizes("test").tolist()) == test
     assert p.noisy.size == 0
@@ -278,8 +276,8 @@ def test_s4_on_mnist(mnist, clients, train, test):
         assert np.array_equal(numbers, total)
 
 
-def test_s4_local_tests_match_local_training_where_classes_and_shards_are_equal(cifar):
-    p = protocols.mtfl(cifar)
+def test_local_tests_of_mtfl_have_the_training_classes_if_shards_divide_classes(cifar):
+    p = protocols.mtfl_clients(cifar)
     assert np.array_equal(_counts(p.train, "train"), 5 * _counts(p.train, "test"))
     assert (_counts(p.train, "train") > 0).sum(1).max() == 2
 
@@ -287,12 +285,12 @@ def test_s4_local_tests_match_local_training_where_classes_and_shards_are_equal(
 @pytest.mark.parametrize(
     ("samples", "clients", "steps"), [(60_000, 200, 15), (60_000, 400, 8), (50_000, 200, 12), (50_000, 400, 6)]
 )
-def test_s4_local_steps_of_an_epoch(samples, clients, steps):
+def test_local_steps_of_an_epoch_of_mtfl(samples, clients, steps):
     assert protocols.local_steps(samples, clients) == steps == int(np.round(samples / (clients * 20)))
 
 
-def test_s4_noise_is_for_a_fifth_of_the_clients_and_for_training_alone(mnist):
-    clean, noisy = protocols.mtfl(mnist), protocols.mtfl(mnist, noisy=0.2)
+def test_noise_of_mtfl_is_on_training_images_of_a_fifth_of_the_clients(mnist):
+    clean, noisy = protocols.mtfl_clients(mnist), protocols.mtfl_clients(mnist, noisy=0.2)
     assert len(noisy.noisy) == len(set(noisy.noisy.tolist())) == 40
     assert np.array_equal(clean.train.y, noisy.train.y)
     before, after = np.asarray(clean.train.x), np.asarray(noisy.train.x)
@@ -300,51 +298,45 @@ def test_s4_noise_is_for_a_fifth_of_the_clients_and_for_training_alone(mnist):
         assert np.array_equal(before[_rows(clean.train, "test", u)], after[_rows(noisy.train, "test", u)])
         changed = not np.array_equal(before[_rows(clean.train, "train", u)], after[_rows(noisy.train, "train", u)])
         assert changed == (u in noisy.noisy)
-    # These images are nearly black: with deviation 3.0 half the pixels are clipped at 0, and P(N > 1/3) = 0.369 at 255.
+    # These images are nearly black: with standard deviation 3.0, half of the pixels are clipped to 0, and P(N > 1/3) = 0.369 of
+    # them to 255.
     pixels = np.concatenate([after[_rows(noisy.train, "train", u)].reshape(-1, 4)[:, 0] for u in noisy.noisy])
     assert (pixels == 0).mean() == pytest.approx(0.5, abs=0.02) and (pixels == 255).mean() == pytest.approx(0.369, abs=0.02)
 
 
 BAD = {
-    "unknown pairing": (lambda s: protocols.fedmeta_per(s, pairing="u"), "pairing='u' is unknown; allowed are 2u\\+j, u\\+j"),
-    "unknown sizes": (lambda s: protocols.fedmeta_per(s, sizes="equal"), "sizes='equal' is unknown"),
-    "unknown scaling": (lambda s: protocols.fedmeta_per(s, scaling="z"), "scaling='z' is unknown"),
-    "too many clients": (lambda s: protocols.fedmeta_per(s, num_clients=70_000), "would be empty"),
+    "unknown pairing": (
+        lambda s: protocols.fedmeta_per_clients(s, pairing="u"),
+        "pairing='u' is unknown; allowed are 2u\\+j, u\\+j",
+    ),
+    "unknown sizes": (lambda s: protocols.fedmeta_per_clients(s, sizes="equal"), "sizes='equal' is unknown"),
+    "unknown scaling": (lambda s: protocols.fedmeta_per_clients(s, scaling="z"), "scaling='z' is unknown"),
+    "too many clients": (lambda s: protocols.fedmeta_per_clients(s, num_clients=70_000), "would be empty"),
     "too few classes for new clients": (
-        lambda s: protocols.fedmeta_per(from_arrays(s.x_train[:8000], np.arange(8000) % 4), num_clients=4, pairing="u+j"),
+        lambda s: protocols.fedmeta_per_clients(
+            from_arrays(s.x_train[:8000], np.arange(8000) % 4), num_clients=4, pairing="u+j"
+        ),
         "with 4 classes no pairs are left",
     ),
     "groups for other classes": (
-        lambda s: protocols.fedpac(from_arrays(s.x_train[:600], np.arange(600) % 4)),
+        lambda s: protocols.fedpac_clients(from_arrays(s.x_train[:600], np.arange(600) % 4)),
         "groups must be given for 4 classes",
     ),
-    "concentration": (lambda s: protocols.reptile(s, concentration=0), "concentration=0 must be"),
-    "noisy share": (lambda s: protocols.mtfl(s, noisy=1.5), "noisy=1.5 must lie between 0 and 1"),
-    "support share": (lambda s: protocols.mtfl(s, support=0), "support=0 must lie strictly between 0 and 1"),
-    "too many shards": (lambda s: protocols.mtfl(s, num_clients=6000), "12000 shards are more than the M=10000"),
+    "concentration": (lambda s: protocols.perfedavg_reptile_clients(s, concentration=0), "concentration=0 must be"),
+    "noisy share": (lambda s: protocols.mtfl_clients(s, noisy=1.5), "noisy=1.5 must lie between 0 and 1"),
+    "support share": (lambda s: protocols.mtfl_clients(s, support=0), "support=0 must lie strictly between 0 and 1"),
+    "too many shards": (lambda s: protocols.mtfl_clients(s, num_clients=6000), "12000 shards are more than the M=10000"),
     "floats": (
-        lambda s: protocols.fedmeta_per(s._replace(x_train=s.x_train / 255, x_test=s.x_test / 255)),
+        lambda s: protocols.fedmeta_per_clients(s._replace(x_train=s.x_train / 255, x_test=s.x_test / 255)),
         "for uint8 images",
     ),
-    "colours": (lambda s: protocols.fedpac(s, scaling="cifar", share=True), "3 channels, not 1"),
+    "colours": (lambda s: protocols.fedpac_clients(s, scaling="cifar", share=True), "3 channels, not 1"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_clear_line(case, mnist):
+def test_an_error_is_one_line_and_names_the_argument(case, mnist):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message) as caught:
         call(mnist)
     assert "\n" not in str(caught.value)
-
-
-def test_new_pairs_are_rejected_until_they_are_new():
-    slots = partition.class_slots(50, 10, stride=1)
-    for seed in range(20):
-        new = protocols.unlike_slots(slots, 10, np.random.default_rng(seed))
-        assert {frozenset(p) for p in new.tolist()}.isdisjoint(frozenset(p) for p in slots.tolist())
-
-
-def test_smallest_client_whose_views_all_have_samples():
-    sizes = {n: min(int(end[0] - begin[0]) for begin, end in train_test_views([n]).values()) for n in (4, 5)}
-    assert sizes == {4: 0, 5: 1}

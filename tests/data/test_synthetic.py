@@ -1,4 +1,4 @@
-"""Generated clients: moments of their laws, and closed forms against finite differences and an independent descent."""
+"""Generated clients: moments of their distributions, and closed forms against finite differences and gradient descent."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def _client(data, view, u):
     return np.asarray(data.x)[start : start + size], np.asarray(data.y)[start : start + size]
 
 
-def test_synthetic_has_the_shape_of_s3():
+def test_synthetic_has_the_sizes_of_perfedavg_reptile():
     data = syn.synthetic(0.5, 0.5, seed=0)
     sizes = np.asarray(data.sizes("train")) + np.asarray(data.sizes("test"))
     assert len(sizes) == 30 and sizes.min() >= 100 and sizes.max() <= 1000
@@ -33,7 +33,7 @@ def test_synthetic_inputs_have_the_covariance_of_the_benchmark():
 
 @pytest.mark.parametrize(("spread", "variance"), [("variance", 4.0), ("deviation", 16.0)])
 def test_synthetic_spread_is_a_variance_or_a_deviation(spread, variance):
-    # The mean of x over samples and dimensions is B ~ N(0, θ) and an error of variance (1 + mean(j^-1.2) / 20) / 60.
+    # The mean of x over samples and dimensions is B ~ N(0, θ) plus an error of variance (1 + mean(j^-1.2) / 20) / 60.
     clients = 2000
     data = syn.synthetic(0, 4.0, seed=0, num_clients=clients, sizes=[20] * clients, spread=spread)
     centres = data.x.astype(np.float64).reshape(clients, 20, 60).mean((1, 2))
@@ -48,7 +48,7 @@ def test_synthetic_spreads_agree_at_zero_and_one():
 
 
 def test_synthetic_labels_are_linear_in_the_inputs():
-    # With one client and no noise in the labels, a linear classifier separates the training samples (nearly) perfectly.
+    # The labels of a client have no noise, so a linear classifier separates its samples (nearly) perfectly.
     data = syn.synthetic(0, 0, seed=0, num_clients=1, sizes=[600], dim=5, num_classes=3)
     x = np.concatenate([data.x, np.ones((600, 1))], 1).astype(np.float64)
     w = np.zeros((6, 3))
@@ -67,7 +67,7 @@ def test_fedprox_sizes_are_lognormal_above_fifty():
     assert np.median(sizes) == pytest.approx(np.exp(4) + 50, abs=8)
 
 
-# The regression families.
+# The regression problems.
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +95,14 @@ def test_optimum_minimises_the_weighted_loss(linear, weight):
     data, _, query = linear
     best = syn.optimum(query, weight=weight)
     rows = [_client(data, "query", u) for u in range(4)]
-    # An independent reference: least squares on all rows, each scaled by the root of its weight.
+    # Independent reference: least squares on all rows, each scaled by the square root of its weight.
     share = [1.0 if weight is None else 1 / len(y) for _, y in rows]
     a = np.concatenate([np.sqrt(s) * x for s, (x, _) in zip(share, rows, strict=True)])
     b = np.concatenate([np.sqrt(s) * y for s, (_, y) in zip(share, rows, strict=True)])
     assert best == pytest.approx(np.linalg.lstsq(a, b, rcond=None)[0], rel=1e-10)
 
 
-def test_weighting_by_samples_is_not_weighting_clients_alike(linear):
+def test_weighting_by_samples_differs_from_equal_weights(linear):
     _, _, query = linear
     assert np.abs(syn.optimum(query) - syn.optimum(query, weight=np.ones(4))).max() > 1e-3
 
@@ -148,7 +148,7 @@ def test_meta_gradient_against_automatic_differentiation(linear, steps):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_meta_optimum_is_where_descent_on_the_meta_gradient_ends(linear, steps):
+def test_meta_optimum_is_the_limit_of_descent_on_the_meta_gradient(linear, steps):
     _, support, query = linear
     weight = query.size / query.size.sum()
     w = np.zeros(3)
@@ -175,7 +175,7 @@ def test_sinusoids_are_linear_in_sine_and_cosine():
         assert exact.loss(own)[u] == pytest.approx(0, abs=1e-12)
 
 
-def test_best_single_sinusoid_is_the_expectation():
+def test_best_single_function_for_sinusoids_is_the_expectation():
     data, _, _ = syn.sinusoids(4000, seed=0)
     best = syn.optimum(syn.quadratics(data, "train", features=syn.sinusoid_features))
     x = np.linspace(-5, 5, 50)[:, None]
@@ -190,7 +190,7 @@ BAD = {
         "spread='std' is unknown; allowed are variance, deviation",
     ),
     "unknown sizes": (lambda: syn.synthetic(0, 0, seed=0, sizes="equal"), "sizes='equal' is unknown"),
-    "wrong sizes": (lambda: syn.synthetic(0, 0, seed=0, sizes=[5, 5]), r"counts \[N=30\], not \(2,\)"),
+    "wrong sizes": (lambda: syn.synthetic(0, 0, seed=0, sizes=[5, 5]), r"counts \[N=30\], not of shape \(2,\)"),
     "empty client": (lambda: syn.synthetic(0, 0, seed=0, num_clients=2, sizes=[50, 0]), "client 1 has none"),
     "no clients": (lambda: syn.synthetic(0, 0, seed=0, num_clients=0), "num_clients=0 must be"),
     "one class": (lambda: syn.synthetic(0, 0, seed=0, num_classes=1), "num_classes=1 must be an integer of at least 2"),
@@ -204,7 +204,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_clear_line(case):
+def test_an_error_is_one_line_and_names_the_argument(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message) as caught:
         call()

@@ -1,0 +1,88 @@
+"""The cache of decoded images: one `.npz` file per data set.
+
+The checksums of the zip format reveal a damaged file, and a key inside reveals a file of another data set.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fedjax_meta import runtime
+
+FORMAT = 1
+"""Written into every cached file. Raise it when the meaning of the contents changes."""
+
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+"""Names of the arrays that every cached file has."""
+
+
+def fingerprint(files: list[Path]) -> str:
+    """Identifies files by their paths, sizes and modification times, without reading them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def read(folder: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | None:
+    """The cached arrays, or `None` if there are none, the file is damaged, or it belongs to other data."""
+    try:
+        # `np.load` of a path would leave the file open if it is not an archive.
+        with _path(folder, name, fingerprint).open("rb") as handle, np.load(handle, allow_pickle=False) as file:
+            if str(file["key"]) != _key(name, fingerprint):
+                return None
+            # zipfile compares the CRC-32 of an entry when it is read to its end.
+            arrays = {key: file[key] for key in file.files if key != "key"}
+    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile):
+        return None
+    return arrays if set(ARRAYS) <= arrays.keys() and _valid(arrays) else None
+
+
+def write(folder: Path, name: str, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes the arrays; a folder that cannot be written gives a warning.
+
+    The file is written under another name and then renamed, so that a reader never sees a partial file.
+    """
+    path = _path(folder, name, fingerprint)
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), **arrays)
+        os.replace(temporary, path)
+    except OSError as error:
+        warnings.warn(
+            f"decoded {name!r} is not cached and will be decoded again next time: cannot write {folder} ({error.strerror}); "
+            f"set {runtime.CACHE_VARIABLE} to another folder",
+            stacklevel=2,
+        )
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _path(folder: Path, name: str, fingerprint: str) -> Path:
+    return folder / f"{name.replace('/', '-')}-{fingerprint[:16]}.npz"
+
+
+def _key(name: str, fingerprint: str) -> str:
+    return f"fedjax_meta {FORMAT} {name} {fingerprint}"
+
+
+def _valid(arrays: Mapping[str, np.ndarray]) -> bool:
+    return all(
+        arrays[f"x_{split}"].dtype == np.uint8
+        and arrays[f"y_{split}"].dtype == np.int32
+        and arrays[f"x_{split}"].ndim == 4
+        and arrays[f"y_{split}"].shape == arrays[f"x_{split}"].shape[:1]
+        for split in ("train", "test")
+    )

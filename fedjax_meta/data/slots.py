@@ -1,0 +1,170 @@
+"""Partitions with a fixed list of classes per client, as in FedMeta-Per (Nguyen and Cao).
+
+A client has J slots, and each slot holds samples of one class. Axis letters: M samples of the data set, N clients, K classes.
+"""
+
+import random
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_meta import checks
+from fedjax_meta.data import runs
+from fedjax_meta.data.partition import Partition, check_labels
+
+
+def class_slots(num_clients: int, num_classes: int, *, per_client: int = 2, stride: int = 2) -> np.ndarray:
+    """Int `[N, per_client]`: the classes of each client, `(stride * u + j) mod K` for slot j of client u.
+
+    With ten classes and two per client, stride 2 gives the five pairs 01, 23, 45, 67, 89 (FedMeta-Per on MNIST), and stride 1
+    the ten pairs of neighbours (FedMeta-Per on CIFAR-10).
+
+    Raises:
+      ValueError: more classes per client than there are.
+
+    Example:
+      >>> class_slots(3, 10).tolist()
+      [[0, 1], [2, 3], [4, 5]]
+    """
+    checks.count("num_clients", num_clients)
+    checks.count("stride", stride)
+    checks.count("per_client", per_client)
+    if per_client > num_classes:
+        raise ValueError(f"per_client={per_client} must not exceed the number of classes, {num_classes}")
+    return (stride * np.arange(num_clients)[:, None] + np.arange(per_client)) % num_classes
+
+
+def new_client_slots(slots: np.ndarray, num_classes: int, rng: np.random.Generator) -> np.ndarray:
+    """Int `[N, 2]`: class pairs for new clients, none of which is a pair of a training client.
+
+    The classes are put in random order, and client u gets two neighbours in that order. Orders are drawn until none of the
+    pairs is in `slots`.
+
+    Args:
+      slots: int `[N, 2]`, the pairs of the training clients.
+      num_classes: K.
+      rng: source of the random orders.
+
+    Raises:
+      ValueError: no such order among 10,000 draws, because there are too few classes.
+    """
+    old = {frozenset(pair) for pair in slots.tolist()}
+    place = class_slots(len(slots), num_classes, stride=1)
+    for _ in range(10_000):
+        new = rng.permutation(num_classes)[place]
+        if old.isdisjoint(map(frozenset, np.unique(new, axis=0).tolist())):
+            return new
+    raise ValueError(f"with {num_classes} classes no pairs are left for new clients that no training client has")
+
+
+def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0) -> Partition:
+    """Splits each class into unequal parts, one per client that holds the class (FedMeta-Per's generator for MNIST).
+
+    For a class with h holders, h - 1 parts are drawn one after the other from [rest // (h + 1), rest // 2), where `rest` is
+    what remains at that point and h is constant; the last holder gets the remainder. Every sample of a class with holders is
+    assigned once. The draws come from NumPy's legacy generator, so that seed 1 gives the sizes that the authors of FedMeta-Per
+    drew.
+
+    Args:
+      labels: int `[M]`.
+      slots: int `[N, J]`, the classes of each client, all different within a row; from `class_slots`.
+      seed: an integer.
+      min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
+
+    Raises:
+      ValueError: a client without samples, a class that is too small for `min_samples`.
+    """
+    labels = check_labels(labels)
+    slots = _check_slots(slots, labels)
+    checks.count("min_samples", min_samples, least=0)
+    generator = np.random.RandomState(seed)
+    counts = np.bincount(labels, minlength=slots.max() + 1)
+    parts = np.zeros(slots.shape, np.int64)
+    for c in range(len(counts)):
+        holds = slots == c
+        holders = int(holds.sum())
+        if holders == 0:
+            continue
+        rest = int(counts[c]) - min_samples * holders
+        if rest < 0:
+            raise ValueError(f"class {c} has {counts[c]} samples, too few for min_samples={min_samples} of {holders} clients")
+        drawn = []
+        for _ in range(holders - 1):
+            low = rest // (holders + 1)
+            drawn.append(int(generator.randint(low, max(rest // 2, low + 1))))
+            rest -= drawn[-1]
+        parts[holds] = min_samples + np.array([*drawn, rest])
+    return _assign(labels, slots, parts)
+
+
+def lognormal_classes(labels: ArrayLike, slots: ArrayLike, *, seed: int) -> Partition:
+    """Client sizes from a lognormal distribution within each class (FedMeta-Per's generator for CIFAR-10, after pFedMe's).
+
+    Every slot gets 10 samples, then `share + uniform{300..600}` more if the class still has more than that. The shares of a
+    class are lognormal(0, 2) draws, scaled so that their sum is the size of the class less 50. Slot j of the first N / 10
+    clients uses one draw, slot j of the next N / 10 another, and so on. Some samples stay unused. For classes of another size
+    than CIFAR-10's 6,000, these constants scale with the size. The draws come from the legacy generators of Python and NumPy,
+    so that seed 1 gives Table 2 of FedMeta-Per exactly.
+
+    Args:
+      labels: int `[M]`.
+      slots: int `[N, J]` as for `stick_breaking`; N must be a multiple of 10.
+      seed: an integer.
+
+    Raises:
+      ValueError: N is not a multiple of 10, or classes are too small.
+    """
+    labels = check_labels(labels)
+    slots = _check_slots(slots, labels)
+    num_clients, per_client = slots.shape
+    if num_clients % 10:
+        raise ValueError(
+            f"num_clients={num_clients} must be a multiple of 10, because a tenth of the clients shares its draws"
+        )
+    counts = np.bincount(labels, minlength=slots.max() + 1)
+    uniform, generator = random.Random(seed), np.random.RandomState(seed)
+    shares = generator.lognormal(0, 2.0, (len(counts), 50, per_client))
+    unit = counts / 6000
+    shares *= ((counts - 50 * unit) / shares.sum((1, 2)))[:, None, None]
+    first = np.maximum(np.rint(10 * unit), 1).astype(np.int64)
+    taken = np.bincount(slots.ravel(), minlength=len(counts)) * first
+    if (taken > counts).any():
+        c = int(np.argmax(taken > counts))
+        raise ValueError(f"class {c} has {counts[c]} samples, too few for its {taken[c] // first[c]} clients")
+    parts = first[slots]
+    for u in range(num_clients):
+        for j in range(per_client):
+            c = slots[u, j]
+            more = int(shares[c, u // (num_clients // 10), j]) + round(uniform.randint(300, 600) * unit[c])
+            if taken[c] + more < counts[c]:
+                parts[u, j] += more
+                taken[c] += more
+    return _assign(labels, slots, parts)
+
+
+def _check_slots(slots: ArrayLike, labels: np.ndarray) -> np.ndarray:
+    slots = np.asarray(slots)
+    if slots.ndim != 2 or slots.size == 0 or not np.issubdtype(slots.dtype, np.integer) or slots.min() < 0:
+        raise ValueError(f"slots must be classes [N, J], not {slots.dtype} {list(slots.shape)}")
+    if (np.diff(np.sort(slots, axis=1), axis=1) == 0).any():
+        raise ValueError("slots must name different classes for each client, but one client has a class twice")
+    missing = np.setdiff1d(slots, labels)
+    if missing.size:
+        raise ValueError(f"slots name class {missing[0]}, which has no samples")
+    return slots
+
+
+def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partition:
+    """Gives each client u `parts[u, j]` samples of class `slots[u, j]`, both `[N, J]`; clients and samples go in order."""
+    sizes = parts.sum(1)
+    if sizes.min() < 1:
+        raise ValueError(f"client {int(np.argmin(sizes))} would be empty: too few samples of its classes for so many clients")
+    counts = np.bincount(labels, minlength=slots.max() + 1)
+    begin = np.cumsum(counts) - counts
+    flat, length = slots.ravel(), parts.ravel()
+    queue = np.argsort(flat, kind="stable")
+    ahead = np.cumsum(length[queue]) - length[queue]
+    held = np.bincount(flat, weights=length, minlength=len(counts)).astype(np.int64)
+    offset = np.empty_like(length)
+    offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
+    return Partition(np.argsort(labels, kind="stable")[runs.positions(begin[flat] + offset, length)], sizes)

@@ -1,0 +1,142 @@
+"""`ClientView` and `ClientData`: the part of the flat arrays that one client sees, and the batches made from it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.data.batches import CHUNK, Batches
+from fedjax_meta.data.shuffle import permutation_keys, permute
+from fedjax_meta.task import Batch
+from fedjax_meta.types import Key, Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientView:
+    """One named view of one client: the samples `start, ..., start + size - 1` of the flat arrays.
+
+    Attributes:
+      x, y, offset, scale: the arrays of `FederatedData`, of all clients. `offset` and `scale` are both `None` or both arrays.
+      start: position of the first sample; may be traced.
+      size: number of samples; may be traced.
+      max_size: static upper bound of `size`, the size of the largest client.
+      work: share in [0, 1] of the training steps that the client performs; may be traced, `None` means all. It models a
+        client that stops early: `epochs`, `endless` and `full` return `ceil(work * steps)` of their steps. `in_order` and
+        `in_chunks` always cover the whole view, because evaluation and statistics are not training.
+    """
+
+    x: jax.Array | np.ndarray
+    y: jax.Array | np.ndarray
+    offset: jax.Array | np.ndarray | None
+    scale: jax.Array | np.ndarray | None
+    start: Scalar
+    size: Scalar
+    max_size: int
+    work: Scalar | None = None
+
+    def _performed(self, steps: Scalar) -> Scalar:
+        """The number of steps that the client performs of `steps`."""
+        # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
+        return steps if self.work is None else jnp.ceil(self.work * steps - 1e-3).astype(jnp.int32)
+
+    def take(self, index: jax.Array, weight: jax.Array) -> Batch:
+        """A batch of the samples at positions `index` of the view, scaled to the numbers that a model reads.
+
+        Args:
+          index: int `[B]`, positions inside the view. A row of weight 0 may have any index; it holds some sample of the data.
+          weight: `[B]`, 1 for a real sample and 0 for padding.
+        """
+        where = self.start + index
+        x = jnp.asarray(self.x).at[where].get(mode="clip")
+        if self.offset is not None and self.scale is not None:
+            x = (x.astype(jnp.result_type(float)) - self.offset) * self.scale
+        return Batch(x, jnp.asarray(self.y).at[where].get(mode="clip"), weight.astype(jnp.result_type(float)))
+
+    def epochs(self, key: Key, batch_size: int, epochs: int = 1) -> Batches:
+        """Shuffled passes over the view, `ceil(size / batch_size)` steps each; the last batch of a pass may be partial.
+
+        Each pass contains every sample exactly once, in a new order.
+
+        Args:
+          key: consumed.
+          batch_size: samples of a full batch.
+          epochs: number of passes.
+        """
+        size = jnp.asarray(self.size, jnp.int32)
+        steps_per_epoch = (size + batch_size - 1) // batch_size
+        max_steps_per_epoch = -(-self.max_size // batch_size)
+        keys = permutation_keys(key, (epochs,))
+
+        def get(step: Scalar, chunk: Scalar = 0) -> Batch:
+            del chunk
+            # With one epoch the keys do not depend on the step, and XLA moves their arithmetic out of the loop.
+            epoch, position = (0, step) if epochs == 1 else (step // steps_per_epoch, step % steps_per_epoch)
+            index = position * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+            return self.take(permute(keys[epoch], index, size), index < size)
+
+        return Batches(get, self._performed(steps_per_epoch * epochs), max_steps_per_epoch * epochs)
+
+    def endless(self, key: Key, batch_size: int, steps: int, first: Scalar = 0) -> Batches:
+        """`steps` full batches from an endless sequence of shuffled passes.
+
+        A batch may contain the end of one pass and the beginning of the next, like the cyclic feeder of MTFL's code. A client
+        that keeps `first` and its key between rounds continues where it stopped.
+
+        Args:
+          key: fixes the sequence. Pass the same key again to continue it.
+          batch_size: samples of every batch.
+          steps: number of batches.
+          first: number of samples of the sequence to skip, those of earlier calls.
+        """
+        size = jnp.maximum(jnp.asarray(self.size, jnp.int32), 1)
+
+        def get(step: Scalar, chunk: Scalar = 0) -> Batch:
+            del chunk
+            position = first + step * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+            keys = jax.vmap(lambda epoch: permutation_keys(jax.random.fold_in(key, epoch)))(position // size)
+            return self.take(permute(keys, position % size, size), jnp.ones(batch_size))
+
+        return Batches(get, self._performed(steps), steps)
+
+    def in_order(self, batch_size: int) -> Batches:
+        """One pass in storage order, in steps of at most `batch_size` samples, for evaluation and statistics."""
+        size = jnp.asarray(self.size, jnp.int32)
+
+        def get(step: Scalar, chunk: Scalar = 0) -> Batch:
+            del chunk
+            index = step * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+            return self.take(index, index < size)
+
+        return Batches(get, (size + batch_size - 1) // batch_size, -(-self.max_size // batch_size))
+
+    def in_chunks(self, most: int = CHUNK) -> Batches:
+        """`in_order` with at most `most` samples per batch, and the smallest batch size for that number of batches.
+
+        The batches of the largest client are therefore nearly equal, with little padding.
+        """
+        checks.count("most", most)
+        largest = max(self.max_size, 1)
+        return self.in_order(-(-largest // -(-largest // most)))
+
+    def full(self, steps: int = 1, chunk_size: int = CHUNK) -> Batches:
+        """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
+        batches = self.in_chunks(chunk_size).as_one_step(steps)
+        return dataclasses.replace(batches, steps=self._performed(steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientData:
+    """All views of one client; `data["support"]` is the view of that name."""
+
+    views: dict[str, ClientView]
+
+    def __getitem__(self, name: str) -> ClientView:
+        if name not in self.views:
+            raise ValueError(f"the data have no view {name!r}; they have {', '.join(self.views)}")
+        return self.views[name]
+
+    def working(self, share: Scalar) -> "ClientData":
+        """The same data for a client that performs only this share of its training steps; see `ClientView.work`."""
+        return ClientData({name: dataclasses.replace(view, work=share) for name, view in self.views.items()})

@@ -1,0 +1,102 @@
+"""The batches of a client's view: which samples they hold, in which order, and what padding does."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_meta.data import ClientView, from_partition
+from tests.data.common import flat, numbered, seen
+
+
+@partial(jax.jit, static_argnames=("batch", "epochs"))
+def _epoch_batches(key, start, size, batch, epochs):
+    """All steps of a client with up to 40 samples, from one compiled program for all sizes."""
+    x = jnp.arange(100, dtype=jnp.float32)[:, None]
+    batches = ClientView(x, jnp.zeros(100, jnp.int32), None, None, start, size, 40).epochs(key, batch, epochs)
+    return batches.steps, jax.vmap(lambda step: batches.get(step, 0))(jnp.arange(batches.max_steps))
+
+
+@pytest.mark.parametrize(("batch", "epochs"), [(1, 1), (4, 2), (7, 3), (64, 2)])
+@given(start=st.integers(0, 60), size=st.integers(1, 40), seed=st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_an_epoch_contains_each_sample_once(batch, epochs, start, size, seed):
+    steps, batches = _epoch_batches(jax.random.key(seed), start, size, batch, epochs)
+    per_epoch = -(-size // batch)
+    assert steps == epochs * per_epoch and len(batches.weight) == epochs * -(-40 // batch)
+    numbers, real = np.asarray(batches.x)[..., 0], np.asarray(batches.weight) > 0
+    for epoch in range(epochs):
+        rows = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        assert sorted(numbers[rows][real[rows]]) == list(range(start, start + size))
+        # Only the last batch of an epoch is partial.
+        assert real[rows][:-1].all()
+
+
+def test_each_epoch_has_a_new_order():
+    steps = seen(numbered(np.array([64])).client(0)["train"].epochs(jax.random.key(0), 64, 2))
+    assert steps[0] != steps[1] and steps[0] != sorted(steps[0])
+
+
+def test_endless_batches_are_full_and_each_pass_is_complete():
+    size, batch, steps = 7, 5, 14
+    view = numbered(np.array([3, size])).client(1)["train"]
+    numbers = flat(view.endless(jax.random.key(0), batch, steps))
+    assert len(numbers) == batch * steps
+    for begin in range(0, len(numbers), size):
+        assert sorted(numbers[begin : begin + size]) == list(range(3, 3 + size))
+
+
+def test_endless_batches_continue_where_they_stopped():
+    view = numbered(np.array([7])).client(0)["train"]
+    key = jax.random.key(3)
+    whole = flat(view.endless(key, 5, 6))
+    parts = flat(view.endless(key, 5, 2)) + flat(view.endless(key, 5, 4, first=10))
+    assert whole == parts
+
+
+def test_full_steps_cover_the_view_in_chunks():
+    view = numbered().client(1)["train"]
+    batches = view.full(steps=2, chunk_size=5)
+    chunks = [batches.get(1, c) for c in range(int(batches.chunks))]
+    numbers = np.concatenate([np.asarray(b.x)[np.asarray(b.weight) > 0, 0] for b in chunks])
+    assert batches.steps == 2 and numbers.tolist() == list(range(5, 17))
+    mean = batches.mean(lambda b: jnp.sum(b.x[:, 0] * b.weight) / jnp.sum(b.weight), 0)
+    assert float(mean) == pytest.approx(np.mean(np.arange(5, 17)))
+
+
+def test_a_partial_batch_counts_by_its_samples_or_like_a_full_one():
+    # Batches 5 to 9, 10 to 14, and 15 and 16, with means 7, 12 and 15.5.
+    batches = numbered().client(1)["train"].in_order(5)
+    mean = partial(jnp.average, axis=0)
+    by_samples = batches.as_one_step().mean(lambda b: mean(b.x[:, 0], weights=b.weight), 0)
+    equal = batches.as_one_step(equal_weights=True).mean(lambda b: mean(b.x[:, 0], weights=b.weight), 0)
+    assert float(by_samples) == pytest.approx(10.5) and float(equal) == pytest.approx(11.5)
+
+
+def test_a_share_of_the_work_limits_training_and_not_evaluation():
+    data = numbered().client(1)
+    part, key = data.working(1 / 3)["train"], jax.random.key(0)
+    # 12 samples in batches of 4, three epochs: nine steps.
+    assert int(part.epochs(key, 4, 3).steps) == 3 and int(part.endless(key, 4, 10).steps) == 4
+    assert int(part.full(7).steps) == 3 and int(part.in_order(4).steps) == 3
+    assert seen(part.epochs(key, 4, 3)) == seen(data["train"].epochs(key, 4, 3))[:3]
+    assert int(dataclasses.replace(part, work=0.0).epochs(key, 4).steps) == 0
+
+
+def test_padding_has_no_weight_and_is_finite():
+    batch = numbered().client(2)["train"].in_order(4).get(0, 0)
+    assert np.asarray(batch.weight).tolist() == [1, 0, 0, 0] and float(batch.x[0, 0]) == 17
+    assert np.isfinite(batch.x).all()
+
+
+def test_uint8_inputs_are_scaled_in_a_batch():
+    x = np.array([[0], [51], [255]], np.uint8)
+    data = from_partition(x, [0, 0, 0], [0, 1, 2], [3])
+    assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([0, 0.2, 1])
+    data = from_partition(x, [0, 0, 0], [0, 1, 2], [3], offset=np.array([51.0]), scale=np.array([0.5]))
+    assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([-25.5, 0, 102])
