@@ -59,7 +59,7 @@ def build(builder, of=None, **options) -> fm.Algorithm:
     """An algorithm from a builder or its name; each option goes to the federation if it is one of its fields, else to the method."""
     builder = fm.METHODS[builder] if isinstance(builder, str) else builder
     federation = {name: options.pop(name) for name in OPTIONS if name in options}
-    return fm.federate(builder(task() if of is None else of, **options), fm.Federation(**federation))
+    return fm.from_partition(builder(task() if of is None else of, **options), fm.Federation(**federation))
 
 
 def forms(tree):

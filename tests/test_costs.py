@@ -9,9 +9,9 @@ import pytest
 
 from fedjax_meta import aggregate, costs, masks, models, participation
 from fedjax_meta.algorithm import Received, Trained, federated
-from fedjax_meta.algorithms import fedavg, fedavg_adam, fedmeta_per, fedper, local_only, mtfl
+from fedjax_meta.methods import fedavg, fedavg_adam, fedmeta_per, fedper, local_only, mtfl
 from fedjax_meta.costs import RASPBERRY_PIS, Device, Traffic
-from fedjax_meta.data.federated import from_clients
+from fedjax_meta.data import from_clients
 from tests import problems
 
 WEIGHTS, AFFINE, STATISTICS = 784 * 200 + 200 + 200 * 200 + 200 + 200 * 10 + 10, 400, 400

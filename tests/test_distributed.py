@@ -53,7 +53,7 @@ def saved(folder: Path) -> tuple[fm.State, dict[str, np.ndarray]]:
 def alone():
     """The same run by one process."""
     algorithm, data = federation()
-    state, records = fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=7, eval_every=3)
+    state, records = fm.simulate(algorithm, data, key=jax.random.key(3), rounds=7, eval_every=3)
     return jax.tree.map(np.asarray, state), records
 
 
@@ -66,7 +66,7 @@ def test_two_processes_run_what_one_runs(tmp_path, alone):
     assert problems.distance(state, alone[0]) < 1e-12
     np.testing.assert_allclose(found["train_loss"], alone[1][-1].metrics["loss"], rtol=1e-12)
     algorithm, data = federation()
-    test = jax.jit(partial(fm.evaluate.evaluate, algorithm, support="train", query="train", devices=1))
+    test = jax.jit(partial(fm.evaluate, algorithm, support="train", query="train", devices=1))
     expected = test(jax.random.key(0), alone[0], data)  # this algorithm does nothing at random in a test
     np.testing.assert_array_equal(found["confusion"], expected.confusion)
     np.testing.assert_allclose(found["loss"], expected.loss, rtol=1e-12)
@@ -82,7 +82,7 @@ assert jax.device_count() == 8
 found = {}
 for devices in (1, 2, 4, 8):
     algorithm, data = federation(devices=devices)
-    state, records = fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=3, eval_every=3)
+    state, records = fm.simulate(algorithm, data, key=jax.random.key(3), rounds=3, eval_every=3)
     assert len(state.personal["head"]["w"].sharding.device_set) == devices
     found[devices] = jax.tree.map(np.asarray, (state, records[-1].metrics))
 for devices in (2, 4, 8):
@@ -103,5 +103,5 @@ def test_a_lost_process_ends_the_run_with_a_message_and_a_state_to_go_on_from(tm
     state, _ = saved(tmp_path)
     assert state.round == 3
     algorithm, data = federation()
-    resumed, _ = fm.simulate.simulate(algorithm, data, key=jax.random.key(3), rounds=7, eval_every=3, state=state)
+    resumed, _ = fm.simulate(algorithm, data, key=jax.random.key(3), rounds=7, eval_every=3, state=state)
     assert problems.distance(jax.tree.map(np.asarray, resumed), alone[0]) < 1e-12

@@ -1,5 +1,6 @@
-"""The engine against plain loops: whatever the layout of the work, every client is run once, counted once and put back."""
+"""The engine against plain loops: in every layout, each client runs once, counts once and gets its own results back."""
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_meta as fm
 from fedjax_meta import engine, runtime
+from fedjax_meta.aggregate import weigh
 from fedjax_meta.engine import ClientUpdate
 from tests import problems
 
@@ -27,9 +29,10 @@ def rule(key, id_, kept, context):
     steps = jnp.where(id_ >= 0, context["length"][id_], 0)
     noise = jax.random.normal(key)
     value = jax.lax.fori_loop(0, steps, lambda t, v: 0.9 * v + jnp.sin(id_ + t) * noise, kept["v"][0])
+    upload = {"a": jnp.stack([value, 2 * value]), "b": noise}
+    weight = {"a": steps.astype(float), "b": jnp.where(id_ < 0, 0.0, 1.0)}
     return ClientUpdate(
-        upload={"a": jnp.stack([value, 2 * value]), "b": noise},
-        weight={"a": steps.astype(float), "b": jnp.ones(())},
+        sums=weigh(upload, weight),
         kept={"v": kept["v"] + value, "n": kept["n"] + 1},
         outputs=(steps, id_ % 2 == 0),
     )
@@ -50,8 +53,8 @@ def by_hand(ids):
         mine = jax.tree.map(lambda leaf: leaf[i], kept)  # noqa: B023
         update = rule(jax.random.fold_in(KEY, int(client)), jnp.asarray(client), mine, context)
         for part in total:
-            total[part] = total[part] + float(update.weight[part]) * np.asarray(update.upload[part])
-            weight[part] += float(update.weight[part])
+            total[part] = total[part] + np.asarray(update.sums.total[part])
+            weight[part] += float(update.sums.weight[part])
         rows.append((update.kept, update.outputs))
     return total, weight, jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
@@ -110,15 +113,16 @@ def test_a_precision_is_that_of_every_product(monkeypatch, precision, preset):
     monkeypatch.setattr(runtime, "on_cpu", lambda: False)
 
     def product(key, id_, kept, context):
-        return ClientUpdate(kept @ kept, jnp.ones(()), kept, ())
+        return ClientUpdate(kept @ kept, kept, ())
 
     run = partial(engine.run_cohort, product, KEY, jnp.arange(2), jnp.ones(2, int), jnp.ones((2, 3, 3), jnp.float32), ())
-    assert preset in str(jax.make_jaxpr(lambda: run(precision=precision, lanes=1, devices=1)[0].total)())
+    assert preset in str(jax.make_jaxpr(lambda: run(precision=precision, lanes=1, devices=1)[0])())
 
 
 def test_padding_is_not_counted_even_where_it_is_not_finite():
     def poison(key, id_, kept, context):
-        return ClientUpdate(jnp.where(id_ < 0, jnp.nan, 1.0), jnp.ones(()), kept, jnp.where(id_ < 0, jnp.nan, 2.0))
+        sums = weigh(jnp.where(id_ < 0, jnp.nan, 1.0), jnp.where(id_ < 0, 0.0, 1.0))
+        return ClientUpdate(sums, kept, jnp.where(id_ < 0, jnp.nan, 2.0))
 
     # Three lanes for four clients: two of the slots are padding.
     summed, kept, outputs = engine.run_cohort(poison, KEY, jnp.arange(4), jnp.ones(4, int), jnp.arange(4.0), (), lanes=3)
@@ -191,17 +195,17 @@ def test_a_map_over_lanes_is_a_loop_and_refuses_none():
     inputs = {"x": jnp.arange(7.0), "n": jnp.arange(7)}
     expected = jnp.arange(7.0) ** 2 + jnp.arange(7)
     for lanes in (None, 1, 2, 7, 100):
-        assert problems.leaves_equal(engine.map_lanes(lambda one: one["x"] ** 2 + one["n"], inputs, lanes=lanes), expected)
+        assert problems.leaves_equal(engine.map_clients(lambda one: one["x"] ** 2 + one["n"], inputs, lanes=lanes), expected)
     for lanes in (0, -1, 1.5):
         with pytest.raises(ValueError, match=f"lanes={lanes} must be an integer of at least 1"):
-            engine.map_lanes(lambda one: one, inputs, lanes=lanes)
+            engine.map_clients(lambda one: one, inputs, lanes=lanes)
 
 
 def test_lanes_follow_the_memory_that_is_free(monkeypatch):
     def hungry(key, id_, kept, context):
         # A product that cannot be fused away: a megabyte of float64 a client.
         square = jax.random.normal(key, (256, 256))
-        return ClientUpdate(jnp.sum(square @ square @ square), jnp.ones(()), (), ())
+        return ClientUpdate(jnp.sum(square @ square @ square), (), ())
 
     def lanes(free):
         monkeypatch.setattr(engine, "free_bytes", lambda device: free)
@@ -222,7 +226,7 @@ def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
     def total(rate):
         def scaled(key, id_, kept, context):
             update = rule(key, id_, kept, context)
-            return update._replace(upload=jax.tree.map(lambda leaf: rate * leaf, update.upload))
+            return update._replace(sums=dataclasses.replace(update.sums, total=jax.tree.map(lambda leaf: rate * leaf, update.sums.total)))
 
         return engine.run_cohort(scaled, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, devices=1)[0].total
 
@@ -249,7 +253,7 @@ def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(c
 
 def test_more_than_is_free_is_refused_with_numbers(monkeypatch, caplog):
     monkeypatch.setattr(engine, "free_bytes", lambda device: 5_000_000)
-    data, algorithm = problems.data(), fm.fedper(problems.task(), cohort_size=2)
+    data, algorithm = problems.data(), problems.build("fedper", cohort_size=2)
     assert algorithm.init(KEY, data).seen.shape == (7,)
     engine.announce("800 kB", 800_000, 5_000_000)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -261,7 +265,7 @@ def test_more_than_is_free_is_refused_with_numbers(monkeypatch, caplog):
 
 def test_host_devices_read_one_copy_of_the_data():
     whole = NamedSharding(engine.client_mesh(2), PartitionSpec())
-    shared = engine.share({"x": np.arange(1000.0), "key": KEY}, whole)
+    shared = engine.place_shared({"x": np.arange(1000.0), "key": KEY}, whole)
     first, second = (shard.data.unsafe_buffer_pointer() for shard in shared["x"].addressable_shards)
     assert first == second
     assert shared["x"].tolist() == list(range(1000))
@@ -271,19 +275,19 @@ def test_host_devices_read_one_copy_of_the_data():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_round_updates_a_large_population_in_place(devices):
     population, each = 50_000, 400
-    data = fm.federate(np.zeros((population, 2)), np.zeros(population, int), np.arange(population), np.ones(population, int),
+    data = fm.from_partition(np.zeros((population, 2)), np.zeros(population, int), np.arange(population), np.ones(population, int),
                        num_classes=2)  # fmt: skip
 
     def init(key):
         return {"body": jnp.zeros(2), "head": jnp.zeros((each, 2))}
 
     task = fm.classification(init, lambda v, x: x @ v["head"][:2] + v["body"][None], layers=("body", "head"))
-    algorithm = fm.fedper(task, cohort_size=8, devices=devices)
+    algorithm = problems.build("fedper", task, cohort_size=8, devices=devices)
     state = algorithm.init(KEY, data)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    data = engine.share(data, places.round)
+    data = engine.place_shared(data, places.round)
     block = jax.jit(
-        lambda state, data: fm.simulate.run_rounds(algorithm, KEY, state, data, 3, most=3)[0],
+        lambda state, data: fm.simulation.run_rounds(algorithm, KEY, state, data, 3, most=3)[0],
         donate_argnums=0,
         out_shardings=places,
     )
@@ -303,19 +307,12 @@ def test_a_round_updates_a_large_population_in_place(devices):
 def test_a_saved_state_goes_on_where_the_devices_are():
     data = problems.data()
     options = {"key": KEY, "rounds": 4, "eval_every": 2}
-    one, two = (fm.fedper(problems.task(), cohort_size=3, devices=devices) for devices in (1, 2))
-    whole, _ = fm.simulate.simulate(one, data, **options)
-    half, _ = fm.simulate.simulate(two, data, **(options | {"rounds": 2}))
+    one, two = (problems.build("fedper", cohort_size=3, devices=devices) for devices in (1, 2))
+    whole, _ = fm.simulate(one, data, **options)
+    half, _ = fm.simulate(two, data, **(options | {"rounds": 2}))
     saved = jax.tree.map(np.asarray, half)
-    resumed, _ = fm.simulate.simulate(one, data, state=saved, **options)
+    resumed, _ = fm.simulate(one, data, state=saved, **options)
     assert problems.distance(resumed, whole) < 1e-10
-    again, _ = fm.simulate.simulate(two, data, state=saved, **options)
+    again, _ = fm.simulate(two, data, state=saved, **options)
     assert problems.distance(jax.tree.map(np.asarray, again), jax.tree.map(np.asarray, whole)) < 1e-10
     assert again.round.sharding.device_set == set(jax.devices())
-
-
-def test_cohorts_are_distinct_and_uniform():
-    draws = np.asarray(jax.vmap(lambda k: engine.sample_cohort(k, 20, 6))(jax.random.split(KEY, 3000)))
-    assert all(len(set(cohort)) == 6 for cohort in draws.tolist())
-    # Every client is drawn 900 times on average, with a deviation of sqrt(3000 * 0.3 * 0.7) = 25.
-    assert np.abs(np.bincount(draws.ravel(), minlength=20) - 900).max() < 5 * 25.1

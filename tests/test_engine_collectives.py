@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import fedjax_meta as fm
-from tests.problems import data, task
+from tests.problems import build, data
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedper", "fedmeta_per_metasgd"])
@@ -16,10 +16,10 @@ def test_dealing_needs_no_exchange(name):
 
     All that a round and an evaluation need is the sum over devices: index arithmetic is done by every device for itself.
     """
-    algorithm = fm.ALGORITHMS[name](task(), devices=2)
+    algorithm = build(name, devices=2)
     key, state = jax.random.key(0), algorithm.init(jax.random.key(1), data())
     everything = jax.device_put(data(), state.round.sharding)
-    test = partial(fm.evaluate.evaluate, algorithm, devices=2)
+    test = partial(fm.evaluate, algorithm, devices=2)
     for function in (algorithm.round, test):
         text = jax.jit(function).lower(key, state, everything).compile().as_text()
         assert "all-reduce" in text

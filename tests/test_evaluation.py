@@ -13,7 +13,7 @@ import sklearn.metrics
 import fedjax_meta as fm
 from fedjax_meta import engine, evaluate
 from fedjax_meta.algorithm import Algorithm, State
-from fedjax_meta.data.federated import from_clients
+from fedjax_meta.data import from_clients
 
 RNG = np.random.default_rng(17)
 KEY = jax.random.key(9)
@@ -47,30 +47,30 @@ def _postprocessed(true, predicted, classes=K):
 
 def test_accuracy_over_clients_and_over_samples():
     each = [sklearn.metrics.accuracy_score(*client) for client in CLIENTS]
-    np.testing.assert_allclose(evaluate.accuracy(CONFUSION), each, rtol=1e-12)
+    np.testing.assert_allclose(metrics.accuracy(CONFUSION), each, rtol=1e-12)
     # Clients of unequal size: the two means differ.
     uneven = CONFUSION.at[0].multiply(7)
     right = np.trace(np.asarray(uneven), axis1=1, axis2=2)
-    assert float(evaluate.micro_accuracy(uneven)) == pytest.approx(right.sum() / np.asarray(uneven).sum(), rel=1e-12)
-    assert float(evaluate.micro_accuracy(uneven)) != pytest.approx(np.mean(each), rel=1e-3)
+    assert float(metrics.micro_accuracy(uneven)) == pytest.approx(right.sum() / np.asarray(uneven).sum(), rel=1e-12)
+    assert float(metrics.micro_accuracy(uneven)) != pytest.approx(np.mean(each), rel=1e-3)
 
 
 def test_macro_f1_is_scikit_learns():
     expected = [sklearn.metrics.f1_score(true, predicted, average="macro") for true, predicted in CLIENTS]
-    np.testing.assert_allclose(evaluate.macro_f1(CONFUSION), expected, rtol=1e-12)
+    np.testing.assert_allclose(metrics.macro_f1(CONFUSION), expected, rtol=1e-12)
 
 
 def test_scores_of_a_client_without_samples_are_zero_and_not_nan():
     nothing = jnp.zeros((1, K, K), jnp.int32)
-    assert evaluate.accuracy(nothing) == evaluate.macro_f1(nothing) == evaluate.micro_accuracy(nothing) == 0
-    assert not np.any(evaluate.within_own_classes(nothing))
+    assert metrics.accuracy(nothing) == metrics.macro_f1(nothing) == metrics.micro_accuracy(nothing) == 0
+    assert not np.any(metrics.within_own_classes(nothing))
 
 
 def test_strays_go_to_another_own_class_and_accuracy_stays():
-    after = evaluate.within_own_classes(CONFUSION)
+    after = metrics.within_own_classes(CONFUSION)
     expected = [_matrix(true, _postprocessed(true, predicted)) for true, predicted in CLIENTS]
     np.testing.assert_array_equal(after, expected)
-    np.testing.assert_array_equal(evaluate.accuracy(after), evaluate.accuracy(CONFUSION))
+    np.testing.assert_array_equal(metrics.accuracy(after), metrics.accuracy(CONFUSION))
     assert np.any(np.asarray(after) != np.asarray(CONFUSION))
 
 
@@ -80,19 +80,19 @@ def test_two_classes_as_s0_scores_them():
     assert set(predicted.tolist()) - {1, 4}
     other = np.where(predicted == true, true, np.where(true == 1, 4, 1))
     f1 = sklearn.metrics.f1_score(true, other, average="macro")
-    after = evaluate.within_own_classes(CONFUSION)
-    assert float(evaluate.macro_f1(after)[1]) == pytest.approx(f1, rel=1e-12)
-    assert f1 > float(evaluate.macro_f1(CONFUSION)[1])
+    after = metrics.within_own_classes(CONFUSION)
+    assert float(metrics.macro_f1(after)[1]) == pytest.approx(f1, rel=1e-12)
+    assert f1 > float(metrics.macro_f1(CONFUSION)[1])
 
 
 def test_a_client_of_one_class_keeps_its_predictions():
-    np.testing.assert_array_equal(evaluate.within_own_classes(CONFUSION)[3], CONFUSION[3])
+    np.testing.assert_array_equal(metrics.within_own_classes(CONFUSION)[3], CONFUSION[3])
 
 
 def test_the_summary_has_population_deviations():
     loss = RNG.random(len(CLIENTS))
-    numbers = evaluate.summary(evaluate.Evaluation(CONFUSION, loss))
-    each = np.asarray(evaluate.accuracy(CONFUSION))
+    numbers = metrics.summary(evaluation.Evaluation(CONFUSION, loss))
+    each = np.asarray(metrics.accuracy(CONFUSION))
     f1 = [sklearn.metrics.f1_score(t, _postprocessed(t, p), average="macro") for t, p in CLIENTS]
     assert numbers["accuracy_std"] == pytest.approx(np.std(each), rel=1e-12)
     assert numbers["accuracy_mean"] == pytest.approx(np.mean(each), rel=1e-12)
@@ -138,7 +138,7 @@ ALGORITHM = Algorithm(lambda *_: STATE, lambda *_: None, _personalize, lambda sh
 def test_evaluation_is_a_loop_over_clients(monkeypatch, known, ids, layout, many_bytes):
     monkeypatch.setattr(evaluate, "MANY_BYTES", many_bytes)
     result = jax.jit(
-        lambda state, data: evaluate.evaluate(
+        lambda state, data: evaluation.evaluate(
             ALGORITHM, KEY, state, data, known=known, ids=None if ids is None else jnp.array(ids), batch_size=7, **layout
         )
     )(STATE, DATA)
@@ -157,7 +157,7 @@ def test_evaluation_is_a_loop_over_clients(monkeypatch, known, ids, layout, many
 
 
 def _run(algorithm=ALGORITHM, state=STATE, data=DATA, **options):
-    return evaluate.evaluate(algorithm, KEY, state, data, devices=1, **options)
+    return evaluation.evaluate(algorithm, KEY, state, data, devices=1, **options)
 
 
 WIDE = ALGORITHM._replace(predict=lambda shift, x: jnp.pad(x + shift[None], ((0, 0), (0, 1))))
@@ -190,7 +190,7 @@ def test_what_cannot_be_evaluated_is_refused(case):
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_many_rows_are_evaluated_where_they_are(devices, lanes):
     population, each = 30_000, 200
-    data = fm.federate(np.ones((population, 2)), np.arange(population) % 2, np.arange(population), np.ones(population, int),
+    data = fm.from_partition(np.ones((population, 2)), np.arange(population) % 2, np.arange(population), np.ones(population, int),
                        num_classes=2)  # fmt: skip
 
     def init(key):
@@ -202,8 +202,8 @@ def test_many_rows_are_evaluated_where_they_are(devices, lanes):
     heads = jax.random.normal(jax.random.key(3), state.personal["head"].shape)
     heads = jax.device_put(heads, state.personal["head"].sharding)
     state = state._replace(personal={**state.personal, "head": heads}, seen=jnp.ones_like(state.seen))
-    data = engine.share(data, state.round.sharding)
-    score = jax.jit(partial(evaluate.evaluate, algorithm, KEY, support="train", query="train", lanes=lanes, devices=devices))
+    data = engine.place_shared(data, state.round.sharding)
+    score = jax.jit(partial(evaluation.evaluate, algorithm, KEY, support="train", query="train", lanes=lanes, devices=devices))
     program = score.lower(state, data).compile()
     assert heads.nbytes > evaluate.MANY_BYTES
     assert program.memory_analysis().temp_size_in_bytes < heads.nbytes / 4

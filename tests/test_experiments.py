@@ -57,7 +57,7 @@ def test_every_training_has_step_sizes():
     assert set(quickstart.STEP_SIZES) == set(quickstart.TRAININGS)
     for systems, trainings in ((fedmeta_per.SYSTEMS, fedmeta_per.TRAININGS), (quickstart.SYSTEMS, quickstart.TRAININGS)):
         assert {system.training for system in systems.values()} == set(trainings)
-        assert {training.algorithm for training in trainings.values()} <= set(fm.ALGORITHMS)
+        assert {training.algorithm for training in trainings.values()} <= set(fm.METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +79,11 @@ def test_one_training_serves_systems_that_differ_at_test_time(small):
 
 
 def test_local_and_new_clients_are_trained_for_apart_where_their_step_sizes_differ(small):
-    local, new = plans(small, ["fedmeta_per_maml"])
-    assert (list(local.tests), list(new.tests)) == (["fedmeta_per_maml/local"], ["fedmeta_per_maml/new"])
+    local, new = plans(small, ["fedmeta_per"])
+    assert (list(local.tests), list(new.tests)) == (["fedmeta_per/local"], ["fedmeta_per/new"])
     assert (local.config["step_sizes"], new.config["step_sizes"]) == ([0.001, 0.001], [0.001, 0.0003])
-    (both,) = plans(small, ["fedmeta_maml"])
-    assert set(both.tests) == {"fedmeta_maml/local", "fedmeta_maml/new"}
+    (both,) = plans(small, ["fedmeta"])
+    assert set(both.tests) == {"fedmeta/local", "fedmeta/new"}
 
 
 def test_all_plans_have_names_of_their_own(small):

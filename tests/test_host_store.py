@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, store
-from fedjax_meta.simulate import Evaluator, simulate
+from fedjax_meta import checkpoint, host_store
+from fedjax_meta.algorithm import ROWS
+from fedjax_meta.data import capacity
+from fedjax_meta.simulation import Evaluator, simulate
 from tests import problems
 
 KEY = jax.random.key(11)
@@ -21,12 +23,12 @@ SYSTEMS = {
 
 
 def _algorithm(name, **options):
-    return fm.ALGORITHMS[name](problems.task(), **({"cohort_size": 4, "devices": 1} | options))
+    return problems.build(name, **({"cohort_size": 4, "devices": 1} | options))
 
 
 def _tests(algorithm, *, new=False, devices=1):
     def measure(known):
-        return lambda key, state, data: fm.evaluate.evaluate(algorithm, key, state, data, known=known, devices=devices)
+        return lambda key, state, data: fm.evaluate(algorithm, key, state, data, known=known, devices=devices)
 
     tests = {"known": Evaluator(measure(True), problems.data(), known=True)}
     return tests | ({"new": Evaluator(measure(False), problems.data(), known=False)} if new else {})
@@ -53,14 +55,14 @@ def test_a_run_whose_clients_wait_on_the_host_is_the_run_on_the_device(name, whe
     """Nine rounds of four among seven clients: a client is often in two rounds that follow each other."""
     kept = _run(name, store="memory" if where == "memory" else tmp_path / "clients")
     _close(kept, _run(name))
-    rows = jax.tree.leaves([getattr(kept[0], field) for field in store.ROWS])
+    rows = jax.tree.leaves([getattr(kept[0], field) for field in ROWS])
     assert all(isinstance(leaf, np.memmap if where == "files" else np.ndarray) for leaf in rows)
 
 
 def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
-    monkeypatch.setattr(store, "_PART_BYTES", 400)
-    monkeypatch.setattr(fm.simulate, "_DRAWN_AHEAD", 3)
-    parts = list(store.parts(7, store.row_bytes(_algorithm("fedper").init(KEY, problems.data()))))
+    monkeypatch.setattr(host_store, "_PART_BYTES", 400)
+    monkeypatch.setattr(fm.simulation, "_DRAWN_AHEAD", 3)
+    parts = list(host_store.client_ranges(7, host_store.row_bytes(_algorithm("fedper").init(KEY, problems.data()))))
     assert 1 < len(parts[0]) < 7 and len(parts[-1]) < len(parts[0])
     algorithm = _algorithm("fedper", devices=2)
     run = simulate(
@@ -74,14 +76,14 @@ def test_a_device_holds_what_a_cohort_keeps_and_where_samples_wait_too_theirs_al
     algorithm, data = _algorithm("fedper"), problems.data()
     data = jax.device_put(data) if samples == "device" else jax.tree.map(np.asarray, data)
     before, seen, copies = {id(array) for array in jax.live_arrays()}, set(), set()
-    cut = store.of_clients
+    cut = host_store.cohort_data
 
     def noted(data, ids, room):
         part = cut(data, ids, room)
         copies.add((type(part.x), part.x.shape))
         return part
 
-    monkeypatch.setattr(store, "of_clients", noted)
+    monkeypatch.setattr(host_store, "cohort_data", noted)
 
     def look(state, record):
         seen.update(array.shape for array in jax.live_arrays() if id(array) not in before and array.ndim > 1)
@@ -90,7 +92,7 @@ def test_a_device_holds_what_a_cohort_keeps_and_where_samples_wait_too_theirs_al
     assert problems.distance(*jax.tree.map(np.asarray, (run[0], _run("fedper", new=False)[0]))) < 1e-10
     assert any(shape[0] == 4 for shape in seen)
     assert not any(shape[0] == data.num_clients for shape in seen)
-    room = data.room(4)
+    room = capacity(data, 4)
     assert room < len(data.x) and data.x.shape not in seen
     assert copies == ({(np.ndarray, (room, *data.x.shape[1:]))} if samples == "host" else {(type(data.x), data.x.shape)})
 
@@ -109,7 +111,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path, monkeypatch)
         _run("scaffold", store=place, on_record=kill)
     # Where a device has no room for everybody, to go on needs none either.
     monkeypatch.setattr(fm.engine, "free_bytes", lambda device: 0)
-    like = store.shapes(algorithm, KEY, problems.data())
+    like = host_store.state_shapes(algorithm, KEY, problems.data())
     saved = checkpoint.restore(tmp_path / "saved", like, {})
     assert saved.round == 4
     again, records = _run("scaffold", store=place, state=saved.state)
@@ -136,12 +138,12 @@ def test_rows_that_were_cut_off_on_disk_are_not_taken_for_whole(tmp_path):
 @pytest.mark.parametrize("count", [3, 40])
 def test_known_clients_of_very_uneven_size_are_tested_in_parts(count, monkeypatch):
     """The last client is the largest, and would not fit twice where the last part is filled up."""
-    monkeypatch.setattr(store, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(host_store, "_PART_BYTES", 20_000)
     rng = np.random.default_rng(count)
     sizes = [12] * (count - 1) + [300]
     data = fm.from_clients([(rng.normal(size=(n, 5)), rng.integers(0, 3, n)) for n in sizes], num_classes=3)
     algorithm = _algorithm("fedper", cohort_size=2)
-    test = Evaluator(lambda key, state, data: fm.evaluate.evaluate(algorithm, key, state, data, devices=1), data, known=True)
+    test = Evaluator(lambda key, state, data: fm.evaluate(algorithm, key, state, data, devices=1), data, known=True)
     runs = [
         simulate(algorithm, data, key=KEY, rounds=3, evaluators={"known": test}, store=place) for place in ("memory", None)
     ]
@@ -154,7 +156,7 @@ def test_the_state_that_is_left_is_a_state_like_any_other(name):
     state, _ = _run(name, store="memory")
     other, _ = _run(name)
     for options in ({}, {"ids": jnp.array([5, 2])}, {"known": False}):
-        scores = [fm.evaluate.evaluate(algorithm, KEY, one, data, devices=1, **options) for one in (state, other)]
+        scores = [fm.evaluate(algorithm, KEY, one, data, devices=1, **options) for one in (state, other)]
         assert problems.distance(*scores) < 1e-10
     key = jax.random.fold_in(KEY, 99)
     (mine, info), (theirs, same) = (algorithm.round(key, one, data) for one in (state, other))
@@ -166,8 +168,8 @@ def test_a_part_of_the_clients_finds_its_rows_in_a_state_of_all():
     algorithm, data = _algorithm("fedper"), problems.data()
     state, _ = _run("fedper")
     chosen = np.array([5, 2])
-    whole = fm.evaluate.evaluate(algorithm, KEY, state, data, devices=1)
-    part = fm.evaluate.evaluate(algorithm, KEY, state, data.select(chosen), devices=1)
+    whole = fm.evaluate(algorithm, KEY, state, data, devices=1)
+    part = fm.evaluate(algorithm, KEY, state, data.select(chosen), devices=1)
     assert problems.distance(part, jax.tree.map(lambda leaf: leaf[chosen], whole)) < 1e-12
     after, info = algorithm.round(KEY, state, data.select(np.array([5, 2, 0, 1])))
     assert sorted(info.ids.tolist()) == [0, 1, 2, 5]
@@ -175,7 +177,7 @@ def test_a_part_of_the_clients_finds_its_rows_in_a_state_of_all():
         same = problems.leaves_equal(*(jax.tree.map(lambda leaf, i=row: leaf[i], one.personal) for one in (state, after)))
         assert same == (row in (3, 4, 6))
     with pytest.raises(ValueError, match="rows of 7 clients, but the data are 2 of 5 clients"):
-        fm.evaluate.evaluate(algorithm, KEY, state, dataclasses.replace(data.select(chosen), population=5))
+        fm.evaluate(algorithm, KEY, state, dataclasses.replace(data.select(chosen), population=5))
 
 
 def test_rows_read_too_early_are_replaced_by_the_result_of_the_round_before():

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from fedjax_meta import local
-from fedjax_meta.data.federated import federate
+from fedjax_meta.data import federate
 from fedjax_meta.task import Batch, Task, weighted_mean
 from tests import problems
 

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta.engine import sample_cohort
+import fedjax_meta as fm
+from fedjax_meta import schedules
+from tests import problems
+
+
+def sample_cohort(key, clients, size):
+    return schedules.uniform(key, 0, clients, size)
 
 
 def _cohorts(draws, clients, size):
@@ -69,3 +75,26 @@ def test_sampling_can_be_vmapped_over_keys_and_its_key_decides():
     one, two = (np.asarray(sample_cohort(jax.random.key(i), 1000, 5)) for i in (0, 1))
     both = jax.vmap(lambda key: sample_cohort(key, 1000, 5))(jnp.stack([jax.random.key(0), jax.random.key(1)]))
     assert np.array_equal(both, [one, two]) and not np.array_equal(one, two)
+
+
+def test_a_table_of_cohorts_is_replayed_from_its_start_again():
+    table = np.array([[4, 1, 6], [0, 2, 3]])
+    algorithm = problems.build("fedavg", cohort_size=3, schedule=schedules.given(table), devices=1)
+    state, step = algorithm.init(jax.random.key(0), problems.data()), jax.jit(algorithm.round)
+    for r in range(3):
+        state, info = step(jax.random.key(r), state, problems.data())
+        assert info.ids.tolist() == table[r % 2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("table", "size", "message"),
+    [
+        ([[0.5, 1.0]], 2, r"cohorts must be integers \[rounds, C\], not float64\[1, 2\]"),
+        ([[0, 1], [2, 2]], 2, "cohorts names a client twice in row 1"),
+        ([[0, 1]], 3, "cohorts has rows of 2 clients, but cohort_size=3"),
+        ([[0, 7]], 2, r"cohorts=.* must be integers in \[0, 7\)"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(table, size, message):
+    with pytest.raises(ValueError, match=message):
+        fm.schedules.given(table)(jax.random.key(0), 0, 7, size)

@@ -1,4 +1,4 @@
-"""A whole run: when it evaluates, that it can be stopped and gone on with, and what its records hold."""
+"""A whole run: when it evaluates, that it resumes after a stop, and what its records hold."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.simulate import Evaluator, run_rounds, schedule, simulate
+from fedjax_meta.keys import tagged
+from fedjax_meta.simulation import Evaluator, run_rounds, schedule, simulate
 from tests import problems
 
 KEY = jax.random.key(4)
@@ -17,20 +18,19 @@ def _client(key, received, data):
     sample = data["train"].in_order(1).get(0, 0).x[0]
     target = sample + jax.random.normal(key, sample.shape)
     model = jax.tree.map(lambda leaf: (leaf + target) / 2, received.model)
-    return fm.Trained(model, jnp.ones(()), {"loss": jnp.sum((received.model["own"] - target) ** 2)})
+    return fm.Trained(model, {"loss": jnp.sum((received.model["own"] - target) ** 2)})
 
 
 def _build(**personal):
-    return fm.federated(
+    method = fm.Method(
         init=lambda key: {"shared": jax.random.normal(key, (5,)), "own": jnp.zeros(5)},
         client=_client,
         personalize=lambda key, received, support: received.model,
         predict=lambda model, x: x,
-        personal={"shared": False, "own": True} | personal,
-        trainable={"shared": True, "own": True},
-        cohort_size=3,
-        devices=1,
+        roles=fm.masks.roles({"shared": False, "own": True} | personal, {"shared": True, "own": True}),
+        weighting="uniform",
     )
+    return fm.federate(method, fm.Federation(cohort_size=3, devices=1))
 
 
 # With a personal leaf, so that resuming has more than the server's model to bring back.
@@ -46,7 +46,8 @@ EVALUATORS = {"one": Evaluator(_measure, jnp.array(1.0)), "two": Evaluator(_meas
 
 def _simulate(rounds=7, eval_every=3, **options):
     options = {"evaluators": EVALUATORS} | options
-    return simulate(ALGORITHM, problems.data(), key=KEY, rounds=rounds, eval_every=eval_every, **options)
+    options = {"key": KEY} | options
+    return simulate(ALGORITHM, problems.data(), rounds=rounds, eval_every=eval_every, **options)
 
 
 def _same(a, b):
@@ -88,7 +89,7 @@ def test_records_hold_each_round_once(whole):
 
 
 def test_the_metrics_are_the_cohorts_means_of_a_plain_loop(whole):
-    init_key, round_key, _ = jax.random.split(KEY, 3)
+    init_key, round_key = tagged(KEY, "init"), tagged(KEY, "rounds")
     state, step, losses = ALGORITHM.init(init_key, problems.data()), jax.jit(ALGORITHM.round), []
     for r in range(7):
         state, info = step(jax.random.fold_in(round_key, r), state, problems.data())
@@ -184,6 +185,7 @@ def test_the_number_of_rounds_may_be_traced_and_the_rest_of_the_log_is_zero():
 BAD = {
     "no rounds": ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),
     "half a round": ({"rounds": 2.5}, "rounds=2.5 must be an integer of at least 1"),
+    "a seed for a key": ({"key": 0}, r"key=0 must be a JAX PRNG key: jax.random.key\(0\)"),
     "never": ({"eval_every": 0}, "eval_every=0 must be an integer of at least 1"),
     "another algorithm's state": (
         {"state": _build(shared=True).init(KEY, problems.data())},
@@ -191,7 +193,7 @@ BAD = {
     ),
     "a state beyond the end": (
         {"state": ALGORITHM.init(KEY, problems.data())._replace(round=jnp.array(8, jnp.int32))},
-        "rounds=7, but the state has 8 rounds behind it",
+        "rounds=7, but the state has finished 8 rounds already",
     ),
 }
 
@@ -201,3 +203,22 @@ def test_what_cannot_be_run_is_refused(case):
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         _simulate(**options)
+
+
+def test_a_method_runs_in_the_default_federation_or_in_a_given_one():
+    data = problems.data()
+    method = fm.fedavg(problems.task())
+    (one, _), (two, _) = (simulate(run, data, key=KEY, rounds=2) for run in (method, fm.federate(method)))
+    assert problems.leaves_equal(one, two)
+    small, _ = simulate(method, data, key=KEY, rounds=1, federation=fm.Federation(cohort_size=2))
+    assert int(jnp.sum(small.seen)) == 2
+    with pytest.raises(TypeError, match="this is an algorithm, which has its federation already"):
+        simulate(fm.federate(method), data, key=KEY, rounds=1, federation=fm.Federation())
+    with pytest.raises(TypeError, match=r"federate takes a method such as fm.fedavg\(task\), not fedavg"):
+        simulate(fm.fedavg, data, key=KEY, rounds=1)
+
+
+def test_evaluation_and_logging_change_no_draw_of_the_training(whole):
+    """Keys are folded from tags: a run without evaluators is the same run."""
+    assert problems.leaves_equal(_simulate(evaluators={})[0], whole[0])
+    assert problems.leaves_equal(_simulate(evaluators={}, eval_every=7)[0], whole[0])

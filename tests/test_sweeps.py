@@ -11,22 +11,22 @@ KEY = jax.random.key(6)
 COMMON = {"cohort_size": 3}
 SWEEPS = {
     "fedavg with fine-tuning": (
-        lambda a, b, **o: fm.fedavg(problems.task(), lr=a, finetune_epochs=1, batch_size=32, **o),
+        lambda a, b, **o: problems.build("fedavg", lr=a, finetune_epochs=1, batch_size=32, **o),
         (0.05, 0.2),
         (0, 0),
     ),
     "fedprox": (
-        lambda a, b, **o: fm.fedprox(problems.task(), lr=a, prox_weight=b, epochs=2, batch_size=32, **o),
+        lambda a, b, **o: problems.build("fedprox", lr=a, prox_weight=b, epochs=2, batch_size=32, **o),
         (0.05, 0.2),
         (0.0, 3.0),
     ),
     "maml": (
-        lambda a, b, **o: fm.fedmeta(problems.task(), inner_lr=a, outer_lr=b, batch_size=None, **o),
+        lambda a, b, **o: problems.build("fedmeta", inner_lr=a, outer_lr=b, batch_size=None, **o),
         (0.05, 0.2),
         (0.01, 0.03),
     ),
     "meta-sgd with personal head": (
-        lambda a, b, **o: fm.fedmeta_per(problems.task(), inner_lr=a, outer_lr=b, learned_rates=True, batch_size=None, **o),
+        lambda a, b, **o: problems.build("fedmeta_per", inner_lr=a, outer_lr=b, learned_rates=True, batch_size=None, **o),
         (0.05, 0.2),
         (0.01, 0.03),
     ),
@@ -47,7 +47,7 @@ def test_a_vmapped_sweep_is_its_runs_one_by_one(name, layout):
         """Two rounds, then what a new client tests with."""
         algorithm = build(a, b, **COMMON, **layout)
         state = algorithm.init(KEY, data)
-        state, _ = fm.simulate.run_rounds(algorithm, KEY, state, data, 2, most=2)
+        state, _ = fm.simulation.run_rounds(algorithm, KEY, state, data, 2, most=2)
         support = data.client(1)["test_support"]
         return state, algorithm.personalize(KEY, state, support, None)
 
