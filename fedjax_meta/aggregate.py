@@ -1,6 +1,7 @@
-"""From the client axis to the server: weighted means of uploads, as running sums that never stack what they average.
+"""Aggregation of the clients' uploads: weighted means, robust aggregators and mixtures.
 
-Robust aggregators and mixtures need the trees of all clients at once.
+Means are running sums, so that uploads are never stacked. Robust aggregators and mixtures need the trees of all clients at
+once.
 """
 
 from collections.abc import Callable
@@ -10,16 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from fedjax_meta import checks
 from fedjax_meta.data.federated import ClientData
+from fedjax_meta.types import PyTree
 
 WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}
-"""By what a client counts in a mean, and the view whose samples say so."""
+"""Names of weightings, each with the view whose number of samples is a client's weight."""
 
 
 def client_weight(weighting: str, data: ClientData) -> jax.Array:
-    """A client's weight: its train samples ("samples"), its query samples ("query") or 1 ("uniform")."""
+    """A client's weight in a mean: its number of train samples ("samples"), of query samples ("query"), or 1 ("uniform")."""
     checks.one_of("weighting", weighting, WEIGHTINGS)
     view = WEIGHTINGS[weighting]
     return jnp.ones(()) if view is None else jnp.asarray(data[view].size, jnp.result_type(float))
@@ -32,27 +35,31 @@ class WeightedSum:
 
     Attributes:
       total: like one upload; 16-bit numbers are summed in 32 bits.
-      weight: a scalar, or a tree that is a prefix of the upload when its parts count differently.
-      dtypes: what the leaves of an upload were, and their mean will be.
+      weight: a scalar, or a tree prefix of the upload when its parts have different weights.
+      dtypes: of the leaves of an upload, and of their mean.
     """
 
-    total: Any
-    weight: Any
-    dtypes: tuple[Any, ...]
+    total: PyTree
+    weight: PyTree
+    dtypes: tuple[jnp.dtype, ...]
 
 
-def weigh(upload: Any, weight: Any) -> WeightedSum:
-    """The sum that holds one client's upload. `weight` is a scalar or a prefix tree of scalars.
+def weigh(upload: PyTree, weight: PyTree) -> WeightedSum:
+    """The weighted sum of a single client's upload.
 
-    An upload whose weight is not above 0 leaves no trace, even where it is not finite.
+    An upload whose weight is not above 0 has no effect, even where it is not finite.
+
+    Args:
+      upload: a pytree of floating-point arrays.
+      weight: a scalar, or a tree prefix of `upload` with a scalar at each leaf.
 
     Raises:
-      ValueError: an upload that is not floating-point: a mean of integers would be cut to an integer.
+      ValueError: an upload that is not floating-point; its mean would be truncated to integers.
     """
     weight = jax.tree.map(lambda w: jnp.where(jnp.asarray(w) > 0, w, 0), weight)
 
-    def scale(w: jax.Array, part: Any) -> Any:
-        def scaled(leaf: Any) -> jax.Array:
+    def scale(w: jax.Array, part: PyTree) -> PyTree:
+        def scaled(leaf: jax.Array) -> jax.Array:
             wide = _wide(leaf)
             return jnp.where(w > 0, w.astype(wide.dtype) * wide, 0)
 
@@ -62,10 +69,10 @@ def weigh(upload: Any, weight: Any) -> WeightedSum:
     return WeightedSum(jax.tree.map(scale, weight, upload), weight, dtypes)
 
 
-def mean(summed: WeightedSum) -> Any:
-    """The weighted mean; exactly 0 where no weight came in, so that a round in which nobody returns moves nothing."""
+def mean(summed: WeightedSum) -> PyTree:
+    """The weighted mean; exactly 0 where the weights sum to 0, so that a round from which no client returns changes nothing."""
 
-    def divide(w: jax.Array, part: Any) -> Any:
+    def divide(w: jax.Array, part: PyTree) -> PyTree:
         some = w > 0
         return jax.tree.map(lambda leaf: jnp.where(some, leaf / jnp.where(some, w, 1).astype(leaf.dtype), 0), part)
 
@@ -73,23 +80,28 @@ def mean(summed: WeightedSum) -> Any:
     return jax.tree.unflatten(structure, [leaf.astype(dtype) for leaf, dtype in zip(leaves, summed.dtypes, strict=True)])
 
 
-def _wide(leaf: Any) -> jax.Array:
-    """A leaf in at least 32 bits, to be summed: 8 bits of mantissa lose what is small beside a sum of many."""
-    leaf = jnp.asarray(leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise ValueError(f"an upload of {leaf.dtype}{list(leaf.shape)} cannot be averaged: it must be floating-point")
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+def _wide(leaf: ArrayLike) -> jax.Array:
+    """A leaf in at least 32 bits, for summing: with a mantissa of 8 bits, a large sum absorbs small terms."""
+    array = jnp.asarray(leaf)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise ValueError(f"an upload of {array.dtype}{list(array.shape)} cannot be averaged: it must be floating-point")
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-Aggregator = Callable[[Any, jax.Array], Any]
-"""`(stacked uploads, leaves [C, ...], weights [C]) -> one tree`; a client whose weight is not above 0 must leave no trace."""
+Aggregator = Callable[[PyTree, jax.Array], PyTree]
+"""`(stacked uploads, leaves [C, ...], weights [C]) -> one tree`. A client whose weight is not above 0 must have no effect."""
 
 
-def median(stacked: Any, weight: jax.Array) -> Any:
-    """The median of each number over the clients that returned, who count alike: a client could lie about its samples.
+def median(stacked: PyTree, weight: jax.Array) -> PyTree:
+    """The median of each number over the clients that returned.
 
-    It stands up to all but half of the clients sending anything at all, NaN included (Yin, Chen, Ramchandran, Bartlett,
-    "Byzantine-robust distributed learning", ICML 2018, definition 1). Exactly 0 where nobody returned.
+    These clients count equally, because a client could lie about its number of samples. The median tolerates arbitrary uploads,
+    NaN included, from fewer than half of the clients (Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed
+    learning", ICML 2018, definition 1). It is exactly 0 when no client returned.
+
+    Args:
+      stacked: leaves `[C, ...]`.
+      weight: `[C]`; clients whose weight is not above 0 did not return.
 
     Example:
       >>> median(jnp.array([1.0, 2.0, 4.0, jnp.nan, 9.0]), jnp.array([1, 1, 1, 1, 0])).tolist()
@@ -103,16 +115,16 @@ def median(stacked: Any, weight: jax.Array) -> Any:
 
 
 def trimmed_mean(share: float) -> Aggregator:
-    """The mean of each number without the `share` of the clients with the largest values and the `share` with the smallest.
+    """The mean of each number without the `share` of clients with the largest values and the `share` with the smallest.
 
-    Whoever returned counts alike, and a value that is not a number is among the largest. It stands up to a `share` of clients
-    sending anything at all (Yin et al., ICML 2018, definition 2). Exactly 0 where nobody returned.
+    The clients that returned count equally, and NaN counts as one of the largest values. The trimmed mean tolerates arbitrary
+    uploads from a `share` of the clients (Yin et al., ICML 2018, definition 2). It is exactly 0 when no client returned.
 
     Args:
-      share: beta, at least 0 and below 1/2; of n clients the whole part of `share * n` is left out at either end.
+      share: beta, at least 0 and below 1/2; of n clients, floor(share * n) are left out at each end.
 
     Raises:
-      ValueError: a share out of range.
+      ValueError: `share` out of range.
 
     Example:
       >>> trimmed_mean(0.25)(jnp.array([1.0, 2.0, 4.0, jnp.nan]), jnp.ones(4)).tolist()
@@ -120,10 +132,10 @@ def trimmed_mean(share: float) -> Aggregator:
     """
     checks.between("share", share, 0, 0.5)
     if share == 0.5:
-        raise ValueError("share=0.5 would leave nobody: it must be below 1/2; see `median`")
+        raise ValueError("share=0.5 would leave out every client: it must be below 1/2; or use `median`")
 
     def inner_mean(ordered: jax.Array, count: jax.Array) -> jax.Array:
-        # 0.29 * 100 is 28.999... in floating point.
+        # Tolerance: floor(0.29 * 100) must be 29, but the product is 28.999... in floating point.
         cut = jnp.floor(share * count + 1e-3).astype(count.dtype)
         rank = jnp.arange(ordered.shape[0]).reshape(-1, *[1] * (ordered.ndim - 1))
         inside = (rank >= cut) & (rank < count - cut)
@@ -132,8 +144,8 @@ def trimmed_mean(share: float) -> Aggregator:
     return partial(_by_rank, inner_mean)
 
 
-def _by_rank(choose: Callable[[jax.Array, jax.Array], jax.Array], stacked: Any, weight: jax.Array) -> Any:
-    """`choose(values in order, how many of them count)` of each leaf; those that do not count, and NaN, stand last."""
+def _by_rank(choose: Callable[[jax.Array, jax.Array], jax.Array], stacked: PyTree, weight: jax.Array) -> PyTree:
+    """`choose(sorted values, number of clients that returned)` of each leaf; values of other clients, and NaN, come last."""
     returned = weight > 0
     count = jnp.sum(returned)
 
@@ -170,25 +182,28 @@ def quantized(key: Any, tree: Any, bits: int) -> Any:
     return jax.tree.unflatten(structure, [one(jax.random.fold_in(key, i), leaf) for i, leaf in enumerate(leaves)])
 
 
-def combine(matrix: jax.Array, stacked: Any) -> Any:
-    """Each client's own mixture of all clients' trees: row i of `matrix` `[C, C]` weighs what client i receives.
+def combine(matrix: jax.Array, stacked: PyTree) -> PyTree:
+    """Each client's own mixture of all clients' trees.
 
-    This is the general aggregator (FedPAC, FedFomo, FedAMP, L2GD); it needs every client's tree at once. Plain means go
-    through the running sum instead and never build a matrix. A leaf that is not finite leaves no trace in rows that do not
-    weigh it, and the others get NaN there.
+    This is the general aggregator (FedPAC, FedFomo, FedAMP, L2GD); it needs every client's tree at once. Plain means use the
+    running sum instead and never build a matrix. A leaf that is not finite has no effect on rows that give it weight 0, and
+    makes the leaf NaN in the other rows.
 
     Args:
-      matrix: `[C, C]`, rows sum to 1.
+      matrix: `[C, C]`; row i has the weights of client i's mixture and sums to 1.
       stacked: leaves `[C, ...]`.
+
+    Returns:
+      Leaves `[C, ...]`: the mixture of each client.
     """
 
     def mixed(leaf: jax.Array) -> jax.Array:
         wide, rows = _wide(leaf), (-1, *[1] * (leaf.ndim - 1))
         finite = jnp.all(jnp.isfinite(leaf), tuple(range(1, leaf.ndim)))
-        sound = jnp.where(finite.reshape(rows), wide, 0)
-        # At an accelerator's default precision even the identity would round every parameter of every client.
-        mixture = jnp.einsum("ij,j...->i...", matrix.astype(wide.dtype), sound, precision=jax.lax.Precision.HIGHEST)
-        spoilt = jnp.any((matrix != 0) & ~finite, 1)
-        return jnp.where(spoilt.reshape(rows), jnp.nan, mixture).astype(leaf.dtype)
+        usable = jnp.where(finite.reshape(rows), wide, 0)
+        # At an accelerator's default precision, even the identity matrix would round every parameter.
+        mixture = jnp.einsum("ij,j...->i...", matrix.astype(wide.dtype), usable, precision=jax.lax.Precision.HIGHEST)
+        diverged = jnp.any((matrix != 0) & ~finite, 1)
+        return jnp.where(diverged.reshape(rows), jnp.nan, mixture).astype(leaf.dtype)
 
     return jax.tree.map(mixed, stacked)

@@ -1,8 +1,8 @@
-"""Saved runs: a state and the records so far, written so that a run can be killed at any moment and go on bit for bit.
+"""Checkpoints: a run's state and records, saved so that a run killed at any moment resumes bit for bit.
 
-A checkpoint is a folder named by its round. It appears under that name only when it is complete, and restoring compares every
-file with a digest taken when it was saved. Arrays are stored by orbax, which is imported only when it is needed; NumPy arrays,
-which are those that wait on the host (see `store`) and may be larger than its memory, as plain files.
+A checkpoint is a folder named by its round. It gets that name only when it is complete, and `restore` compares every file with
+a digest taken when it was saved. Orbax stores JAX arrays and is imported only when it is needed. NumPy arrays, which are the
+rows of a host store (see `host_store`) and may exceed the host's memory, are stored as plain files.
 """
 
 import contextlib
@@ -13,52 +13,56 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks
+from fedjax_meta.types import PyTree
 
 FORMAT = 2
-"""Written into every checkpoint; raised when the meaning of its contents changes."""
+"""The version of the format, which every checkpoint records. It changes when the meaning of the contents changes."""
+
+Json: TypeAlias = Any
+"""A value that JSON can hold."""
 
 _WRITING = ".writing"
 _HOST = "host"
 
 
 class Checkpoint(NamedTuple):
-    """What was saved.
+    """A restored checkpoint.
 
     Attributes:
-      state: arrays on the default device, in the structure that `restore` was given; what was saved from NumPy arrays is mapped
-        from its file, to be read only.
-      records: what was saved beside the state, as JSON gives it back.
+      state: in the structure that `restore` was given. JAX arrays are on the default device; NumPy arrays are read-only maps of
+        their files.
+      records: as saved with the state, after a round trip through JSON.
       round: rounds done.
     """
 
-    state: Any
-    records: Any
+    state: PyTree
+    records: Json
     round: int
 
 
-def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, keep: int = 2) -> Path:
+def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, *, keep: int = 2) -> Path:
     """Saves a state with the records so far, and removes all but the newest checkpoints.
 
     Args:
-      folder: the checkpoints of ONE run; made when missing.
-      state: an algorithm's state: a pytree with an integer leaf `round`. Typed PRNG keys are allowed.
-      records: whatever JSON can hold.
-      config: what the run was started with, as JSON; `restore` refuses another.
-      keep: checkpoints that stay.
+      folder: holds the checkpoints of ONE run; created if missing.
+      state: a method's state: a pytree with an integer attribute `round`. Typed PRNG keys are allowed.
+      records: any JSON value.
+      config: the configuration of the run, as a JSON value; `restore` refuses a different one.
+      keep: the number of checkpoints to keep, the newest ones.
 
     Returns:
       The folder of the new checkpoint.
 
     Raises:
-      OSError: it could not be written (no space, no permission); what was saved before is as it was.
-      ValueError: `keep` below 1, records or a config that JSON cannot hold.
+      OSError: the checkpoint could not be written (no space, no permission); earlier checkpoints are intact.
+      ValueError: `keep` is below 1, or JSON cannot hold the records or the config.
     """
     checks.count("keep", keep)
     folder = Path(folder).absolute()
@@ -68,7 +72,7 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
         array, kind = _as_array(leaf)
         leaves.append({"path": jax.tree_util.keystr(path), "kind": kind, "form": _form(array)})
-        if array.size:  # orbax stores no empty arrays, and there is nothing in them to store
+        if array.size:  # orbax cannot store empty arrays
             (on_host if kind == _HOST else arrays)[f"{number:04d}"] = array
     run = {"format": FORMAT, "round": int(state.round), "config": config, "leaves": leaves, "records": records}
     try:
@@ -92,30 +96,30 @@ def save(folder: str | os.PathLike, state: Any, records: Any, config: Any, *, ke
         writing.rename(target)
         for old in _rounds(folder)[:-keep]:
             shutil.rmtree(folder / str(old))
-    # The array store reports a full disk as one of several types of its own.
+    # Orbax reports a full disk by several exception types of its own.
     except Exception as error:
         shutil.rmtree(writing, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else _reason(error)
         raise OSError(
-            f"could not save round {int(state.round)} to {folder}: {reason}; what was saved before is intact"
+            f"could not save round {int(state.round)} to {folder}: {reason}; earlier checkpoints are intact"
         ) from error
     return target
 
 
 def restore(
-    folder: str | os.PathLike, like: Any, config: Any, *, on_damage: Callable[[str], None] | None = None
+    folder: str | os.PathLike, like: PyTree, config: Json, *, on_damage: Callable[[str], None] | None = None
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, or `None` when nothing was saved yet.
+    """The newest intact checkpoint of a run; `None` when none was saved yet.
 
     Args:
       folder: as given to `save`.
-      like: a state of the same algorithm, or its shapes (`jax.eval_shape(algorithm.init, key, data)`).
-      config: must equal the one that the run was started with.
-      on_damage: gets one line for every checkpoint that is damaged; a warning when not given.
+      like: a state of the same method, or its shapes (`jax.eval_shape(method.init, key, data)`).
+      config: must equal the config that was saved.
+      on_damage: called with one line for each damaged checkpoint; the line is a Python warning when not given.
 
     Raises:
-      ValueError: another config (the message names the first field that differs), a state of another structure, shape or type
-        (it names the first leaf), or damaged checkpoints and no whole one.
+      ValueError: `config` differs (the message names the first field), the state has another structure, shape or dtype (the
+        message names the first leaf), or all checkpoints are damaged.
     """
     folder = Path(folder).absolute()
     damaged: list[str] = []
@@ -131,45 +135,45 @@ def restore(
         _check_structure(run["leaves"], like, path)
         try:
             arrays = _checkpointer().restore(path / "state") if (path / "state").is_dir() else {}
-        # The array store has many types of error of its own.
+        # Orbax raises many exception types of its own.
         except Exception as error:
             damaged.append(f"{path / 'state'} cannot be read: {_reason(error)}")
             continue
         state = _as_state(arrays, run["leaves"], like, path)
         for line in damaged:
-            (on_damage or warnings.warn)(f"damaged checkpoint: {line}; going on from round {done}, saved before")
+            (on_damage or warnings.warn)(f"damaged checkpoint: {line}; resuming from the earlier round {done}")
         return Checkpoint(state, run["records"], done)
     if damaged:
-        raise ValueError(f"damaged checkpoint: {damaged[0]}; no whole one is left: delete {folder} to begin this run anew")
+        raise ValueError(f"damaged checkpoint: {damaged[0]}; no intact one is left: delete {folder} to start this run again")
     return None
 
 
 def latest_round(folder: str | os.PathLike) -> int | None:
-    """The round of the newest checkpoint, whole or not; `None` where there is none."""
+    """The round of the newest checkpoint, intact or damaged; `None` when there is none."""
     rounds = _rounds(Path(folder))
     return rounds[-1] if rounds else None
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file so that, whenever the process dies, the file is the old one or the new one.
+    """Writes a text file atomically: if the process dies, the file has either its old or its new content.
 
     Raises:
-      OSError: it could not be written; the old file is as it was.
+      OSError: the file could not be written; an old file is intact.
     """
     path = Path(path)
-    other = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        other.write_text(text, encoding="utf-8")
-        other.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            other.unlink()
+            temporary.unlink()
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
-def first_difference(saved: Any, given: Any) -> tuple[str, Any, Any] | None:
-    """The first field in which two JSON values differ, as (dotted name, first value, second value).
+def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
+    """The first field, by name, in which two JSON values differ, as (dotted name, saved value, given value); `None` if equal.
 
     Example:
       >>> first_difference({"seed": 1, "rates": {"lr": 0.1}}, {"seed": 1, "rates": {"lr": 0.2}})
@@ -183,7 +187,7 @@ def first_difference(saved: Any, given: Any) -> tuple[str, Any, Any] | None:
     return None
 
 
-def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _fields(prefix: str, value: Json) -> Iterator[tuple[str, Json]]:
     if not isinstance(value, dict):
         yield prefix, value
         return
@@ -191,31 +195,31 @@ def _fields(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _fields(f"{prefix}.{key}" if prefix else str(key), part)
 
 
-def _check_config(saved: Any, given: Any, path: Path) -> None:
+def _check_config(saved: Json, given: Json, path: Path) -> None:
     difference = first_difference(saved, given)
     if difference is not None:
         name, old, new = difference
         raise ValueError(
-            f"cannot resume: {name} was {old!r} when {path.parent} was written, and is {new!r} now; "
-            "use the same options, or another folder"
+            f"cannot resume: {name} was {old!r} when {path.parent} was written and is {new!r} now; "
+            "use the same options or another folder"
         )
 
 
-def _check_structure(leaves: list[dict[str, Any]], like: Any, path: Path) -> None:
+def _check_structure(leaves: list[dict[str, Json]], like: PyTree, path: Path) -> None:
     wanted = [jax.tree_util.keystr(where) for where, _ in jax.tree_util.tree_leaves_with_path(like)]
     saved = [leaf["path"] for leaf in leaves]
     if saved != wanted:
-        lacks, surplus = ([name for name in a if name not in b] for a, b in ((wanted, saved), (saved, wanted)))
-        odd = f"{lacks[0]} is missing" if lacks else f"{surplus[0]} does not belong there" if surplus else "another order"
+        missing, surplus = ([name for name in a if name not in b] for a, b in ((wanted, saved), (saved, wanted)))
+        odd = f"{missing[0]} is missing" if missing else f"{surplus[0]} does not belong there" if surplus else "another order"
         raise ValueError(f"cannot resume: {path} holds a state of another structure: {odd}")
 
 
-def _read_run(path: Path) -> dict[str, Any]:
-    """What `run.json` holds, after every file was found to be as it was written."""
+def _read_run(path: Path) -> dict[str, Json]:
+    """The content of `run.json`. Raises when the digest of a file differs from the saved one."""
     digest, _, text = (path / "run.json").read_text(encoding="utf-8", errors="replace").partition("\n")
     text = text.removesuffix("\n")
     if _digest(text.encode()) != digest:
-        raise ValueError(f"{path / 'run.json'} is not what was written (cut off?)")
+        raise ValueError(f"{path / 'run.json'} has changed since it was saved (truncated?)")
     run = json.loads(text)
     if run["format"] != FORMAT:
         raise ValueError(f"{path / 'run.json'} has format {run['format']}, not {FORMAT}")
@@ -224,11 +228,11 @@ def _read_run(path: Path) -> dict[str, Any]:
         if name not in found:
             raise ValueError(f"{path / name} is missing")
         if found[name] != digest:
-            raise ValueError(f"{path / name} is not what was written (cut off?)")
+            raise ValueError(f"{path / name} has changed since it was saved (truncated?)")
     return run
 
 
-def _as_state(arrays: dict[str, Any], leaves: list[dict[str, Any]], like: Any, path: Path) -> Any:
+def _as_state(arrays: dict[str, Any], leaves: list[dict[str, Json]], like: PyTree, path: Path) -> PyTree:
     shapes, structure = jax.tree.flatten(like)
     values: list[Any] = []
     for number, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
@@ -242,14 +246,14 @@ def _as_state(arrays: dict[str, Any], leaves: list[dict[str, Any]], like: Any, p
             values.append(np.memmap(path / _HOST / f"{number:04d}", plain.dtype, "r", shape=plain.shape))
             continue
         array = np.asarray(arrays[f"{number:04d}"]) if plain.size else np.zeros(plain.shape, plain.dtype)
-        # A copy: JAX may otherwise go on using the memory of the NumPy array, and a state's buffers are donated.
+        # Copy: JAX could otherwise share the NumPy array's memory, and a run donates the buffers of its state.
         value = jnp.array(array)
         values.append(jax.random.wrap_key_data(value, impl=leaf["kind"]) if is_key else value)
     return jax.tree.unflatten(structure, values)
 
 
 def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
-    """A leaf as plain numbers, and what it was: "array", "host", or the name of a PRNG implementation."""
+    """A leaf as a NumPy array, and its kind: "array", "host" (it was in NumPy), or the name of a PRNG implementation."""
     if isinstance(leaf, np.ndarray):
         return leaf, _HOST
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -258,12 +262,12 @@ def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
 
 
 def _form(array: Any) -> str:
-    """Type and shape, e.g. float32[5, 3]."""
+    """Dtype and shape, e.g. float32[5, 3]."""
     return f"{array.dtype}{list(array.shape)}"
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Digest of every file of a checkpoint but `run.json`, by relative name."""
+    """The digest of every file of a checkpoint except `run.json`, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / "run.json")
     digests = {}
     for path in paths:
@@ -292,7 +296,7 @@ def _reason(error: Exception) -> str:
 
 
 def _try_space(path: Path, size: int) -> None:
-    """Fails with a plain `OSError` where so many bytes do not fit; orbax would write tracebacks to stderr."""
+    """Raises `OSError` when `size` bytes do not fit on the disk. Orbax would print tracebacks to stderr instead."""
     with path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

@@ -1,39 +1,45 @@
-"""What becomes of clients that were asked: some do part of their work, return too late, or fail.
+"""Clients of a round that do part of their work, return late or crash.
 
-A participation is a pure function `(key, client id) -> Participation`, an option of every algorithm. Weights are
-renormalised over those who return, because the server takes a mean over what comes in.
+A rule is a pure function `(key, client id) -> Participation`, an option of every method. Weights are renormalised over the
+clients that return, because the server takes the mean of the uploads that reach it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from fedjax_meta import checks
-from fedjax_meta.task import Key
+from fedjax_meta.types import Key, Rate, Scalar
 
 
 class Participation(NamedTuple):
-    """What becomes of ONE client in a round; every entry may be traced.
+    """How ONE client takes part in a round; every entry may be traced.
 
     Attributes:
       work: share of its training steps that the client does, in [0, 1], rounded up to whole steps; with 0 it does not take
         part.
-      returned: whether its upload reaches the server in time. One that is late keeps its own leaves and memory as trained.
-      crashed: whether it fails: nothing reaches the server and what it kept stays as it was.
+      returned: whether its upload reaches the server in time. A late client keeps its personal leaves and memory as trained.
+      crashed: whether it fails: nothing reaches the server, and its personal leaves and memory stay as they were.
     """
 
-    work: Any = 1.0
-    returned: Any = True
-    crashed: Any = False
+    work: Scalar = 1.0
+    returned: Scalar = True
+    crashed: Scalar = False
 
 
 Rule = Callable[[Key, jax.Array], Participation]
+"""`(key, client id) -> Participation`; the key belongs to the round and the client."""
 
 
-def unreliable(*, late: Any = 0.0, crashed: Any = 0.0) -> Rule:
-    """Every client that is asked crashes with one probability, independently, and else is late with another.
+def unreliable(*, late: Rate = 0.0, crashed: Rate = 0.0) -> Rule:
+    """Clients crash or are late at random, independently of each other and of earlier rounds.
+
+    Args:
+      late: the probability that a client that does not crash is late, in [0, 1].
+      crashed: the probability that a client crashes, in [0, 1].
 
     Raises:
       ValueError: a probability outside [0, 1].
@@ -49,17 +55,18 @@ def unreliable(*, late: Any = 0.0, crashed: Any = 0.0) -> Rule:
     return rule
 
 
-def stragglers(share: Any, *, epochs: int) -> Rule:
-    """FedProx's stragglers: each client is one with probability `share` and then does 1 to E-1 of its E epochs, all as likely.
+def stragglers(share: Rate, *, epochs: int) -> Rule:
+    """FedProx's stragglers: some clients do only 1 to E-1 of their E epochs, each number equally likely.
 
-    They return what they have (Li et al., arXiv 1812.06127). The paper makes an exact share of the cohort stragglers.
+    They return the result of those epochs (Li et al., arXiv 1812.06127). The paper makes an exact share of the cohort
+    stragglers; here each client is one with probability `share`.
 
     Args:
-      share: the probability, in [0, 1].
-      epochs: E, at least 2: the epochs that the algorithm was given.
+      share: the probability that a client is a straggler, in [0, 1].
+      epochs: E, at least 2, as the method was given.
 
     Raises:
-      ValueError: a share or a count out of range.
+      ValueError: `share` outside [0, 1], or `epochs` below 2.
     """
     checks.share("share", share)
     checks.count("epochs", epochs, least=2)
@@ -73,24 +80,25 @@ def stragglers(share: Any, *, epochs: int) -> Rule:
     return rule
 
 
-def deadline(seconds: Any, *, limit: Any, partial: bool) -> Rule:
-    """Clients of known speed and a server that waits `limit` seconds for them.
+def deadline(seconds: ArrayLike, *, limit: Rate, partial: bool) -> Rule:
+    """Clients of known speed, and a server that waits for `limit` seconds.
 
     Args:
-      seconds: `[N]`, how long each client takes for a whole round (see `costs.DeviceTestbed`).
-      limit: when the server stops waiting.
-      partial: slow clients stop in time and send what they have, a share `limit / seconds` of their steps; else they are late.
+      seconds: `[N]`, the time that each client takes for a whole round (see `costs.DeviceTestbed`).
+      limit: the seconds after which the server stops waiting.
+      partial: slow clients stop at the limit, after a share `limit / seconds` of their steps, and upload the result; otherwise
+        they are late.
 
     Raises:
-      ValueError: times that are not above 0.
+      ValueError: a time that is not above 0.
     """
     checks.positive("seconds", seconds)
     checks.positive("limit", limit)
-    seconds = jnp.asarray(seconds)
+    times = jnp.asarray(seconds)
 
     def rule(key: Key, client: jax.Array) -> Participation:
         del key
-        share = jnp.minimum(limit / seconds[client], 1)
+        share = jnp.minimum(limit / times[client], 1)
         return Participation(work=share) if partial else Participation(returned=share >= 1)
 
     return rule

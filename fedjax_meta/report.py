@@ -1,16 +1,22 @@
-"""What is shown of a run: compact records of every client at every evaluation, tables, and figures.
+"""Reports of a run: compact records of every client at every evaluation, tables and figures.
 
 matplotlib and rich are imported only when they are needed. Axis letters: E evaluations, N clients, K classes.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from fedjax_meta import evaluate
-from fedjax_meta.simulate import Record
+from fedjax_meta import metrics
+from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.simulation import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLORS = (
@@ -29,16 +35,16 @@ COLORS = (
     "#0b6e4f",
     "#111111",
 )
-"""Colours of lines, told apart also by the colour-blind where there are few of them."""
+"""Line colours. Colour-blind readers can tell the first few apart."""
 
 
 def compact(record: Record) -> dict[str, Any]:
-    """A record as JSON values: the whole distribution over clients, and the confusion matrices that all scores follow from.
+    """A record as JSON values: the scores of every client, and the confusion matrices that they are computed from.
 
     Returns:
       `round`, `seconds`, `compile_seconds`, `train` (each training metric by round), and `tests`: for each evaluator
-      `accuracy`, `f1` (as S0 takes it) and `loss` of each client `[N]`, `scores` as in `evaluate.summary`, and
-      `confusion [N, K, K]`.
+      `accuracy`, `f1` (as FedMeta-Per takes it, see `metrics.within_own_classes`) and `loss` of each client `[N]`, `scores` as
+      in `metrics.summary`, and `confusion [N, K, K]`.
     """
     return {
         "round": record.round,
@@ -50,38 +56,38 @@ def compact(record: Record) -> dict[str, Any]:
 
 
 def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `compact` without its confusion matrices, which only the last evaluation of a run keeps."""
+    """A row of `compact` without its confusion matrices, for all evaluations of a run but the last."""
     tests = {name: {key: value for key, value in test.items() if key != "confusion"} for name, test in row["tests"].items()}
     return {**row, "tests": tests}
 
 
-def _test(evaluation: evaluate.Evaluation) -> dict[str, Any]:
+def _test(evaluation: Evaluation) -> dict[str, Any]:
     confusion = np.asarray(evaluation.confusion)
     return {
-        "accuracy": _numbers(evaluate.accuracy(confusion)),
-        "f1": _numbers(evaluate.macro_f1(evaluate.within_own_classes(confusion))),
+        "accuracy": _numbers(metrics.accuracy(confusion)),
+        "f1": _numbers(metrics.macro_f1(metrics.within_own_classes(confusion))),
         "loss": _numbers(evaluation.loss),
-        "scores": evaluate.summary(evaluation),
+        "scores": metrics.summary(confusion, evaluation.loss),
         "confusion": confusion.tolist(),
     }
 
 
-def _numbers(values: Any) -> list[float]:
-    """float32 values `[n]` as the shortest decimals that give the same float32 back."""
+def _numbers(values: ArrayLike) -> list[float]:
+    """float32 values `[n]` as the shortest decimals that round to the same float32."""
     return [float(str(value)) for value in np.asarray(values, np.float32)]
 
 
 class Series(NamedTuple):
-    """One system on one group of clients, in one training run.
+    """The scores of one method on one group of clients, in one training run.
 
     Attributes:
-      title: of the system.
+      title: name of the method.
       clients: which clients, e.g. "local" or "new".
       seed: of the run.
       rounds: int `[E]`.
       accuracy: over all samples, in percent `[E]`.
       by_client: each client's accuracy at the last evaluation, in percent `[N]`.
-      scores: the last of `evaluate.summary`, accuracies and F1 in percent.
+      scores: `metrics.summary` of the last evaluation, accuracies and F1 in percent.
     """
 
     title: str
@@ -94,15 +100,22 @@ class Series(NamedTuple):
 
 
 def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str) -> Series:
-    """The series of evaluator `test` in the rows of a run (see `compact`).
+    """The series of one evaluator in the rows of a run (see `compact`).
+
+    Args:
+      title: name of the method.
+      clients: which clients the evaluator tested, e.g. "local" or "new".
+      seed: of the run.
+      rows: one for each evaluation, in order.
+      test: name of the evaluator.
 
     Raises:
-      ValueError: no rows, or no such test in them.
+      ValueError: `rows` is empty or has no such test.
     """
     if not rows:
-        raise ValueError(f"{title}: there is no evaluation to report")
+        raise ValueError(f"rows is empty: there is no evaluation of {title} to report")
     if test not in rows[-1]["tests"]:
-        raise ValueError(f"test {test!r} is not among those of the run: {', '.join(rows[-1]['tests'])}")
+        raise ValueError(f"test={test!r} is not a test of this run; it has {', '.join(rows[-1]['tests'])}")
     tests = [row["tests"][test] for row in rows]
     last = tests[-1]["scores"]
     return Series(
@@ -117,7 +130,7 @@ def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]
 
 
 def over_seeds(runs: Sequence[Series]) -> dict[str, tuple[float, float]]:
-    """Mean and population std of every score over the seeds of one system on one group of clients."""
+    """Mean and population standard deviation of every score over the seeds of one method on one group of clients."""
     return {
         name: (float(np.mean(values)), float(np.std(values)))
         for name in runs[0].scores
@@ -126,7 +139,7 @@ def over_seeds(runs: Sequence[Series]) -> dict[str, tuple[float, float]]:
 
 
 def with_spread(value: tuple[float, float], runs: int) -> str:
-    """A mean as text, with its std where there are several runs.
+    """A mean as text, with its standard deviation if there are several runs.
 
     Example:
       >>> with_spread((97.456, 0.21), 3), with_spread((97.456, 0.0), 1)
@@ -136,7 +149,7 @@ def with_spread(value: tuple[float, float], runs: int) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
-    """A Markdown table; the first `text_columns` columns are set left, the others right.
+    """A Markdown table; the first `text_columns` columns are aligned left, the others right.
 
     Example:
       >>> print(markdown_table(["system", "accuracy"], [["FedAvg", "82.1"]]))
@@ -149,8 +162,8 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, te
     return "\n".join(f"|{line}|" if number == 1 else f"| {line} |" for number, line in enumerate(lines))
 
 
-def rich_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> Any:
-    """The same table for a terminal, as `rich.table.Table`."""
+def rich_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> "Table":
+    """The same table as `markdown_table`, for a terminal."""
     from rich import box
     from rich.table import Table
 
@@ -169,16 +182,16 @@ def save_figure(
     title: str,
     published: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Draws, for each group of clients, accuracy by round above and its spread over clients at the last round below.
+    """Draws, for each group of clients, accuracy by round (above) and its spread over clients at the last round (below).
 
-    The spread shows every client as a dot (those of all seeds), the quartiles as a bar, and the accuracy over samples as a
-    line across it; the names beside it are the legend of both parts.
+    The lower part shows every client of all seeds as a dot, the quartiles as a bar, and the accuracy over samples as a line
+    across it. The names of the methods beside it are the legend of both parts.
 
     Args:
       path: .png, .pdf or .svg.
-      all_series: at least one; several seeds of a system are drawn as their mean and range.
+      all_series: at least one; several seeds of a method are drawn as their mean and range.
       title: of the figure.
-      published: published accuracy over samples, in percent, by (title of the system, clients): drawn as a diamond.
+      published: published accuracy over samples, in percent, by (title of the method, clients); drawn as a diamond.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -201,7 +214,7 @@ def save_figure(
         height = 3.6 + 1.0 + 0.42 * len(titles)
         figure = Figure(figsize=(max(6.2 * len(groups), 8.0), height), layout="constrained")
         axes = figure.subplots(2, len(groups), squeeze=False, height_ratios=[3.4, 0.8 + 0.42 * len(titles)])
-        # What every system scores before it has learned anything would only squeeze the curves.
+        # Every method starts near chance level; including that first evaluation would flatten the curves.
         low = min(float(min(one.accuracy[1:], default=one.accuracy[0])) for one in all_series)
         worst = min([float(one.by_client.min()) for one in all_series] + list((published or {}).values()))
         for column, clients in enumerate(groups):
@@ -214,7 +227,7 @@ def save_figure(
         figure.savefig(path, dpi=150)
 
 
-def _draw_curves(axis: Any, runs: Sequence[Series], colors: Mapping[str, str], title: str, low: float) -> None:
+def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str], title: str, low: float) -> None:
     for name, color in colors.items():
         mine = [one for one in runs if one.title == name]
         if not mine:
@@ -232,7 +245,7 @@ def _draw_curves(axis: Any, runs: Sequence[Series], colors: Mapping[str, str], t
 
 
 def _draw_spread(
-    axis: Any,
+    axis: "Axes",
     runs: Sequence[Series],
     colors: Mapping[str, str],
     published: Mapping[tuple[str, str], float],

@@ -1,26 +1,29 @@
-"""The machine below JAX: what it is told before it starts, and what of it this process may use.
+"""The machine that JAX runs on: its cores and memory, JAX's CPU devices and compilation cache, and the cache folder.
 
-XLA computes all but large matrix products on one core, so on a CPU a cohort is fast when every core is a device of its own, and
-compiled programs are kept on disk. Both settings give way to the user's: `JAX_NUM_CPU_DEVICES=1` (or XLA's own flag) and
-`JAX_COMPILATION_CACHE_DIR`, or `JAX_ENABLE_COMPILATION_CACHE=false` for no cache at all.
+XLA computes all but large matrix products on one core, so on a CPU a cohort is fast when every core is a JAX device of its own.
+`use_all_cores` sets JAX up that way. Importing the package changes no setting.
 """
 
+import functools
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from fedjax_meta import checks
+
 CACHE_VARIABLE = "FEDJAX_META_CACHE"
-"""Environment variable with the folder of what can be computed again: compiled programs, decoded data sets."""
+"""Environment variable that names the folder for compiled programs and decoded data sets."""
 
 _log = logging.getLogger("fedjax_meta")
 
 
 def cache_folder() -> Path:
-    """Where what can be computed again is kept: the variable's folder, or one in the user's cache."""
+    """The folder for files that can be recomputed: the one that `FEDJAX_META_CACHE` names, else one in the user's cache."""
     given = os.environ.get(CACHE_VARIABLE)
     base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedjax_meta"
     return base.expanduser()
@@ -32,7 +35,7 @@ def on_cpu() -> bool:
 
 
 def cores() -> int:
-    """Processor cores that this process may use, a container's or job's share of them included."""
+    """The number of processor cores that this process may use, within the limits of its container or job."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups():
         quota, _, period = _read(group / "cpu.max").partition(" ")
@@ -42,7 +45,7 @@ def cores() -> int:
 
 
 def free_host_bytes() -> int:
-    """Bytes that this process can still take of the host's memory, a container's or job's limit included."""
+    """The bytes of host memory that this process can still allocate, within the limits of its container or job."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable"):
@@ -50,14 +53,14 @@ def free_host_bytes() -> int:
     for group in _control_groups():
         limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
         if limit.isdecimal() and used.isdecimal():
-            # Files that were read and are not in use give way, and count as free on the whole host too.
+            # The kernel drops inactive file pages when memory is needed; MemAvailable counts them as free too.
             idle = [line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith("inactive_file ")]
             free = min(free, int(limit) - int(used) + sum(map(int, idle)))
     return max(free, 0)
 
 
 def _control_groups() -> list[Path]:
-    """Linux' control groups (version 2) that this process is in, from its own to the root's."""
+    """The Linux control groups (version 2) of this process, from its own up to the root."""
     lines = [line for line in _read(Path("/proc/self/cgroup")).splitlines() if line.startswith("0::")]
     if not lines:
         return []
@@ -67,20 +70,105 @@ def _control_groups() -> list[Path]:
 
 
 def _read(file: Path) -> str:
-    """What a file of the system says; nothing where there is none."""
+    """The text of a system file; empty when the file does not exist."""
     return file.read_text() if file.exists() else ""
 
 
-def configure() -> None:
-    """Sets what the user has not set; `import fedjax_meta` calls it. Too late for the devices once JAX has started."""
-    flagged = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    settings: Any = jax.config  # its values are attributes that a type checker does not see
-    if settings.jax_num_cpu_devices < 1 and not flagged:
-        try:
-            jax.config.update("jax_num_cpu_devices", cores())
-        except RuntimeError:
-            _log.info("JAX had started before fedjax_meta was imported: its CPU devices stay as they are")
-    if settings.jax_compilation_cache_dir is None:
+def use_all_cores(*, cores: int | None = None, compile_cache: bool = True) -> int:
+    """Makes every core a JAX CPU device and keeps compiled programs on disk. Call it before anything is computed.
+
+    It does not start JAX's backend, so `jax.distributed.initialize` may follow it. A second such call changes nothing.
+
+    A Python loop over a jitted round on several CPU devices must wait for its rounds, e.g. `jax.block_until_ready(state)` in
+    each. XLA's CPU client has a thread for each device and admits 32 programs at a time: a loop that is further ahead blocks
+    those threads, and XLA aborts the process with a rendezvous time-out. `simulate` waits by itself. (JAX 0.10.2:
+    `jax_cpu_enable_async_dispatch=False` does not prevent this. `PJRT_NPROC` of twice the devices does, but made convolutions
+    on two cores 40 % slower.)
+
+    Args:
+      cores: the number of CPU devices; the cores that this process may use when not given. The environment overrides it
+        (`JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in `XLA_FLAGS`). When it is not given, so does
+        `jax_num_cpu_devices` in `jax.config`.
+      compile_cache: keep compiled programs in `cache_folder()`. `JAX_COMPILATION_CACHE_DIR` names another folder, and
+        `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
+
+    Returns:
+      The number of CPU devices of this process.
+
+    Raises:
+      RuntimeError: JAX has already started with another number of CPU devices.
+      ValueError: `cores` is not an integer of at least 1.
+    """
+    if cores is not None:
+        checks.count("cores", cores)
+    wanted = _devices_wanted(cores)
+    if _jax_has_started():
+        present = _cpu_devices()
+        if present not in (None, wanted):
+            raise RuntimeError(
+                f"JAX has already started with {present} CPU device(s), not {wanted}: call use_all_cores() before anything is "
+                "computed"
+            )
+    else:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    if compile_cache and _setting("jax_compilation_cache_dir") is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-        # A run compiles many small programs; JAX's own limit of one second would keep none of them.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            # A run compiles many small programs; JAX's default of one second would keep none of them.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return wanted
+
+
+@functools.cache  # once a process
+def log_idle_cores() -> None:
+    """Logs a warning, once, when JAX computes on one CPU device, several cores are allowed and the user chose no number."""
+    if on_cpu() and jax.local_device_count() == 1 and _devices_chosen() is None and cores() > 1:
+        _log.warning(
+            "JAX computes on 1 of %d cores: call fedjax_meta.use_all_cores() before anything is computed, or set "
+            "JAX_NUM_CPU_DEVICES=1 to keep it so",
+            cores(),
+        )
+
+
+def _devices_wanted(given: int | None) -> int:
+    chosen = _devices_chosen()
+    in_environment = "JAX_NUM_CPU_DEVICES" in os.environ or _flagged_devices() is not None
+    if chosen is not None and (given is None or in_environment):
+        return chosen
+    return cores() if given is None else given
+
+
+def _devices_chosen() -> int | None:
+    """The number of CPU devices that JAX's setting or XLA's flag asks for; `None` when neither does."""
+    configured = _setting("jax_num_cpu_devices")
+    return configured if configured >= 1 else _flagged_devices()
+
+
+def _flagged_devices() -> int | None:
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(flags[-1]) if flags else None
+
+
+def _jax_has_started() -> bool:
+    """Whether JAX has started its backend, after which the number of CPU devices is fixed."""
+    before = _setting("jax_num_cpu_devices")
+    # JAX has no public function for this, but it refuses another number of devices once it has started.
+    try:
+        jax.config.update("jax_num_cpu_devices", max(before, 0) + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", before)
+    return False
+
+
+def _cpu_devices() -> int | None:
+    """This process's CPU devices; `None` when `JAX_PLATFORMS` leaves out the CPU. Starts JAX's backend."""
+    try:
+        return len(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        return None
+
+
+def _setting(name: str) -> Any:
+    """A value of `jax.config`, whose attributes a type checker does not see."""
+    return getattr(jax.config, name)

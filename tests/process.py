@@ -1,4 +1,4 @@
-"""One process of a run over several, started by `test_distributed.py`."""
+"""One process of a run over several processes, started by `test_distributed.py`."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 
 def federation(**options):
-    """8 clients of unequal size, which two processes can part, and an algorithm whose clients keep something."""
+    """8 clients of unequal size, which two processes can divide, and a method with personal leaves."""
     import fedjax_meta as fm
     from tests import problems
 
@@ -27,20 +27,21 @@ def federation(**options):
 
 
 def main(process: str, processes: str, address: str, folder: str, rounds: str, last: str = "") -> None:
-    """Runs `rounds` rounds and saves the state every third; after round `last` the second process is lost."""
+    """Runs `rounds` rounds and saves the state every third; after round `last` the second process kills itself."""
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=10)
     import fedjax_meta as fm
-    from fedjax_meta import engine
+    from fedjax_meta import engine, evaluation, simulation
 
-    # Clients are tested where they are, as many of them would be: each process then has the results of its own alone.
-    fm.evaluate.MANY_BYTES = 0
+    fm.use_all_cores()  # keeps the one device, and turns the compilation cache on
+    # Evaluate clients on the devices that hold them, as with many clients: each process then has its own clients' results only.
+    evaluation.MANY_BYTES = 0
     assert engine._least(float(process)) == 0
-    algorithm, data = federation()
-    test = partial(fm.evaluate.evaluate, algorithm, support="train", query="train")
+    method, data = federation()
+    test = partial(fm.evaluate, method, support="train", query="train")
 
-    def save(state: fm.State, record: fm.simulate.Record) -> None:
+    def save(state: fm.State, record: simulation.Record) -> None:
         assert jax.device_count() == int(processes)
         assert not state.personal["head"]["w"].is_fully_addressable
         leaves = multihost_utils.process_allgather(jax.tree.leaves(state), tiled=True)
@@ -50,9 +51,9 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
         elif last and record.round >= int(last):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    tests = {"known": fm.simulate.Evaluator(test, data, known=True)}
+    tests = {"known": simulation.Evaluator(test, data, known=True)}
     options = {"rounds": int(rounds), "eval_every": 3, "evaluators": tests, "on_record": save}
-    fm.simulate.simulate(algorithm, data, key=jax.random.key(3), **options)
+    fm.simulate(method, data, key=jax.random.key(3), **options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weighted means and mixtures against NumPy."""
+"""Weighted means, robust aggregators and mixtures against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_the_mean_is_numpys_weighted_average(kind):
     assert float(summed.weight) == WEIGHTS.sum()
 
 
-def test_parts_of_an_upload_may_count_differently():
+def test_parts_of_an_upload_may_have_different_weights():
     others = WEIGHTS[::-1]
     summed = _sum(UPLOADS, [{"a": w, "b": v} for w, v in zip(WEIGHTS, others, strict=True)])
     expected = {"a": _average(UPLOADS, WEIGHTS)["a"], "b": _average(UPLOADS, others)["b"]}
@@ -42,9 +42,9 @@ def test_parts_of_an_upload_may_count_differently():
 
 @pytest.mark.parametrize("weight", [0.0, -2.0, np.nan])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
-def test_an_upload_that_does_not_count_leaves_no_trace(weight, value):
-    spoilt = jax.tree.map(lambda leaf: np.full_like(leaf, value), UPLOADS[0])
-    with_it, without = _sum([*UPLOADS, spoilt], [*WEIGHTS, weight]), _sum(UPLOADS, WEIGHTS)
+def test_an_upload_without_weight_has_no_effect(weight, value):
+    diverged = jax.tree.map(lambda leaf: np.full_like(leaf, value), UPLOADS[0])
+    with_it, without = _sum([*UPLOADS, diverged], [*WEIGHTS, weight]), _sum(UPLOADS, WEIGHTS)
     assert problems.leaves_equal(with_it, without)
 
 
@@ -53,14 +53,14 @@ def test_a_mean_of_nothing_is_zero():
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(mean))
 
 
-def test_types_are_kept():
+def test_dtypes_are_kept():
     upload = {"half": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2, jnp.float32)}
     mean = aggregate.mean(aggregate.weigh(upload, jnp.asarray(3.0, jnp.float64)))
     assert jax.tree.map(lambda leaf: leaf.dtype, mean) == jax.tree.map(lambda leaf: leaf.dtype, upload)
 
 
-def test_sixteen_bits_are_summed_in_thirty_two():
-    # 1 + 2^-9 is not a bfloat16 number: a sum kept in 16 bits would stay at 256 for ever, and float16 ends at 65504.
+def test_16_bit_numbers_are_summed_in_32_bits():
+    # 1 + 2^-9 is not a bfloat16 number: a sum in bfloat16 would stay at 256, and the largest float16 is 65504.
     one = aggregate.weigh({"b": jnp.ones((), jnp.bfloat16), "h": jnp.ones((), jnp.float16)}, jnp.ones(()))
     total = jax.lax.fori_loop(0, 1000, lambda _, total: jax.tree.map(jnp.add, total, one), jax.tree.map(jnp.zeros_like, one))
     assert float(total.total["b"]) == 1000
@@ -70,19 +70,19 @@ def test_sixteen_bits_are_summed_in_thirty_two():
     assert float(mean["b"]) == float(mean["h"]) == 3
 
 
-def test_a_mixture_of_sixteen_bits_is_rounded_once():
-    # 0.3 in bfloat16 is 0.30078: rows would not sum to 1.
+def test_a_mixture_of_16_bit_numbers_is_rounded_once():
+    # 0.3 in bfloat16 is 0.30078, so that rows would not sum to 1.
     stacked = {"w": jnp.full((3, 2), 255.0, jnp.bfloat16)}
     mixed = aggregate.combine(jnp.asarray([[0.3, 0.3, 0.4]] * 3, jnp.float32), stacked)
     assert mixed["w"].dtype == jnp.bfloat16 and np.all(np.asarray(mixed["w"], float) == 255)
 
 
-def test_integers_are_refused_for_their_mean_would_be_cut():
+def test_integers_are_refused_because_their_mean_would_be_truncated():
     with pytest.raises(ValueError, match=r"an upload of int32\[2\] cannot be averaged: it must be floating-point"):
         aggregate.weigh({"count": jnp.ones(2, jnp.int32)}, jnp.ones(()))
 
 
-def test_a_client_counts_by_its_samples_or_not():
+def test_a_clients_weight_follows_the_weighting():
     data = problems.data().client(3)
     assert aggregate.client_weight("uniform", data) == 1
     assert aggregate.client_weight("samples", data) == 72  # three quarters of 97, rounded down
@@ -91,7 +91,7 @@ def test_a_client_counts_by_its_samples_or_not():
         aggregate.client_weight("size", data)
 
 
-def test_combine_gives_each_client_its_row_of_the_mixture():
+def test_combine_gives_each_client_the_mixture_of_its_row():
     matrix = RNG.dirichlet(np.ones(5), 5)
     stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *UPLOADS)
     mixed = aggregate.combine(jnp.asarray(matrix), stacked)
@@ -100,7 +100,7 @@ def test_combine_gives_each_client_its_row_of_the_mixture():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_diverged_client_spoils_only_the_rows_that_weigh_it(value):
+def test_a_diverged_client_affects_only_the_rows_that_weigh_it(value):
     matrix = RNG.dirichlet(np.ones(5), 5)
     matrix[:3, 2] = 0
     stacked = {"a": RNG.normal(size=(5, 2, 3)), "b": RNG.normal(size=5)}
@@ -113,11 +113,11 @@ def test_a_diverged_client_spoils_only_the_rows_that_weigh_it(value):
 
 
 @pytest.mark.parametrize("returned", [[1, 1, 1, 1, 1, 1, 1], [3, 0, 2, 9, 1, -1, np.nan], [0, 0, 1, 0, 0, 0, 0]], ids=str)
-def test_robust_aggregators_are_numpys_over_who_returned(returned):
+def test_robust_aggregators_are_numpys_over_the_clients_that_returned(returned):
     weights, stacked = np.array(returned, float), {"a": RNG.normal(size=(7, 3)), "b": RNG.normal(size=7)}
     there = weights > 0
     inside = jax.tree.map(lambda leaf: leaf[there], stacked)
-    # What did not return, or does not count, may be anything.
+    # Uploads of clients that did not return may hold anything.
     sent = jax.tree.map(lambda leaf: jnp.where(there.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.inf), stacked)
     median = aggregate.median(sent, jnp.asarray(weights))
     assert problems.distance(median, jax.tree.map(lambda leaf: np.median(leaf, 0), inside)) < 1e-14
@@ -129,14 +129,14 @@ def test_robust_aggregators_are_numpys_over_who_returned(returned):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("aggregator", [aggregate.median, aggregate.trimmed_mean(0.4)], ids=["median", "trimmed"])
-def test_two_liars_of_five_cannot_lead_out_of_what_the_others_sent(aggregator, value):
+def test_two_of_five_clients_cannot_move_the_result_beyond_the_range_of_the_others(aggregator, value):
     honest = RNG.normal(size=(3, 4)).astype(np.float32)
     got = aggregator(jnp.asarray(np.vstack([np.full((2, 4), value, np.float32), honest])), jnp.ones(5))
     assert got.dtype == jnp.float32
     assert np.all((honest.min(0) <= got) & (got <= honest.max(0)))
 
 
-def test_robust_aggregators_of_nothing_are_zero_and_refuse_what_they_cannot_do():
+def test_robust_aggregators_of_no_client_are_zero_and_bad_arguments_are_refused():
     for aggregator in (aggregate.median, aggregate.trimmed_mean(0.2)):
         assert aggregator(jnp.full((4, 2), jnp.nan), jnp.zeros(4)).tolist() == [0, 0]
         with pytest.raises(ValueError, match="cannot be averaged"):
@@ -146,9 +146,9 @@ def test_robust_aggregators_of_nothing_are_zero_and_refuse_what_they_cannot_do()
             aggregate.trimmed_mean(share)
 
 
-def test_combine_with_the_identity_changes_nothing_and_asks_for_full_precision():
+def test_combine_with_the_identity_changes_nothing_and_uses_full_precision():
     stacked = {"w": jnp.asarray(RNG.normal(size=(5, 3)), jnp.float32)}
     assert problems.leaves_equal(aggregate.combine(jnp.eye(5), stacked), stacked)
-    # An accelerator rounds the factors of a product unless it is asked not to; a CPU cannot show it.
+    # Accelerators round the factors of a product by default. A CPU does not, so the test reads the program.
     text = str(jax.make_jaxpr(aggregate.combine)(jnp.eye(5), stacked))
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in text.replace("\n", " ").replace("  ", "")

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, atomic, and never silently wrong."""
+"""Checkpoints: exact, atomic, and checked for damage when they are restored."""
 
 import resource
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import checkpoint
-from fedjax_meta.simulate import simulate
 from tests.problems import data, leaves_equal, task
 
 CONFIG = {"seed": 3, "rates": {"lr": 0.1}}
@@ -24,7 +23,7 @@ class State(NamedTuple):
 
 
 def state(done=4, seed=0):
-    """A state with all that a leaf may be: several types, a typed key, an array of size 0, absent subtrees."""
+    """A state with every kind of leaf: several dtypes, a typed key, an array of size 0, absent subtrees."""
     rng = np.random.default_rng(seed)
     model = {
         "w": jnp.asarray(rng.normal(size=(300, 7))),
@@ -46,7 +45,7 @@ def like(state):
     return jax.eval_shape(lambda: state)
 
 
-def test_what_comes_back_is_what_was_saved(tmp_path):
+def test_restore_returns_what_was_saved(tmp_path):
     records = [{"loss": [0.1, 1 / 3, float("nan")], "name": "ä"}]
     checkpoint.save(tmp_path, state(), records, CONFIG)
     saved = checkpoint.restore(tmp_path, like(state()), CONFIG)
@@ -58,12 +57,12 @@ def test_what_comes_back_is_what_was_saved(tmp_path):
     assert saved.records[0]["name"] == "ä"
 
 
-def test_nothing_saved_is_none(tmp_path):
+def test_restore_is_none_when_nothing_was_saved(tmp_path):
     assert checkpoint.restore(tmp_path / "never", like(state()), CONFIG) is None
     assert checkpoint.latest_round(tmp_path / "never") is None
 
 
-def test_the_last_two_stay(tmp_path):
+def test_the_newest_two_are_kept(tmp_path):
     for done in (1, 2, 10, 9):
         checkpoint.save(tmp_path, state(done), [], CONFIG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
@@ -79,9 +78,9 @@ def test_saving_a_round_again_replaces_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fedmeta_per_metasgd", "fedper"])
-def test_a_run_through_a_checkpoint_is_the_run_that_was_not_stopped(name, tmp_path):
-    algorithm, key = fm.ALGORITHMS[name](task()), jax.random.key(5)
-    whole, _ = simulate(algorithm, data(), key=key, rounds=5, eval_every=2)
+def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
+    method, key = fm.METHODS[name](task()), jax.random.key(5)
+    whole, _ = fm.simulate(method, data(), key=key, rounds=5, eval_every=2)
 
     def stop(state, record):
         checkpoint.save(tmp_path, state, [record.round], CONFIG)
@@ -89,10 +88,10 @@ def test_a_run_through_a_checkpoint_is_the_run_that_was_not_stopped(name, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        simulate(algorithm, data(), key=key, rounds=5, eval_every=2, on_record=stop)
-    saved = checkpoint.restore(tmp_path, jax.eval_shape(algorithm.init, key, data()), CONFIG)
+        fm.simulate(method, data(), key=key, rounds=5, eval_every=2, on_record=stop)
+    saved = checkpoint.restore(tmp_path, jax.eval_shape(method.init, key, data()), CONFIG)
     assert saved.records == [2]
-    resumed, _ = simulate(algorithm, data(), key=key, rounds=5, eval_every=2, state=saved.state)
+    resumed, _ = fm.simulate(method, data(), key=key, rounds=5, eval_every=2, state=saved.state)
     assert leaves_equal(resumed, whole)
 
 
@@ -105,7 +104,7 @@ def test_a_run_through_a_checkpoint_is_the_run_that_was_not_stopped(name, tmp_pa
         ({"seed": 3}, r"rates\.lr was 0\.1 .* is 'nothing'"),
     ],
 )
-def test_another_config_is_refused_by_field(change, expected, tmp_path):
+def test_another_config_is_refused_with_the_field(change, expected, tmp_path):
     checkpoint.save(tmp_path, state(), [], CONFIG)
     with pytest.raises(ValueError, match=f"cannot resume: {expected}"):
         checkpoint.restore(tmp_path, like(state()), change)
@@ -126,7 +125,7 @@ def test_a_state_of_another_structure_is_refused(tmp_path):
         checkpoint.restore(tmp_path, like(other), CONFIG)
 
 
-def test_a_state_of_another_shape_or_type_is_refused_by_leaf(tmp_path):
+def test_a_state_of_another_shape_or_dtype_is_refused_with_the_leaf(tmp_path):
     checkpoint.save(tmp_path, state(), [], CONFIG)
     for name, leaf, message in (
         ("w", jnp.zeros((300, 8)), r".model\['w'\] is float64\[300, 7\], not float64\[300, 8\]"),
@@ -153,7 +152,7 @@ def damage_remove(path):
 
 @pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_remove])
 def test_damage_is_reported_and_the_checkpoint_before_is_used(damage, tmp_path):
-    """Whichever file of the newest checkpoint is damaged: a line names it, and the state before comes back."""
+    """For each file of the newest checkpoint: a line names the damaged file, and the checkpoint before it is restored."""
     checkpoint.save(tmp_path, state(1, seed=1), ["one"], CONFIG)
     newest = checkpoint.save(tmp_path, state(2, seed=2), ["two"], CONFIG)
     victims = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 0]
@@ -161,31 +160,31 @@ def test_damage_is_reported_and_the_checkpoint_before_is_used(damage, tmp_path):
     for victim in victims:
         content = victim.read_bytes()
         damage(victim)
-        said = []
-        saved = checkpoint.restore(tmp_path, like(state()), CONFIG, on_damage=said.append)
+        lines = []
+        saved = checkpoint.restore(tmp_path, like(state()), CONFIG, on_damage=lines.append)
         assert (saved.round, saved.records) == (1, ["one"])
         assert same(saved.state, state(1, seed=1))
-        assert len(said) == 1
-        assert str(victim) in said[0]
-        assert "going on from round 1" in said[0]
+        assert len(lines) == 1
+        assert str(victim) in lines[0]
+        assert "resuming from the earlier round 1" in lines[0]
         victim.write_bytes(content)
     assert checkpoint.restore(tmp_path, like(state()), CONFIG).records == ["two"]
 
 
-def test_damage_warns_when_nobody_listens(tmp_path):
+def test_damage_is_a_warning_without_on_damage(tmp_path):
     checkpoint.save(tmp_path, state(1), [], CONFIG)
     damage_cut(checkpoint.save(tmp_path, state(2), [], CONFIG) / "run.json")
     with pytest.warns(UserWarning, match="damaged checkpoint"):
         assert checkpoint.restore(tmp_path, like(state()), CONFIG).round == 1
 
 
-def test_no_whole_checkpoint_left_says_how_to_go_on(tmp_path):
+def test_the_error_says_what_to_do_when_all_checkpoints_are_damaged(tmp_path):
     damage_cut(checkpoint.save(tmp_path, state(1), [], CONFIG) / "run.json")
-    with pytest.raises(ValueError, match=r"no whole one is left: delete .* to begin this run anew"):
+    with pytest.raises(ValueError, match=r"no intact one is left: delete .* to start this run again"):
         checkpoint.restore(tmp_path, like(state()), CONFIG)
 
 
-def test_what_a_killed_process_left_half_written_is_not_seen(tmp_path):
+def test_a_half_written_checkpoint_is_ignored(tmp_path):
     checkpoint.save(tmp_path, state(1), [], CONFIG)
     half = tmp_path / ".writing"
     half.mkdir()
@@ -197,19 +196,19 @@ def test_what_a_killed_process_left_half_written_is_not_seen(tmp_path):
 
 @pytest.fixture
 def no_space():
-    """No file may grow beyond 2,000 bytes: every write beyond fails as on a full disk."""
+    """Limits files to 2,000 bytes: a write beyond that fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_space_is_one_line_and_damages_nothing(tmp_path, request):
+def test_a_full_disk_is_one_line_and_damages_nothing(tmp_path, request):
     checkpoint.save(tmp_path / "run", state(1), ["kept"], CONFIG)
     checkpoint.write_text(tmp_path / "metrics.json", "old")
     request.getfixturevalue("no_space")
     for attempt in (state(2), state(1)):
-        with pytest.raises(OSError, match=r"could not save round . to .*; what was saved before is intact") as caught:
+        with pytest.raises(OSError, match=r"could not save round . to .*; earlier checkpoints are intact") as caught:
             checkpoint.save(tmp_path / "run", attempt, ["lost"], CONFIG)
         assert "\n" not in str(caught.value)
     with pytest.raises(OSError, match="could not write"):
@@ -220,7 +219,7 @@ def test_no_space_is_one_line_and_damages_nothing(tmp_path, request):
     assert (saved.round, saved.records) == (1, ["kept"])
 
 
-def test_records_that_are_no_json_are_refused(tmp_path):
+def test_bad_records_and_counts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         checkpoint.save(tmp_path, state(), [np.zeros(3)], CONFIG)
     with pytest.raises(ValueError, match="keep=0"):

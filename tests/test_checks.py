@@ -1,8 +1,9 @@
-"""Checks at the door: what they refuse, in one line, and that traced values pass."""
+"""Checks of arguments: what they refuse, in one line, and that traced values pass."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fedjax_meta import checks
@@ -23,7 +24,89 @@ REFUSED = {
     "an index beyond": (lambda: checks.indices("ids", [0, 3], 3), r"ids=\[0, 3\] must be integers in \[0, 3\)"),
     "half an index": (lambda: checks.indices("ids", 0.5, 3), r"ids=0.5 must be integers in \[0, 3\)"),
     "unknown": (lambda: checks.one_of("how", "c", ("a", "b")), "how='c' is unknown; allowed are a, b"),
+    "an optimiser with its rate": (
+        lambda: checks.optimizer_factory("optimizer", optax.sgd(0.1)),
+        r"optimizer must be a factory `rate -> optax\.GradientTransformation` such as optax\.sgd; its rate is an argument of its "
+        r"own, not optimizer=optax\.sgd\(0\.1\)$",
+    ),
+    "an optimiser by name": (
+        lambda: checks.optimizer_factory("optimizer", "sgd"),
+        r"optimizer must be a factory `rate -> optax\.GradientTransformation` such as optax\.sgd, not 'sgd'$",
+    ),
+    "a seed": (lambda: checks.prng_key("key", 0), r"^key=0 must be a JAX PRNG key: jax\.random\.key\(0\)$"),
+    "no key": (lambda: checks.prng_key("key", None), "key=None must be a JAX PRNG key"),
+    "numbers": (lambda: checks.prng_key("key", jnp.zeros(3)), r"key=float64\[3\] must be a JAX PRNG key"),
+    "a legacy key": (
+        lambda: checks.prng_key("key", jax.random.PRNGKey(0)),
+        r"key is a legacy uint32\[2\] key: use jax\.random\.key\(0\) instead of jax\.random\.PRNGKey\(0\)",
+    ),
+    "a traced legacy key": (
+        lambda: jax.eval_shape(lambda key: checks.prng_key("key", key), jax.random.PRNGKey(0)),
+        r"key is a legacy uint32\[2\] key",
+    ),
 }
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_one_line_that_names_value_and_range(case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_allowed_passes():
+    checks.positive("lr", jnp.array([0.1, 2.0]))
+    checks.not_negative("mu", 0)
+    checks.count("epochs", np.int64(3))
+    checks.fraction("train", 0.75)
+    checks.indices("ids", np.array([2, 0]), 3)
+    checks.one_of("how", "a", ("a", "b"))
+    for factory in (optax.sgd, lambda rate: optax.adam(rate, eps=1e-3)):
+        checks.optimizer_factory("optimizer", factory)
+    checks.prng_key("key", jax.random.key(0))
+    checks.prng_key("key", jax.random.split(jax.random.key(0, impl="rbg")))
+    checks.options("fedavg", {"lr": 0.1}, ["lr", "epochs"], {})
+
+
+def test_traced_values_pass():
+    def build(rate):
+        checks.positive("lr", rate)
+        checks.not_negative("mu", rate)
+        checks.fraction("share", rate)
+        checks.indices("ids", rate, 3)
+        return rate
+
+    assert jax.jit(build)(-1.0) == -1
+
+
+def test_a_traced_key_passes():
+    def build(key):
+        checks.prng_key("key", key)
+        return jax.random.bits(key)
+
+    assert jax.jit(build)(jax.random.key(0)) == jax.random.bits(jax.random.key(0))
+
+
+ELSEWHERE = {"cohort_size": "Federation", "rounds": "simulate"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("epoch", "fedavg() takes no 'epoch' (did you mean 'epochs'?); allowed are lr, epochs"),
+        ("cohort_size", "fedavg() takes no 'cohort_size', which belongs to Federation; allowed are lr, epochs"),
+        (
+            "cohort_sizes",
+            "fedavg() takes no 'cohort_sizes' (did you mean 'cohort_size', which belongs to Federation?); allowed are lr, epochs",
+        ),
+        ("x", "fedavg() takes no 'x'; allowed are lr, epochs"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_what_to_write_instead(name, message):
+    with pytest.raises(TypeError) as caught:
+        checks.options("fedavg", {"lr": 0.1, name: 1}, ["lr", "epochs"], ELSEWHERE)
+    assert str(caught.value) == message
 
 
 def test_the_first_leaf_that_differs_is_named():
@@ -42,29 +125,12 @@ def test_the_first_leaf_that_differs_is_named():
     assert "structure" in checks.mismatch({**wanted, "c": ()}, wanted)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_one_line_that_names_value_and_range(case):
-    call, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-
-
-def test_what_is_allowed_passes():
-    checks.positive("lr", jnp.array([0.1, 2.0]))
-    checks.not_negative("mu", 0)
-    checks.count("epochs", np.int64(3))
-    checks.fraction("train", 0.75)
-    checks.indices("ids", np.array([2, 0]), 3)
-    checks.one_of("how", "a", ("a", "b"))
-
-
-def test_traced_values_have_no_number_yet_and_pass():
-    def build(rate):
-        checks.positive("lr", rate)
-        checks.not_negative("mu", rate)
-        checks.fraction("share", rate)
-        checks.indices("ids", rate, 3)
-        return rate
-
-    assert jax.jit(build)(-1.0) == -1
+def test_a_mask_of_another_depth_or_type_is_told_from_the_model():
+    model = {"body": {"w": False, "b": False}, "head": {"w": False}}
+    assert checks.mismatch({"body": {"w": True, "b": True}, "head": {"w": False}}, model) is None
+    for mask, words in (
+        ({"body": True, "head": False}, "['body']['b'] is missing"),
+        ({"body": {"w": True, "b": True}, "head": {"w": {"deep": False}}}, "['head']['w'] is missing"),
+        ({"body": {"w": True, "b": 1}, "head": {"w": False}}, "['body']['b'] is int64[], not bool[]"),
+    ):
+        assert checks.mismatch(mask, model) == words

@@ -1,4 +1,4 @@
-"""The package as it is installed: what an import brings along, and its version."""
+"""The package: what an import loads, its version, and which modules may import which."""
 
 import ast
 import subprocess
@@ -8,22 +8,23 @@ from pathlib import Path
 
 import fedjax_meta
 
-# From below to above: what stands in a line imports only from lines above it, or from its own.
-ROOMS = (
+# A module imports only from its own line and the lines above it. A folder counts as one module.
+LAYERS = (
+    ("types",),
     ("checks", "runtime"),
-    ("task", "masks", "layers", "models", "simplex"),
+    ("task", "masks", "layers", "models", "simplex", "metrics"),
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "participation", "privacy"),
     ("aggregate",),
     ("engine",),
     ("algorithm",),
-    ("algorithms",),
-    ("store", "evaluate", "costs"),
-    ("simulate",),
+    ("methods",),
+    ("host_store", "evaluation", "costs"),
+    ("simulation",),
     ("report", "checkpoint"),
 )
-# An algorithm may stand on another one, but nothing that it is run by may know of any.
-ABOVE = {"store", "evaluate", "costs", "simulate", "report", "checkpoint"}
+# These run, measure or save any method, so that they must not import a particular one.
+METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "report", "checkpoint"}
 
 OPTIONAL = (
     "tensorflow_datasets",
@@ -51,13 +52,13 @@ def test_version_is_that_of_the_project():
     assert fedjax_meta.__version__ == project["version"]
 
 
-def test_imports_point_the_way_that_data_flow():
+def test_modules_import_only_from_their_layer_and_below():
     root = Path(fedjax_meta.__file__).parent
-    level = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+    level = {module: number for number, modules in enumerate(LAYERS) for module in modules}
     files = [path for path in root.rglob("*.py") if path != root / "__init__.py"]
     assert {path.relative_to(root).parts[0].removesuffix(".py") for path in files} == set(level)
     for path in files:
-        room = path.relative_to(root).parts[0].removesuffix(".py")
+        module = path.relative_to(root).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path.relative_to(root)} imports relatively"
             if isinstance(node, ast.Import):
@@ -65,5 +66,5 @@ def test_imports_point_the_way_that_data_flow():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedjax_meta":
                 names = [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
                 for name in names:
-                    assert level[name] <= level[room], f"{path.relative_to(root)} imports {name}"
-                    assert not (room in ABOVE and name == "algorithms"), f"{path.relative_to(root)} imports {name}"
+                    assert level[name] <= level[module], f"{path.relative_to(root)} imports {name}"
+                    assert not (module in METHOD_AGNOSTIC and name == "methods"), f"{path.relative_to(root)} imports {name}"

@@ -1,4 +1,4 @@
-"""Reports: compact records against scores taken sample by sample, tables, and figures."""
+"""Reports: compact records against scores computed from labels, tables and figures."""
 
 import json
 
@@ -9,15 +9,15 @@ from matplotlib.colors import to_rgb
 from sklearn.metrics import accuracy_score, f1_score
 
 from fedjax_meta import report
-from fedjax_meta.evaluate import Evaluation
-from fedjax_meta.simulate import Record
+from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.simulation import Record
 
 CLIENTS, CLASSES = 6, 5
 
 
 @pytest.fixture(scope="module")
 def predictions():
-    """(true, predicted) labels of clients of unequal size that hold two classes each; some predictions are of others."""
+    """(true, predicted) labels of clients of unequal size that hold two classes each, with some predictions of other classes."""
     rng = np.random.default_rng(0)
     clients = []
     for client in range(CLIENTS):
@@ -38,7 +38,7 @@ def record(predictions, done=1, seconds=1.5):
 
 
 def test_compact_keeps_every_client(predictions):
-    """Accuracy and F1 of each client agree with scikit-learn's on the labels, strays moved as the paper moves them."""
+    """Accuracy and F1 of each client agree with scikit-learn on the labels, post-processed as in FedMeta-Per."""
     row = json.loads(json.dumps(report.compact(record(predictions))))
     test = row["tests"]["a/local"]
     np.testing.assert_allclose(test["accuracy"], [accuracy_score(*pair) for pair in predictions], rtol=1e-6)
@@ -54,13 +54,13 @@ def test_compact_keeps_every_client(predictions):
     np.testing.assert_array_equal(test["confusion"], record(predictions).evaluations["a/local"].confusion)
 
 
-def test_compact_numbers_are_the_float32_they_were(predictions):
+def test_compact_keeps_every_float32_exactly(predictions):
     row = json.loads(json.dumps(report.compact(record(predictions))))
     np.testing.assert_array_equal(np.float32(row["train"]["loss"]), record(predictions).metrics["loss"])
     np.testing.assert_array_equal(np.float32(row["tests"]["a/local"]["loss"]), record(predictions).evaluations["a/local"].loss)
 
 
-def test_without_confusion_drops_nothing_else(predictions):
+def test_without_confusion_drops_only_the_matrices(predictions):
     row = report.compact(record(predictions))
     light = report.without_confusion(row)
     assert "confusion" in row["tests"]["a/local"]
@@ -83,10 +83,10 @@ def test_series_are_in_percent(predictions):
     assert one.scores["loss"] == rows[-1]["tests"]["a/local"]["scores"]["loss"]
 
 
-def test_series_of_nothing_are_refused(predictions):
+def test_a_series_needs_rows_and_a_known_test(predictions):
     with pytest.raises(ValueError, match="no evaluation"):
         report.series("A", "local", 1, [], "a/local")
-    with pytest.raises(ValueError, match=r"'b/local' is not among .* a/local"):
+    with pytest.raises(ValueError, match=r"test='b/local' is not a test of this run; it has a/local"):
         report.series("A", "local", 1, [report.compact(record(predictions))], "b/local")
 
 
@@ -104,7 +104,7 @@ def test_markdown_has_one_line_a_row():
 
 @pytest.mark.parametrize("clients", [("local",), ("local", "new")])
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_figure_shows_every_system(clients, seeds, tmp_path):
+def test_figure_shows_every_method(clients, seeds, tmp_path):
     titles = ["FedAvg", "FedPer", "FedMeta"]
     drawn = [
         a_series(title, group, seed, accuracy=(10.0, 60.0 + 10 * number + seed, 80.0 + 5 * number))

@@ -1,4 +1,9 @@
-"""What the process may use of its machine, from files like those of Linux."""
+"""JAX's devices and cache, each in a process of its own, and the limits of a job, from files like those of Linux."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,7 +46,116 @@ def test_a_jobs_memory_limit_counts(control_group):
     assert runtime.free_host_bytes() == 4500
 
 
-def test_the_groups_of_a_process_are_those_above_it(monkeypatch):
+def test_the_groups_of_a_process_are_its_own_and_those_above_it(monkeypatch):
     monkeypatch.setattr(runtime, "_read", lambda file: "4:memory:/x\n0::/slurm/job_7/step_0\n")
     groups = [str(group) for group in runtime._control_groups()]
     assert groups == [f"/sys/fs/cgroup{end}" for end in ("/slurm/job_7/step_0", "/slurm/job_7", "/slurm", "")]
+
+
+def run(code: str, **environment: str) -> str:
+    """Runs `code` in a new process without the caller's JAX settings; what it prints to stderr."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        cwd=Path(__file__).parent.parent,
+        env=clean | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_importing_changes_no_setting_and_starts_no_backend():
+    run("""
+import importlib, pkgutil
+import jax
+before = dict(jax.config.values)
+import fedjax_meta
+for module in pkgutil.walk_packages(fedjax_meta.__path__, "fedjax_meta."):
+    importlib.import_module(module.name)
+assert dict(jax.config.values) == before
+jax.config.update("jax_num_cpu_devices", 3)  # JAX refuses this once its backend has started
+assert jax.device_count() == 3
+""")
+
+
+def test_all_cores_become_devices_and_programs_are_kept(tmp_path):
+    code = """
+import jax
+from pathlib import Path
+from fedjax_meta import runtime
+runtime.cores = lambda: 3
+assert [runtime.use_all_cores(), runtime.use_all_cores()] == [3, 3]
+folder = Path(jax.config.jax_compilation_cache_dir)
+assert folder == runtime.cache_folder() / "compiled"
+assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.2
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x + 1)(1.0)
+assert list(folder.iterdir())
+assert jax.device_count() == runtime.use_all_cores() == 3
+"""
+    run(code, FEDJAX_META_CACHE=str(tmp_path), XLA_FLAGS="")
+
+
+def test_the_users_settings_stay(tmp_path):
+    code = """
+import sys, jax
+from fedjax_meta import runtime
+settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+before = [getattr(jax.config, name) for name in settings]
+assert runtime.use_all_cores() == runtime.use_all_cores(cores=5) == 2
+assert [getattr(jax.config, name) for name in settings] == before
+assert jax.device_count() == 2
+"""
+    run(code, JAX_NUM_CPU_DEVICES="2", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    run(code.replace("cores()", "cores(compile_cache=False)"), XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path))  # fmt: skip
+    run("""
+import jax
+from fedjax_meta import runtime
+jax.config.update("jax_num_cpu_devices", 2)
+assert runtime.use_all_cores(compile_cache=False) == 2
+assert runtime.use_all_cores(cores=3, compile_cache=False) == 3
+assert jax.config.jax_compilation_cache_dir is None
+assert jax.device_count() == 3
+""")
+
+
+def test_too_late_is_refused_unless_the_devices_are_as_asked():
+    run("""
+import jax
+from fedjax_meta import runtime
+jax.numpy.ones(2)
+assert runtime.use_all_cores(cores=1) == 1
+try:
+    runtime.use_all_cores(cores=4)
+except RuntimeError as error:
+    assert str(error) == (
+        "JAX has already started with 1 CPU device(s), not 4: call use_all_cores() before anything is computed"
+    ), error
+else:
+    raise AssertionError("nothing was raised")
+""", XLA_FLAGS="")  # fmt: skip
+
+
+def test_a_number_of_cores_below_one_is_refused():
+    with pytest.raises(ValueError, match="cores=0 must be an integer of at least 1"):
+        runtime.use_all_cores(cores=0)
+
+
+def test_idle_cores_are_logged_once_unless_the_user_chose_the_devices():
+    code = """
+from fedjax_meta import runtime
+runtime.cores = lambda: 4
+runtime.log_idle_cores()
+runtime.log_idle_cores()
+"""
+    assert run(code, XLA_FLAGS="").splitlines() == [
+        "JAX computes on 1 of 4 cores: call fedjax_meta.use_all_cores() before anything is computed, or set "
+        "JAX_NUM_CPU_DEVICES=1 to keep it so"
+    ]
+    assert run(code, JAX_NUM_CPU_DEVICES="1") == ""
+    assert run(code.replace("= lambda: 4", "= lambda: 4; runtime.use_all_cores()")) == ""

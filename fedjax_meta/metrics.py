@@ -1,0 +1,163 @@
+"""Scores of an evaluation, from every client's confusion matrix.
+
+All scores are functions of confusion matrices `[N, K, K]` (rows true, columns predicted) and losses `[N]`, so that they can be
+computed after a run, on the device or in NumPy.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_meta.types import Scalar
+
+Array: TypeAlias = jax.Array | np.ndarray
+"""An array on the device or on the host; a score of it is an array of the same kind."""
+
+
+def accuracy(confusion: Array) -> Array:
+    """The share of correct predictions of each client, `[N]`; 0 for a client without samples.
+
+    Its mean and population standard deviation over clients are the "macro" accuracy.
+    """
+    xp = _numpy_of(confusion)
+    return xp.trace(confusion, axis1=-2, axis2=-1) / xp.maximum(xp.sum(confusion, (-2, -1)), 1)
+
+
+def micro_accuracy(confusion: Array) -> Scalar:
+    """The share of correct predictions over the samples of all clients."""
+    return accuracy(_numpy_of(confusion).sum(confusion, -3))
+
+
+def macro_f1(confusion: Array) -> Array:
+    """F1 averaged over the classes that a client holds or predicts, `[N]` (scikit-learn's macro average)."""
+    xp = _numpy_of(confusion)
+    correct = xp.diagonal(confusion, axis1=-2, axis2=-1)
+    held, predicted = xp.sum(confusion, -1), xp.sum(confusion, -2)
+    present = (held + predicted) > 0
+    f1 = 2 * correct / xp.maximum(held + predicted, 1)
+    return xp.sum(xp.where(present, f1, 0), -1) / xp.maximum(xp.sum(present, -1), 1)
+
+
+def within_own_classes(confusion: Array) -> Array:
+    """Confusion matrices `[N, K, K]` with each prediction moved to a class that the client holds.
+
+    This is the post-processing behind the F1 scores of FedMeta-Per (Nguyen and Cao). A prediction of a class that the client
+    does not hold becomes the next class (cyclically, from the true one) that it does hold, other than the true class. It stays
+    wrong, so accuracy is unchanged, and classes of which the client has no samples do not enter its F1. The paper's clients
+    hold two classes, where that next class is simply the other one. A client of one class keeps its predictions.
+    """
+    xp = _numpy_of(confusion)
+    classes = confusion.shape[-1]
+    own = xp.sum(confusion, -1) > 0  # [N, K]
+    outside = xp.sum(xp.where(own[..., None, :], 0, confusion), -1)  # [N, K] by true class
+    # distance[c, d]: how many classes after c (cyclically) class d comes; predictions move to the nearest own class but c.
+    distance = (xp.arange(classes)[None, :] - xp.arange(classes)[:, None]) % classes
+    distance = distance.reshape((1,) * (own.ndim - 1) + distance.shape)
+    distance = xp.where(own[..., None, :] & (distance > 0), distance, classes)
+    target = xp.argmin(distance, -1)
+    single_class = xp.min(distance, -1) == classes
+    moved = (target[..., None] == xp.arange(classes)) * xp.where(single_class, 0, outside)[..., None]
+    kept = xp.where(own[..., None, :] | single_class[..., None], confusion, 0)
+    return kept + moved
+
+
+def summary(confusion: ArrayLike, loss: ArrayLike) -> dict[str, float]:
+    """The numbers that papers report of one evaluation.
+
+    Args:
+      confusion: `[N, K, K]`.
+      loss: `[N]`, each client's mean loss.
+
+    Returns:
+      `accuracy` over the samples of all clients; mean and population standard deviation over clients of accuracy, of F1 as
+      FedMeta-Per takes it (`within_own_classes`) and of F1 without that (`raw_f1`); and the mean `loss` over clients.
+    """
+    matrices = np.asarray(confusion)
+    by_client, f1, raw_f1 = accuracy(matrices), macro_f1(within_own_classes(matrices)), macro_f1(matrices)
+    numbers = {
+        "accuracy": micro_accuracy(matrices),
+        "accuracy_mean": np.mean(by_client),
+        "accuracy_std": np.std(by_client),
+        "f1_mean": np.mean(f1),
+        "f1_std": np.std(f1),
+        "raw_f1_mean": np.mean(raw_f1),
+        "raw_f1_std": np.std(raw_f1),
+        "loss": np.mean(np.asarray(loss)),
+    }
+    return {name: float(value) for name, value in numbers.items()}
+
+
+class ToTarget(NamedTuple):
+    """When runs that differ in their seed first reached a target score.
+
+    Attributes:
+      target: the score to reach.
+      rounds: for each run the first round at which it reached the target, `None` if it never did.
+      budget: rounds that each run had.
+      mean: mean of `rounds` over the runs; infinity when a run never reached the target, because the mean is then unknown.
+      margin: half the width of the 95 % confidence interval of the mean (Student's t over runs); NaN when it is unknown.
+    """
+
+    target: float
+    rounds: tuple[int | None, ...]
+    budget: int
+    mean: float
+    margin: float
+
+    def __str__(self) -> str:
+        missed = sum(first is None for first in self.rounds)
+        if missed:
+            return f"never in {self.budget} rounds ({missed} of {len(self.rounds)} runs)"
+        return f"{self.mean:.1f}" if math.isnan(self.margin) else f"{self.mean:.1f} ± {self.margin:.1f}"
+
+
+# Two-sided 95 % quantiles of Student's t for 1 to 29 degrees of freedom; from 30 on the normal quantile is within 4 %.
+_STUDENT_T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120]
+_STUDENT_T += [2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045]
+
+
+def rounds_to_target(scores: ArrayLike, target: float, *, rounds: Sequence[int] | None = None) -> ToTarget:
+    """The first round at which a score is at least `target`, over runs of several seeds.
+
+    Args:
+      scores: `[R]` or `[runs, R]`, one number for each round (or evaluation); NaN never reaches the target.
+      target: the score to reach.
+      rounds: `[R]`, the rounds at which the scores were taken; 1, 2, ... when not given.
+
+    Raises:
+      ValueError: no scores, a target that is not finite, or `rounds` of another length.
+
+    Example:
+      >>> print(rounds_to_target([[0.1, 0.5, 0.4, 0.6], [0.1, 0.2, 0.5, 0.6]], 0.5))
+      2.5 ± 6.4
+      >>> print(rounds_to_target([[0.1, 0.5, 0.4, 0.6], [0.1, 0.2, 0.5, 0.6]], 0.6), rounds_to_target([0.1, 0.2], 0.5))
+      4.0 ± 0.0 never in 2 rounds (1 of 1 runs)
+    """
+    table = np.atleast_2d(np.asarray(scores, float))
+    if table.ndim != 2 or table.size == 0:
+        raise ValueError(f"scores must be [R] or [runs, R] with at least one score, not of shape {table.shape}")
+    if not math.isfinite(target):
+        raise ValueError(f"target={target} must be finite")
+    at = np.arange(1, table.shape[1] + 1) if rounds is None else np.asarray(rounds)
+    if at.shape != table.shape[1:]:
+        raise ValueError(f"rounds has shape {at.shape}, but there are R={table.shape[1]} scores in each run")
+    hit = table >= target
+    first = tuple(int(at[np.argmax(line)]) if line.any() else None for line in hit)
+    reached = np.array([number for number in first if number is not None], float)
+    mean, margin, runs = math.inf, math.nan, len(first)
+    if reached.size == runs:
+        mean = float(reached.mean())
+        if runs > 1:
+            quantile = _STUDENT_T[runs - 2] if runs - 2 < len(_STUDENT_T) else 1.96
+            margin = quantile * float(reached.std(ddof=1)) / math.sqrt(runs)
+    return ToTarget(target, first, int(at[-1]), mean, margin)
+
+
+def _numpy_of(values: Array) -> Any:
+    """NumPy for arrays on the host, where nothing then needs to be compiled; else `jax.numpy`."""
+    return np if isinstance(values, np.ndarray) else jnp
