@@ -156,32 +156,6 @@ def _by_rank(choose: Callable[[jax.Array, jax.Array], jax.Array], stacked: PyTre
     return jax.tree.map(one, stacked)
 
 
-def quantized(key: Any, tree: Any, bits: int) -> Any:
-    """What arrives of an upload whose numbers are sent with `bits` bits each, and each leaf's smallest and largest in full.
-
-    A number is rounded at random to one of the two nearest of 2^bits evenly spaced levels between its leaf's smallest and
-    largest, so that its expectation is the number itself (Alistarh et al., "QSGD", NeurIPS 2017, with a leaf as a bucket).
-    Nothing leaves the range of its leaf: variances stay positive. Leaves of integers are sent as they are.
-
-    Args:
-      key: consumed.
-      tree: any pytree of arrays.
-      bits: at least 1.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    steps = 2**bits - 1
-
-    def one(key: Any, leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        low, high = jnp.min(leaf), jnp.max(leaf)
-        width = jnp.where(high > low, (high - low) / steps, 1)
-        level = jnp.floor((leaf - low) / width + jax.random.uniform(key, leaf.shape, leaf.dtype))
-        return jnp.clip(low + level * width, low, high)
-
-    return jax.tree.unflatten(structure, [one(jax.random.fold_in(key, i), leaf) for i, leaf in enumerate(leaves)])
-
-
 def combine(matrix: jax.Array, stacked: PyTree) -> PyTree:
     """Each client's own mixture of all clients' trees.
 

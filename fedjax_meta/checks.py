@@ -158,6 +158,28 @@ def mismatch(given: PyTree, wanted: PyTree) -> str | None:
     return None if structure == wanted_structure else f"it has the structure {structure}, not {wanted_structure}"
 
 
+def misplaced_leaf(given: PyTree, wanted: PyTree) -> str | None:
+    """Describes the first leaf of either tree that the other does not have; `None` when the leaves of both are at the same paths.
+
+    Example:
+      >>> misplaced_leaf({"head": True}, {"head": {"w": 1, "b": 2}})
+      "it has one value at ['head'], where there are 2 leaves (['head']['b'], ...)"
+    """
+
+    def paths(tree: PyTree) -> list[str]:
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+    found, asked = paths(given), paths(wanted)
+    for path in found:
+        below = [other for other in asked if other.startswith(path) and other != path]
+        if path not in asked and below:
+            return f"it has one value at {path or 'the root'}, where there are {len(below)} leaves ({below[0]}, ...)"
+        if path not in asked:
+            return f"it has a value at {path}, where there is no leaf"
+    missing = [path for path in asked if path not in found]
+    return f"it has none at {missing[0]}" if missing else None
+
+
 def _form(leaf: Any) -> Any:
     """A leaf's dtype and shape. Computes nothing, so that a check does not start JAX's backend."""
     return leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)

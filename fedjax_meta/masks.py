@@ -224,7 +224,7 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
     # A model that is itself callable, as in Equinox, has callable masks too.
     is_tree = structure == jax.tree.structure(spec) and not any(map(callable, jax.tree.leaves(spec)))
     mask = spec if is_tree or not callable(spec) else spec(task)
-    odd = checks.first_missing_path(mask, variables)
+    odd = checks.misplaced_leaf(mask, variables)
     if odd is not None:
         raise ValueError(f"{name} must have a Python bool at every leaf of the task's variables, but {odd}")
     if structure != jax.tree.structure(mask):

@@ -252,7 +252,7 @@ class _Rounds:
         return Exchange((down, extra, given), (up, trained.statistics), (trained.stacked, read), self.chain.message)
 
     def _check_model(self, model: PyTree) -> None:
-        wrong = checks.first_missing_path(self.method.roles, model)
+        wrong = checks.misplaced_leaf(self.method.roles, model)
         if wrong is not None:
             raise ValueError(f"the roles of {self.method.name} must have one at every leaf of its model, but {wrong}")
 

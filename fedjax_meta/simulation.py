@@ -157,7 +157,7 @@ def simulate(
     checks.prng_key("key", key)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
-    runtime.warn_of_idle_cores()
+    runtime.log_idle_cores()
     tests = dict(evaluators or {})
     if store is None:
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=eval_every)

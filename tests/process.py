@@ -21,9 +21,7 @@ def federation(**options):
     for i, size in enumerate((40, 8, 23, 90, 31, 12, 64, 27)):
         x = rng.normal(0.1 * i, 1, (size, 5))
         clients.append((x, np.argmax(x @ rng.normal(size=(5, 3)), 1)))
-    return fm.fedper(problems.task(), cohort_size=5, lr=0.1, personal="head", **options), fm.from_clients(
-        clients, num_classes=3
-    )
+    return problems.build("fedper", cohort_size=5, lr=0.1, **options), fm.from_clients(clients, num_classes=3)
 
 
 def main(process: str, processes: str, address: str, folder: str, rounds: str, last: str = "") -> None:

@@ -181,16 +181,17 @@ def test_a_part_of_the_clients_finds_its_rows_in_a_state_of_all():
 
 
 def test_rows_read_too_early_are_replaced_by_the_result_of_the_round_before():
-    again = store._places(np.array([7, 2, 5]), np.array([5, 9, 7]))
+    again = host_store._places(np.array([7, 2, 5]), np.array([5, 9, 7]))
     np.testing.assert_array_equal(again, [2, -1, 0])
     came, before = {"a": jnp.array([[1.0], [2.0], [3.0]])}, {"a": jnp.array([[10.0], [20.0], [30.0]])}
-    np.testing.assert_array_equal(store.joined(came, before, jnp.asarray(again))["a"], [[30.0], [2.0], [10.0]])
+    np.testing.assert_array_equal(host_store.newest_rows(came, before, jnp.asarray(again))["a"], [[30.0], [2.0], [10.0]])
 
 
 def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
     algorithm, data = _algorithm("fedper"), problems.data()
-    with pytest.raises(ValueError, match="no `cohort`"):
-        simulate(algorithm._replace(cohort=None), data, key=KEY, rounds=1, store="memory")
+    everything = dataclasses.replace(fm.fedper(problems.task()), whole_population=True)
+    with pytest.raises(ValueError, match="fedper reads what all clients keep in each round, so that their rows must be on the device"):
+        simulate(everything, data, key=KEY, rounds=1, store="memory")
     rounds_done = lambda key, state, data: state.round  # noqa: E731
     for test, message in (
         (
