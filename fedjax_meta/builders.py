@@ -73,7 +73,9 @@ def variant(base: Callable[P, Method], **defaults: Any) -> Callable[[Callable[..
 
         build.__name__, build.__qualname__, build.__module__ = named.__name__, named.__qualname__, named.__module__
         changed = ", ".join(f"{key}={plain(value)!r}" for key, value in defaults.items())
-        build.__doc__ = f"{inspect.cleandoc(named.__doc__ or '')}\n\nArguments, errors: as in `{base.__name__}`, with {changed}.\n"
+        build.__doc__ = (
+            f"{inspect.cleandoc(named.__doc__ or '')}\n\nArguments, errors: as in `{base.__name__}`, with {changed}.\n"
+        )
         build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return method_builder(build)
 

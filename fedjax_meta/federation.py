@@ -74,7 +74,9 @@ class Federation:
             if value is not None and not callable(value):
                 raise ValueError(f"{name}={value!r} must be a function")
         if not isinstance(self.uploads, tuple):
-            raise ValueError(f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {self.uploads!r}")
+            raise ValueError(
+                f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {self.uploads!r}"
+            )
         check_order(self.uploads)
         if self.server_lr is not None:
             checks.positive("server_lr", self.server_lr)

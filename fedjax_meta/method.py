@@ -172,7 +172,7 @@ class Method:
     predict: Callable[[Variables, Any], jax.Array]
     roles: Roles
     weighting: str = "samples"
-    server_optimizer: optax.GradientTransformation = optax.sgd(1.0)
+    server_optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.sgd(1.0))
     sums_pseudo_gradients: bool = False
     init_memory: Callable[[Key, PyTree, int], PyTree] = no_memory
     init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra

@@ -231,9 +231,7 @@ class _Rounds:
             )
             return new_client(tagged(key, "personalize"), population, support)
         memory = method.init_memory(tagged(key, "memory"), state.model, total)
-        received = Received(
-            state.model, memory, state.extra, state.round, jnp.zeros((), bool), tagged(key, "shared")
-        )
+        received = Received(state.model, memory, state.extra, state.round, jnp.zeros((), bool), tagged(key, "shared"))
         return method.personalize(tagged(key, "personalize"), received, support)
 
     def exchange(self, data: FederatedData) -> Exchange:
@@ -312,8 +310,8 @@ class _Rounds:
         sums: Any = ()
         if f.aggregator is None:
             sums = weigh(upload, weight)
-            if self.chain.masked is not None:
-                hidden = self.chain.masked.encode(tagged(context.key, "masks"), sums, id_, context.ids)
+            if self.chain.masks_uploads:
+                hidden = self.chain.encode(tagged(context.key, "masks"), sums, id_, context.ids)
                 sums = jax.tree.map(lambda leaf: jnp.where(took_part & reached, leaf, 0), hidden)
         separate = () if f.aggregator is None else (upload, weight)
         outputs = Outputs(trained.metrics, trained.stacked, took_part, took_part & reached, separate)
@@ -341,16 +339,17 @@ class _Rounds:
         if f.aggregator is not None:
             uploads, weights = outputs.upload
             total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-            average: Any = jax.tree.map(lambda w, part: f.aggregator(part, w), weights, uploads)
+            aggregator = f.aggregator
+            average: Any = jax.tree.map(lambda w, part: aggregator(part, w), weights, uploads)
         else:
-            if self.chain.masked is not None:
+            if self.chain.masks_uploads:
                 forms = jax.tree.unflatten(jax.tree.structure(summed.total), summed.dtypes)
                 like = dataclasses.replace(
                     summed,
                     total=jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms),
                     weight=jax.tree.map(lambda _: jnp.result_type(float), summed.weight),
                 )
-                summed = self.chain.masked.decode(tagged(key, "masks"), summed, ids, outputs.returned, like)
+                summed = self.chain.decode(tagged(key, "masks"), summed, ids, outputs.returned, like)
             if self.chain.fixed_divisor:
                 # The weights that came in would tell which clients did not return.
                 summed = dataclasses.replace(
@@ -363,7 +362,7 @@ class _Rounds:
     def _step_server(
         self, state: State, average: PyTree, statistics: PyTree, weight: PyTree, num_clients: int, some: jax.Array
     ) -> State:
-        """The state after the server's step, without the clients' rows; as it was, but for the round, unless `some` upload came."""
+        """The state after the server's step, with the clients' old rows; unchanged unless `some` upload came."""
         moving, rest = masks.split(state.model, self.shared)
         descent, held = masks.split(average, self.shared)
         updates, slots = self.server.update(descent, state.optimizer, moving)
@@ -379,15 +378,11 @@ class _Rounds:
         extra = self.method.update_extra(state, statistics, weight, num_clients)
         return state._replace(extra=_where(some, extra, state.extra))
 
-    def _collaborate(
-        self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData
-    ) -> Kept:
+    def _collaborate(self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData) -> Kept:
         """What clients keep after they got something of each other; unchanged for those that did not return."""
         if self.method.collaborate is None:
             return kept
-        cohort = Cohort(
-            ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, self.federation.lanes
-        )
+        cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, self.federation.lanes)
         visible = state if self.method.whole_population else _without_rows(state)
         given = self.method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
         _must_fit("what collaborate returns", given, (kept.personal, kept.memory))

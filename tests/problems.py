@@ -56,7 +56,7 @@ def data() -> fm.FederatedData:
 
 
 def build(builder, of=None, **options) -> fm.Algorithm:
-    """An algorithm from a builder or its name; each option goes to the federation if it is one of its fields, else to the method."""
+    """An algorithm from a builder or its name; options that are fields of a federation go there, the others to the method."""
     builder = fm.METHODS[builder] if isinstance(builder, str) else builder
     federation = {name: options.pop(name) for name in OPTIONS if name in options}
     return fm.from_partition(builder(task() if of is None else of, **options), fm.Federation(**federation))

@@ -5,7 +5,14 @@ from collections.abc import Callable
 
 from fedjax_meta.method import Method, Reduction
 from fedjax_meta.methods.fedavg import fedavg, fedavg_ft, fedavg_meta, fedavg_one_step, fedper, fedper_meta, local_only
-from fedjax_meta.methods.fedmeta import fedmeta, fedmeta_fomaml, fedmeta_metasgd, fedmeta_per, fedmeta_per_metasgd, fedmeta_server
+from fedjax_meta.methods.fedmeta import (
+    fedmeta,
+    fedmeta_fomaml,
+    fedmeta_metasgd,
+    fedmeta_per,
+    fedmeta_per_metasgd,
+    fedmeta_server,
+)
 from fedjax_meta.methods.fedprox import fedprox
 
 _BUILDERS: tuple[Callable[..., Method], ...] = (

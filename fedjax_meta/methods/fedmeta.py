@@ -54,7 +54,7 @@ def query_batches(data: ClientData, batch_size: int | None) -> Batches:
 
 
 class _Layout(NamedTuple):
-    """How the model is laid out: the task's variables and, where they are learned, the rates of the trainable ones beside them."""
+    """How the model is laid out: the task's variables and, where they are learned, the rates of the trainable ones."""
 
     learned_rates: bool
     trainable_variables: Mask

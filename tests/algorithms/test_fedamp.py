@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from fedjax_meta.algorithms.fedamp import attention, cosine_attention
+
 from tests import problems
 from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 from fedjax_meta.algorithms import fedadagrad, fedadam, fedavg, fedavgm, fedopt, fedyogi, mtfl
 from fedjax_meta.algorithms.fedopt import adaptive
+
 from fedjax_meta.data.federated import from_clients
 from fedjax_meta.task import Task
 

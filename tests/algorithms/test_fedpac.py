@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fedjax_meta.algorithms.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
-from fedjax_meta.algorithms.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
 from tests.algorithms.common import FULL, KEY, batch, build, of, personalized, run, start

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fedjax_meta.algorithms.fedrod import balanced_loss
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.fedrod import balanced_loss
 from fedjax_meta.task import Batch, cross_entropy
 from tests import problems
 from tests.algorithms.common import FULL, batch, buffered, build, of, padded, personalized, run, start, step

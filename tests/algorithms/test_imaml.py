@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from fedjax_meta.algorithms.imaml import FL_IMAML
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.imaml import FL_IMAML
 from tests import problems
 from tests.algorithms.test_perfedavg import gradient, plus
 from tests.test_contract import rounds

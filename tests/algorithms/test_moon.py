@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fedjax_meta.algorithms.moon import contrast
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.moon import contrast
 from fedjax_meta.features import with_projection
 from fedjax_meta.task import weighted_mean
 from tests import problems

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fedjax_meta.algorithms import fedadam, fedavg, fedavg_adam, fedbn, fedmeta, mtfl
 
 from fedjax_meta import evaluate, local, masks, meta, models
-from fedjax_meta.algorithms import fedadam, fedavg, fedavg_adam, fedbn, fedmeta, mtfl
 from fedjax_meta.data.federated import from_clients
 from fedjax_meta.task import Task, classification
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fedjax_meta.algorithms.perfedavg import independent_batches
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.perfedavg import independent_batches
 from tests import problems
 from tests.test_contract import rounds
 

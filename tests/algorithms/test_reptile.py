@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fedjax_meta.algorithms.reptile import part_of_epoch
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.reptile import part_of_epoch
 from tests import problems
 from tests.algorithms.test_perfedavg import gradient, plus
 from tests.test_contract import rounds

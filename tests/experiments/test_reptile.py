@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fedjax_meta.simulate import run_rounds
 
 import fedjax_meta as fm
-from fedjax_meta.simulate import run_rounds
 from tests import problems
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
