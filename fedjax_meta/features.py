@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks, masks
-from fedjax_meta.data.federated import CHUNK, Batches, ClientView, FederatedData
+from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
 from fedjax_meta.task import Batch, Task, classification, cross_entropy
 from fedjax_meta.types import Key, Params, PyTree, Scalar, Variables
 

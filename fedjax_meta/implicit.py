@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, masks
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data import Batches
+from fedjax_meta.local import proximal_term
 from fedjax_meta.meta import (
     Estimator,
     Info,
@@ -170,8 +171,7 @@ def _estimate(
     mask = jax.tree.map(lambda _: True, theta) if inner.mask is None else inner.mask
 
     def distance(phi: Params) -> jax.Array:
-        moved = masks.split(jax.tree.map(jnp.subtract, phi, theta), mask)[0]
-        return options.prox_weight / 2 * optax.tree.norm(moved, squared=True)
+        return proximal_term(phi, theta, options.prox_weight, mask)
 
     def regularised(phi: Params, batch: PyTree) -> jax.Array:
         value = loss(phi, batch)

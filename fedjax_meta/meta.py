@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data import Batches
 from fedjax_meta.trajectory import (
     InnerOptimizer,
     Losses,

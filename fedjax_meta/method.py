@@ -146,8 +146,8 @@ class Method:
       predict: `(variables, x [B, ...]) -> logits [B, K]`.
       roles: `masks.Role` of each leaf of the model; see `masks.roles`.
       weighting: how much a client counts by default: "samples", "query" or "uniform" (`aggregate.WEIGHTINGS`).
-      server_optimizer: what the server descends along the mean pseudo-gradient with; when `None`, `optax.sgd(1.0)`, which replaces
-        the model by the mean.
+      server_optimizer: what the server descends along the mean pseudo-gradient with; `optax.sgd(1.0)`, which
+        replaces the model by the mean, when `None`.
       sums_pseudo_gradients: whether the server adds pseudo-gradients up instead of taking their mean.
       init_memory: `(key, model, num_clients) -> memory` of one client, called when it first takes part, with the model that it
         receives then.

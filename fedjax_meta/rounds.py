@@ -119,8 +119,8 @@ class _Rounds:
         f = self.federation
         if self.method.server_optimizer is not None and f.server_lr is not None and f.server_optimizer is None:
             raise ValueError(
-                f"{self.method.name} has a server optimiser of its own: server_lr={f.server_lr} alone would replace it by SGD; give "
-                "server_optimizer too, or set the rate in the method"
+                f"{self.method.name} has a server optimiser of its own: server_lr={f.server_lr} alone would replace it by "
+                "SGD; give server_optimizer too, or set the rate in the method"
             )
 
     @cached_property

@@ -17,7 +17,7 @@ import optax
 from jax.extend.core import Literal
 from jax.tree_util import Partial
 
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data import Batches
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
 ScalarLoss = Callable[[Params, PyTree], jax.Array]

@@ -263,7 +263,7 @@ def test_a_wrong_option_is_refused_under_the_name_that_was_called(name):
         builder(task, **{option + "x": 1})
     with pytest.raises(TypeError, match=f"^{name} .*cohort_size.*Federation"):
         builder(task, cohort_size=3)
-    with pytest.raises(TypeError, match=f"^{name}.* must be a Task"):
+    with pytest.raises(ValueError, match=f"^{name}'s first argument must be a Task"):
         builder(task.predict)
 
 

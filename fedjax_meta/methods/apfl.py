@@ -131,7 +131,7 @@ def apfl(
     checks.optimizer_factory("optimizer", optimizer)
     checks.one_of("weighting", weighting, WEIGHTINGS)
     if mix == "outputs":
-        features.require_plain(task, "apfl with mix='outputs'")
+        features.require_no_buffers(task, "apfl with mix='outputs'")
     trainable = task.trainable(masks.variables_shape(task))
     mixing = _Mixing(task, trainable, mix == "outputs")
 

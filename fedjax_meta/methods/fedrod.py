@@ -124,7 +124,7 @@ def fedrod(
     Raises:
       ValueError: a task without features or with buffers, a negative exponent, a rate or count out of range.
     """
-    extract, apply_head = features.require(task, "fedrod", buffers=False)
+    extract, apply_head = features.require_features(task, "fedrod", buffers=False)
     checks.positive("lr", lr)
     checks.not_negative("balance", balance)
     checks.optimizer_factory("optimizer", optimizer)

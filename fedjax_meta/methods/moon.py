@@ -77,7 +77,7 @@ def moon(
     Raises:
       ValueError: a task without features, a negative weight, a rate, temperature or count out of range.
     """
-    extract, _ = features.require(task, "moon")
+    extract, _ = features.require_features(task, "moon")
     checks.positive("lr", lr)
     checks.not_negative("contrast_weight", contrast_weight)
     checks.positive("temperature", temperature)
