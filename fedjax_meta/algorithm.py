@@ -105,7 +105,7 @@ class Algorithm:
 def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:
     """The rows of a state that belong to the clients at `places` of the data, int32 like `places`.
 
-    Where the data are a subset of the population, a state may hold the rows of everybody or those of this subset in its order.
+    Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset, in its order.
 
     Raises:
       ValueError: it holds neither.

@@ -77,16 +77,32 @@ def test_a_variant_of_an_option_that_its_base_does_not_take_is_refused():
         (lambda task: fm.reptile(task, lrr=0.1), TypeError, r"reptile\(\) takes no 'lrr'.*allowed are inner_lr, outer_lr"),
         (lambda task: fm.fedavg(task, lanes=2), TypeError, r"fedavg\(\) takes no 'lanes', which belongs to Federation"),
         (lambda task: fm.fedavg(task, new_client=print), TypeError, r"fedavg\(\) takes no 'new_client', which belongs to Fed"),
-        (lambda task: fm.fedavg(task, 0.1), TypeError, r"fedavg takes a task and, by name, lr, .*write fedavg\(task, lr=...\)"),
-        (lambda task: fm.fedavg(task.predict), ValueError, r"fedavg's first argument must be a Task, e.g. fm.classification\("),
+        (
+            lambda task: fm.fedavg(task, 0.1),
+            TypeError,
+            r"fedavg takes a task and, by name, lr, .*write fedavg\(task, lr=...\)",
+        ),
+        (
+            lambda task: fm.fedavg(task.predict),
+            ValueError,
+            r"fedavg's first argument must be a Task, e.g. fm.classification\(",
+        ),
         (lambda task: fm.fedavg(), ValueError, "fedavg's first argument must be a Task"),
         (
             lambda task: fm.fedavg(task, optimizer=optax.sgd(0.1)),
             ValueError,
             "optimizer must be a factory `rate -> optax.GradientTransformation`",
         ),
-        (lambda task: fm.fedavg(task, personal={"head": True}), ValueError, r"personal .*one value at \['head'\], where there"),
-        (lambda task: fm.fedavg(task, personal={"head": {"w": True}}), ValueError, r"personal .*it has none at \['body'\]\['b'\]"),
+        (
+            lambda task: fm.fedavg(task, personal={"head": True}),
+            ValueError,
+            r"personal .*one value at \['head'\], where there",
+        ),
+        (
+            lambda task: fm.fedavg(task, personal={"head": {"w": True}}),
+            ValueError,
+            r"personal .*it has none at \['body'\]\['b'\]",
+        ),
     ],
 )
 def test_likely_mistakes_get_one_clear_line(call, error, message):

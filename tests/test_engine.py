@@ -79,7 +79,7 @@ def test_a_cohort_is_a_loop_over_its_clients_whatever_the_layout(lanes, devices,
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("count", [7, 6])
-def test_who_does_not_move_does_the_same_and_keeps_what_was_kept(lanes, devices, count):
+def test_a_cohort_that_does_not_move_between_devices_gives_the_same_and_keeps_its_rows(lanes, devices, count):
     # Seven clients on two devices: rows lie whole on each. Six: each device has its own three, not a multiple of two lanes.
     ids = IDS[:count]
     context, kept = problem(ids)
@@ -142,7 +142,7 @@ def loads(sizes, lanes, devices):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("lanes", "devices"), list(itertools.product([1, 2, 3], repeat=2)))
-def test_every_member_is_dealt_once_and_work_is_as_even_as_graham_promises(seed, lanes, devices):
+def test_every_member_is_assigned_once_and_work_is_within_grahams_bound(seed, lanes, devices):
     rng = np.random.default_rng(seed)
     sizes = rng.lognormal(3, 1.5, 8).astype(np.int32) + 1
     work, members = loads(sizes, lanes, devices)
@@ -160,7 +160,7 @@ def test_one_large_client_gets_a_device_of_its_own():
     assert loads(np.full(6, 7, np.int32), 1, 3)[0] == [14, 14, 14]
 
 
-def test_a_device_does_only_the_work_that_it_was_dealt(monkeypatch):
+def test_a_device_runs_only_its_own_groups(monkeypatch):
     # Padding groups must cost nothing: the loop runs over a device's own groups, not over the most that one could have.
     seen = []
     context, kept = problem(IDS)
@@ -185,7 +185,7 @@ def test_a_device_does_only_the_work_that_it_was_dealt(monkeypatch):
         ({"precision": "half"}, "precision='half' is unknown; allowed are float32, tf32, bfloat16"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(options, message):
+def test_an_impossible_layout_is_refused(options, message):
     context, kept = problem(IDS)
     with pytest.raises(ValueError, match=re.escape(message)):
         engine.run_cohort(rule, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, **options)
@@ -201,7 +201,7 @@ def test_a_map_over_lanes_is_a_loop_and_refuses_none():
             engine.map_clients(lambda one: one, inputs, lanes=lanes)
 
 
-def test_lanes_follow_the_memory_that_is_free(monkeypatch):
+def test_lanes_follow_the_free_memory(monkeypatch):
     def hungry(key, id_, kept, context):
         # A product that cannot be fused away: a megabyte of float64 a client.
         square = jax.random.normal(key, (256, 256))
@@ -238,7 +238,7 @@ def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
     )
 
 
-def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(caplog):
+def test_rows_are_partitioned_over_devices_and_their_size_is_logged_before_they_are_allocated(caplog):
     each = {"w": jnp.ones((3, 4)), "n": jnp.zeros((), jnp.int32)}
     with caplog.at_level(logging.INFO, "fedjax_meta"):
         population = engine.populate(lambda _: each, jnp.arange(10), 2)
@@ -252,7 +252,7 @@ def test_what_clients_keep_is_parted_among_devices_and_said_before_it_is_taken(c
     assert engine.populate(lambda _: (), jnp.arange(10), 2) == ()
 
 
-def test_more_than_is_free_is_refused_with_numbers(monkeypatch, caplog):
+def test_rows_beyond_the_free_memory_are_refused_with_numbers(monkeypatch, caplog):
     monkeypatch.setattr(engine, "free_bytes", lambda device: 5_000_000)
     data, algorithm = problems.data(), problems.build("fedper", cohort_size=2)
     assert algorithm.init(KEY, data).seen.shape == (7,)
@@ -305,7 +305,7 @@ def test_a_round_updates_a_large_population_in_place(devices):
     assert 8 <= int(jnp.sum(state.seen)) <= 24
 
 
-def test_a_saved_state_goes_on_where_the_devices_are():
+def test_a_saved_state_resumes_on_another_number_of_devices():
     data = problems.data()
     options = {"key": KEY, "rounds": 4, "eval_every": 2}
     one, two = (problems.build("fedper", cohort_size=3, devices=devices) for devices in (1, 2))

@@ -1,4 +1,4 @@
-"""Clients that wait on the host: the same run as on the device, with only a cohort's rows there."""
+"""A run with a host store equals the run on the device, which holds only the rows of a cohort."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def _close(a, b):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.parametrize("where", ["memory", "files"])
-def test_a_run_whose_clients_wait_on_the_host_is_the_run_on_the_device(name, where, tmp_path):
+def test_a_run_with_a_host_store_is_the_run_on_the_device(name, where, tmp_path):
     """Nine rounds of four among seven clients: a client is often in two rounds that follow each other."""
     kept = _run(name, store="memory" if where == "memory" else tmp_path / "clients")
     _close(kept, _run(name))
@@ -72,7 +72,7 @@ def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("samples", ["host", "device"])
-def test_a_device_holds_what_a_cohort_keeps_and_where_samples_wait_too_theirs_alone(samples, monkeypatch):
+def test_a_device_holds_only_the_rows_of_a_cohort_and_where_samples_are_on_the_host_only_its_samples(samples, monkeypatch):
     algorithm, data = _algorithm("fedper"), problems.data()
     data = jax.device_put(data) if samples == "device" else jax.tree.map(np.asarray, data)
     before, seen, copies = {id(array) for array in jax.live_arrays()}, set(), set()
@@ -98,7 +98,7 @@ def test_a_device_holds_what_a_cohort_keeps_and_where_samples_wait_too_theirs_al
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])
-def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_bit_for_bit(where, tmp_path, monkeypatch):
     place = "memory" if where == "memory" else tmp_path / "clients"
     algorithm, whole = _algorithm("scaffold"), _run("scaffold", store=place)
 
@@ -109,7 +109,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path, monkeypatch)
 
     with pytest.raises(KeyboardInterrupt):
         _run("scaffold", store=place, on_record=kill)
-    # Where a device has no room for everybody, to go on needs none either.
+    # A device without room for all rows can resume, too.
     monkeypatch.setattr(fm.engine, "free_bytes", lambda device: 0)
     like = host_store.state_shapes(algorithm, KEY, problems.data())
     saved = checkpoint.restore(tmp_path / "saved", like, {})
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(where, tmp_path, monkeypatch)
     assert problems.distance(_run("scaffold", state=saved.state)[0], whole[0]) < 1e-10
 
 
-def test_rows_that_were_cut_off_on_disk_are_not_taken_for_whole(tmp_path):
+def test_truncated_rows_on_disk_are_refused(tmp_path):
     run = _run("fedper", rounds=1, store="memory")
     path = checkpoint.save(tmp_path, run[0], [], {})
     like = jax.eval_shape(_algorithm("fedper").init, KEY, problems.data())
@@ -151,7 +151,7 @@ def test_known_clients_of_very_uneven_size_are_tested_in_parts(count, monkeypatc
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_state_that_is_left_is_a_state_like_any_other(name):
+def test_the_final_state_is_a_state_like_any_other(name):
     algorithm, data = _algorithm(name), problems.data()
     state, _ = _run(name, store="memory")
     other, _ = _run(name)
@@ -187,7 +187,7 @@ def test_rows_read_too_early_are_replaced_by_the_result_of_the_round_before():
     np.testing.assert_array_equal(host_store.newest_rows(came, before, jnp.asarray(again))["a"], [[30.0], [2.0], [10.0]])
 
 
-def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
+def test_what_a_store_cannot_hold_is_refused(monkeypatch, tmp_path):
     algorithm, data = _algorithm("fedper"), problems.data()
     everything = dataclasses.replace(fm.fedper(problems.task()), whole_population=True)
     with pytest.raises(ValueError, match="fedper reads what all clients keep in each round"):

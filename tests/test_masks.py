@@ -175,7 +175,10 @@ def test_variables_may_be_a_single_array():
         ("path:[", "personal='path:.' is not a regular expression"),
         ("path:", "personal='path:' is unknown"),
         ("path:gru", "personal='path:gru' selects no leaf of this model"),
-        ({"params": True}, r"personal must have a Python bool at every leaf .* one value at \['params'\], where there are 12 leaves"),
+        (
+            {"params": True},
+            r"personal must have a Python bool at every leaf .* one value at \['params'\], where there are 12 leaves",
+        ),
         ({"params": {}}, r"personal must have a Python bool at every leaf .* it has none at \['batch_stats'\]"),
         (lambda task: jax.tree.map(lambda leaf: 1, masks.variables_shape(task)), "must hold Python bools, not arrays"),
         (lambda task: jax.tree.map(lambda leaf: np.True_, masks.variables_shape(task)), "must hold Python bools, not arrays"),

@@ -105,8 +105,8 @@ def test_only_the_cohort_moves_and_a_first_participation_starts_from_the_servers
     np.testing.assert_allclose(after.personal["own"][ids], 5 + _gain(ids) + _gain(ids, 1), rtol=1e-14)
 
 
-def test_averaged_personal_leaves_are_the_mean_of_where_they_ended():
-    """The server holds the mean of the cohort's own leaves, wherever these began: with another cohort, not where it was."""
+def test_averaged_personal_leaves_are_the_mean_of_the_trained_ones():
+    """The server holds the mean of the cohort's trained leaves, whatever these started from."""
     algorithm = _build(average_personal=True, cohort_size=2)
     state, own, server = algorithm.init(KEY, DATA), {}, 5.0
     step = jax.jit(algorithm.round)
@@ -140,7 +140,7 @@ def test_a_client_that_does_not_exist_cannot_test(client):
         _tested(algorithm, algorithm.init(KEY, DATA), client)
 
 
-def test_a_round_from_which_nobody_returns_leaves_server_and_momentum_alone():
+def test_a_round_from_which_no_client_returns_leaves_server_and_momentum_alone():
     server = {"server_optimizer": optax.adam, "server_lr": 0.3}
     before, _ = _run(_build(**server), 2)
     after, _ = _run(_build(_adds(weight=lambda data: 0), **server), 1, before)
@@ -234,8 +234,8 @@ def test_an_aggregator_stands_in_for_the_mean_whatever_the_samples(aggregator, e
     np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)), rtol=1e-14)
 
 
-def test_an_aggregator_does_not_see_who_did_not_return():
-    """Clients 1 to 3 count; nobody's results leave everything as it was."""
+def test_an_aggregator_ignores_clients_that_did_not_return():
+    """Clients 1 to 3 count; a round from which none returns changes nothing."""
     client = _adds(weight=lambda data: jnp.where(_who(data) == 0, 0, 1))
     state, _ = _run(_build(client, aggregator=aggregate.median))
     np.testing.assert_allclose(state.model["buffer"], 2 + _gain(2), rtol=1e-14)
@@ -271,7 +271,7 @@ def test_a_pseudo_gradient_is_what_the_server_descends():
     state, _ = _run(_build(_adds(pseudo_gradient=gradient), server_lr=0.5))
     mean = np.average(np.arange(N), weights=SIZES)
     np.testing.assert_allclose(state.model["shared"], [1 - 0.5 * mean, -1 + mean], rtol=1e-14)
-    # Personal leaves are not sent, so that the NaN in their place harms nobody.
+    # Personal leaves are not sent, so that the NaN in their place does no harm.
     np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)), rtol=1e-14)
 
 

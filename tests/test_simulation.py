@@ -106,7 +106,7 @@ def test_every_evaluator_and_evaluation_has_its_own_key_which_other_evaluators_d
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, stop):
+def test_a_stopped_run_resumes_as_if_it_had_not_been_stopped(whole, stop):
     saved = []
 
     class StopError(Exception):
@@ -123,12 +123,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, stop):
     again, after = _simulate(state=state)
     assert problems.leaves_equal(again, whole[0])
     assert _same(before + after, whole[1])
-    # The caller's state was copied, not given away, and can be gone on from once more.
+    # The caller's state was copied, not donated, and can be resumed from again.
     assert problems.leaves_equal(_simulate(state=jax.tree.map(jnp.asarray, state))[0], whole[0])
 
 
-def test_the_state_that_a_stop_leaves_behind_is_whole():
-    """What raising hands over is not among the buffers that the next block would have reused."""
+def test_the_state_at_a_stop_is_intact():
+    """The state that a raising callback has seen is not among the buffers that the next block reuses."""
     kept = []
 
     def on_record(state, record):
@@ -199,7 +199,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_run_is_refused(case):
+def test_wrong_arguments_are_refused(case):
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         _simulate(**options)

@@ -16,7 +16,7 @@ KEY = jax.random.key(2)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e15])
-def test_a_tree_is_cut_to_the_norm_and_keeps_its_direction(scale):
+def test_a_tree_is_clipped_to_the_norm_and_keeps_its_direction(scale):
     tree = {"a": scale * jnp.array([[1.0, -2.0]]), "b": scale * jnp.array(2.0, jnp.float32)}
     cut = clipped(tree, 0.5)
     factor = min(1, 0.5 / (3 * scale))
@@ -25,13 +25,13 @@ def test_a_tree_is_cut_to_the_norm_and_keeps_its_direction(scale):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_is_cut_to_nothing(value):
+def test_a_tree_that_is_not_finite_is_clipped_to_zero(value):
     cut = clipped({"a": jnp.array([1.0, value]), "b": jnp.ones(())}, 1.0)
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(cut))
     assert np.all(clipped({"a": jnp.zeros(2)}, 1.0)["a"] == 0)
 
 
-def test_noise_has_the_deviation_asked_for_and_is_another_for_every_leaf():
+def test_noise_has_the_requested_deviation_and_is_independent_between_leaves():
     tree = {"a": jnp.full(20_000, 3.0), "b": jnp.full(20_000, 3.0), "c": jnp.full(20_000, 3.0, jnp.float32)}
     context = ServerContext(cohort_size=4, clip_norm=2.0, ids=jnp.arange(4), returned=jnp.ones(4, bool))
     added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, uploads.noise(1.4).server(KEY, tree, context))
@@ -46,8 +46,8 @@ def _lengths(norm):
     return np.minimum(1, norm / (np.sqrt(3) * _gain(np.arange(N)))) * _gain(np.arange(N))
 
 
-def test_without_noise_the_server_moves_by_the_sum_of_what_was_cut_over_the_cohort():
-    """Whatever the samples, and whoever does not return: the divisor is C = 4."""
+def test_without_noise_the_server_moves_by_the_sum_of_clipped_uploads_over_c():
+    """The divisor is C = 4, for clients of any size and when a client does not return."""
     state, _ = _run(_build(uploads=(uploads.clip(5.0), uploads.noise(0.0))))
     np.testing.assert_allclose(state.model["shared"], START["shared"] + _lengths(5.0).sum() / 4, rtol=1e-12)
     np.testing.assert_allclose(state.model["buffer"], 2 + _lengths(5.0).sum() / 4, rtol=1e-12)

@@ -81,7 +81,7 @@ class UploadTransform:
       clip_norm: the bound on an upload's norm that this transformation guarantees, if it does.
       has_feedback: whether `memory` carries what was left out of one upload into the next.
       sends_differences: whether clients then send by how much buffers moved instead of their values.
-      fixed_divisor: whether the sum is divided by C whoever returned, and clients count alike.
+      fixed_divisor: whether the sum is divided by C even if some clients do not return, and all count equally.
       config: hyper-parameters, for the record of a run.
     """
 
