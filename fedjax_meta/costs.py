@@ -153,7 +153,7 @@ def round_time(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, cohort_
 
 
 def seconds_by_client(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, num_clients: int) -> np.ndarray:
-    """Seconds that each client takes for a round, `[N]`, for `participation.deadline`; each class of devices gets its share of N."""
+    """Seconds that each client takes for a round, `[N]`, for `participation.deadline`; device classes get their shares of N."""
     checks.count("num_clients", num_clients)
     total = np.array([time.total for time in client_times(bytes_, flops, testbed)])
     shares = np.array([device.share for device in testbed.devices], float)

@@ -233,8 +233,8 @@ def test_no_key_is_used_twice(name):
     with jax.debug_key_reuse(True):
         state = jax.eval_shape(algorithm.init, KEY, data)
         jax.jit(algorithm.round).lower(KEY, state, data)
+        support = data.client(1)["test_support"]
         for client in (1, None):
-            support = data.client(1)["test_support"]
             test = lambda key, state, client=client: algorithm.personalize(key, state, support, client)  # noqa: E731
             jax.jit(test).lower(KEY, state)
 

@@ -15,7 +15,8 @@ from fedjax_meta.uploads.transform import ServerContext, UploadTransform, per_le
 def noise(multiplier: Scalar) -> UploadTransform:
     """Adds noise of deviation `multiplier * S / C` to each number of the average; S is the norm of the `clip` before it.
 
-    The sum is divided by C even if some clients do not return, and all clients count equally, so that one client moves the average by at most S / C.
+    The sum is divided by C even if some clients do not return, and all clients count equally, so that one client moves the
+    average by at most S / C.
     The guarantee (epsilon, delta) covers the server's state, which all clients see. It does not cover personal leaves and
     memories, which stay with their client, nor metrics, which a deployment would not send. Buffers and averaged optimiser
     slots that must be positive (a variance) may turn negative under noise: let clients keep these.
