@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fedjax_meta import checks
-from fedjax_meta.data.federated import ClientData
+from fedjax_meta.data import ClientData
 from fedjax_meta.types import PyTree
 
 WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}

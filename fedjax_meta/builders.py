@@ -28,7 +28,8 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     nearest name that it takes. The method's `config` holds the builder's name and every option, defaults included.
 
     Raises (the builder, when called):
-      TypeError: a first argument that is no task, an unknown option, an option that belongs to `Federation`.
+      TypeError: an unknown option, an option that belongs to `Federation`.
+      ValueError: a first argument that is no task.
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -78,8 +78,8 @@ def check_algorithm(algorithm: Algorithm) -> None:
     if algorithm.needs_all_rows:
         name = algorithm.config.get("method", "this method")
         raise ValueError(
-            f"store: {name} reads what all clients keep in each round, so that their rows must be on the device; run it without a "
-            "store"
+            f"store: {name} reads what all clients keep in each round, so that their rows must be on the device; run it "
+            "without a store"
         )
     if jax.process_count() > 1:
         raise ValueError(f"store: a host store belongs to one process, but this run has {jax.process_count()}")

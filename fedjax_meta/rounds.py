@@ -116,6 +116,12 @@ class _Rounds:
                 f"{self.method.name} lets the server see what each client sends by itself, which "
                 f"{' and '.join(sorted(names & {'noise', 'mask'}))} cannot cover"
             )
+        f = self.federation
+        if self.method.server_optimizer is not None and f.server_lr is not None and f.server_optimizer is None:
+            raise ValueError(
+                f"{self.method.name} has a server optimiser of its own: server_lr={f.server_lr} alone would replace it by "
+                "SGD; give server_optimizer too, or set the rate in the method"
+            )
 
     @cached_property
     def personal(self) -> Mask:
@@ -143,7 +149,7 @@ class _Rounds:
     @cached_property
     def server(self) -> optax.GradientTransformation:
         f = self.federation
-        optimizer = self.method.server_optimizer
+        optimizer = optax.sgd(1.0) if self.method.server_optimizer is None else self.method.server_optimizer
         if f.server_lr is not None:
             optimizer = (optax.sgd if f.server_optimizer is None else f.server_optimizer)(f.server_lr)
         if not self.method.sums_pseudo_gradients:
@@ -220,9 +226,7 @@ class _Rounds:
         if client is not None:
             checks.indices("client", client, rows)
             row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], Kept(jnp.arange(rows), *_rows(state)))
-            row = row._replace(seen=row.seen & self.federation.own_at_test)
-            # The memory is the client's own even where it tests with the server's leaves.
-            received = self._receive(key, state, row, total, has_memory=jnp.asarray(state.seen)[client])
+            received = self._receive(key, state, row._replace(seen=row.seen & self.federation.own_at_test), total)
             return method.personalize(tagged(key, "personalize"), received, support)
         new_client = self.federation.new_client or method.new_client
         if new_client is not None:
@@ -271,14 +275,13 @@ class _Rounds:
 
         return jax.eval_shape(upload, jax.random.key(0), model)
 
-    def _receive(self, key: Key, state: State, row: Kept, num_clients: int, *, has_memory: Any = None) -> Received:
+    def _receive(self, key: Key, state: State, row: Kept, num_clients: int) -> Received:
         """What a client starts from: its own leaves and memory if it has taken part, else the server's and fresh ones."""
         theirs, common = masks.split(state.model, self.personal)
         model = masks.merge(_where(row.seen, row.personal, theirs), common)
         fresh = self.method.init_memory(tagged(key, "memory"), model, num_clients)
         fresh = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), fresh, row.memory)
-        memory = _where(row.seen if has_memory is None else has_memory, row.memory, fresh)
-        return Received(model, memory, state.extra, state.round, row.seen, tagged(key, "shared"))
+        return Received(model, _where(row.seen, row.memory, fresh), state.extra, state.round, row.seen, tagged(key, "shared"))
 
     def _client_round(self, key: Key, id_: jax.Array, kept: Kept, context: "_Context") -> ClientUpdate:
         """What the engine runs for each client: the method's rule, and what becomes of its result."""

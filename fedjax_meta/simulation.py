@@ -150,8 +150,8 @@ def simulate(
       RuntimeError: a run over several processes lost one of them.
       TypeError: no method or algorithm; a federation beside an algorithm.
       ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do
-        not fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say whether
-        its clients are known, or that does not return a row for each of them.
+        not fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say
+        whether its clients are known, or that does not return a row for each of them.
     """
     algorithm = as_algorithm(method, federation)
     checks.prng_key("key", key)

@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fedjax_meta.keys import tagged
 from tests import problems
-from tests.algorithms.common import KEY, build, compiled, of, personalized, run, start
+from tests.methods.common import KEY, build, compiled, of, personalized, run, start
 
 OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -15,7 +16,7 @@ def l2gd(**options):
 def coins(count, probability):
     """Whether each round pulls, as the rounds of `run` see it."""
     keys = [jax.random.fold_in(KEY, r) for r in range(count)]
-    return [bool(jax.random.bernoulli(jax.random.split(key, 3)[2], probability)) for key in keys]
+    return [bool(jax.random.bernoulli(tagged(tagged(key, "shared"), "coin"), probability)) for key in keys]
 
 
 def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothing():
@@ -47,7 +48,7 @@ def test_a_round_that_pulls_moves_every_model_towards_the_mean():
     assert problems.distance(after.personal, expected) < 1e-12
 
 
-def test_a_new_client_begins_at_the_mean_and_a_known_one_has_its_own():
+def test_a_new_client_starts_at_the_mean_and_a_known_one_has_its_own():
     algorithm = l2gd(pull=0.5, new_client_epochs=0)
     state = run(algorithm, 4)
     assert problems.leaves_equal(personalized(algorithm, state, None, of_client=2), state.extra)

@@ -4,14 +4,14 @@ import pytest
 
 import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, KEY, build, gradient, loss, personalized, run, start, step
+from tests.methods.common import FULL, KEY, build, gradient, loss, personalized, run, start, step
 
 
 def pfedme(**options):
     return build("pfedme", **({**FULL, "lr": 0.05, "prox_weight": 2.0} | options))
 
 
-def test_the_gradient_of_the_envelope_is_the_way_to_the_personal_model():
+def test_the_gradient_of_the_envelope_points_away_from_the_personal_model():
     # F(w) = min_θ f(θ) + λ/2 |θ - w|² has the gradient λ (w - θ(w)); against central differences of F.
     algorithm = pfedme(inner_steps=600)
     state = start(algorithm)
@@ -34,7 +34,7 @@ def test_the_gradient_of_the_envelope_is_the_way_to_the_personal_model():
 
 
 def test_a_round_of_one_batch_written_out():
-    # One client whose batch is all of its samples, so that order plays no part.
+    # One client whose batch is all of its samples, so that their order does not matter.
     x, y = problems.data().x[:24], problems.data().y[:24]
     views = {"train": ([0], [24]), "support": ([0], [12]), "query": ([12], [24])}
     data = fm.from_clients([(x, y)], num_classes=3, views={k: tuple(map(jnp.array, v)) for k, v in views.items()})

@@ -3,13 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fedjax_meta.algorithms.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
+from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
-from tests.algorithms.common import FULL, KEY, batch, build, of, personalized, run, start
+from tests.methods.common import FULL, KEY, batch, build, of, personalized, run, start
 
 OPTIONS = {**FULL, "lr": 0.1, "head_lr": 0.3, "epochs": 2, "head_epochs": 1, "optimizer": optax.sgd}
 
@@ -52,7 +52,7 @@ def test_class_sums_and_statistics_are_those_of_the_paper():
 
 
 def test_the_programme_from_the_gram_matrix_is_equation_11():
-    # P_jl = [j = l] v_j + Σ_k <h_i - h_j, h_i - h_l>, and α' P α is what `mixtures` makes least.
+    # P_jl = [j = l] v_j + Σ_k <h_i - h_j, h_i - h_l>, and `mixtures` minimises α' P α.
     rng = np.random.default_rng(1)
     v, h = rng.uniform(0.1, 1, 4), rng.normal(size=(4, 6))
     stats = Statistics(jnp.asarray(v), jnp.asarray(h))
@@ -61,7 +61,7 @@ def test_the_programme_from_the_gram_matrix_is_equation_11():
         apart = h[i] - h
         quadratic = np.diag(v) + apart @ apart.T
         slope = 2 * quadratic @ matrix[i]
-        # Kuhn-Tucker: all weights that are not 0 have the same, least slope.
+        # Kuhn-Tucker: all weights that are not 0 have the same slope, the smallest one.
         assert np.all(slope[matrix[i] > 0] < slope.min() + 1e-9)
 
 
@@ -74,7 +74,7 @@ def test_small_weights_are_dropped_and_rows_sum_to_one():
     np.testing.assert_allclose(jnp.sum(matrix, 1), 1, atol=1e-15)
 
 
-def test_heads_are_combined_by_the_statistics_of_before_training():
+def test_heads_are_combined_by_statistics_from_before_training():
     together, alone = run(fedpac(), 1), run(fedpac(collaborate=False), 1)
     first = start(fedpac()).model
     v, h = zip(*(reference_statistics(first, i) for i in range(7)), strict=True)
@@ -86,7 +86,7 @@ def test_heads_are_combined_by_the_statistics_of_before_training():
 
 
 def test_centroids_are_the_class_means_over_all_samples():
-    # With an extractor that stands still, means weighted by class counts are the means of the pooled samples.
+    # The extractor does not move here, so means weighted by class counts are the means of the pooled samples.
     state = run(fedpac(lr=1e-30), 1)
     parts = [class_features(state.model, client) for client in range(7)]
     z, y = (np.concatenate(values) for values in zip(*parts, strict=True))
@@ -94,7 +94,7 @@ def test_centroids_are_the_class_means_over_all_samples():
     assert bool(jnp.all(state.extra.known))
 
 
-def test_a_class_that_nobody_holds_has_no_centroid_and_harms_nobody():
+def test_a_class_without_samples_has_no_centroid_and_does_no_harm():
     clients = [(np.asarray(batch(i).x), np.asarray(batch(i).y)) for i in range(3)]
     data = fm.from_clients([(x[y != 1], y[y != 1]) for x, y in clients], num_classes=3)
     state = run(fedpac(cohort_size=3), 3, data=data)
@@ -103,13 +103,13 @@ def test_a_class_that_nobody_holds_has_no_centroid_and_harms_nobody():
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.model))
 
 
-def test_a_class_without_a_global_centroid_is_drawn_to_the_clients_own():
+def test_a_class_without_a_global_centroid_is_pulled_to_the_clients_own():
     sums = features.ClassSums(jnp.array([2.0, 4.0]), jnp.array([[2.0, 4.0], [8.0, 0.0]]), jnp.zeros(2))
     centroids = Centroids(jnp.array([[9.0, 9.0], [0.0, 0.0]]), jnp.array([True, False]))
     np.testing.assert_array_equal(aligned(sums, centroids), [[9, 9], [2, 0]])
 
 
-def test_alignment_begins_in_the_second_round_and_pulls_features_to_the_centroids():
+def test_alignment_starts_in_the_second_round_and_pulls_features_to_the_centroids():
     one_strong, one_none = run(fedpac(alignment=5.0), 1), run(fedpac(alignment=0.0), 1)
     assert problems.distance(one_strong.model, one_none.model) < 1e-14
     strong, none = run(fedpac(alignment=5.0), 6), run(fedpac(alignment=0.0), 6)
@@ -158,7 +158,7 @@ def test_wrong_arguments_are_named():
         with pytest.raises(ValueError, match=text):
             fedpac(**wrong)
     with pytest.raises(ValueError, match="no features and head"):
-        fm.ALGORITHMS["fedpac"](problems.task()._replace(features=None))
+        fm.METHODS["fedpac"](problems.task()._replace(features=None))
     with pytest.raises(ValueError, match="cohort_size=9"):
         algorithm = fedpac(cohort_size=9)
         algorithm.round(KEY, start(algorithm), problems.data())

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fedjax_meta.algorithms.fedfomo import takeover
 
+from fedjax_meta.methods.fedfomo import takeover
 from tests import problems
-from tests.algorithms.common import FULL, build, gradient, loss, of, personalized, run, start, step
+from tests.methods.common import FULL, build, gradient, loss, of, personalized, run, start, step
 
 OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 1}
 
@@ -24,7 +24,7 @@ def test_weights_are_gains_by_distance_and_only_the_better_models_count():
     np.testing.assert_allclose(share, [0.6, 0, 0.4, 0])
 
 
-def test_where_nobody_is_better_everybody_keeps_its_own():
+def test_where_no_model_is_better_a_client_keeps_its_own():
     _, share = takeover(jnp.array([-1.0, 0.0, jnp.nan]), jnp.array([1.0, 0.0, 1.0]), jnp.ones(3, bool))
     np.testing.assert_array_equal(share, 0)
 
@@ -61,17 +61,17 @@ def test_a_round_written_out():
     assert took >= 3
 
 
-def test_downloads_limit_what_a_client_gets_to_see_and_preferences_choose():
+def test_a_client_compares_with_the_models_that_it_downloads_and_preferences_choose_these():
     algorithm = fedfomo(**{**FULL, "lr": 0.3}, downloads=2, exploration=0.0)
     state = start(algorithm)
     liked = jnp.zeros((7, 7)).at[:, 2].set(5.0).at[:, 5].set(4.0)
-    after = run(algorithm, 1, state._replace(memory=liked))
+    after = run(algorithm, 1, state._replace(memory=liked, seen=jnp.ones(7, bool)))
     changed = np.asarray(after.memory != liked)
     assert changed[[0, 1, 3, 4, 6]][:, [0, 1, 3, 4, 6]].sum() == 0
     assert changed[[0, 1, 3, 4, 6]][:, [2, 5]].all()
 
 
-def test_a_new_client_weighs_everybody_on_its_support_set():
+def test_a_new_client_weighs_all_models_on_its_support_set():
     algorithm = fedfomo(**{**FULL, "lr": 0.3})
     state = run(algorithm, 2)
     before = loss(state.model, 3, "test_support")

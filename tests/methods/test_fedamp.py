@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fedjax_meta.algorithms.fedamp import attention, cosine_attention
 
+from fedjax_meta.methods.fedamp import attention, cosine_attention
 from tests import problems
-from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
+from tests.methods.common import FULL, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2}
 WHOLE = {**FULL, "step": 0.5, "prox_weight": 0.4, "width": 2.0, "new_client_epochs": 0}
@@ -43,7 +43,7 @@ def test_heuristic_attention_is_a_softmax_of_cosines():
         assert matrix[i, i] == 0.25
 
 
-def test_who_did_not_return_is_in_nobodys_mixture():
+def test_a_client_that_did_not_return_is_in_no_mixture():
     valid = jnp.array([True, False, True, True])
     for matrix in (
         attention(jnp.asarray(W @ W.T), valid, step=1.0, width=5.0, relative=True),
@@ -58,6 +58,12 @@ def test_who_did_not_return_is_in_nobodys_mixture():
 def test_without_the_pull_it_is_local_training(kernel):
     state = run(fedamp(prox_weight=0.0, kernel=kernel), 3)
     assert problems.distance(state.personal, run(build("local_only", **OPTIONS), 3).personal) < 1e-12
+
+
+def test_with_all_weight_on_the_own_model_a_client_is_pulled_to_where_its_round_starts():
+    state = run(build("heur_fedamp", own_share=1.0, prox_weight=0.5, **OPTIONS), 3)
+    other = run(build("fedprox", personal="all", prox_weight=0.5, **OPTIONS), 3)
+    assert problems.distance(state.personal, other.personal) < 1e-12
 
 
 def test_a_round_written_out():
@@ -78,7 +84,7 @@ def test_a_round_written_out():
     np.testing.assert_allclose(clouds, matrix @ flat, atol=1e-9)
 
 
-def test_a_new_client_begins_at_the_mean_of_all_models():
+def test_a_new_client_starts_at_the_mean_of_the_cohorts_models():
     algorithm = fedamp(**WHOLE)
     state = run(algorithm, 1)
     sizes = np.asarray(problems.data().sizes("train"), float)

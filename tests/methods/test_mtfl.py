@@ -1,16 +1,17 @@
 """MTFL: what is private, what is averaged, and the federated Adam against a NumPy reference."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fedjax_meta.algorithms import fedadam, fedavg, fedavg_adam, fedbn, fedmeta, mtfl
 
-from fedjax_meta import evaluate, local, masks, meta, models
-from fedjax_meta.data.federated import from_clients
+import fedjax_meta as fm
+from fedjax_meta import local, masks, meta, models
+from fedjax_meta.data import from_clients
+from fedjax_meta.keys import tagged
+from fedjax_meta.masks import Role
+from fedjax_meta.methods.mtfl import adam
 from fedjax_meta.task import Task, classification
 
 SIZES = (12, 20, 33)
@@ -42,6 +43,11 @@ def task():
     )
 
 
+def build(name, task, cohort_size=2, **options):
+    """A method in a federation on one device."""
+    return fm.federate(fm.METHODS[name](task, **options), fm.Federation(cohort_size=cohort_size, devices=1))
+
+
 def run(algorithm, data, rounds=3):
     state = jax.jit(algorithm.init)(jax.random.key(1), data)
     step = jax.jit(algorithm.round)
@@ -57,18 +63,18 @@ def same(a, b):
 
 
 def test_nothing_private_is_federated_averaging(task, data):
-    options = {"cohort_size": 2, "devices": 1, "lr": 0.1, "batch_size": 8}
-    same(run(mtfl(task, private="none", **options), data).model.variables, run(fedavg(task, **options), data).model)
+    options = {"lr": 0.1, "batch_size": 8}
+    state = run(build("mtfl", task, private="none", **options), data)
+    same(state.model.variables, run(build("fedavg", task, **options), data).model)
 
 
 @pytest.mark.parametrize(("federated", "private"), [("none", "bn_stats"), ("bn_affine", "bn")])
 def test_private_statistics_train_bit_for_bit_like_federated_ones(task, data, federated, private):
-    """Training normalises by batches: whose the running statistics are is seen in tests alone, with and without own affines."""
-    options = {"cohort_size": 2, "devices": 1, "lr": 0.1, "batch_size": 8}
-    plain, private = (mtfl(task, private=mask, **options) for mask in (federated, private))
+    """Training normalises by batches, so that it does not matter there who keeps the running statistics."""
+    plain, private = (build("mtfl", task, private=mask, lr=0.1, batch_size=8) for mask in (federated, private))
     a, b = run(plain, data), run(private, data)
     same(a.model.variables["params"], b.model.variables["params"])
-    # Only the test differs: each client normalises by its own statistics.
+    # Only the test differs: there each client normalises by its own statistics.
     i = int(np.argmax(np.asarray(b.seen)))
     mine, shared = (
         algorithm.personalize(jax.random.key(0), state, data.client(i)["test"], i)
@@ -79,20 +85,19 @@ def test_private_statistics_train_bit_for_bit_like_federated_ones(task, data, fe
 
 
 def test_fedbn_is_both_private_and_uniform(task, data):
-    fedbn_state = run(fedbn(task, cohort_size=3, devices=1), data)
-    same(
-        fedbn_state, run(mtfl(task, private="bn", lr=0.01, batch_size=32, weighting="uniform", cohort_size=3, devices=1), data)
-    )
-    # The server's batch norm is never averaged, the clients' own ones are apart.
+    fedbn_state = run(build("fedbn", task, cohort_size=3), data)
+    options = {"private": "bn", "lr": 0.01, "batch_size": 32, "weighting": "uniform"}
+    same(fedbn_state, run(build("mtfl", task, cohort_size=3, **options), data))
+    # The server's batch norm is never averaged, and the clients' own ones differ.
     assert np.all(np.asarray(fedbn_state.model.variables["params"]["bn1"]["scale"]) == 1)
     scale = np.asarray(fedbn_state.personal.variables["params"]["bn1"]["scale"])
     assert scale.shape == (3, 5) and not np.allclose(scale[0], scale[1])
 
 
 @pytest.mark.parametrize("mask", ["none", "bn_affine", "bn_stats", "bn"])
-@pytest.mark.parametrize("builder", [partial(mtfl, lr=0.1), fedavg_adam])
-def test_what_is_private_stays_and_the_rest_is_averaged(task, data, mask, builder):
-    algorithm = builder(task, private=mask, cohort_size=2, devices=1)
+@pytest.mark.parametrize("name", ["mtfl", "mtfl_fedavg_adam"])
+def test_private_leaves_stay_and_the_rest_is_averaged(task, data, mask, name):
+    algorithm = build(name, task, private=mask, **({"lr": 0.1} if name == "mtfl" else {}))
     before = algorithm.init(jax.random.key(1), data)
     after = run(algorithm, data)
     own = masks.resolve(mask, task)
@@ -100,23 +105,20 @@ def test_what_is_private_stays_and_the_rest_is_averaged(task, data, mask, builde
         assert np.array_equal(old, new) == keep
     kept = sum(jax.tree.leaves(own))
     slots = sum(jax.tree.leaves(masks.intersection(own, task.trainable(masks.variables_shape(task)))))
-    federated = builder is fedavg_adam
+    federated = name == "mtfl_fedavg_adam"
     assert len(jax.tree.leaves(after.personal)) == kept + 2 * slots * federated
 
 
 def test_statistics_never_go_through_an_adaptive_server(task, data):
-    # From one start clients do the same, so plain averaging must give the same statistics whatever the server's optimiser is.
-    plain, adaptive = (
-        run(b(task, cohort_size=3, devices=1, lr=0.1), data, rounds=1) for b in (fedavg, partial(fedadam, server_lr=1.0))
-    )
+    # From one start all clients do the same, so the averaged statistics must not depend on the server's optimiser.
+    plain = run(build("fedavg", task, cohort_size=3, lr=0.1), data, rounds=1)
+    adaptive = run(build("fedadam", task, cohort_size=3, lr=0.1, server_lr=1.0), data, rounds=1)
     same(plain.model["batch_stats"], adaptive.model["batch_stats"])
     assert not np.allclose(plain.model["params"]["head"]["kernel"], adaptive.model["params"]["head"]["kernel"])
 
 
-@pytest.mark.parametrize(
-    "builder", [partial(fedadam, server_lr=1.0, epochs=20), partial(fedavg_adam, private="none", epochs=20)]
-)
-def test_variances_stay_positive(task, data, builder):
+@pytest.mark.parametrize(("name", "options"), [("fedadam", {"server_lr": 1.0}), ("fedavg_adam", {})])
+def test_variances_stay_positive(task, data, name, options):
     """An average of the values is above 0; the old value less an average of differences may be rounded below it."""
     shrunk = task.init
 
@@ -124,9 +126,22 @@ def test_variances_stay_positive(task, data, builder):
         variables = shrunk(key)
         return {**variables, "batch_stats": jax.tree.map(lambda leaf: leaf + 1e6, variables["batch_stats"])}
 
-    state = run(builder(task._replace(init=init), cohort_size=3, devices=1, lr=0.1), data, rounds=5)
+    state = run(build(name, task._replace(init=init), cohort_size=3, lr=0.1, epochs=20, **options), data, rounds=5)
     variables = state.model if isinstance(state.model, dict) else state.model.variables
     assert np.all(np.asarray(variables["batch_stats"]["bn1"]["var"]) > 0)
+
+
+def test_slots_of_shared_leaves_are_buffers_and_those_of_private_leaves_are_personal(task):
+    method = fm.mtfl_fedavg_adam(task)
+    roles = {"/".join(masks.path_names(path)): role for path, role in jax.tree.leaves_with_path(method.roles)}
+    for name, role in roles.items():
+        own = "bn1" in name
+        if name.startswith("slots"):
+            assert role == (Role.PERSONAL if own else Role.BUFFER), name
+        else:
+            assert role == (Role.PERSONAL if own else Role.SHARED), name
+    assert sum(role == Role.PERSONAL for role in roles.values()) == 2 + 2 + 2 * 2
+    assert fm.mtfl_fedavg_adam(task, optimizer=adam).config == method.config
 
 
 def softmax_gradient(body, head, x, y):
@@ -140,7 +155,7 @@ def softmax_gradient(body, head, x, y):
 
 @pytest.mark.parametrize("private", ["none", "head"])
 def test_federated_adam_against_numpy(data, private):
-    """Three rounds of MTFL (FedAvg-Adam) by the formulas: full batches, unequal clients, everybody takes part."""
+    """Three rounds of MTFL (FedAvg-Adam) by the formulas: full batches, unequal clients, all of which take part."""
     lr, epochs, rounds, b1, b2, eps = 0.05, 4, 3, 0.9, 0.999, 1e-7
     rng = np.random.default_rng(3)
     start = {"body": rng.normal(size=(6, 4)), "head": rng.normal(size=(4, 3))}
@@ -150,7 +165,8 @@ def test_federated_adam_against_numpy(data, private):
         layers=("body", "head"),
     )
     with jax.enable_x64(True):
-        algorithm = fedavg_adam(linear, lr=lr, private=private, epochs=epochs, batch_size=64, cohort_size=3, devices=1)
+        options = {"lr": lr, "private": private, "epochs": epochs, "batch_size": 64}
+        algorithm = build("mtfl_fedavg_adam", linear, cohort_size=3, **options)
         state = run(algorithm, data, rounds)
         seen_by = [algorithm.personalize(jax.random.key(0), state, data.client(i)["test"], i) for i in range(3)]
 
@@ -192,7 +208,7 @@ def test_federated_adam_against_numpy(data, private):
             np.testing.assert_allclose(found, (m, v), rtol=1e-6, atol=1e-12)
 
 
-def test_alike_clients_are_one(task):
+def test_identical_clients_are_like_one(task):
     rng = np.random.default_rng(0)
     one = (rng.normal(size=(16, 6)).astype(np.float32), rng.integers(0, 3, 16))
 
@@ -200,11 +216,9 @@ def test_alike_clients_are_one(task):
         return {"train": (np.zeros(n, int), np.full(n, 16))}
 
     alone, many = from_clients([one], views=views(1)), from_clients([one] * 4, views=views(4))
-    build = partial(fedavg_adam, task, lr=0.01, private="none", batch_size=16)
-    for a, b in zip(
-        *(jax.tree.leaves(run(build(cohort_size=len(d.size["train"]), devices=1), d).model) for d in (alone, many)),
-        strict=True,
-    ):
+    options = {"lr": 0.01, "batch_size": 16}
+    states = [run(build("fedavg_adam", task, cohort_size=len(d.size["train"]), **options), d) for d in (alone, many)]
+    for a, b in zip(*(jax.tree.leaves(state.model) for state in states), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -218,12 +232,12 @@ def counting_task(samples):
     return Task(lambda key: jnp.zeros(samples), loss, lambda v, x: jnp.zeros((x.shape[0], 1)))
 
 
-def test_the_feeder_goes_on_where_it_stopped():
+def test_the_feeder_continues_where_it_stopped():
     sizes = np.array([7, 10, 13])
     x = np.arange(30, dtype=np.float32)[:, None]
     parts = [(x[end - n : end], np.zeros(n, int)) for n, end in zip(sizes, np.cumsum(sizes), strict=True)]
     data = from_clients(parts, views={"train": (0 * sizes, sizes)}, num_classes=1)
-    algorithm = mtfl(counting_task(30), lr=1.0, private="all", steps=2, batch_size=3, cohort_size=2, devices=1)
+    algorithm = build("mtfl", counting_task(30), lr=1.0, private="all", steps=2, batch_size=3)
     state = algorithm.init(jax.random.key(0), data)
     visits = np.zeros(3, int)
     step = jax.jit(algorithm.round)
@@ -240,13 +254,13 @@ def test_the_feeder_goes_on_where_it_stopped():
 
 
 def test_user_accuracy_is_of_the_received_model_with_own_patches(task, data):
-    algorithm = mtfl(task, lr=0.1, cohort_size=2, devices=1)
-    watched = evaluate.with_user_accuracy(algorithm, devices=1)
+    algorithm = build("mtfl", task, lr=0.1)
+    watched = fm.with_user_accuracy(algorithm, devices=1)
     state = run(algorithm, data)
     key = jax.random.key(9)
     plain, _ = jax.jit(algorithm.round)(key, state, data)
     after, info = jax.jit(watched.round)(key, state, data)
-    # Another program around the same round: as good as bit for bit.
+    # The same round within another program: equal up to rounding.
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(after), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
     scores = []
@@ -274,7 +288,7 @@ def statistics_by_hand(task, data):
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     gradient_of = jax.jit(jax.grad(loss))
-    params = jax.jit(task.init)(jax.random.key(1))["params"]
+    params = jax.jit(task.init)(tagged(jax.random.key(1), "model"))["params"]
     found = []
     for i in range(len(SIZES)):
         x, y = (np.asarray(part[sum(SIZES[:i]) : sum(SIZES[: i + 1])]) for part in (data.x, data.y))
@@ -288,7 +302,7 @@ def statistics_by_hand(task, data):
 @pytest.mark.parametrize("personal", ["bn", "head+bn"])
 def test_meta_learning_with_private_batch_norm(task, data, statistics_by_hand, personal):
     """In a round a client adapts, and the statistics move once, by the adapted model on the query view."""
-    algorithm = fedmeta(task, personal=personal, inner_lr=0.3, batch_size=None, cohort_size=3, devices=1)
+    algorithm = build("fedmeta", task, personal=personal, inner_lr=0.3, batch_size=None, cohort_size=3)
     state = run(algorithm, data, rounds=1)
     for i, (mean, variance) in enumerate(statistics_by_hand):
         mine = jax.tree.map(lambda leaf, i=i: leaf[i], state.personal)["batch_stats"]["bn1"]
@@ -325,9 +339,9 @@ def test_meta_gradient_through_batch_norm(data):
             assert float((ahead - behind) / 2e-5) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_statistics_taken_anew_are_those_of_the_model_that_is_tested(task, data):
-    """After many passes they are the mean over batches of the received model's, and parameters are those that came."""
-    algorithm = mtfl(task, lr=0.1, cohort_size=3, devices=1, batch_size=33, statistics_epochs=200)
+def test_renewed_statistics_are_those_of_the_model_that_is_tested(task, data):
+    """After many passes they are the batch statistics of the received model, whose parameters have not moved."""
+    algorithm = build("mtfl", task, lr=0.1, cohort_size=3, batch_size=33, statistics_epochs=200)
     state = run(algorithm, data)
     got = jax.jit(lambda state: algorithm.personalize(jax.random.key(0), state, data.client(2)["train"], 2))(state)
     own = masks.merge(
@@ -342,22 +356,21 @@ def test_statistics_taken_anew_are_those_of_the_model_that_is_tested(task, data)
     assert not np.allclose(own["batch_stats"]["bn1"]["mean"], h.mean(0), rtol=1e-2)
 
 
-def test_bad_arguments(task, data):
+def test_bad_arguments(task):
     without = models.mlp(inputs=6, hidden=(4,), classes=3)
     for mask in ("bn", "bn_affine", "bn_stats"):
         with pytest.raises(ValueError, match=f"private='{mask}'.* selects no leaf|no batch"):
-            mtfl(without, private=mask)
+            fm.mtfl(without, private=mask)
     with pytest.raises(ValueError, match="epochs=2 and steps=3"):
-        mtfl(task, epochs=2, steps=3)
+        fm.mtfl(task, epochs=2, steps=3)
     with pytest.raises(ValueError, match="steps=0"):
-        mtfl(task, steps=0)
+        fm.mtfl(task, steps=0)
     with pytest.raises(ValueError, match="lr=0"):
-        mtfl(task, lr=0.0)
+        fm.mtfl(task, lr=0.0)
     with pytest.raises(ValueError, match="statistics_epochs=-1"):
-        mtfl(task, statistics_epochs=-1)
+        fm.mtfl(task, statistics_epochs=-1)
     with pytest.raises(ValueError, match="finetune_epochs=-1"):
-        mtfl(task, finetune_epochs=-1)
-    # C x W below 1 is a cohort of nobody.
+        fm.mtfl(task, finetune_epochs=-1)
+    # C x W below 1 would be an empty cohort.
     with pytest.raises(ValueError, match="cohort_size=0"):
-        algorithm = mtfl(task, cohort_size=0, devices=1)
-        algorithm.round(jax.random.key(0), algorithm.init(jax.random.key(0), data), data)
+        build("mtfl", task, cohort_size=0)

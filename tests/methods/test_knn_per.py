@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from tests import problems
-from tests.algorithms.common import batch, build, personalized, run, start
+from tests.methods.common import batch, build, personalized, run, start
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -22,7 +22,7 @@ def test_without_neighbours_it_is_fedavg():
 
 
 def neighbours_share(model, client, queries, count, scale, *, leave_out=False):
-    """p(c) of each query, one after the other."""
+    """p(c), query by query."""
     task, samples = problems.task(), batch(client, "train")
     stored, labels = np.asarray(task.features(model, samples.x)), np.asarray(samples.y)
     result = np.zeros((len(queries), 3))
@@ -35,16 +35,16 @@ def neighbours_share(model, client, queries, count, scale, *, leave_out=False):
     return result / result.sum(1, keepdims=True)
 
 
-def test_prediction_joins_model_and_neighbours():
+def test_prediction_mixes_model_and_neighbours():
     algorithm = knn_per(neighbours=5, scale=0.2, mixing=0.3)
     state, x = run(build("fedavg", **OPTIONS), 2), batch(3, "test_query").x
-    # The largest client has more samples than this one, so some of the datastore is padding.
+    # The largest client has more samples than this one, so part of the datastore is padding.
     variables = personalized(algorithm, state, 3, "train")
     model = jax.nn.softmax(problems.task().predict(state.model, x))
     expected = 0.3 * neighbours_share(state.model, 3, x, 5, 0.2) + 0.7 * np.asarray(model)
     np.testing.assert_allclose(np.exp(algorithm.predict(variables, x)), expected, atol=1e-9)
-    stranger = personalized(algorithm, state, None, "train", of_client=3)
-    np.testing.assert_allclose(np.exp(algorithm.predict(stranger, x)), expected, atol=1e-9)
+    new = personalized(algorithm, state, None, "train", of_client=3)
+    np.testing.assert_allclose(np.exp(algorithm.predict(new, x)), expected, atol=1e-9)
     small = personalized(algorithm, state, 0, "train")
     assert int(small.real.sum()) < small.real.shape[0]
     x = batch(0, "test_query").x
@@ -54,7 +54,7 @@ def test_prediction_joins_model_and_neighbours():
     np.testing.assert_allclose(np.exp(algorithm.predict(small, x)), expected, atol=1e-9)
 
 
-def test_a_client_chooses_the_share_that_explains_its_samples_left_out_one_by_one():
+def test_a_client_chooses_the_share_with_the_best_leave_one_out_likelihood():
     algorithm = knn_per(neighbours=5, scale=0.2)
     state = run(build("fedavg", **OPTIONS), 2)
     for client in (0, 3):
@@ -68,7 +68,7 @@ def test_a_client_chooses_the_share_that_explains_its_samples_left_out_one_by_on
         np.testing.assert_allclose(chosen, tries[np.argmax(scores)], atol=1e-9)
 
 
-def test_a_client_with_fewer_samples_than_neighbours_asks_all_of_them():
+def test_a_client_with_fewer_samples_than_neighbours_uses_all_of_them():
     algorithm = knn_per(neighbours=500, scale=0.2, mixing=1.0)
     state, x = run(build("fedavg", **OPTIONS), 2), batch(0, "test_query").x
     expected = neighbours_share(state.model, 0, x, 500, 0.2)

@@ -5,7 +5,7 @@ import pytest
 
 from fedjax_meta import masks
 from tests import problems
-from tests.algorithms.common import batch, build, of, personalized, run, start
+from tests.methods.common import batch, build, of, personalized, run, start
 
 OPTIONS = {"cohort_size": 3, "devices": 1, "lr": 0.2, "batch_size": 8}
 
@@ -16,14 +16,14 @@ def lg_fedavg(**options):
 
 def test_the_head_is_averaged_and_the_body_stays():
     state = run(lg_fedavg(), 2)
-    other = run(build("fedavg", personal="body", weighting="uniform", **OPTIONS), 2)
+    other = run(build("fedavg", personal="body", **OPTIONS), 2)
     assert problems.leaves_equal((state.model, state.personal), (other.model, other.personal))
     body = masks.resolve("body", problems.task())
     assert problems.leaves_equal(masks.split(state.model, body)[0], masks.split(start(lg_fedavg()).model, body)[0])
 
 
 @pytest.mark.parametrize("vote", ["mean", "majority"])
-def test_a_new_client_asks_everybody_who_has_trained(vote):
+def test_a_new_client_asks_all_clients_that_have_trained(vote):
     algorithm = lg_fedavg(vote=vote)
     state = run(algorithm, 1)
     x = batch(4).x
@@ -37,7 +37,7 @@ def test_a_new_client_asks_everybody_who_has_trained(vote):
     np.testing.assert_allclose(np.exp(logits), total / int(state.seen.sum()), atol=1e-12)
 
 
-def test_before_anybody_trained_a_new_client_has_the_initial_model():
+def test_before_the_first_round_a_new_client_has_the_initial_model():
     algorithm = lg_fedavg()
     state, x = start(algorithm), batch(4).x
     logits = algorithm.predict(personalized(algorithm, state, None, of_client=4), x)

@@ -6,7 +6,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta.task import cross_entropy
 from tests import problems
-from tests.algorithms.common import FULL, batch, buffered, build, of, padded, personalized, run, start, step
+from tests.methods.common import FULL, batch, buffered, build, of, padded, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -38,7 +38,7 @@ def test_with_one_component_it_is_fedavg():
     np.testing.assert_array_equal(state.memory, 1)
 
 
-def test_components_begin_differently():
+def test_components_start_differently():
     model = start(fedem()).model
     assert problems.distance(of(model, 0), of(model, 1)) > 0.1
 
@@ -80,7 +80,7 @@ def test_prediction_mixes_probabilities_by_the_clients_shares():
     np.testing.assert_allclose(predicted, expected, atol=1e-12)
 
 
-def test_a_new_client_finds_its_shares_with_the_models_held():
+def test_a_new_client_finds_its_shares_and_the_models_do_not_move():
     algorithm = fedem(test_steps=4)
     state = run(algorithm, 3)
     share = np.full(3, 1 / 3)
@@ -95,4 +95,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="components=0"):
         fedem(components=0)
     with pytest.raises(ValueError, match="models without buffers"):
-        fm.ALGORITHMS["fedem"](buffered())
+        fm.METHODS["fedem"](buffered())
