@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import masks, models, report
 from fedjax_meta.algorithm import Algorithm, State
-from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data import FederatedData
 from fedjax_meta.engine import map_lanes
 from fedjax_meta.layers import BatchNorm
 from fedjax_meta.task import Task, Variables

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_meta.data import partition, protocols, sources, synthetic
-from fedjax_meta.data.federated import FederatedData, federate
+from fedjax_meta.data import FederatedData, federate
 from fedjax_meta.data.protocols import Protocol
 
 INK, MUTED, BAR = "#1f2430", "#6b7280", "#3b6ea8"
