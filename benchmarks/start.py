@@ -44,10 +44,12 @@ def first_round(experiment: str, folder: Path, cache: Path) -> float:
       RuntimeError: the command ended without a saved round; the message is the end of its output.
     """
     command = [sys.executable, "-m", *shlex.split(f"experiments.{experiment}"), "--out", str(folder)]
-    caches = {"FEDJAX_META_CACHE": str(cache), "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled")}
+    # A folder of JAX's own would take the place of the one in `cache`.
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    variables["FEDJAX_META_CACHE"] = str(cache)
     with tempfile.TemporaryFile("w+") as log:
         begin = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **caches}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
         try:
             while not any(folder.glob("state/*/1")):
                 if process.poll() is not None:
