@@ -1,7 +1,7 @@
-"""FedJAX 0.0.17: its federated averaging with the backend that compiles each step of a client, on one device.
+"""FedJAX 0.0.17: its federated averaging with the backend that compiles a client's step, on one device.
 
 Its backend for several devices calls functions that JAX 0.10 no longer has (`jax.device_put_sharded`). Its batches are always
-full: the last one of a client begins a second pass over the samples.
+full: a client's last batch starts a second pass over the samples.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from _workloads import Job
 
-# FedJAX was written before JAX removed these names.
+# FedJAX uses a name that JAX has removed.
 jax.tree_map = jax.tree.map
-# Everyone computes in float32.
+# All simulators compute in float32.
 jax.config.update("jax_default_matmul_precision", "float32")
 
 import fedjax  # noqa: E402
@@ -34,10 +34,10 @@ def _logits(model: str, p: Any, x: jax.Array) -> jax.Array:
 
 
 def serve(peer: str, job: Job, turns: Any) -> None:
-    """Runs rounds as the parent asks for them."""
+    """Runs rounds when the parent asks for them."""
     case = job.workload
     if case.rule != "fedavg":
-        raise ValueError(f"FedJAX has no meta-gradient, which rule={case.rule!r} asks for")
+        raise ValueError(f"FedJAX supports rule='fedavg' only, not {case.rule!r}")
 
     def loss(parameters: Any, batch: Any) -> jax.Array:
         score = jax.nn.log_softmax(_logits(case.model, parameters, batch["x"]))

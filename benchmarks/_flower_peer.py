@@ -1,4 +1,4 @@
-"""Flower's simulation engine: a server that sends the model to Ray actors, which train as plain PyTorch does."""
+"""Flower's simulation engine: the server sends the model to Ray actors, which train it with plain PyTorch."""
 
 import functools
 import os
@@ -14,13 +14,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-# One a core; `fedjax_meta.runtime.cores` also knows of quotas, but importing it would count as Flower's memory.
+# One per core. `fedjax_meta.runtime.cores` also reads quotas, but importing it would add to Flower's memory.
 ACTORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def _prepared(file: str) -> tuple[Any, ...]:
-    """(job, network, its parameters, samples) of an actor, made once."""
+    """(job, network, its parameters, images, labels, generator) of an actor, made once."""
     with np.load(file, allow_pickle=True) as saved:
         job: Job = saved["job"].item()
     torch.set_num_threads(job.threads)
@@ -49,7 +49,7 @@ def _client_app(file: str) -> ClientApp:
 
 
 def serve(peer: str, job: Job, turns: Any) -> None:
-    """Runs rounds as the parent asks for them."""
+    """Runs rounds when the parent asks for them."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def serve(peer: str, job: Job, turns: Any) -> None:
                 replies = list(grid.send_and_receive([Message(record, node, "train") for node in chosen]))
                 clients = [[array.numpy() for array in reply.content["model"].values()] for reply in replies]
                 if len(clients) != len(chosen):
-                    raise RuntimeError(f"{len(clients)} of {len(chosen)} clients answered")
+                    raise RuntimeError(f"only {len(clients)} of {len(chosen)} clients answered")
                 server = [np.mean(parts, axis=0) for parts in zip(*clients, strict=True)]
             turns.results = named(job, server)
 

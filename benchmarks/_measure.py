@@ -1,10 +1,10 @@
-"""What all benchmarks measure alike: compile time, run times side by side, XLA's own account of work and memory, rows."""
+"""Shared measurements: compile time, interleaved run times, XLA's counts of work and memory, and rows of results."""
 
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# JAX reads this when it first computes: others on the same accelerator (workers, PyTorch) get memory too.
+# Without this, JAX takes most of an accelerator's memory, which workers and PyTorch need too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def environment() -> dict[str, Any]:
-    """Where a number was measured: device, processor, versions."""
+    """The machine and the versions that a number was measured with. Starts JAX."""
     versions = {}
     for name in ("jax", "jaxlib", "flax", "optax", "torch"):
         try:
@@ -45,13 +45,13 @@ def _processor() -> str:
 
 
 class Program(NamedTuple):
-    """A compiled function with what XLA says about it.
+    """A compiled function with XLA's analysis of it.
 
     Attributes:
       call: the compiled function.
-      compile_seconds: tracing, lowering and compiling.
-      flops: floating-point operations; the body of a loop counts once, however often it runs. NaN where XLA does not tell.
-      temp_bytes: peak of temporary memory; arguments and results are not in it.
+      compile_seconds: seconds for tracing, lowering and compiling.
+      flops: floating-point operations; a loop body counts once, however often it runs. NaN if XLA does not report it.
+      temp_bytes: peak bytes of temporary memory, without arguments and results.
     """
 
     call: Callable[..., Any]
@@ -70,21 +70,24 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
 
 
 def interleaved(
-    cases: Mapping[str, Callable[[], Any]], *, repeats: int = 30, least_seconds: float = 0.005
+    cases: Mapping[str, Callable[[], Any]], *, repeats: int = 30, min_seconds: float = 0.005
 ) -> dict[str, np.ndarray]:
-    """Seconds a call, `[repeats]` for each case, taken in turn so that a drifting machine is the same for all.
+    """Times all cases in turns, so that a change in the machine's speed affects all of them alike.
 
     Args:
       cases: functions without arguments that return only when their work is done (`block_until_ready`).
-      repeats: rounds; in each, every case is timed once, in another order.
-      least_seconds: a case is called several times in a row when one call is shorter than this.
+      repeats: number of times that each case is timed; every pass over the cases has another random order.
+      min_seconds: a case whose call is shorter than this is called several times in a row.
+
+    Returns:
+      Seconds per call of each case, `[repeats]`.
     """
     calls = {}
     for name, case in cases.items():
         case()
         begin = time.perf_counter()
         case()
-        calls[name] = max(1, int(least_seconds / max(time.perf_counter() - begin, 1e-9)))
+        calls[name] = max(1, int(min_seconds / max(time.perf_counter() - begin, 1e-9)))
     times: dict[str, list[float]] = {name: [] for name in cases}
     order = list(cases)
     shuffle = np.random.default_rng(0)
@@ -107,21 +110,34 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Spread":
-        """Of a sample."""
+        """The median and quartiles of a sample."""
         low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
         return cls(float(median), float(low), float(high))
 
 
 def write_row(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Appends one JSON line; nothing without a path."""
+    """Appends a JSON line to a file; does nothing if `path` is `None`."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
+_OLD_CASES = {"S4": "MTFL"}
+"""Cases of `peers.py` that had another name in earlier rows."""
+
+
+def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """All rows of some files of JSON lines. Cases get their current names."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    return [
+        {**row, "case": _OLD_CASES.get(row["case"], row["case"])} if row.get("benchmark") == "peers" and "case" in row else row
+        for row in rows
+    ]
+
+
 def product_ceiling(size: int = 2048, repeats: int = 8) -> float:
-    """GFLOP/s of a large float32 matrix product on one device, the best of some: what the hardware can do here and now."""
+    """GFLOP/s of a large float32 matrix product on one device, the best of `repeats` runs: the reachable peak."""
     with jax.default_matmul_precision("float32"):
         product = jax.jit(lambda a, b: a @ b)
         square = jax.device_put(np.ones((size, size), np.float32))
@@ -135,7 +151,7 @@ def product_ceiling(size: int = 2048, repeats: int = 8) -> float:
 
 
 def copy_rate(size: int = 2**26, repeats: int = 8) -> float:
-    """GB/s of copying a large float32 array on one device, reads and writes counted, the best of some."""
+    """GB/s of copying a large float32 array on one device, counting reads and writes, the best of `repeats` runs."""
     negate = jax.jit(lambda a: -a)
     array = jax.device_put(np.ones(size, np.float32))
     jax.block_until_ready(negate(array))

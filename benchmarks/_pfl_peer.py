@@ -45,10 +45,10 @@ class _Turn(TrainingProcessCallback):
 
 
 def serve(peer: str, job: Job, turns: Any) -> None:
-    """Runs rounds as the parent asks for them."""
+    """Runs rounds when the parent asks for them."""
     case = job.workload
     if case.rule != "fedavg":
-        raise ValueError(f"pfl-research has no meta-gradient, which rule={case.rule!r} asks for")
+        raise ValueError(f"pfl-research supports rule='fedavg' only, not {case.rule!r}")
     torch.set_num_threads(job.threads)
     turns.set_threads = torch.set_num_threads
     net = network(case.model)

@@ -1,4 +1,4 @@
-"""Plain PyTorch one client after the other, `torch.func.vmap` over the cohort, and that compiled."""
+"""PyTorch in three forms: one client after the other, `torch.func.vmap` over the cohort, and the compiled vmap."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,13 +12,13 @@ from torch.nn import functional
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# Everyone computes in float32; Flower's actors and pfl-research import this module too.
+# All simulators compute in float32. Flower's actors and pfl-research import this module too.
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 torch.backends.cudnn.benchmark = True
 
 
 def network(model: str) -> nn.Module:
-    """The workload's network; pooling stands before ReLU, which gives the same numbers with less work."""
+    """The workload's network. It pools before ReLU, which gives the same numbers with less work."""
     if model == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
     if model == "mtfl_mlp":
@@ -30,7 +30,7 @@ def network(model: str) -> nn.Module:
 
 
 def load(net: nn.Module, job: Job) -> list[torch.Tensor]:
-    """Puts the job's parameters into a network; returns them."""
+    """Copies the job's parameters into a network and returns the network's parameters."""
     net.to(DEVICE)
     parameters = list(net.parameters())
     with torch.no_grad():
@@ -40,13 +40,13 @@ def load(net: nn.Module, job: Job) -> list[torch.Tensor]:
 
 
 def named(job: Job, parameters: Iterable[Any]) -> dict[str, np.ndarray]:
-    """Parameters of a network by the names and in the layout of the library."""
+    """Parameters of a network with the library's names and layout."""
     arrays = [value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value for value in parameters]
     return {name: channels_last(value) for name, value in zip(shapes(job.workload.model), arrays, strict=True)}
 
 
 def samples(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """All samples as the network reads them: float32 `[N, S, channels, H, W]` in [0, 1], int64 `[N, S]`."""
+    """All samples in the network's layout: float32 `[N, S, channels, H, W]` in [0, 1], int64 `[N, S]`."""
     x = torch.from_numpy(np.ascontiguousarray(np.moveaxis(job.x, -1, 2))).to(DEVICE).float().div_(255)
     return x, torch.from_numpy(job.y).to(DEVICE).long()
 
@@ -58,7 +58,7 @@ def descend(parameters: list[torch.Tensor], gradients: Any, lr: float) -> None:
 
 
 def epoch(net: nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor, job: Job, order: Any) -> None:
-    """FedAvg's work for one client, in place: one pass of SGD over `x [S, ...]` in the given order."""
+    """One client's local update in FedAvg, in place: one pass of SGD over `x [S, ...]` in the given order."""
     for index in torch.from_numpy(order).to(x.device).split(job.workload.batch_size):
         batch = (x[index], y[index]) if job.shuffle else (x[index[0] : index[-1] + 1], y[index[0] : index[-1] + 1])
         loss = functional.cross_entropy(net(batch[0]), batch[1])
@@ -66,7 +66,7 @@ def epoch(net: nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, y: to
 
 
 def meta_steps(net: nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor, job: Job) -> None:
-    """The meta-gradient workloads' work for one client, in place."""
+    """One client's local update in a meta-gradient workload, in place."""
     case = job.workload
     names = [name for name, _ in net.named_parameters()]
     for step in range(case.steps):
@@ -83,7 +83,7 @@ def meta_steps(net: nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, 
 
 
 def sequential(job: Job) -> tuple[list[torch.Tensor], Callable[[np.random.Generator], None]]:
-    """One client after the other."""
+    """Runs one client after the other. Returns (the server's parameters, a function that runs a round)."""
     net = network(job.workload.model)
     local = load(net, job)
     server = [p.detach().clone() for p in local]
@@ -106,7 +106,7 @@ def sequential(job: Job) -> tuple[list[torch.Tensor], Callable[[np.random.Genera
 
 
 def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.random.Generator], None]]:
-    """The whole cohort side by side; with `compiled`, every step is one compiled function."""
+    """Runs the cohort under vmap, with each step compiled if `compiled`. Returns as `sequential` does."""
     case = job.workload
     net = network(case.model)
     server = [p.detach().clone() for p in load(net, job)]
@@ -150,18 +150,19 @@ def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.
 
 
 Private = tuple[list[torch.Tensor], list[torch.Tensor], Callable[[np.random.Generator], None]]
-"""Shared parameters; scale, bias, mean and variance of all clients' batch norms, `[N, width]` each; a round."""
+"""(shared parameters, `PARTS` of all clients' batch norms `[N, width]`, a function that runs a round)."""
 
 PARTS = ("scale", "bias", "mean", "var")
+"""The parts of a batch norm, in the order in which they are stored."""
 
 
 def all_norms(job: Job) -> list[torch.Tensor]:
-    """The batch norms of all clients as they begin."""
+    """The initial batch norms of all clients."""
     return [torch.full((len(job.x), NORMS["bn1"]), float(norm_start(part)), device=DEVICE) for part in PARTS]
 
 
 def sequential_private(job: Job) -> Private:
-    """One client after the other, each with its own batch norm."""
+    """`sequential` for clients with personal batch norms."""
     net = network(job.workload.model)
     everything = load(net, job)
     norm = net[3]
@@ -185,7 +186,10 @@ def sequential_private(job: Job) -> Private:
 
 
 def vmapped_private(job: Job, compiled: bool) -> Private:
-    """The whole cohort side by side; the batch norm is written out, because PyTorch's moves its statistics in place."""
+    """`vmapped` for clients with personal batch norms.
+
+    The batch norm is written out, because PyTorch's updates its statistics in place.
+    """
     case = job.workload
     everything = [p.detach().clone() for p in load(network(case.model), job)]
     server, own = everything[:2] + everything[4:], all_norms(job)
@@ -227,9 +231,9 @@ def vmapped_private(job: Job, compiled: bool) -> Private:
 
 
 def serve(peer: str, job: Job, turns: Any) -> None:
-    """Runs rounds as the parent asks for them."""
+    """Runs rounds when the parent asks for them."""
     torch.set_num_threads(job.threads)
-    if "compile" not in peer:  # the number of threads is compiled in
+    if "compile" not in peer:  # compiled code has a fixed number of threads
         turns.set_threads = torch.set_num_threads
     own: list[torch.Tensor] = []
     if job.workload.rule == "private":

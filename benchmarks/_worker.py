@@ -1,7 +1,7 @@
-"""One simulator in a process of its own: runs one round whenever it is told to, and says how long that took.
+"""One simulator in its own process: it runs one round when the parent asks for it, and reports the time.
 
-A process each keeps threads, memory, settings and failures apart; the parent gives the turns, so that a drifting machine is
-the same for all. Answers are lines of JSON; whatever a simulator prints goes to stderr.
+Separate processes keep threads, memory, settings and failures apart. The parent lets the simulators take turns, so that a change
+in the machine's speed affects all of them alike. Answers are lines of JSON; what a simulator prints goes to stderr.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import numpy as np
 from _workloads import Job, parameters, workload
 
 MODULES = {
-    "fedjax_meta": "_house",
+    "fedjax_meta": "_fedjax_meta_peer",
     "torch": "_torch_peers",
     "torch.func.vmap": "_torch_peers",
     "torch.compile(vmap)": "_torch_peers",
@@ -24,10 +24,11 @@ MODULES = {
     "pfl-research": "_pfl_peer",
     "FedJAX": "_fedjax_peer",
 }
+"""The module of each simulator."""
 
 
 class Turns(Iterator[None]):
-    """Iterates as long as the parent asks for rounds; a round is what happens between two iterations."""
+    """Iterates once for each round that the parent asks for; the time from one iteration to the next is the time of a round."""
 
     def __init__(self, out: Any) -> None:
         self._out = out
@@ -36,16 +37,16 @@ class Turns(Iterator[None]):
         self.device_bytes: int | None = None
         self.set_threads: Callable[[int], None] = lambda threads: None
 
-    def say(self, **message: Any) -> None:
-        """Sends a line to the parent."""
+    def send(self, **message: Any) -> None:
+        """Sends a JSON line to the parent."""
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
     def __next__(self) -> None:
         if self._begin:
-            self.say(seconds=time.perf_counter() - self._begin)
+            self.send(seconds=time.perf_counter() - self._begin)
         else:
-            self.say(ready=True)
+            self.send(ready=True)
         command, _, threads = sys.stdin.readline().strip().partition(" ")
         if command != "round":
             raise StopIteration
@@ -54,9 +55,13 @@ class Turns(Iterator[None]):
 
 
 def main(peer: str, name: str, threads: str, recorded: str) -> None:
-    """Serves one peer on the workload `name`.
+    """Runs the simulator `peer` on the workload `name`.
 
-    `recorded` is "" or a file with the samples to compare results on, which get written beside it.
+    Args:
+      peer: a key of `MODULES`.
+      name: a workload.
+      threads: threads of matrix products, as text.
+      recorded: "", or a file with the samples of a comparison of results. The results are written beside it.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -70,11 +75,11 @@ def main(peer: str, name: str, threads: str, recorded: str) -> None:
     importlib.import_module(MODULES[peer]).serve(peer, job, turns)
     if recorded and turns.results:
         np.savez(f"{recorded}.{peer}.npz", **turns.results)
-    turns.say(device_bytes=turns.device_bytes, memory=_peak_bytes())
+    turns.send(device_bytes=turns.device_bytes, memory=_peak_bytes())
 
 
 def _peak_bytes() -> int:
-    """Peak resident memory of this process and all below it (actors), where the system says so."""
+    """Peak resident memory in bytes of this process and its descendants (actors); 0 on systems without /proc."""
     parents: dict[int, int] = {}
     peaks: dict[int, int] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
@@ -84,18 +89,18 @@ def _peak_bytes() -> int:
             with open(f"/proc/{entry}/status") as file:
                 fields = dict(line.split(":", 1) for line in file)
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
         parents[int(entry)] = int(fields["PPid"])
         peaks[int(entry)] = int(fields.get("VmHWM", "0 kB").split()[0]) * 1024
 
-    def below(pid: int) -> bool:
+    def descends(pid: int) -> bool:
         while pid > 1:
             if pid == os.getpid():
                 return True
             pid = parents.get(pid, 0)
         return False
 
-    return sum(peak for pid, peak in peaks.items() if below(pid))
+    return sum(peak for pid, peak in peaks.items() if descends(pid))
 
 
 if __name__ == "__main__":

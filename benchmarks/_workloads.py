@@ -1,4 +1,4 @@
-"""What the simulators are compared on: the same data, model, batches and steps for everyone. NumPy only.
+"""The workloads of `peers.py`: data, models, batches and steps that are the same for all simulators. Needs NumPy only.
 
 Axis letters: N clients, C cohort, S samples of a client, B batch, T steps.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 MODELS = {"mlp": ((28, 28, 1), 319_600), "lenet": ((32, 32, 3), 3_204_720), "mtfl_mlp": ((28, 28, 1), 879_200)}
-"""Shape of a sample, and floating-point operations of its forward and backward pass."""
+"""By model, the shape of a sample and the floating-point operations of its forward and backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Workload:
       model: "mlp" (784-100-10), "lenet" (6 and 16 convolutions of 5x5, dense 120, 84, 10) or "mtfl_mlp" (784-200-200-10, a
         batch norm after the first activation).
       num_clients, samples, cohort_size: N, S and C.
-      batch_size: B, or the samples of a support batch.
-      rule: "fedavg" (one epoch of SGD), "private" (the same, but every client keeps its batch norms), or a meta-gradient,
-        "first" or "exact": T times a step on a support batch, then one of the initial parameters along the gradient of a query
-        batch's loss after it.
+      batch_size: B; for a meta-gradient, the samples of a support batch.
+      rule: "fedavg" (one epoch of SGD), "private" (the same, with personal batch norms), or "first" or "exact": T outer steps.
+        An outer step adapts the parameters by one step on a support batch, and then moves the parameters from before the
+        adaptation along the first-order or exact meta-gradient of a query batch.
       query_size: samples of a query batch.
-      lr: rate of every step.
+      lr: learning rate of all steps.
     """
 
     model: str
@@ -40,28 +40,28 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """T, steps of a client in a round."""
+        """T, a client's steps in a round."""
         return math.ceil(self.samples / (self.batch_size + self.query_size))
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a round, of model and gradients alone; a Hessian's product counts as a gradient."""
+        """Floating-point operations of a round, model and gradients only; a Hessian-vector product counts as a gradient."""
         per_sample = MODELS[self.model][1]
         passes = self.samples + (self.steps * self.batch_size if self.rule == "exact" else 0)
         return self.cohort_size * passes * per_sample
 
     def support(self, step: int) -> slice:
-        """Where a client's support batch of a step stands among its samples."""
+        """The positions of a step's support batch among the client's samples."""
         begin = step * (self.batch_size + self.query_size)
         return slice(begin, begin + self.batch_size)
 
     def query(self, step: int) -> slice:
-        """Where its query batch stands, behind the support batch."""
+        """The positions of a step's query batch, which follows the support batch."""
         begin = self.support(step).stop
         return slice(begin, begin + self.query_size)
 
     def arrays(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(images uint8 `[N, S, H, W, channels]`, labels int32 `[N, S]`); random, because cost does not depend on values."""
+        """Random (images uint8 `[N, S, H, W, channels]`, labels int32 `[N, S]`); cost does not depend on values."""
         rng = np.random.default_rng(seed)
         shape = (self.num_clients, self.samples)
         x = rng.integers(0, 256, (*shape, *MODELS[self.model][0]), dtype=np.uint8)
@@ -77,8 +77,8 @@ WORKLOADS = {
     "W2-5": Workload("lenet", 50, 1050, 5, 32),
     "W2-50": Workload("lenet", 50, 1050, 50, 32),
     "W4": Workload("mlp", 1000, 100, 100, 20),
-    # The small rate keeps results comparable: a batch norm behind units that hardly ever fire makes much of rounding.
-    "S4": Workload("mtfl_mlp", 200, 300, 100, 20, "private", lr=0.001),
+    # The small rate keeps results comparable: a batch norm after units that are rarely active amplifies rounding errors.
+    "MTFL": Workload("mtfl_mlp", 200, 300, 100, 20, "private", lr=0.001),
     **{f"W3a-mlp-{rule}": _meta("mlp", 35, 32, 32, rule) for rule in ("first", "exact")},
     **{f"W3a-lenet-{rule}": _meta("lenet", 26, 32, 32, rule) for rule in ("first", "exact")},
     **{f"W3b-mlp-{rule}": _meta("mlp", 1, 280, 1120, rule) for rule in ("first", "exact")},
@@ -87,31 +87,31 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """One of `WORKLOADS` by its name, or with "-C" behind it (W1-500, W2-500): then with cohorts of C, and at least C clients.
+    """One of `WORKLOADS` by name. A suffix "-C" (W1-500, W2-500) sets the cohort size to C, with at least C clients.
 
     Raises:
-      ValueError: there is none of this name.
+      ValueError: an unknown name.
     """
     if name in WORKLOADS:
         return WORKLOADS[name]
     stem, _, cohort = name.rpartition("-")
     base = WORKLOADS.get(stem) or WORKLOADS.get(f"{stem}-5")
     if base is None or not cohort.isdecimal() or int(cohort) == 0:
-        raise ValueError(f"{name!r} is unknown; allowed are {', '.join(WORKLOADS)}, also with a cohort's size behind: W1-500")
+        raise ValueError(f"{name!r} is unknown; allowed are {', '.join(WORKLOADS)}, and each with a cohort size, e.g. W1-500")
     return dataclasses.replace(base, cohort_size=int(cohort), num_clients=max(base.num_clients, int(cohort)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a worker is to run.
+    """What a worker runs.
 
     Attributes:
       workload: the case.
-      x, y: its samples, as `Workload.arrays` gives them. For a comparison of results they hold the cohort alone,
-        `[C, S, ...]`, in the order in which it went through them.
-      parameters: where to begin, by `layer/kernel` and `layer/bias` as the library stores them.
-      shuffle: whether each client shuffles its samples anew in each round; not for a comparison of results.
-      threads: threads of a peer's matrix products.
+      x, y: its samples, as `Workload.arrays` returns them. In a comparison of results they are the samples of the cohort only,
+        `[C, S, ...]`, in the order in which its clients use them.
+      parameters: the initial parameters, by `layer/kernel` and `layer/bias` as the library stores them.
+      shuffle: whether each client shuffles its samples in every round; false in a comparison of results.
+      threads: threads of the simulator's matrix products.
     """
 
     workload: Workload
@@ -122,20 +122,20 @@ class Job:
     threads: int
 
     def cohort(self, rng: np.random.Generator) -> np.ndarray:
-        """C of the N clients, `[C]`."""
+        """C random clients of the N, `[C]`."""
         return rng.permutation(len(self.x))[: self.workload.cohort_size]
 
     def order(self, rng: np.random.Generator) -> np.ndarray:
-        """In which order a client goes through its samples, `[S]`."""
+        """The order in which a client uses its samples, `[S]`."""
         return rng.permutation(self.workload.samples) if self.shuffle else np.arange(self.workload.samples)
 
 
 NORMS = {"bn1": 200}
-"""Batch norms by name, and their width; what clients keep of one is its scale, bias, running mean and variance."""
+"""Widths of the batch norms, by layer name. Scale, bias, running mean and variance of each are personal."""
 
 
 def norm_start(part: str) -> int:
-    """What all entries of a part of a batch norm begin with."""
+    """The initial value of all entries of a part of a batch norm."""
     return int(part in ("scale", "var"))
 
 
@@ -155,7 +155,7 @@ def shapes(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(model: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random parameters, uniform within 1/sqrt(fan in); batch norms begin as they always do."""
+    """Random parameters, uniform within 1/sqrt(fan in); batch norms have their usual initial values."""
     rng = np.random.default_rng(seed)
     sizes = shapes(model)
     found = {}
@@ -170,7 +170,7 @@ def parameters(model: str, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def channels_first(values: np.ndarray) -> np.ndarray:
-    """A parameter in the layout of libraries that put channels before rows and columns (PyTorch)."""
+    """A parameter in PyTorch's layout, which has channels before rows and columns."""
     if values.ndim == 4:
         return np.ascontiguousarray(values.transpose(0, 3, 1, 2))
     if values.shape == (120, 400):

@@ -1,4 +1,4 @@
-"""All benchmarks one after the other, each in a process of its own; rows and figure go into one folder."""
+"""Runs all benchmarks, each in its own process, and writes rows and figure to one folder."""
 
 import subprocess
 import sys
@@ -11,23 +11,25 @@ HERE = Path(__file__).parent
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where rows and figure go.")] = Path("runs/benchmarks"),
-    quick: Annotated[bool, typer.Option(help="Fewer rounds and no million clients: about ten minutes on two cores.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder for rows and figure.")] = Path("runs/benchmarks"),
+    quick: Annotated[
+        bool, typer.Option(help="Fewer rounds and at most 100,000 clients; about ten minutes on two cores.")
+    ] = False,
 ) -> None:
-    """Runs all benchmarks, draws the roofline, and compares with the committed rows where there are any."""
+    """Runs all benchmarks, draws the roofline, and compares with the committed rows if there are any."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.unlink(missing_ok=True)
-    patience = ["--rounds", "5", "--patience", "10"] if quick else []
-    few = ["--repeats", "3", "--most", "100000", "--cohort", "1024"] if quick else []
-    turns = ["--repeats", "3"] if quick else []
-    starts = ["--repeats", "1"] if quick else []
+    peers = ["--rounds", "5", "--max-seconds", "10"] if quick else []
+    scaling = ["--repeats", "3", "--max-clients", "100000", "--max-cohort", "1024"] if quick else []
+    systems = ["--repeats", "3"] if quick else []
+    start = ["--repeats", "1"] if quick else []
     for command in (
-        ["peers.py", *patience, "--output", rows],
-        ["scaling.py", *few, "--output", rows],
+        ["peers.py", *peers, "--output", rows],
+        ["scaling.py", *scaling, "--output", rows],
         ["second_order.py", "--output", rows],
-        ["systems.py", *turns, "--output", rows],
-        ["start.py", *starts, "--output", rows],
+        ["systems.py", *systems, "--output", rows],
+        ["start.py", *start, "--output", rows],
         ["roofline.py", rows, "--figure", folder / "roofline.png"],
     ):
         subprocess.run([sys.executable, str(HERE / command[0]), *map(str, command[1:])], check=True)

@@ -1,49 +1,44 @@
-"""Whether anything became slower: ratios of new rows against those of the last committed ones.
+"""Checks for regressions: compares ratios of times in new rows with those in the committed rows.
 
-Ratios between cases of one run carry over from machine to machine where seconds do not: this library against the fastest other
-simulator, a large population against a small one, clients who wait on the host against clients on the device, uneven clients
-against equal ones, many devices against one, second order against first, every system against FedAvg.
+Seconds differ between machines, but ratios between cases of one run carry over: this library to the fastest other simulator, a
+large population to a small one, a host store to the device, clients of different sizes to clients of equal size, several devices
+to one, second order to first order, and every system to FedAvg.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from _measure import read_rows
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-PLACES = {
+KEYS = {
     "peers": ("case", "peer"),
     "scaling": ("axis", "case"),
     "second_order": ("model", "support", "query", "k", "estimator"),
     "systems": ("model", "clients", "samples", "batch_size", "epochs", "case"),
 }
-"""Under which keys a benchmark's rows say what was timed; those that differ in the last alone were timed side by side."""
+"""By benchmark, the keys of a row that say what was timed. Rows that differ only in the last key were timed side by side."""
 
-Place = tuple[Any, ...]
-"""(benchmark, what stands under its keys)."""
-
-
-def rows(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """All JSON lines of some files."""
-    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+Case = tuple[Any, ...]
+"""(benchmark, the values of its keys)."""
 
 
-def times(rows: Iterable[Mapping[str, Any]]) -> dict[Place, float]:
-    """Seconds by what was timed; of repeated rows the last counts."""
+def times(rows: Iterable[Mapping[str, Any]]) -> dict[Case, float]:
+    """Seconds by case; the last of repeated rows counts."""
     return {
-        (row["benchmark"], *(row[key] for key in PLACES[row["benchmark"]])): row["seconds"]
+        (row["benchmark"], *(row[key] for key in KEYS[row["benchmark"]])): row["seconds"]
         for row in rows
-        if "seconds" in row and row.get("benchmark") in PLACES
+        if "seconds" in row and row.get("benchmark") in KEYS
     }
 
 
-def base(place: Place) -> str | None:
-    """The last part of the place with which this one is compared, if any, simulators apart."""
-    benchmark, *group, name = place
+def base(case: Case) -> str | None:
+    """The last value of the case that this one is compared with, if any. Simulators are compared in `ratios`."""
+    benchmark, *group, name = case
     if benchmark == "systems":
         return "fedavg"
     if benchmark == "second_order":
@@ -52,41 +47,42 @@ def base(place: Place) -> str | None:
     return {**bases, "store": f"device,{name.partition(',')[2]}"}.get(group[0])
 
 
-def ratios(seconds: Mapping[Place, float]) -> dict[str, float]:
-    """By name, what should not grow."""
+def ratios(seconds: Mapping[Case, float]) -> dict[str, float]:
+    """The ratios that should not grow, by name."""
     found = {}
-    for place, value in seconds.items():
-        *group, name = place
+    for case, value in seconds.items():
+        *group, name = case
         label = f"{' '.join(map(str, group[1:]))}: {name}"
         if group[0] == "peers":
             others = [s for (*g, n), s in seconds.items() if g == group and n != name]
             if name == "fedjax_meta" and others:
                 found[f"{label} / fastest other"] = value / min(others)
-        elif (against := base(place)) != name and (*group, against) in seconds:
+        elif (against := base(case)) != name and (*group, against) in seconds:
             found[f"{label} / {against}"] = value / seconds[*group, against]
     return found
 
 
 def compare(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """(old, new) ratio by name, of what both have timed: a simulator that one of them lacks counts in neither."""
-    before, now = times(old), times(new)
-    was, is_ = (ratios({place: rows[place] for place in now if place in before}) for rows in (before, now))
-    return {name: (was[name], value) for name, value in is_.items()}
+    """(old, new) ratio by name, from the cases that both have: a simulator that is missing in one counts in neither."""
+    old_times, new_times = times(old), times(new)
+    both = [case for case in new_times if case in old_times]
+    old_ratios, new_ratios = (ratios({case: seconds[case] for case in both}) for seconds in (old_times, new_times))
+    return {name: (old_ratios[name], value) for name, value in new_ratios.items()}
 
 
 def main(
     new: Annotated[Path, typer.Argument(help="File with the new rows.", exists=True)],
     committed: Annotated[Path, typer.Option(help="Folder with the rows to compare with.")] = RESULTS,
-    platform: Annotated[str, typer.Option(help="Compare with rows of this platform only (cpu, gpu).")] = "cpu",
+    platform: Annotated[str, typer.Option(help="Compare rows of this platform only (cpu, gpu).")] = "cpu",
     allowance: Annotated[
-        float, typer.Option(help="How much a ratio may grow; two runs on one machine differ by up to 1.3.")
+        float, typer.Option(help="Factor by which a ratio may grow; two runs on one machine differ by up to 1.3.")
     ] = 1.3,
 ) -> None:
-    """Compares ratios with those of the last committed rows; exits with 1 when one grew beyond the allowance."""
+    """Compares ratios with those of the committed rows; exits with 1 if one grew by more than the allowance."""
     files = (sorted(committed.glob("*.json*")), [new])
-    both = compare(*([row for row in rows(some) if row.get("platform") == platform] for some in files))
+    both = compare(*([row for row in read_rows(some) if row.get("platform") == platform] for some in files))
     if not both:
-        raise typer.BadParameter(f"{new} and {committed} have no ratio of platform {platform!r} in common")
+        raise typer.BadParameter(f"{new} and {committed} have no ratio of platform={platform!r} in common")
     table = Table("ratio", "committed", "new", "grew by")
     worse = []
     for name, (old, now) in both.items():

@@ -1,7 +1,7 @@
-"""Times the alternative forms of convolution, pooling, dense layer and whole models that `fedjax_meta.layers` chooses among.
+"""Times the alternative forms of convolution, pooling, dense layers and whole models that `fedjax_meta.layers` chooses from.
 
-`python -m benchmarks.model_forms` prints one table a part; `--output FILE` also writes one JSON row a case. The cases of a
-part are timed in turn, one after the other in every repeat, so that a busy machine is unfair to none of them.
+`python -m benchmarks.model_forms` prints one table for each part; `--output FILE` also writes one JSON row for each case. The
+cases of a part take turns, so that a busy machine affects all of them alike.
 """
 
 import json
@@ -17,12 +17,12 @@ import numpy as np
 import typer
 from jax import lax
 
+import fedjax_meta as fm
 from fedjax_meta import layers, models
-from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import Variables
 
 Cases = dict[tuple[str, str], Callable[[], Any]]
 
-# height and width, channels, outputs, kernel, padding of the networks' convolutions, each followed by a pool
 LAYERS = {
     "lenet conv1": (32, 3, 6, 5, 0),
     "lenet conv2": (14, 6, 16, 5, 0),
@@ -32,6 +32,7 @@ LAYERS = {
     "mtfl conv1": (32, 3, 32, 3, 0),
     "mtfl conv2": (15, 32, 64, 3, 0),
 }
+"""Convolutions that are followed by a pool: height and width, input channels, output channels, kernel size, padding."""
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -39,7 +40,7 @@ def _normal(seed: int, *shape: int) -> jax.Array:
 
 
 def _gradients(name: str, form: str, scalar: Callable[..., jax.Array], argument: Any, *rest: Any) -> Iterator[tuple[Any, Any]]:
-    """The gradient of a scalar function in its first argument, and gradient with Hessian-vector product."""
+    """Two cases: the gradient with respect to the first argument, and the gradient with a Hessian-vector product."""
     gradient = jax.grad(scalar)
 
     def curvature(argument: Any, *rest: Any) -> Any:
@@ -50,7 +51,7 @@ def _gradients(name: str, form: str, scalar: Callable[..., jax.Array], argument:
 
 
 def convolution_cases() -> Cases:
-    """Convolution with pool, batch of 32: every block of the banded form, im2col and XLA's convolution; lone and 5 vmapped."""
+    """Convolution and pool of a batch of 32: the banded form with each block, im2col and XLA's; one client and 5 under vmap."""
     cases: Cases = {}
     for name, (width, channels, outputs, size, padding) in LAYERS.items():
         x, kernel = _normal(0, 32, width, width, channels), _normal(1, outputs, size, size, channels)
@@ -75,7 +76,7 @@ def convolution_cases() -> Cases:
 
 
 def pool_cases() -> Cases:
-    """Max-pool 2x2 of a LeNet's first layer, batch of 32."""
+    """2x2 max-pool of LeNet's first layer, batch of 32."""
 
     def reduce_window(x: jax.Array) -> jax.Array:
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
@@ -88,7 +89,7 @@ def pool_cases() -> Cases:
         return jnp.maximum(x[:, :, ::2], x[:, :, 1::2])
 
     x = _normal(0, 32, 28, 28, 6)
-    # The layout in which the banded convolution leaves its outputs.
+    # The layout of the banded convolution's outputs.
     windows = _normal(0, 32, 14, 7, 4, 2, 6)
     cases: Cases = {}
     for form, pool, argument in (
@@ -103,7 +104,7 @@ def pool_cases() -> Cases:
 
 
 def dense_cases() -> Cases:
-    """Gradient of a dense layer 784-100 in its kernel: outputs first against inputs first, alone and for 100 clients."""
+    """SGD step of a dense layer 784-100: kernel stored outputs first or inputs first, for one client and for 100."""
     cases: Cases = {}
     for form, product, shape in (
         ("kernel [out, in]", layers.dense, (100, 784)),
@@ -119,39 +120,39 @@ def dense_cases() -> Cases:
     return cases
 
 
-def _loss(task: Task) -> Callable[..., jax.Array]:
+def _loss(task: fm.Task) -> Callable[..., jax.Array]:
     return lambda variables, batch: task.loss(variables, batch, jax.random.key(0))[0]
 
 
 def model_cases() -> Cases:
-    """Gradient and HVP of batch 32; and 5 clients x 33 SGD steps of 32, one client after the other and vmapped."""
+    """Gradient and HVP of a batch of 32; 33 SGD steps of 5 clients, one client after the other and under vmap."""
     cases: Cases = {}
-    networks: dict[tuple[str, str], tuple[Task, tuple[int, ...]]] = {("mlp", "[out, in]"): (models.mlp(), (784,))}
+    networks: dict[tuple[str, str], tuple[fm.Task, tuple[int, ...]]] = {("mlp", "[out, in]"): (models.mlp(), (784,))}
     networks.update({("lenet", form): (models.lenet(form=form), (32, 32, 3)) for form in layers.FORMS})
     for (name, form), (task, shape) in networks.items():
         variables = jax.jit(task.init)(jax.random.key(0))
         labels = jnp.asarray(np.random.default_rng(2).integers(0, 10, (5, 33, 32)))
-        batches = Batch(_normal(3, 5, 33, 32, *shape), labels, jnp.ones((5, 33, 32)))
+        batches = fm.Batch(_normal(3, 5, 33, 32, *shape), labels, jnp.ones((5, 33, 32)))
         loss = _loss(task)
         cases.update(_gradients(name, form, loss, variables, jax.tree.map(lambda leaf: leaf[0, 0], batches)))
 
-        def client(variables: Any, batches: Batch, loss: Any = loss) -> Any:
-            def step(variables: Any, batch: Batch) -> tuple[Any, None]:
+        def client(variables: Variables, batches: fm.Batch, loss: Any = loss) -> Variables:
+            def step(variables: Variables, batch: fm.Batch) -> tuple[Variables, None]:
                 return jax.tree.map(lambda p, g: p - 0.01 * g, variables, jax.grad(loss)(variables, batch)), None
 
             return lax.scan(step, variables, batches)[0]
 
-        def streamed(variables: Any, batches: Batch, client: Any = client) -> Any:
-            def add(total: Any, batches: Batch) -> tuple[Any, None]:
+        def streamed(variables: Variables, batches: fm.Batch, client: Any = client) -> Variables:
+            def add(total: Variables, batches: fm.Batch) -> tuple[Variables, None]:
                 return jax.tree.map(lambda a, b: a + b / 5, total, client(variables, batches)), None
 
             return lax.scan(add, jax.tree.map(jnp.zeros_like, variables), batches)[0]
 
-        def vmapped(variables: Any, batches: Batch, client: Any = client) -> Any:
+        def vmapped(variables: Variables, batches: fm.Batch, client: Any = client) -> Variables:
             return jax.tree.map(lambda leaf: leaf.mean(0), jax.vmap(client, (None, 0))(variables, batches))
 
         cases[f"{name}, 5 clients x 33 steps streamed", form] = partial(jax.jit(streamed), variables, batches)
-        if form != "lax" or jax.default_backend() != "cpu":  # a grouped convolution takes minutes there
+        if form != "lax" or jax.default_backend() != "cpu":  # on a CPU a grouped convolution takes minutes
             cases[f"{name}, 5 clients x 33 steps vmapped", form] = partial(jax.jit(vmapped), variables, batches)
     return cases
 
@@ -165,7 +166,7 @@ PARTS: dict[str, Callable[[], Cases]] = {
 
 
 def measure(cases: Cases, repeats: int) -> list[dict[str, Any]]:
-    """Least and median milliseconds of each case over interleaved repeats, after one call that compiles."""
+    """Minimum and median milliseconds of each case over interleaved repeats, after one call that compiles."""
     for run in cases.values():
         jax.block_until_ready(run())
     seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
@@ -187,16 +188,17 @@ def measure(cases: Cases, repeats: int) -> list[dict[str, Any]]:
 
 
 def main(
-    part: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(PARTS)}; all of them by default.")] = None,
-    only: Annotated[str, typer.Option(help="Only cases whose name holds this text.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each case.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="File that gets one JSON row a case.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help=f"Parts to time: {', '.join(PARTS)}; all by default.")] = None,
+    only: Annotated[str, typer.Option(help="Time only cases whose name contains this text.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed calls of each case.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="File for one JSON row per case; it is overwritten.")] = None,
 ) -> None:
-    """Times the forms side by side, fastest first."""
+    """Times the forms side by side and prints them, fastest first."""
+    fm.use_all_cores()
     chosen = part or list(PARTS)
     for name in chosen:
         if name not in PARTS:
-            raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(PARTS)}", param_hint="--part")
+            raise typer.BadParameter(f"part={name!r} is unknown; allowed are {', '.join(PARTS)}", param_hint="--part")
     rows = []
     for name in chosen:
         cases = {case: run for case, run in PARTS[name]().items() if only in case[0]}

@@ -1,9 +1,9 @@
-"""Rounds of this library beside rounds of PyTorch, Flower, pfl-research and FedJAX: same data, model, batches and steps.
+"""Compares this library with PyTorch, Flower, pfl-research and FedJAX on the same data, model, batches and steps.
 
-Every simulator runs in a process of its own and gets its turns one after the other, in another order each time. Its first
-round, with compilation, is reported apart. Results are compared: all repeat one round of this library on the same batches.
+Each simulator runs in its own process. The simulators take turns, in a new random order each time. The first round, with
+compilation, is reported separately. Results are compared too: all simulators repeat one round of this library on its batches.
 
-The others: `pip install torch "flwr[simulation]" pfl fedjax`. What is not installed is left out, and the table says so.
+The others need `pip install torch "flwr[simulation]" pfl fedjax`. The program names those that are not installed and skips them.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,31 +25,33 @@ from _workloads import WORKLOADS, Job, parameters, workload
 from rich.console import Console
 from rich.table import Table
 
+import fedjax_meta as fm
 from fedjax_meta import runtime
 
 PACKAGES = {"Flower": "flwr", "pfl-research": "pfl", "FedJAX": "fedjax", "fedjax_meta": "fedjax_meta"}
+"""The package of each simulator; PyTorch if not given."""
 TORCH = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)")
-ABLE = {"private": TORCH, "first": (*TORCH, "Flower"), "exact": (*TORCH, "Flower")}
-"""Who can do what is not federated averaging, which all can."""
-CHOOSING = ("torch", "torch.func.vmap", "pfl-research")
-"""Who runs with one thread or with all cores, whichever is faster here; Flower has an actor with one thread on each core."""
+SUPPORT = {"private": TORCH, "first": (*TORCH, "Flower"), "exact": (*TORCH, "Flower")}
+"""The simulators that support a rule; all support "fedavg"."""
+TRY_THREADS = ("torch", "torch.func.vmap", "pfl-research")
+"""The simulators that use one thread or all cores, whichever is faster. Flower has one actor with one thread per core."""
 
 
 class Worker:
-    """A simulator that waits for its turn."""
+    """A simulator in its own process, which runs a round when asked."""
 
     def __init__(self, peer: str, name: str, threads: int, recorded: str = "") -> None:
-        """Starts it; the other arguments are those of `_worker.main`."""
+        """Starts the process; arguments as in `_worker.main`."""
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
-        # First rounds are to be cold for everyone.
+        # The first round of every simulator includes compilation.
         settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         settings["FLWR_TELEMETRY_ENABLED"] = "0"
         settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
         if peer not in ("fedjax_meta", "FedJAX"):
             settings["OMP_NUM_THREADS"] = str(threads)
-        self._errors = tempfile.TemporaryFile("w+")  # it lives as long as the worker
+        self._errors = tempfile.TemporaryFile("w+")  # deleted when the worker is
         self._process = subprocess.Popen(
             [sys.executable, str(folder / "_worker.py"), peer, name, str(threads), recorded],
             stdin=subprocess.PIPE,
@@ -60,54 +63,54 @@ class Worker:
         self.seconds: list[float] = []
 
     def answer(self) -> dict[str, Any]:
-        """Its next line.
+        """The next answer of the process.
 
         Raises:
-          RuntimeError: it has ended instead; the message holds its last words.
+          RuntimeError: the process has ended; the message is its last line of output.
         """
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._errors.seek(0)
-            words = [line for line in self._errors.read().strip().splitlines() if line.strip()]
-            raise RuntimeError(words[-1] if words else f"ended with code {self._process.returncode}")
+            lines = [line for line in self._errors.read().strip().splitlines() if line.strip()]
+            raise RuntimeError(lines[-1] if lines else f"ended with exit status {self._process.returncode}")
         return json.loads(line)
 
     def round(self) -> float:
-        """Runs one round; its seconds."""
+        """Runs one round and returns its seconds."""
         self._process.stdin.write(f"round {self.threads}\n")
         self._process.stdin.flush()
         self.seconds.append(self.answer()["seconds"])
         return self.seconds[-1]
 
     def stop(self) -> dict[str, Any]:
-        """Ends it; what it says of its memory."""
+        """Ends the process and returns its memory use."""
         self._process.stdin.write("stop\n")
         self._process.stdin.close()
-        farewell = self.answer()
+        memory = self.answer()
         self._process.wait()
-        return farewell
+        return memory
 
     def kill(self) -> None:
-        """Ends it whatever it does."""
+        """Ends the process immediately."""
         self._process.kill()
         self._process.wait()
 
 
 def installed(peer: str) -> bool:
-    """Whether the package behind a peer can be imported."""
+    """Whether the package of a simulator can be imported."""
     return importlib.util.find_spec(PACKAGES.get(peer, "torch")) is not None
 
 
 def threads_of(peer: str) -> int:
-    """With how many threads a peer begins."""
+    """The number of threads that a simulator starts with."""
     return 1 if peer == "Flower" else runtime.cores()
 
 
 def choose_threads(worker: Worker) -> None:
-    """Lets a worker have one thread where it is faster so; its second round may compile too, so that one does not count."""
+    """Sets one thread where that is faster than all cores. The second round may compile too and is not used."""
     worker.round()
-    if worker.peer not in CHOOSING or worker.threads == 1:
+    if worker.peer not in TRY_THREADS or worker.threads == 1:
         return
     trials = {}
     for threads in (worker.threads, 1):
@@ -118,11 +121,11 @@ def choose_threads(worker: Worker) -> None:
 
 
 def differences(name: str, peers: list[str], folder: str) -> dict[str, float | str]:
-    """The largest difference of any parameter from this library's after the same round, for each peer; or what went wrong."""
-    import _house
+    """For each simulator, the largest difference of a parameter from this library's after the same round, or an error message."""
+    import _fedjax_meta_peer
 
     case = workload(name)
-    expected = _house.one_round_by_hand(Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=1))
+    expected = _fedjax_meta_peer.one_recorded_round(Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=1))
     file = f"{folder}/{name}.npz"
     np.savez(file, x=expected.pop("x"), y=expected.pop("y"))
     found: dict[str, float | str] = {}
@@ -140,12 +143,25 @@ def differences(name: str, peers: list[str], folder: str) -> dict[str, float | s
     return found
 
 
-def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) -> dict[str, dict[str, Any]]:
-    """Times `rounds` rounds of every peer, in turns; by peer its times or, under "error", why there are none."""
+def timed_rounds(
+    name: str, peers: list[str], rounds: int, max_seconds: float, show: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Times rounds of every simulator in turns.
+
+    Args:
+      name: a workload.
+      peers: the simulators.
+      rounds: rounds to time.
+      max_seconds: stop after this many seconds, but not before 3 rounds.
+      show: called with a line about the progress.
+
+    Returns:
+      By simulator, its times, threads and memory, or an "error".
+    """
     results: dict[str, dict[str, Any]] = {}
     workers = []
     for peer in peers:
-        say(f"{name}: first round of {peer}")
+        show(f"{name}: first round of {peer}")
         worker = Worker(peer, name, threads_of(peer))
         try:
             worker.answer()
@@ -155,11 +171,11 @@ def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) ->
         except RuntimeError as error:
             worker.kill()
             results[peer] = {"error": str(error)}
-    shuffle, deadline = np.random.default_rng(0), time.monotonic() + patience
+    shuffle, deadline = np.random.default_rng(0), time.monotonic() + max_seconds
     for turn in range(rounds):
         if time.monotonic() > deadline and turn >= 3:
             break
-        say(f"{name}: round {turn + 1} of {rounds}")
+        show(f"{name}: round {turn + 1} of {rounds}")
         for i in shuffle.permutation(len(workers)):
             workers[i].round()
     for worker in workers:
@@ -168,7 +184,7 @@ def race(name: str, peers: list[str], rounds: int, patience: float, say: Any) ->
 
 
 def row_of(name: str, peer: str, result: dict[str, Any], ceiling: float) -> dict[str, Any]:
-    """What is written of one peer on one workload."""
+    """The row of one simulator on one workload."""
     case = workload(name)
     begin = {"benchmark": "peers", "case": name, "peer": peer, "threads": result.get("threads", threads_of(peer))}
     if "error" in result:
@@ -194,17 +210,18 @@ def row_of(name: str, peer: str, result: dict[str, Any], ceiling: float) -> dict
 def main(
     case: Annotated[
         list[str] | None,
-        typer.Option(help=f"Workloads; all by default. {', '.join(WORKLOADS)}; with another cohort: W1-500, W2-500."),
+        typer.Option(help=f"Workloads; all by default. {', '.join(WORKLOADS)}; with a cohort size: W1-500, W2-500."),
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(help=f"Simulators; all by default. {', '.join(MODULES)}.")] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds to time, after the first two.")] = 10,
-    patience: Annotated[
-        float, typer.Option(help="Seconds a workload may take after its first rounds; at least 3 are run.")
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds to time after the first two.")] = 10,
+    max_seconds: Annotated[
+        float, typer.Option(help="Seconds per workload after the first rounds; at least 3 rounds are timed.")
     ] = 600,
-    compare: Annotated[bool, typer.Option(help="Also compare everyone's results after one round.")] = True,
-    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+    compare: Annotated[bool, typer.Option(help="Also compare the results of all simulators after one round.")] = True,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
 ) -> None:
-    """Times a round of every simulator that is installed on every workload, side by side."""
+    """Times a round of every installed simulator on every workload, side by side."""
+    fm.use_all_cores()
     console = Console(width=max(Console().width, 150))
     names, wanted = case or list(WORKLOADS), peer or list(MODULES)
     try:
@@ -213,10 +230,10 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--case") from None
     for value in wanted:
         if value not in MODULES:
-            raise typer.BadParameter(f"{value!r} is unknown; allowed are {', '.join(MODULES)}", param_hint="--peer")
+            raise typer.BadParameter(f"peer={value!r} is unknown; allowed are {', '.join(MODULES)}", param_hint="--peer")
     present = [p for p in wanted if installed(p)]
     for missing in [p for p in wanted if p not in present]:
-        console.print(f"{missing} is not installed and left out.")
+        console.print(f"{missing} is not installed; skipping it.")
     about, ceiling = environment(), product_ceiling()
     console.print(f"{about['processor']}, {about['device']}; large float32 matrix products {ceiling:.0f} GFLOP/s")
     table = Table()
@@ -225,7 +242,7 @@ def main(
         "simulator",
         "round (s)",
         "quartiles",
-        "times ours",
+        "ratio to ours",
         "first (s)",
         "20 rounds (s)",
         "GFLOP/s (of ceiling)",
@@ -235,12 +252,12 @@ def main(
         table.add_column(heading, no_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            able = [p for p in present if p in ABLE.get(rules[name], MODULES)]
+            supported = [p for p in present if p in SUPPORT.get(rules[name], MODULES)]
             with console.status("") as status:
                 status.update(f"{name}: comparing results")
-                differ = differences(name, [p for p in able if p != "fedjax_meta"], folder) if compare else {}
-                results = race(name, able, rounds, patience, status.update)
-            rows = {p: row_of(name, p, results[p], ceiling) for p in able}
+                differ = differences(name, [p for p in supported if p != "fedjax_meta"], folder) if compare else {}
+                results = timed_rounds(name, supported, rounds, max_seconds, status.update)
+            rows = {p: row_of(name, p, results[p], ceiling) for p in supported}
             ours = rows.get("fedjax_meta", {}).get("seconds")
             for p, row in rows.items():
                 row["difference"] = differ.get(p)

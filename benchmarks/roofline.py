@@ -1,6 +1,5 @@
-"""A roofline figure from the rows of `peers.py`: what each simulator reaches of the measured matrix-product rate."""
+"""Draws a roofline from rows of `peers.py`: the rate of each simulator below the measured rate of large matrix products."""
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import matplotlib as mpl
 import numpy as np
 import typer
-from _measure import copy_rate
+from _measure import copy_rate, read_rows
 from _workloads import MODELS, shapes, workload
 
 mpl.use("Agg")
@@ -16,7 +15,7 @@ from matplotlib import pyplot as plt
 
 
 def intensity(name: str) -> float:
-    """Floating-point operations for each byte that a step must move at least: parameters, gradients and samples, once each."""
+    """FLOPs per byte that a step must move at least: parameters read and written, gradients, samples."""
     case = workload(name)
     parameters = 4 * sum(math.prod(shape) for shape in shapes(case.model).values())
     sample = math.prod(MODELS[case.model][0])
@@ -26,11 +25,10 @@ def intensity(name: str) -> float:
 
 def main(
     rows: Annotated[Path, typer.Argument(help="File with rows of peers.py.", exists=True)],
-    figure: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("roofline.png"),
+    figure: Annotated[Path, typer.Option(help="File of the figure.")] = Path("roofline.png"),
 ) -> None:
-    """Draws rate against intensity, with the measured ceilings of products and of copying."""
-    read = [json.loads(line) for line in rows.read_text().splitlines()]
-    read = [row for row in read if row.get("benchmark") == "peers" and "seconds" in row]
+    """Draws rate over intensity, with the measured ceilings of matrix products and of copying."""
+    read = [row for row in read_rows([rows]) if row.get("benchmark") == "peers" and "seconds" in row]
     if not read:
         raise typer.BadParameter(f"{rows} has no rows of peers.py")
     ceiling, copying = read[-1]["ceiling_gflops"], copy_rate()

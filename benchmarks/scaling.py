@@ -1,7 +1,7 @@
-"""How the time of a round grows: with the cohort, with the population, where it waits, with uneven clients, with devices.
+"""Times rounds along axes of scale: cohort, population, place of the clients' rows, skew of client sizes, devices.
 
-Each axis is one row a point: seconds a round (median and quartiles), compile seconds, memory. Clients are those of the MLP
-workload (100 samples, batches of 20) unless said.
+Each point of an axis is one row: seconds per round (median and quartiles), compile seconds, memory. Unless stated otherwise,
+clients have 100 samples and train the MLP in batches of 20.
 """
 
 import json
@@ -22,25 +22,27 @@ from _measure import Spread, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, runtime, simulate, store
-from fedjax_meta.data import FederatedData
+import fedjax_meta as fm
+from fedjax_meta import engine, host_store, models, runtime
+from fedjax_meta.simulation import run_rounds
+from fedjax_meta.types import Key, Scalar
 
 AXES = ("cohort", "population", "store", "skew", "devices")
 SKEWED = tuple(int(size) for size in np.geomspace(135, 5201, 50))
-"""Sizes of 50 clients that spread as the MNIST clients of Nguyen and Cao do: 135 to 5,201 samples."""
+"""Sizes of 50 clients, from 135 to 5,201 samples like the MNIST clients of FedMeta-Per (Nguyen and Cao)."""
 
 
-def federation(sizes: Any, *, pool: int = 20_000) -> FederatedData:
-    """Clients with this many random images each; they share a pool of images, so that 10^6 clients take little memory."""
+def client_data(sizes: Any, *, pool: int = 20_000) -> fm.FederatedData:
+    """Clients with `sizes [N]` random images, taken from one pool of images so that 10^6 clients need little memory."""
     rng = np.random.default_rng(0)
     sizes = np.asarray(sizes)
     total = int(sizes.sum())
     pool = min(pool, total)
-    data = federate(
+    data = fm.from_partition(
         rng.integers(0, 256, (pool, 784), dtype=np.uint8), rng.integers(0, 10, pool), np.arange(pool), [pool], num_classes=10
     )
     begin = ((np.cumsum(sizes) - sizes) % (pool - sizes.max() + 1)).astype(np.int32)
-    return FederatedData(
+    return fm.FederatedData(
         x=data.x,
         y=data.y,
         offset=data.offset,
@@ -53,20 +55,27 @@ def federation(sizes: Any, *, pool: int = 20_000) -> FederatedData:
 
 
 class Run:
-    """An algorithm on some clients, compiled, ready to run a block of rounds at a time."""
+    """An algorithm on some clients, compiled; a call runs one block of rounds."""
 
-    def __init__(self, algorithm: Algorithm, data: FederatedData, rounds: int = 1, scale: float = 1.0) -> None:
-        """`rounds` in each call; times are multiplied by `scale`."""
+    def __init__(self, algorithm: fm.Algorithm, data: fm.FederatedData, rounds: int = 1, scale: float = 1.0) -> None:
+        """Compiles it.
+
+        Args:
+          algorithm: what to run.
+          data: its clients.
+          rounds: rounds in a block.
+          scale: factor by which times are multiplied.
+        """
         key = jax.random.key(0)
         state = algorithm.init(key, data)
         places = jax.tree.map(lambda leaf: leaf.sharding, state)
-        # A copy: two leaves of a state may be one array at first, which cannot be donated twice.
+        # Two leaves of an initial state may be the same array, which cannot be donated twice; the copy separates them.
         self._state = jax.device_put(state, places, may_alias=False)
         self._unit = scale / rounds
-        self._rest = engine.share((data, key, np.int32(rounds)), places.round)
+        self._rest = engine.place_shared((data, key, np.int32(rounds)), places.round)
 
-        def block(state: Any, data: FederatedData, key: Any, count: Any) -> Any:
-            return simulate.run_rounds(algorithm, key, state, data, count, most=rounds)[0]
+        def block(state: fm.State, data: fm.FederatedData, key: Key, count: Scalar) -> fm.State:
+            return run_rounds(algorithm, key, state, data, count, most=rounds)[0]
 
         begin = time.perf_counter()
         jitted = jax.jit(block, donate_argnums=0, out_shardings=places)
@@ -76,12 +85,12 @@ class Run:
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((self._state.personal, self._state.memory)))
 
     def __call__(self) -> None:
-        """One block, to its end; every call has the same cohorts."""
+        """Runs one block and waits for it; every call has the same cohorts."""
         first = jax.device_put(np.int32(0), self._state.round.sharding)
         self._state = jax.block_until_ready(self._program(self._state._replace(round=first), *self._rest))
 
     def row(self, seconds: np.ndarray) -> dict[str, Any]:
-        """Of times of whole blocks."""
+        """The row of some times of whole blocks."""
         spread = Spread.of(seconds * self._unit)
         return {
             "seconds": spread.median,
@@ -96,48 +105,53 @@ class Run:
 Cases = dict[str, Callable[[], Run]]
 
 
-def mlp_rounds(cohort: int, **options: Any) -> Algorithm:
+def mlp_rounds(cohort: int, *, batch_size: int = 20, devices: int | None = None) -> fm.Algorithm:
     """FedAvg on the MLP."""
-    return fedavg(models.mlp(), cohort_size=cohort, **{"batch_size": 20, **options})
+    method = fm.fedavg(models.mlp(), batch_size=batch_size)
+    return fm.federate(method, fm.Federation(cohort_size=cohort, devices=devices))
 
 
-def cohort_cases(most: int) -> Cases:
+def personal_heads() -> fm.Algorithm:
+    """FedPer on the MLP, with cohorts of 100."""
+    return fm.federate(fm.fedper(models.mlp(), batch_size=20), fm.Federation(cohort_size=100))
+
+
+def cohort_cases(max_cohort: int) -> Cases:
     """Cohorts of 1 to 4,096."""
-    data = federation(np.full(4096, 100))
-    return {str(c): lambda c=c: Run(mlp_rounds(c), data) for c in (1, 4, 16, 64, 256, 1024, 4096) if c <= most}
+    data = client_data(np.full(4096, 100))
+    return {str(c): lambda c=c: Run(mlp_rounds(c), data) for c in (1, 4, 16, 64, 256, 1024, 4096) if c <= max_cohort}
 
 
-def population_cases(most: int) -> Cases:
-    """Rounds of 100 among 10^2 to 10^6 clients with personal heads."""
-    rule = fedper(models.mlp(), batch_size=20, cohort_size=100)
-    return {
-        str(n): lambda n=n: Run(rule, federation(np.full(n, 100))) for n in (100, 1000, 10_000, 100_000, 10**6) if n <= most
-    }
+def population_cases(max_clients: int) -> Cases:
+    """Cohorts of 100 from populations of 10^2 to 10^6 clients with personal heads."""
+    algorithm = personal_heads()
+    counts = [n for n in (100, 1000, 10_000, 100_000, 10**6) if n <= max_clients]
+    return {str(n): lambda n=n: Run(algorithm, client_data(np.full(n, 100))) for n in counts}
 
 
-def store_rows(most: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Rounds of 100 clients with personal heads, where the others wait on the device, in the host's memory or in files."""
-    rule, block = fedper(models.mlp(), batch_size=20, cohort_size=100), 20
-    few = min(1000, most)
+def store_rows(max_clients: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Cohorts of 100 clients with personal heads; the rows of all clients are on the device, in host memory or in files."""
+    algorithm, block = personal_heads(), 20
+    few, many = min(1000, max_clients), max_clients
     rows = {}
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        # The largest memory last: what is read is the peak so far.
+        # In order of memory, because the process reports its peak so far.
         for where, count in (
             ("device", few),
             ("memory", few),
             (folder, few),
-            (folder, most),
-            ("memory", most),
-            ("device", most),
+            (folder, many),
+            ("memory", many),
+            ("device", many),
         ):
-            waits = None if where == "device" else where
-            data = federation(np.full(count, 100))
-            begun = time.perf_counter()
-            _, records = simulate.simulate(
-                rule, data, key=jax.random.key(0), rounds=block * (repeats + 1), eval_every=block, store=waits
+            store = None if where == "device" else where
+            data = client_data(np.full(count, 100))
+            begin = time.perf_counter()
+            _, records = fm.simulate(
+                algorithm, data, key=jax.random.key(0), rounds=block * (repeats + 1), eval_every=block, store=store
             )
-            total = time.perf_counter() - begun
-            timed = records[2:]  # after round 1 and the block that it is in
+            total = time.perf_counter() - begin
+            timed = records[2:]  # without round 1 and the rest of its block
             spread = Spread.of(np.array([record.seconds / block for record in timed]))
             trained, compiled = sum(r.seconds for r in records), sum(r.compile_seconds for r in records)
             rows[f"{'files' if where == folder else where}, {count}"] = {
@@ -146,91 +160,93 @@ def store_rows(most: int, repeats: int) -> dict[str, dict[str, Any]]:
                 "high": spread.high,
                 "compile_seconds": round(compiled, 3),
                 "init_seconds": round(total - trained - compiled, 3),
-                "state_bytes": count * store.row_bytes(store.shapes(rule, jax.random.key(0), data)),
+                "state_bytes": count * host_store.row_bytes(host_store.state_shapes(algorithm, jax.random.key(0), data)),
                 "peak_bytes": peak_bytes(),
             }
     return rows
 
 
 def peak_bytes() -> int:
-    """Of this process so far."""
+    """The peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def skew_cases() -> Cases:
-    """Uneven clients, and equal ones with as many samples; times are for cohorts that hold what a cohort of equal ones does.
+    """Clients of skewed and of equal sizes, with equal totals; times are scaled to the samples of a cohort of equal clients.
 
-    On several devices uneven clients may fill the time in which equal ones, five on two devices, leave one idle. What unevenness
-    costs by itself is seen on one device.
+    Five equal clients leave one of two devices idle for part of a round; skewed clients may fill that time. One device shows the
+    cost of skew alone.
     """
     rounds, cohort = 50, 5
-    uneven = np.array(SKEWED)
-    keys = [jax.random.split(jax.random.fold_in(jax.random.key(0), r), 3)[0] for r in range(rounds)]
-    drawn = np.mean([uneven[np.asarray(engine.sample_cohort(key, len(uneven), cohort))].sum() for key in keys])
-    equal = np.full(len(uneven), round(uneven.mean()))
+    skewed = np.array(SKEWED)
+    equal = np.full(len(skewed), round(skewed.mean()))
+    round_keys = [jax.random.fold_in(jax.random.key(0), r) for r in range(rounds)]
+    cohorts = [np.asarray(mlp_rounds(cohort).cohort(key, r, len(skewed))) for r, key in enumerate(round_keys)]
+    scale = float(cohort * equal[0] / np.mean([skewed[ids].sum() for ids in cohorts]))
     layouts: dict[str, int | None] = {"": None, ", 1 device": 1} if jax.device_count() > 1 else {"": None}
     cases: Cases = {}
-    for where, devices in layouts.items():
-        rule = mlp_rounds(cohort, batch_size=32, devices=devices)
-        cases["equal" + where] = lambda rule=rule: Run(rule, federation(equal, pool=100_000), rounds)
-        cases["skewed" + where] = lambda rule=rule: Run(
-            rule, federation(uneven, pool=100_000), rounds, float(cohort * equal[0] / drawn)
-        )
+    for suffix, devices in layouts.items():
+        algorithm = mlp_rounds(cohort, batch_size=32, devices=devices)
+        cases["equal" + suffix] = lambda run=algorithm: Run(run, client_data(equal, pool=100_000), rounds)
+        cases["skewed" + suffix] = lambda run=algorithm: Run(run, client_data(skewed, pool=100_000), rounds, scale)
     return cases
 
 
 def base(axis: str, point: str, first: str) -> str:
-    """With which point one is compared: the first; uneven clients with equal ones on as many devices."""
+    """The point that a point is compared with: the first, or, for skewed clients, equal clients on the same devices."""
     return point.replace("skewed", "equal") if axis == "skew" and point.startswith("skewed") else first
 
 
 def one_count_of_devices() -> None:
-    """Prints the row of the devices that this process was started with."""
-    data = federation(np.full(1000, 100))
+    """Prints the row of the devices of this process."""
+    data = client_data(np.full(1000, 100))
     run = Run(mlp_rounds(100), data)
     print(json.dumps(run.row(interleaved({"": run}, repeats=10)[""])))
 
 
 def on_devices(count: int) -> dict[str, Any]:
-    """The row of `count` devices, from a process of its own where they are a CPU's."""
+    """The row of `count` devices; CPU devices need a new process, because their number is fixed when JAX starts."""
     if not runtime.on_cpu():
-        data = federation(np.full(1000, 100))
+        data = client_data(np.full(1000, 100))
         run = Run(mlp_rounds(100, devices=count), data)
         return run.row(interleaved({"": run}, repeats=10)[""])
     command = [sys.executable, __file__, "--worker"]
-    environment_ = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count)}
-    done = subprocess.run(command, env=environment_, capture_output=True, text=True, check=True)
+    variables = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(
-    axis: Annotated[list[str] | None, typer.Option(help=f"What grows; all by default. {', '.join(AXES)}.")] = None,
-    most: Annotated[int, typer.Option(help="Largest population; 10^6 takes 4 GB.")] = 10**6,
-    cohort: Annotated[int, typer.Option(help="Largest cohort.")] = 4096,
-    repeats: Annotated[int, typer.Option(min=3, help="Times each point is timed.")] = 10,
-    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+    axis: Annotated[list[str] | None, typer.Option(help=f"Axes to time; all by default. {', '.join(AXES)}.")] = None,
+    max_clients: Annotated[int, typer.Option(help="Largest population; 10^6 clients take 4 GB.")] = 10**6,
+    max_cohort: Annotated[int, typer.Option(help="Largest cohort of the cohort axis.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=3, help="Number of times that each point is timed.")] = 10,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Times rounds along one or more axes of scale."""
+    fm.use_all_cores(compile_cache=False)
     if worker:
         one_count_of_devices()
         return
     console, about = Console(width=max(Console().width, 120)), environment()
     axes = axis or list(AXES)
     for name in axes:
-        if name in ("population", "store") and most < 100:
-            raise typer.BadParameter(f"{most} clients are too few for cohorts of 100", param_hint="--most")
+        if name in ("population", "store") and max_clients < 100:
+            raise typer.BadParameter(
+                f"max_clients={max_clients} must be at least 100, the cohort size", param_hint="--max-clients"
+            )
         if name not in AXES:
-            raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
-        table = Table(name, "round (s)", "quartiles", "ratio", "compile (s)", "kept by clients", "peak memory")
+            raise typer.BadParameter(f"axis={name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
+        table = Table(name, "round (s)", "quartiles", "ratio", "compile (s)", "clients' rows", "peak memory")
         rows = {}
         with console.status(f"{name}: compiling and timing"):
             if name == "devices":
                 rows = {str(n): on_devices(n) for n in (1, 2, 4, 8) if runtime.on_cpu() or n <= jax.device_count()}
             elif name == "store":
-                rows = store_rows(most, repeats)
+                rows = store_rows(max_clients, repeats)
             else:
-                cases = {"cohort": lambda: cohort_cases(cohort), "population": lambda: population_cases(most)}
+                cases = {"cohort": lambda: cohort_cases(max_cohort), "population": lambda: population_cases(max_clients)}
                 runs = {point: build() for point, build in cases.get(name, skew_cases)().items()}
                 times = interleaved(runs, repeats=repeats if name != "skew" else 3)
                 rows = {point: run.row(times[point]) for point, run in runs.items()}

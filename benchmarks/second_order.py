@@ -1,7 +1,7 @@
-"""What a second-order meta-gradient costs, and what its cheaper stand-ins get wrong.
+"""Compares the meta-gradient estimators of `fedjax_meta`: cost, and error against the exact gradient.
 
-For one client, every estimator of `fedjax_meta` at k inner steps: time, compile time, work and memory, relative to first
-order, and the distance of its gradient from the exact one in float64. PyTorch is timed in the same run when it is installed.
+For one client and k inner steps, each estimator's time, work and memory relative to first order, its compile time, and the error
+of its gradient against the exact gradient in float64. PyTorch is timed in the same run if it is installed.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,15 @@ from jax.flatten_util import ravel_pytree
 from rich.console import Console
 from rich.table import Table
 
+import fedjax_meta as fm
 from fedjax_meta import implicit, meta, models
-from fedjax_meta.task import Batch
 from fedjax_meta.trajectory import hessian_product
+from fedjax_meta.types import Params, Updates
 
 RATE = 0.01
 PROX_WEIGHT = 2.0
+
+Loss = Callable[[Params, fm.Batch], jax.Array]
 
 ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "first order": meta.first_order,
@@ -32,19 +35,19 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "exact, linearisations kept": partial(meta.exact, keep="linearisation"),
     "Hessian-free (difference)": meta.hessian_free,
     "Hessian-free (product)": partial(meta.hessian_free, method="product"),
-    "reptile": meta.reptile,
-    "implicit, 1 CG": partial(implicit.implicit, prox_weight=PROX_WEIGHT, cg_steps=1, tolerance=0.0),
-    "implicit, 5 CG": partial(implicit.implicit, prox_weight=PROX_WEIGHT, cg_steps=5, tolerance=0.0),
+    "reptile": meta.reptile_gradient,
+    "implicit, 1 CG": partial(implicit.implicit_gradient, prox_weight=PROX_WEIGHT, cg_steps=1, tolerance=0.0),
+    "implicit, 5 CG": partial(implicit.implicit_gradient, prox_weight=PROX_WEIGHT, cg_steps=5, tolerance=0.0),
 }
-"""What is compared. Of "exact", the library keeps the smaller of parameters and linearisation; both are shown too."""
+"""The estimators by name. "exact" keeps the smaller of parameters and linearisations; the next two keep one or the other."""
 
 
-def reverse_over_reverse(inner: meta.Inner, *, steps: int) -> meta.Estimator:
-    """The baseline that every autodiff tutorial writes: `jax.grad` through a scanned inner loop."""
+def reverse_over_reverse(inner: meta.InnerOptimizer, *, steps: int) -> meta.Estimator:
+    """The textbook baseline: `jax.grad` through a scanned inner loop."""
 
-    def estimate(loss: Any, theta: Any, support: Any, query: Any) -> meta.MetaGradient:
-        def outer(theta: Any) -> jax.Array:
-            def step(phi: Any, _: None) -> Any:
+    def estimate(loss: Loss, theta: Params, support: fm.Batch, query: fm.Batch) -> meta.MetaGradient:
+        def outer(theta: Params) -> jax.Array:
+            def step(phi: Params, _: None) -> tuple[Params, None]:
                 return inner.update(theta, jax.grad(loss)(phi, support), (), phi)[0], None
 
             return loss(jax.lax.scan(step, theta, length=steps)[0], query)
@@ -55,31 +58,31 @@ def reverse_over_reverse(inner: meta.Inner, *, steps: int) -> meta.Estimator:
     return estimate
 
 
-def problem(model: str, support: int, query: int, seed: int = 0) -> tuple[Any, Any, Batch, Batch]:
-    """(loss, parameters, support [B, ...], query [B, ...]); synthetic, for cost does not depend on values."""
+def problem(model: str, support: int, query: int, seed: int = 0) -> tuple[Loss, Params, fm.Batch, fm.Batch]:
+    """(loss, parameters, support [B, ...], query [B, ...]) with random data; cost does not depend on values."""
     task = models.MODELS[model]()
     shape = (784,) if model == "mlp" else (32, 32, 3)
     rng = np.random.default_rng(seed)
 
-    def samples(size: int) -> Batch:
+    def samples(size: int) -> fm.Batch:
         x = rng.normal(size=(size, *shape)).astype(np.float32)
         y = rng.integers(0, 10, size).astype(np.int32)
-        return jax.tree.map(jnp.asarray, Batch(x, y, np.ones(size, np.float32)))
+        return jax.tree.map(jnp.asarray, fm.Batch(x, y, np.ones(size, np.float32)))
 
     key = jax.random.key(seed)
     theta = task.init(key)
     return lambda p, batch: task.loss(p, batch, key)[0], theta, samples(support), samples(query)
 
 
-def program(estimate: meta.Estimator, loss: Any, *arguments: Any) -> Program:
-    """The gradient of one client, compiled; parameters and data are arguments, so nothing is folded into constants."""
+def program(estimate: meta.Estimator, loss: Loss, *arguments: Any) -> Program:
+    """The compiled gradient of one client. Parameters and data are arguments: XLA would fold computations on constants."""
     return compiled(lambda *arguments: estimate(loss, *arguments).gradient, *arguments)
 
 
-def work_of_parts(loss: Any, theta: Any, support: Any, query: Any) -> dict[str, float]:
-    """XLA's FLOPs of the parts: gradients of support and query, and a Hessian-vector product beside a gradient."""
+def work_of_parts(loss: Loss, theta: Params, support: fm.Batch, query: fm.Batch) -> dict[str, float]:
+    """XLA's FLOPs of the gradients of support and query, and of a Hessian-vector product with and without a gradient."""
 
-    def with_product(theta: Any, vector: Any, batch: Any) -> Any:
+    def with_product(theta: Params, vector: Updates, batch: fm.Batch) -> tuple[Updates, Updates]:
         _, gradient, product = hessian_product(loss, theta, meta.as_batches(batch, 1), 0)
         return gradient, product(vector)
 
@@ -93,7 +96,7 @@ def work_of_parts(loss: Any, theta: Any, support: Any, query: Any) -> dict[str, 
 
 
 def executed(name: str, once: float, k: int, parts: dict[str, float]) -> float:
-    """FLOPs that run, from XLA's count of the program, which holds the body of each loop once."""
+    """FLOPs that run, from XLA's count of the program, which counts the body of each loop once."""
     if name.startswith("implicit"):
         solver = int(name.split()[1])
         return once + (k - 1) * parts["support"] + (solver - 1) * parts["product"]
@@ -102,7 +105,7 @@ def executed(name: str, once: float, k: int, parts: dict[str, float]) -> float:
 
 
 def floor(name: str, k: int, parts: dict[str, float]) -> float:
-    """The least FLOPs: every gradient and every product once, and nothing that was computed before again."""
+    """The minimum FLOPs: every gradient and every Hessian-vector product once, without recomputation."""
     inner, query = k * parts["support"], parts["query"]
     if name.startswith("implicit"):
         return inner + query + parts["product alone"] + (int(name.split()[1]) - 1) * parts["product"]
@@ -114,7 +117,7 @@ def floor(name: str, k: int, parts: dict[str, float]) -> float:
 
 
 def exact_in_float64(model: str, support: int, query: int, steps: int) -> np.ndarray:
-    """The reference gradient, flat."""
+    """The reference gradient as one vector."""
     loss, theta, inner, outer = problem(model, support, query)
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(  # noqa: E731
@@ -128,7 +131,10 @@ def exact_in_float64(model: str, support: int, query: int, steps: int) -> np.nda
 def torch_cases(
     model: str, support: Any, query: Any, k: int, *, compile_too: bool, threads: int
 ) -> dict[str, Callable[[], Any]]:
-    """The same meta-gradient in PyTorch, by `autograd.grad(create_graph=True)` and by nested `torch.func.grad`."""
+    """The same meta-gradient in PyTorch, by `autograd.grad(create_graph=True)` and by nested `torch.func.grad`.
+
+    Empty if PyTorch is not installed.
+    """
     try:
         import torch
         from torch import func, nn
@@ -194,45 +200,47 @@ def torch_cases(
 def bench(
     *,
     model: Annotated[str, typer.Option(help="mlp (784-100-10) or lenet (CIFAR-10 size).")] = "mlp",
-    steps: Annotated[str, typer.Option(help="Inner steps k, separated by commas.")] = "1,2,4,8,16,32",
-    support: Annotated[int, typer.Option(help="Samples of the support; every inner step takes all of them.")] = 32,
-    query: Annotated[int, typer.Option(help="Samples of the query.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Timed rounds; every estimator is timed once in each.")] = 30,
-    peers: Annotated[bool, typer.Option(help="Time PyTorch in the same run, if it is installed.")] = True,
+    steps: Annotated[str, typer.Option(help="Numbers of inner steps k, separated by commas.")] = "1,2,4,8,16,32",
+    support: Annotated[int, typer.Option(help="Support samples; every inner step uses all of them.")] = 32,
+    query: Annotated[int, typer.Option(help="Query samples.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Number of times that each estimator is timed.")] = 30,
+    peers: Annotated[bool, typer.Option(help="Also time PyTorch if it is installed.")] = True,
     compile_peers: Annotated[
-        bool, typer.Option(help="Also torch.compile (tens of seconds a case, needs a C++ compiler).")
+        bool, typer.Option(help="Also time torch.compile (tens of seconds per case, needs a C++ compiler).")
     ] = False,
-    torch_threads: Annotated[int, typer.Option(help="Threads of PyTorch on CPU; 0 leaves it to PyTorch.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Draw time against gradient error into this file.")] = None,
+    torch_threads: Annotated[int, typer.Option(help="Threads of PyTorch on CPU; 0 keeps PyTorch's default.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="File of a figure of time against gradient error.")] = None,
 ) -> None:
-    """Cost and fidelity of every meta-gradient of one client.
+    """Times every meta-gradient estimator on one client, and compares its gradient with the exact one.
 
     \b
-    time    seconds a gradient; all estimators take turns in one process
-    /FO     median of the ratios to first order in one round, and quartiles
-    best    ratio of the shortest times, which a busy machine disturbs least
-    floor   ratio of the least FLOPs: each gradient once (k support, 1 query)
-            and each Hessian-vector product once (k, or one a CG step)
-    GFLOP   that run, from XLA's count, which holds a loop's body once
-    temp    XLA's peak of temporary memory, in parameter trees
-    cosine  and relative error against `exact` in float64. An implicit
-            gradient is that of another inner problem (with a proximal term)
-            and Reptile's is divided by rate * k: no fault, but the price
+    time    milliseconds per gradient; all estimators take turns in one process
+    /FO     median and quartiles of the ratio to first order in the same turn
+    best    ratio of the shortest times, which a busy machine affects least
+    floor   ratio of the minimum FLOPs: each gradient once (k support, 1 query)
+            and each Hessian-vector product once (k, or one per CG step)
+    GFLOP   executed, from XLA's count, which counts a loop body once
+    temp    XLA's peak of temporary memory, in multiples of the parameters
+    cosine  and relative error of the gradient against `exact` in float64.
+            Implicit gradients belong to another inner problem (with a
+            proximal term) and Reptile's gradient is divided by rate * k, so
+            their difference is expected
 
     \b
     Examples:
       python benchmarks/second_order.py --output rows.jsonl --figure cost.pdf
-      20/80 split, one full-batch step:
+      one full-batch step, with a fifth of the samples as support:
       python benchmarks/second_order.py --model lenet --steps 1
         --support 210 --query 840
     """
+    fm.use_all_cores(compile_cache=False)
     if model not in ("mlp", "lenet"):
         raise typer.BadParameter(f"model={model!r} is unknown; allowed are mlp, lenet")
     try:
         counts = [int(k) for k in steps.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"steps={steps!r} must be integers separated by commas") from None
+        raise typer.BadParameter(f"steps={steps!r} must be integers separated by commas, e.g. 1,2,4") from None
     where = environment()
     console = Console(width=160)
     title = f"{model}, {support} support and {query} query samples, {where['device']}, JAX {where['jax']}"
@@ -255,7 +263,7 @@ def bench(
 def measure_steps(
     model: str, support: int, query: int, k: int, *, repeats: int, peers: bool, compile_peers: bool, torch_threads: int
 ) -> list[dict[str, Any]]:
-    """All estimators at k steps."""
+    """The rows of all estimators at k inner steps."""
     loss, theta, inner, outer = problem(model, support, query)
     tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
     parts = work_of_parts(loss, theta, inner, outer)
@@ -263,7 +271,7 @@ def measure_steps(
     programs: dict[str, Program] = {}
     for name, build in {**ESTIMATORS, "reverse over reverse": reverse_over_reverse}.items():
         if k == 1 and name.startswith("exact,"):
-            continue  # one step keeps nothing but its linearisation
+            continue  # with one step, "exact" has no choice of what to keep
         programs[name] = program(build(meta.sgd(RATE), steps=k), loss, theta, inner, outer)
     cases = {name: partial(_finished, found.call, theta, inner, outer) for name, found in programs.items()}
     if peers:
@@ -296,7 +304,7 @@ def _finished(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def shown(row: dict[str, Any]) -> list[str]:
-    """A row as the table shows it."""
+    """The cells of a row in the table."""
     low, high = row["ratio_quartiles"]
     cells = [str(row["k"]), row["estimator"], f"{1e3 * row['seconds']:.3f}", f"{row['ratio']:.2f} ({low:.2f}-{high:.2f})"]
     cells.append(f"{row['ratio_of_best']:.2f}")
@@ -307,7 +315,7 @@ def shown(row: dict[str, Any]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Time relative to first order against the error of the gradient, one line an estimator, one point a k."""
+    """Draws gradient error over time relative to first order: one line per estimator, one point per k."""
     import matplotlib as mpl
 
     mpl.use("Agg")

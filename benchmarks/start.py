@@ -1,8 +1,8 @@
-"""What is not rounds: how long a command takes to its first saved round, and what a run's host does between compiled programs.
+"""Times what is not a round: the start of an experiment, and the host's work between compiled programs.
 
-Starts are timed from the command to the first saved round, with empty caches (programs and decoded data) and with those that
-this left. The host's share is that of the wall-clock in which `simulate` waits for no compiled program; dispatching one counts
-as its time.
+A start lasts from the command to the first saved round. It is timed with empty caches (compiled programs and decoded data), and
+again with the caches that this run filled. The host's share is the share of wall-clock in which `simulate` runs no compiled
+program; dispatching a program counts as running it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
-import _house
+import _fedjax_meta_peer
 import jax
 import numpy as np
 import typer
@@ -25,27 +25,38 @@ from _workloads import WORKLOADS, Job, parameters
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import checkpoint, evaluate, simulate
+import fedjax_meta as fm
+from fedjax_meta import checkpoint, simulation
+from fedjax_meta.types import Key
 
 ROOT = Path(__file__).parents[1]
 
 
 def first_round(experiment: str, folder: Path, cache: Path) -> float:
-    """Seconds from the command to its first saved round, after which it is stopped.
+    """Seconds from the command to its first saved round; then stops it.
+
+    Args:
+      experiment: the name of a module in `experiments`, with its options.
+      folder: where the experiment saves its results.
+      cache: the folder for compiled programs and decoded data.
 
     Raises:
-      RuntimeError: it ended before; the message holds its last words.
+      RuntimeError: the command ended without a saved round; the message is the end of its output.
     """
     command = [sys.executable, "-m", *shlex.split(f"experiments.{experiment}"), "--out", str(folder)]
-    caches = {"FEDJAX_META_CACHE": str(cache), "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled")}
+    # A folder of JAX's own would take the place of the one in `cache`.
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    variables["FEDJAX_META_CACHE"] = str(cache)
     with tempfile.TemporaryFile("w+") as log:
         begin = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **caches}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
         try:
             while not any(folder.glob("state/*/1")):
                 if process.poll() is not None:
                     log.seek(0)
-                    raise RuntimeError((log.read().strip() or f"{experiment} ended with code {process.returncode}")[-500:])
+                    raise RuntimeError(
+                        (log.read().strip() or f"{experiment} ended with exit status {process.returncode}")[-500:]
+                    )
                 time.sleep(0.01)
             return time.perf_counter() - begin
         finally:
@@ -54,7 +65,7 @@ def first_round(experiment: str, folder: Path, cache: Path) -> float:
 
 
 def starts(experiment: str, repeats: int) -> dict[str, np.ndarray]:
-    """Seconds to the first saved round with empty and with filled caches, `[repeats]` each, in turns."""
+    """Seconds to the first saved round with empty and with filled caches, `[repeats]` each, timed in turns."""
     seconds: dict[str, list[float]] = {"empty": [], "filled": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
@@ -63,13 +74,13 @@ def starts(experiment: str, repeats: int) -> dict[str, np.ndarray]:
     return {state: np.array(times) for state, times in seconds.items()}
 
 
-class Clocked(simulate._Compiled):
-    """A compiled program of `simulate` that adds up how long it and its like have run, from the call to the results."""
+class Clocked(simulation._Compiled):
+    """A compiled program of `simulate` that adds its run time, from the call to the results, to a total of all programs."""
 
     running = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it to its end, for which `simulate` waits anyway."""
+        """Runs the program and waits for its results, as `simulate` does anyway."""
         begin, compiled = time.perf_counter(), self.seconds
         results = jax.block_until_ready(super().__call__(*arguments))
         Clocked.running += time.perf_counter() - begin - (self.seconds - compiled)
@@ -77,34 +88,40 @@ class Clocked(simulate._Compiled):
 
 
 def host_share(name: str, *, blocks: int, rounds: int, save: bool) -> dict[str, Any]:
-    """Of a run of `blocks` blocks of `rounds` rounds, each followed by an evaluation; with `save`, also by saving the state.
+    """Times a run of `simulate` and its host's work.
 
-    The first round is not counted, with which everything is compiled.
+    The first round, which compiles the programs, is not counted.
+
+    Args:
+      name: a workload.
+      blocks: number of blocks of rounds; an evaluation follows each.
+      rounds: rounds in a block.
+      save: whether to save the state after each evaluation.
     """
     case = WORKLOADS[name]
     job = Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=1)
-    algorithm, data = _house.algorithm(case), _house.federation(job)
+    algorithm, data = _fedjax_meta_peer.algorithm(case), _fedjax_meta_peer.client_data(job)
 
-    def measure(key: Any, state: Any, data: Any) -> Any:
-        return evaluate.evaluate(algorithm, key, state, data, support="train", query="train")
+    def measure(key: Key, state: fm.State, data: fm.FederatedData) -> fm.Evaluation:
+        return fm.evaluate(algorithm, key, state, data, support="train", query="train")
 
     clocks: list[tuple[float, float]] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(simulate, "_Compiled", Clocked))
+        stack.enter_context(mock.patch.object(simulation, "_Compiled", Clocked))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
 
-        def on_record(state: Any, record: simulate.Record) -> None:
+        def on_record(state: fm.State, record: fm.Record) -> None:
             if save:
                 checkpoint.save(folder, state, [record.round], {})
             clocks.append((time.perf_counter(), Clocked.running))
 
-        simulate.simulate(
+        fm.simulate(
             algorithm,
             data,
             key=jax.random.key(0),
             rounds=blocks * rounds,
             eval_every=rounds,
-            evaluators={"test": simulate.Evaluator(measure, data, known=True)},
+            evaluators={"test": fm.Evaluator(measure, data, known=True)},
             on_record=on_record,
         )
     wall, running = np.subtract(clocks[-1], clocks[0])
@@ -114,21 +131,27 @@ def host_share(name: str, *, blocks: int, rounds: int, save: bool) -> dict[str, 
 
 def main(
     experiment: Annotated[
-        str, typer.Option(help='What is started, with its options, e.g. "fedmeta_per --dataset mnist" where data are at hand.')
+        str,
+        typer.Option(
+            help='Experiment to start, with its options, e.g. "fedmeta_per --dataset mnist" if the data are installed.'
+        ),
     ] = "quickstart",
-    repeats: Annotated[int, typer.Option(min=1, help="Starts with empty caches, and as many with filled ones.")] = 3,
-    case: Annotated[str, typer.Option(help=f"Workload whose host is watched. {', '.join(WORKLOADS)}.")] = "W1",
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of rounds, an evaluation after each.")] = 20,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Number of starts with empty caches; as many starts with filled caches follow.")
+    ] = 3,
+    case: Annotated[str, typer.Option(help=f"Workload of the host's share. {', '.join(WORKLOADS)}.")] = "W1",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of rounds; an evaluation follows each.")] = 20,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds in a block.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
 ) -> None:
-    """Times starts with and without filled caches, and the host's work between compiled programs."""
+    """Times starts with empty and with filled caches, and the host's work between compiled programs."""
+    fm.use_all_cores()
     if case not in WORKLOADS:
-        raise typer.BadParameter(f"{case!r} is unknown; allowed are {', '.join(WORKLOADS)}", param_hint="--case")
+        raise typer.BadParameter(f"case={case!r} is unknown; allowed are {', '.join(WORKLOADS)}", param_hint="--case")
     console = Console()
     with console.status(f"starting {experiment}"):
         times = starts(experiment, repeats)
-    about = environment()  # only now, because it makes JAX take an accelerator
+    about = environment()  # after the starts, because it starts JAX, which takes memory of an accelerator
     table = Table("caches", "first saved round (s)", "quartiles", title=experiment)
     for state, seconds in times.items():
         spread = Spread.of(seconds)
@@ -136,13 +159,13 @@ def main(
         write_row(output, {"benchmark": "start", **row, **about})
         table.add_row(state, f"{spread.median:.2f}", f"{spread.low:.2f}-{spread.high:.2f}")
     console.print(table)
-    table = Table("after a block", "run (s)", "host alone (ms a block)", "share", title=f"{case}, blocks of {rounds} rounds")
-    for what, save in {"evaluation": False, "evaluation, saving": True}.items():
+    table = Table("after a block", "run (s)", "host (ms per block)", "share", title=f"{case}, blocks of {rounds} rounds")
+    for after, save in {"evaluation": False, "evaluation, saving": True}.items():
         with console.status(f"running {case}"):
             row = host_share(case, blocks=blocks, rounds=rounds, save=save)
-        write_row(output, {"benchmark": "host", "case": case, "after": what, **row, **about})
-        each = f"{1e3 * row['host_seconds'] / blocks:.1f}"
-        table.add_row(what, f"{row['seconds']:.2f}", each, f"{row['host_share']:.2%}")
+        write_row(output, {"benchmark": "host", "case": case, "after": after, **row, **about})
+        per_block = f"{1e3 * row['host_seconds'] / blocks:.1f}"
+        table.add_row(after, f"{row['seconds']:.2f}", per_block, f"{row['host_share']:.2%}")
     console.print(table)
 
 

@@ -1,8 +1,8 @@
-"""What a round of each system of personalised federated learning costs, against FedAvg and against its own arithmetic.
+"""Times a round of each system of personalised federated learning, relative to FedAvg and to the arithmetic that it needs.
 
-Everybody takes part and has as many samples, batches and epochs. The arithmetic is that of the papers: how many gradients,
-head gradients and forward passes a client computes, each in XLA's FLOPs of one batch, and products with matrices of
-parameters. What is done to parameters number by number (optimisers, proximal terms, control variates) is not in it.
+All clients take part, with the same number of samples, batches and epochs. The arithmetic follows the papers: the gradients,
+head gradients and forward passes of a client, each in XLA's FLOPs of one batch, and products with matrices of parameters.
+Elementwise work on parameters (optimisers, proximal terms, control variates) is not counted.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from scaling import Run
 
-from fedjax_meta import ALGORITHMS, FederatedData, Task, from_clients, masks, models
-from fedjax_meta.task import Batch
+import fedjax_meta as fm
+from fedjax_meta import masks, models
+from fedjax_meta.types import Mask, PyTree, Variables
 
 SHAPES = {"mlp": (28, 28, 1), "lenet": (32, 32, 3), "fedpac_cnn": (32, 32, 3)}
 VALIDATION = 0.2
@@ -27,15 +28,15 @@ INNER_STEPS, COMPONENTS, WIDTH = 5, 3, 100
 
 
 class Costs(NamedTuple):
-    """What the formulas below are made of.
+    """The terms of the formulas in `SYSTEMS`.
 
     Attributes:
-      gradient, head, body: FLOPs of one pass over a client's samples, for the gradient of all leaves, the head, the others.
-      forward: FLOPs of one pass without a gradient.
+      gradient, head, body: FLOPs of the gradient of all leaves, the head or the body in one pass over a client's samples.
+      forward: FLOPs of one pass without gradients.
       steps: batches in a pass.
       epochs: E.
-      size, head_size: numbers in the model, and in its head.
-      cohort: C.
+      size, head_size: parameters of the model, and of its head.
+      cohort: C, which is all clients.
     """
 
     gradient: float
@@ -50,7 +51,12 @@ class Costs(NamedTuple):
 
 
 class System(NamedTuple):
-    """One row: FLOPs of a client in a round, and `epochs -> options` beyond those that all share."""
+    """One row.
+
+    Attributes:
+      flops: FLOPs of a client in a round.
+      options: options of the method, apart from the batch size.
+    """
 
     flops: Callable[[Costs], float]
     options: Callable[[Costs], Mapping[str, Any]] = lambda c: {"epochs": c.epochs}
@@ -65,7 +71,7 @@ def _fedavg(c: Costs) -> float:
 
 
 def _matrix(c: Costs) -> float:
-    """A Gram matrix of all models, and each client's mixture of them."""
+    """FLOPs of the Gram matrix of all models and of each client's mixture of them."""
     return 4 * c.cohort * c.size
 
 
@@ -97,7 +103,7 @@ SYSTEMS = {
         lambda c: INNER_STEPS * c.epochs * c.gradient,
         lambda c: {"local_rounds": c.epochs * c.steps, "inner_steps": INNER_STEPS},
     ),
-    # Rounds whose coin trains; the others cost next to nothing.
+    # With this probability nearly all rounds train; the other rounds cost almost nothing.
     "l2gd": System(_fedavg, _epochs(probability=0.001, pull=0.01)),
     "fedem": System(lambda c: COMPONENTS * (c.epochs * (c.gradient + c.forward) + c.forward), _epochs(components=COMPONENTS)),
     "pfedhn": System(lambda c: _fedavg(c) + 6 * WIDTH * c.size, lambda c: {"local_steps": c.epochs * c.steps, "width": WIDTH}),
@@ -107,35 +113,35 @@ SYSTEMS = {
     ),
     "fedpac": System(lambda c: c.head + c.epochs * c.body + 2 * c.forward + 2 * c.cohort * c.head_size),
 }
-"""All systems of FedPAC's comparison (Xu, Tong, Huang, ICLR 2023), by their name in the registry."""
+"""All systems of the FedPAC comparison (Xu, Tong and Huang, ICLR 2023), by method name; text in brackets is not part of it."""
 
 
-def federation(model: str, clients: int, samples: int) -> FederatedData:
-    """Clients of one size with random images; cost does not depend on values."""
+def client_data(model: str, clients: int, samples: int) -> fm.FederatedData:
+    """Clients of equal size with random images; cost does not depend on values."""
     rng = np.random.default_rng(0)
     held = int(samples * VALIDATION)
     views = {"train": (0, samples), "support": (0, held), "query": (held, samples)}
     pools = [(rng.integers(0, 256, (samples, *SHAPES[model]), np.uint8), rng.integers(0, 10, samples)) for _ in range(clients)]
     bounds = {name: (np.full(clients, begin), np.full(clients, end)) for name, (begin, end) in views.items()}
-    return from_clients(pools, num_classes=10, views=bounds)
+    return fm.from_clients(pools, num_classes=10, views=bounds)
 
 
-def costs(task: Task, model: str, *, clients: int, samples: int, batch_size: int, epochs: int) -> Costs:
-    """The parts of all formulas, from XLA's count of one batch."""
+def costs(task: fm.Task, model: str, *, clients: int, samples: int, batch_size: int, epochs: int) -> Costs:
+    """The terms of the formulas, from XLA's count of one batch."""
     key = jax.random.key(0)
     variables = task.init(key)
-    batch = Batch(jnp.zeros((batch_size, *SHAPES[model])), jnp.zeros(batch_size, jnp.int32), jnp.ones(batch_size))
+    batch = fm.Batch(jnp.zeros((batch_size, *SHAPES[model])), jnp.zeros(batch_size, jnp.int32), jnp.ones(batch_size))
     head = masks.resolve("head", task)
     steps = -(-samples // batch_size)
 
-    def gradient(mask: Any) -> float:
-        # Every leaf is an argument: what is computed from constants would be folded away.
-        def loss(moving: Any, fixed: Any, batch: Batch) -> jax.Array:
+    def gradient(mask: Mask) -> float:
+        # Every leaf is an argument: XLA would fold computations on constants.
+        def loss(moving: Variables, fixed: Variables, batch: fm.Batch) -> jax.Array:
             return task.loss(masks.merge(moving, fixed), batch, key)[0]
 
         return steps * compiled(jax.value_and_grad(loss), *masks.split(variables, mask), batch).flops
 
-    def size(tree: Any) -> int:
+    def size(tree: PyTree) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
     return Costs(
@@ -153,21 +159,21 @@ def costs(task: Task, model: str, *, clients: int, samples: int, batch_size: int
 
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "lenet",
-    clients: Annotated[int, typer.Option(min=2, help="Clients N, all of whom take part.")] = 10,
-    samples: Annotated[int, typer.Option(min=5, help="Samples of a client.")] = 100,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 50,
+    clients: Annotated[int, typer.Option(min=2, help="Number of clients N; all take part in every round.")] = 10,
+    samples: Annotated[int, typer.Option(min=5, help="Samples per client.")] = 100,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 50,
     epochs: Annotated[int, typer.Option(min=1, help="Local epochs E.")] = 5,
-    systems: Annotated[str, typer.Option(help="Names with commas between; all when not given.")] = "",
-    repeats: Annotated[int, typer.Option(min=3, help="Times each system is timed.")] = 10,
-    output: Annotated[Path | None, typer.Option(help="File that gets a JSON line for each row.")] = None,
+    systems: Annotated[str, typer.Option(help="Comma-separated names; all by default.")] = "",
+    repeats: Annotated[int, typer.Option(min=3, help="Number of times that each system is timed.")] = 10,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
 ) -> None:
-    """Times a round of every system of FedPAC's comparison, all in turns, against FedAvg.
+    """Times a round of every system of the FedPAC comparison relative to FedAvg, in turns.
 
     \b
-    /FedAvg     median of the ratios to FedAvg in one turn, and quartiles
-    best        ratio of the shortest times, which a busy machine disturbs least
+    /FedAvg     median and quartiles of the ratio to FedAvg in the same turn
+    best        ratio of the shortest times, which a busy machine affects least
     arithmetic  ratio of the FLOPs that the papers' rules need
-    excess      best over arithmetic
+    excess      best / arithmetic
 
     \b
     Examples:
@@ -175,21 +181,22 @@ def main(
       python benchmarks/systems.py --model fedpac_cnn --systems ditto,fedpac
     """
     if model not in SHAPES:
-        raise typer.BadParameter(f"{model!r} is unknown; allowed are {', '.join(SHAPES)}", param_hint="--model")
+        raise typer.BadParameter(f"model={model!r} is unknown; allowed are {', '.join(SHAPES)}", param_hint="--model")
     chosen = [name.strip() for name in systems.split(",") if name.strip()] or list(SYSTEMS)
     for name in chosen:
         if name not in SYSTEMS:
-            raise typer.BadParameter(f"{name!r} is unknown; allowed are {', '.join(SYSTEMS)}", param_hint="--systems")
+            raise typer.BadParameter(f"systems={name!r} is unknown; allowed are {', '.join(SYSTEMS)}", param_hint="--systems")
     chosen = ["fedavg", *(name for name in chosen if name != "fedavg")]
+    fm.use_all_cores(compile_cache=False)
     console, about = Console(width=120), environment()
-    task, data = models.MODELS[model](), federation(model, clients, samples)
+    task, data = models.MODELS[model](), client_data(model, clients, samples)
     case = {"model": model, "clients": clients, "samples": samples, "batch_size": batch_size, "epochs": epochs}
     parts = costs(task, **case)
     runs = {}
     for name in chosen:
         with console.status(f"compiling {name}"):
-            options = {"batch_size": batch_size, "cohort_size": clients, **SYSTEMS[name].options(parts)}
-            runs[name] = Run(ALGORITHMS[name.partition(" ")[0]](task, **options), data)
+            method = fm.METHODS[name.partition(" ")[0]](task, batch_size=batch_size, **SYSTEMS[name].options(parts))
+            runs[name] = Run(fm.federate(method, fm.Federation(cohort_size=clients)), data)
     with console.status("timing"):
         times = interleaved(runs, repeats=repeats)
     title = f"{model}: {clients} clients of {samples} samples, {epochs} epochs in batches of {batch_size}, {about['device']}"

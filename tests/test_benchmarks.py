@@ -1,4 +1,4 @@
-"""The benchmarks' own rules: which workloads there are, what is compared with what, and that figures and clocks work."""
+"""Benchmarks: names of workloads, comparison with committed rows, figures and clocks."""
 
 import json
 import sys
@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # whose files import one another like that
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
 
 import check
 import roofline
 import scaling
 import start
+from _measure import read_rows
 from _workloads import WORKLOADS, Workload, workload
 
 COMMITTED = Path(check.__file__).parent / "results" / "cpu.jsonl"
@@ -27,7 +28,7 @@ def write(path, rows):
 # Workloads.
 
 
-def test_a_workload_can_have_another_cohort():
+def test_workload_with_another_cohort_size():
     assert workload("W1-500") == Workload("mlp", 500, 1400, 500, 32)
     assert workload("W2-500") == Workload("lenet", 500, 1050, 500, 32)
     assert workload("W4-50") == Workload("mlp", 1000, 100, 50, 20)
@@ -37,7 +38,7 @@ def test_a_workload_can_have_another_cohort():
 
 
 @pytest.mark.parametrize("name", ["W2", "W9", "W9-5", "W1-", "W1-0", "W1-x", "W1--5", ""])
-def test_other_names_are_refused(name):
+def test_unknown_workloads_are_refused(name):
     with pytest.raises(ValueError, match="is unknown; allowed are W1"):
         workload(name)
 
@@ -46,9 +47,14 @@ def test_other_names_are_refused(name):
 
 
 def test_intensity_by_hand():
-    """S4: 20 samples a step, 879,200 operations a sample; 200 x 784 + 200 + 400 + 200 x 200 + 200 + 2,010 parameters."""
+    """MTFL: 20 samples per step, 879,200 FLOPs per sample; 200 x 784 + 200 + 400 + 200 x 200 + 200 + 2,010 parameters."""
     parameters = 200 * 784 + 200 + 400 + 200 * 200 + 200 + 2010
-    assert roofline.intensity("S4") == pytest.approx(20 * 879_200 / (3 * 4 * parameters + 20 * 784))
+    assert roofline.intensity("MTFL") == pytest.approx(20 * 879_200 / (3 * 4 * parameters + 20 * 784))
+
+
+def test_cases_of_old_rows_get_their_current_names(tmp_path):
+    old = write(tmp_path / "rows.jsonl", [peer("torch", 1.0, "S4"), peer("torch", 1.0), point("cohort", "64", 1.0)])
+    assert [row["case"] for row in read_rows([old])] == ["MTFL", "W1", "64"]
 
 
 def test_every_workload_can_be_drawn(tmp_path, monkeypatch):
@@ -77,14 +83,14 @@ def gradient(estimator, seconds, k=1):
     return {**row, "estimator": estimator, "seconds": seconds, "platform": "cpu"}
 
 
-def test_the_fastest_other_is_one_that_both_have():
+def test_fastest_other_simulator_is_in_both_files():
     old = [peer("fedjax_meta", 1.0), peer("torch", 4.0), peer("Flower", 2.0), peer("FedJAX", 0.1)]
     new = [peer("fedjax_meta", 1.0), peer("torch", 3.0), peer("FedJAX", 0.5, "W4"), {"benchmark": "peers"}]
     assert check.compare(old, new) == {"W1: fedjax_meta / fastest other": (1 / 4, 1 / 3)}
     assert check.compare(old, [peer("fedjax_meta", 1.0)]) == {}
 
 
-def test_what_is_compared_with_what():
+def test_each_case_is_compared_with_its_base():
     rows = [
         *(point("population", n, s) for n, s in (("1000", 2.0), ("1000000", 3.0))),
         *(point("store", n, s) for n, s in (("device, 1000", 1.0), ("files, 1000", 5.0), ("files, 9", 7.0))),
@@ -108,14 +114,14 @@ def test_what_is_compared_with_what():
 
 
 def test_committed_rows_have_every_kind_of_ratio():
-    rows = check.rows([COMMITTED])
+    rows = read_rows([COMMITTED])
     both = check.compare(rows, rows)
-    kinds = ("W1: ", "population: ", "store: ", "skew: ", "devices: ", "mlp 32 32 1: exact", ": ditto / fedavg")
+    kinds = ("W1: ", "MTFL: ", "population: ", "store: ", "skew: ", "devices: ", "mlp 32 32 1: exact", ": ditto / fedavg")
     assert all(any(kind in name for name in both) for kind in kinds)
     assert all(old == new for old, new in both.values())
 
 
-def test_a_ratio_that_grew_fails(tmp_path):
+def test_a_larger_ratio_fails(tmp_path):
     committed = tmp_path / "results"
     committed.mkdir()
     write(committed / "cpu.jsonl", [gradient("first order", 1.0), gradient("exact", 1.5)])
@@ -124,14 +130,14 @@ def test_a_ratio_that_grew_fails(tmp_path):
     with pytest.raises(typer.Exit) as stopped:
         check.main(new, committed, "cpu", 1.15)
     assert stopped.value.exit_code == 1
-    with pytest.raises(typer.BadParameter, match="no ratio of platform 'gpu' in common"):
+    with pytest.raises(typer.BadParameter, match="no ratio of platform='gpu' in common"):
         check.main(new, committed, "gpu", 1.3)
 
 
 # Scaling.
 
 
-def test_uneven_clients_are_compared_on_as_many_devices():
+def test_skewed_clients_are_compared_on_the_same_devices():
     names = list(scaling.skew_cases())
     assert names == ["equal", "skewed", "equal, 1 device", "skewed, 1 device"]
     assert [scaling.base("skew", name, "equal") for name in names] == ["equal", "equal", "equal", "equal, 1 device"]
@@ -142,13 +148,13 @@ def test_uneven_clients_are_compared_on_as_many_devices():
 
 
 def experiment(folder, body):
-    """A module that `python -m experiments.mine` runs in `folder`."""
+    """Writes a module that `python -m experiments.mine` runs in `folder`."""
     (folder / "experiments").mkdir()
     (folder / "experiments" / "__init__.py").touch()
     (folder / "experiments" / "mine.py").write_text("import os, pathlib, sys, time\n" + body)
 
 
-def test_a_start_is_timed_to_the_first_saved_round(tmp_path, monkeypatch):
+def test_start_is_timed_to_the_first_saved_round(tmp_path, monkeypatch):
     experiment(
         tmp_path,
         "assert sys.argv[1:4] == ['--dataset', 'mnist', '--out']\n"
@@ -162,19 +168,19 @@ def test_a_start_is_timed_to_the_first_saved_round(tmp_path, monkeypatch):
     assert (tmp_path / "seen").exists()
 
 
-def test_a_start_that_fails_says_why(tmp_path, monkeypatch):
+def test_failed_start_shows_its_output(tmp_path, monkeypatch):
     experiment(tmp_path, "sys.exit('no such data')\n")
     monkeypatch.setattr(start, "ROOT", tmp_path)
     with pytest.raises(RuntimeError, match="no such data"):
         start.first_round("mine", tmp_path / "run", tmp_path)
 
 
-def test_the_hosts_share_holds_what_it_does_after_a_block(monkeypatch):
-    """Half a second of it in every saving, so that it cannot be missed or taken for that of a program."""
+def test_host_share_includes_saving(monkeypatch):
+    """Each save takes half a second, much more than any program."""
     monkeypatch.setitem(WORKLOADS, "tiny", Workload("mlp", 4, 20, 2, 10))
     monkeypatch.setattr(start.checkpoint, "save", lambda *arguments: start.time.sleep(0.5))
     row = start.host_share("tiny", blocks=2, rounds=2, save=True)
-    assert row["seconds"] > row["host_seconds"] >= 1.0  # after rounds 2 and 4; round 1 is not counted
+    assert row["seconds"] > row["host_seconds"] >= 1.0  # saves after rounds 2 and 4; round 1 is not counted
     assert row["host_seconds"] < 2
     assert np.isclose(row["host_share"], row["host_seconds"] / row["seconds"])
     assert start.host_share("tiny", blocks=2, rounds=2, save=False)["host_seconds"] < 0.5
