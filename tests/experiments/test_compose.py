@@ -18,13 +18,13 @@ NORMED = models.mtfl_mlp(inputs=5, classes=3)
 COMPOSITIONS = {
     "FedMeta-Per x iMAML": (
         problems.task(),
-        {"algorithm": "fedmeta_per_maml", "estimator": "implicit", "batch_size": None},
+        {"algorithm": "fedmeta_per", "estimator": "implicit", "batch_size": None},
         "head",
     ),
-    "FedMeta-Per x FOMAML": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "first_order"}, "head"),
-    "FedMeta-Per x Reptile": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "reptile"}, "head"),
-    "FedMeta-Per x Hessian-free": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "hessian_free"}, "head"),
-    "private batch norms": (NORMED, {"algorithm": "fedmeta_maml", "personal": "bn"}, "bn"),
+    "FedMeta-Per x FOMAML": (problems.task(), {"algorithm": "fedmeta_per", "estimator": "first_order"}, "head"),
+    "FedMeta-Per x Reptile": (problems.task(), {"algorithm": "fedmeta_per", "estimator": "reptile"}, "head"),
+    "FedMeta-Per x Hessian-free": (problems.task(), {"algorithm": "fedmeta_per", "estimator": "hessian_free"}, "head"),
+    "private batch norms": (NORMED, {"algorithm": "fedmeta", "personal": "bn"}, "bn"),
     "private batch norms and head": (NORMED, {"algorithm": "fedmeta_metasgd", "personal": "head+bn_affine"}, "head+bn_affine"),
     "private rates": (problems.task(), {"algorithm": "fedmeta_metasgd", "personal_rates": "all"}, "none"),
     "shared rates": (
@@ -73,14 +73,14 @@ def test_a_composition_keeps_its_state_and_has_the_personal_leaves_that_were_ask
     ("parts", "message"),
     [
         ({"algorithm": "fedmetta"}, "--algorithm='fedmetta' is unknown; allowed are fedavg"),
-        ({"algorithm": "fedmeta_maml", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
+        ({"algorithm": "fedmeta", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
         (
-            {"algorithm": "fedmeta_maml", "estimator": "exact", "estimator_options": {"cg_steps": 3}},
+            {"algorithm": "fedmeta", "estimator": "exact", "estimator_options": {"cg_steps": 3}},
             "the estimator exact takes no option 'cg_steps'; it takes steps",
         ),
-        ({"algorithm": "fedmeta_maml", "estimator_options": {"cg_steps": 3}}, "--estimator-set needs --estimator"),
-        ({"algorithm": "fedmeta_maml", "outer_optimizer": "newton"}, "--outer-optimizer='newton' is unknown"),
-        ({"algorithm": "fedmeta_maml", "server_optimizer": "adam:fast"}, "--server-optimizer 'fast' must be numbers"),
+        ({"algorithm": "fedmeta", "estimator_options": {"cg_steps": 3}}, "--estimator-set needs --estimator"),
+        ({"algorithm": "fedmeta", "outer_optimizer": "newton"}, "--outer-optimizer='newton' is unknown"),
+        ({"algorithm": "fedmeta", "server_optimizer": "adam:fast"}, "--server-optimizer 'fast' must be numbers"),
         ({"algorithm": "fedavg", "inner_lr": 0.1}, "fedavg takes no option 'inner_lr'"),
         ({"algorithm": "fedmeta_metasgd", "estimator": "implicit"}, "implicit has no gradient for learned rates"),
     ],

@@ -13,7 +13,7 @@ imaml = pytest.importorskip("experiments.imaml", reason="the command line needs 
 
 def test_every_system_takes_its_inner_epochs_and_every_logged_column_is_a_system():
     for system in imaml.SYSTEMS.values():
-        fm.ALGORITHMS[system.algorithm](problems.task(), cohort_size=3, devices=1, **imaml.options_of(system, 3))
+        fm.METHODS[system.algorithm](problems.task(), cohort_size=3, devices=1, **imaml.options_of(system, 3))
     assert {name for rows in imaml.LOGGED.values() for row in rows.values() for name in row} <= set(imaml.SYSTEMS)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_meta import costs, evaluate, masks, models
-from fedjax_meta.algorithms import mtfl as mtfl_algorithm
+from fedjax_meta.methods import mtfl as mtfl_algorithm
 from fedjax_meta.data import sources
 from tests import problems
 
@@ -71,7 +71,7 @@ def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
 @pytest.mark.parametrize("name", mtfl.BASELINES)
 def test_every_baseline_runs_and_user_accuracy_is_taken(here, name):
     made = mtfl.baseline(here, name)
-    watched = evaluate.with_user_accuracy(made.algorithm, support=made.support, excluded=here.protocol.noisy, devices=1)
+    watched = evaluation.with_user_accuracy(made.algorithm, support=made.support, excluded=here.protocol.noisy, devices=1)
     data, key = here.protocol.train, jax.random.key(0)
     before = jax.eval_shape(watched.init, key, data)
     after, info = jax.eval_shape(watched.round, key, before, data)

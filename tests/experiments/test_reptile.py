@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.simulate import run_rounds
+from fedjax_meta.simulation import run_rounds
 from tests import problems
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -27,8 +27,8 @@ def test_runs_as_an_axis_are_the_runs_one_by_one():
     for seed, line in zip((1, 2), lines, strict=True):
         init_key, run_key, test_key = jax.random.split(jax.random.key(seed), 3)
         state, _ = run_rounds(algorithm, run_key, algorithm.init(init_key, data), data, 3, most=3)
-        scores = fm.evaluate.evaluate(algorithm, jax.random.fold_in(test_key, 3), state, data, devices=1)
-        assert line[-1] == pytest.approx(100 * float(jnp.mean(fm.evaluate.accuracy(scores.confusion))))
+        scores = fm.evaluate(algorithm, jax.random.fold_in(test_key, 3), state, data, devices=1)
+        assert line[-1] == pytest.approx(100 * float(jnp.mean(fm.metrics.accuracy(scores.confusion))))
 
 
 def test_tuning_sees_no_test_sample_and_finds_a_rate_that_learns():
