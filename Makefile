@@ -1,4 +1,5 @@
-# make run: a first look (sets up .venv when needed). make test: every check. PYTHON=/path/to/python uses that environment as it is.
+# make run: a first look (sets up .venv when needed). make test: every check of less than 20 minutes in all. make test-all: the long
+# tests too, before a release. PYTHON=/path/to/python uses that environment as it is.
 # ARGS are handed on, e.g. make run ARGS="--rounds 100".
 
 VENV := .venv
@@ -8,7 +9,7 @@ else
 PY := $(VENV)/bin/python
 endif
 
-.PHONY: run test
+.PHONY: run test test-all
 .DEFAULT_GOAL := run
 
 run: $(if $(PYTHON),,$(VENV)/.ready-experiments)
@@ -19,6 +20,9 @@ test: $(if $(PYTHON),,$(VENV)/.ready-tests)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+
+test-all: test
+	$(PY) -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 $(VENV)/bin/python:
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

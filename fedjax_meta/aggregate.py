@@ -7,14 +7,13 @@ once.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fedjax_meta import checks
-from fedjax_meta.data.federated import ClientData
+from fedjax_meta.data import ClientData
 from fedjax_meta.types import PyTree
 
 WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}

@@ -124,4 +124,6 @@ def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Arra
 def check_support(support: Any) -> None:
     """Raises `ValueError` unless `support` is a view of one client."""
     if not isinstance(support, ClientView):
-        raise ValueError(f"support must be a view of one client, e.g. data.client(0)['test_support'], not {type(support).__name__}")
+        raise ValueError(
+            f"support must be a view of one client, e.g. data.client(0)['test_support'], not {type(support).__name__}"
+        )

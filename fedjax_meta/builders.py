@@ -28,7 +28,8 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     nearest name that it takes. The method's `config` holds the builder's name and every option, defaults included.
 
     Raises (the builder, when called):
-      TypeError: a first argument that is no task, an unknown option, an option that belongs to `Federation`.
+      TypeError: an unknown option, an option that belongs to `Federation`.
+      ValueError: a first argument that is no task.
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -73,7 +74,9 @@ def variant(base: Callable[P, Method], **defaults: Any) -> Callable[[Callable[..
 
         build.__name__, build.__qualname__, build.__module__ = named.__name__, named.__qualname__, named.__module__
         changed = ", ".join(f"{key}={plain(value)!r}" for key, value in defaults.items())
-        build.__doc__ = f"{inspect.cleandoc(named.__doc__ or '')}\n\nArguments, errors: as in `{base.__name__}`, with {changed}.\n"
+        build.__doc__ = (
+            f"{inspect.cleandoc(named.__doc__ or '')}\n\nArguments, errors: as in `{base.__name__}`, with {changed}.\n"
+        )
         build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return method_builder(build)
 

@@ -23,7 +23,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, jax.core.Tracer):
         return "traced"
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        array = np.asarray(jax.random.key_data(value) if _is_key(value) else value)
+        array = np.asarray(jax.random.key_data(value) if isinstance(value, jax.Array) and _is_key(value) else value)
         # A float32 as the shortest number that reads as it: 0.1, not 0.10000000149011612.
         return float(str(array)) if array.ndim == 0 and np.issubdtype(array.dtype, np.floating) else array.tolist()
     if isinstance(value, Mapping):
@@ -40,5 +40,5 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
-def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+def _is_key(array: jax.Array) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))

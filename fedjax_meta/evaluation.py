@@ -99,7 +99,15 @@ def evaluate(
     test = _Test(algorithm, support, query, batch_size, max(population, data.total_clients) if known else None)
     sizes = jnp.asarray(data.sizes(query))[ids]
     _, _, evaluation = run_cohort(
-        test.of_client, key, data.ids_of(ids), sizes, (ids, own), (state, data), lanes=lanes, devices=devices, move=move or not known
+        test.of_client,
+        key,
+        data.ids_of(ids),
+        sizes,
+        (ids, own),
+        (state, data),
+        lanes=lanes,
+        devices=devices,
+        move=move or not known,
     )
     return evaluation
 

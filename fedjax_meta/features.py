@@ -1,65 +1,94 @@
-"""What systems need that look inside a classifier: its features, its head, and what a client's classes look like there.
+"""Functions for methods that use a classifier's features and head: losses with a penalty on features, and class statistics.
 
-K classes, d features.
+K is the number of classes, d the number of features.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks, masks
-from fedjax_meta.data.federated import CHUNK, Batches, ClientView, FederatedData
-from fedjax_meta.task import Batch, Key, Task, Variables, classification, cross_entropy
+from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
+from fedjax_meta.task import Batch, Task, classification, cross_entropy
+from fedjax_meta.types import Key, Params, PyTree, Scalar, Variables
 
-Extractor = Callable[[Variables, Any], jax.Array]
+Extractor = Callable[[Variables, PyTree], jax.Array]
+"""`(variables, x [B, ...]) -> features [B, d]`."""
+
 Head = Callable[[Variables, jax.Array], jax.Array]
+"""`(variables, features [B, d]) -> logits [B, K]`."""
 
 
-def require(task: Task, system: str, *, buffers: bool = True) -> tuple[Extractor, Head]:
-    """The task's `features` and `head`.
+def require_features(task: Task, method: str, *, buffers: bool = True) -> tuple[Extractor, Head]:
+    """The task's `features` and `head`, for the method of that name.
+
+    Args:
+      task: a classifier.
+      method: the name of the method that needs them, for the error message.
+      buffers: whether the method accepts a task with buffers.
 
     Raises:
-      ValueError: when it has none, or has buffers where `buffers` is false.
+      ValueError: the task has no features and head, or has buffers where `buffers` is false.
     """
     if task.features is None or task.head is None:
-        raise ValueError(f"{system} looks at features, but the task has no features and head; give it both")
+        raise ValueError(f"{method} looks at features, but the task has no features and head; give it both")
     if not buffers:
-        require_plain(task, system)
+        require_no_buffers(task, method)
     return task.features, task.head
 
 
-def require_plain(task: Task, system: str) -> None:
-    """Raises `ValueError` when the task has buffers (batch-norm statistics)."""
-    if not all(jax.tree.leaves(task.trainable(masks.variables_shape(task)))):
-        raise ValueError(f"{system} is for models without buffers, but this one has some (batch-norm statistics)")
+def require_no_buffers(task: Task, method: str) -> None:
+    """Raises `ValueError` if the task has buffers (batch-norm statistics)."""
+    if _has_buffers(task):
+        raise ValueError(f"{method} is for models without buffers, but this one has some (batch-norm statistics)")
+
+
+def _has_buffers(task: Task) -> bool:
+    return not all(jax.tree.leaves(task.trainable(masks.variables_shape(task))))
 
 
 def penalised(
     task: Task, penalty: Callable[[jax.Array, Batch], jax.Array]
 ) -> Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]:
-    """The loss of a classifier plus `penalty(features [B, d], batch)`.
+    """The loss of a classifier plus a penalty on its features.
 
-    Without buffers it is the cross-entropy of the head on the very features that the penalty sees, so that the network runs
-    once. With buffers it is the task's own loss, and the features are those of evaluation mode.
+    Warning: for a task without buffers, the loss is softmax cross-entropy on the head's logits and `task.loss` is NOT called.
+    The penalty and the logits then share one forward pass. A task with another loss, or with dropout in its loss, would be
+    trained on plain cross-entropy without any notice.
+
+    For a task with buffers, the loss is `task.loss`, and the penalty uses the features of evaluation mode.
+
+    Args:
+      task: a classifier with features and head.
+      penalty: `(features [B, d], batch) -> scalar`.
+
+    Returns:
+      a loss `(variables, batch, key) -> (loss, variables)` as in `Task.loss`.
+
+    Raises:
+      ValueError: the task has no features and head.
     """
-    buffers = not all(jax.tree.leaves(task.trainable(masks.variables_shape(task))))
-    extract, head = require(task, "this loss")
+    has_buffers = _has_buffers(task)
+    extract, head = require_features(task, "this loss")
 
     def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         features = extract(variables, batch.x)
-        if buffers:
-            value, moved_on = task.loss(variables, batch, key)
+        if has_buffers:
+            value, updated = task.loss(variables, batch, key)
         else:
-            value, moved_on = cross_entropy(head(variables, features), batch), variables
-        return value + penalty(features, batch), moved_on
+            value, updated = cross_entropy(head(variables, features), batch), variables
+        return value + penalty(features, batch), updated
 
     return loss
 
 
 def dense_layer(key: Key, inputs: int, outputs: int) -> dict[str, jax.Array]:
-    """Kernel `[outputs, inputs]` and bias `[outputs]` of a dense layer, uniform within 1/sqrt(inputs); the key is consumed."""
+    """Initial kernel `[outputs, inputs]` and bias `[outputs]` of a dense layer, uniform within ±1/sqrt(inputs).
+
+    The key is consumed.
+    """
     kernel_key, bias_key = jax.random.split(key)
     bound = inputs**-0.5
     return {
@@ -72,15 +101,18 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
     """The task with two dense layers between its features and a new head: d - d - ReLU - `projection` - classes (MOON).
 
     Args:
-      task: a classifier with features; its own head is left out.
-      width: d, its number of features.
+      task: a classifier with features; its own head is dropped.
+      width: d, the number of features of `task`.
       classes: K.
-      projection: number of features of the result, its head's inputs.
+      projection: number of features of the returned task, the inputs of its head.
+
+    Returns:
+      a task with softmax cross-entropy as its loss.
 
     Raises:
-      ValueError: a task without features, or with buffers; a size below 1.
+      ValueError: the task has no features, or has buffers, or a size is below 1.
     """
-    extract, _ = require(task, "with_projection", buffers=False)
+    extract, _ = require_features(task, "with_projection", buffers=False)
     for name, value in (("width", width), ("classes", classes), ("projection", projection)):
         checks.count(name, value)
     own_head = masks.resolve("head", task)
@@ -91,10 +123,10 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
         layers = {name: dense_layer(key, *size) for key, (name, size) in zip(keys, sizes.items(), strict=True)}
         return {"base": masks.split(task.init(key), own_head)[1], **layers}
 
-    def dense(layer: Any, x: jax.Array) -> jax.Array:
+    def dense(layer: Params, x: jax.Array) -> jax.Array:
         return x @ layer["kernel"].T + layer["bias"][None]
 
-    def project(variables: Variables, x: Any) -> jax.Array:
+    def project(variables: Variables, x: PyTree) -> jax.Array:
         unused = masks.split(masks.variables_shape(task), own_head)[0]
         unused = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), unused)
         z = extract(masks.merge(unused, variables["base"]), x)
@@ -109,9 +141,8 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
 
 
 def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[int, int]:
-    """(K, d) of a task on these inputs; nothing is computed."""
-
-    extract, head = require(task, "the shape of features")
+    """(K, d) of a task on the inputs of a view, from shapes alone: no model is run."""
+    extract, head = require_features(task, "the shape of features")
 
     def both(variables: Variables) -> tuple[jax.Array, jax.Array]:
         features = extract(variables, view.take(jnp.zeros(1, jnp.int32), jnp.ones(1)).x)
@@ -122,17 +153,17 @@ def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[i
 
 
 def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int, int]:
-    """`feature_shape` on the inputs of a federation."""
+    """`feature_shape` on the inputs of a federated data set."""
     return feature_shape(task, variables, data.client(0)[data.views[0]])
 
 
 class ClassSums(NamedTuple):
-    """Sums over a client's samples, class by class.
+    """Sums over a client's samples, one entry per class.
 
     Attributes:
-      number: `[K]`, samples.
-      total: `[K, d]`, sum of their features.
-      square: `[K]`, sum of the squared norms of their features.
+      number: `[K]`, number of samples.
+      total: `[K, d]`, sum of the features.
+      square: `[K]`, sum of the squared norms of the features.
     """
 
     number: jax.Array
@@ -145,12 +176,19 @@ class ClassSums(NamedTuple):
 
 
 def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size: int = CHUNK) -> ClassSums:
-    """One pass over a view, in evaluation mode."""
+    """The `ClassSums` of a view, by one pass in evaluation mode.
+
+    Args:
+      task: a classifier with features.
+      variables: where to evaluate it.
+      view: the samples.
+      batch_size: samples per batch of the pass; it changes memory and rounding only.
+    """
     classes, width = feature_shape(task, variables, view)
-    extract, _ = require(task, "a pass over features")
+    extract, _ = require_features(task, "a pass over features")
     batches = view.in_chunks(batch_size)
 
-    def step(t: Any, sums: ClassSums) -> ClassSums:
+    def step(t: Scalar, sums: ClassSums) -> ClassSums:
         batch = batches.get(t, 0)
         features = extract(variables, batch.x)
         member = jax.nn.one_hot(batch.y, classes, dtype=features.dtype) * batch.weight[:, None]
@@ -163,11 +201,11 @@ def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size
 
 
 def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> jax.Array:
-    """How many samples of each class a view holds, `[K]`."""
-    # Only labels are read: XLA drops the inputs, which nothing uses.
+    """Number of samples of each class in a view, `[K]`."""
+    # XLA removes the unused inputs, so only labels are read.
     batches: Batches = view.in_chunks(batch_size)
 
-    def step(t: Any, counts: jax.Array) -> jax.Array:
+    def step(t: Scalar, counts: jax.Array) -> jax.Array:
         batch = batches.get(t, 0)
         return counts.at[batch.y].add(batch.weight.astype(counts.dtype))
 

@@ -33,10 +33,10 @@ class Federation:
       weighting: how much clients count: "samples", "query" or "uniform"; the method's when not given.
       server_optimizer: factory `rate -> optax.GradientTransformation`, what the server descends along the mean pseudo-gradient
         with; the method's when not given.
-      server_lr: its rate, may be traced; alone it stands for `optax.sgd`.
+      server_lr: its rate, may be traced; alone it is the rate of `optax.sgd`.
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; a new
         one starts from it (the reference code of FedMeta-Per tests FedPer so). It costs upload and gives personal leaves away.
-      own_at_test: known clients test with their own personal leaves; else with the server's.
+      own_at_test: known clients test with their own personal leaves and memory; else as clients that never took part.
       new_client: `(key, population, support) -> variables`, what a client does that never took part; the method's when not given.
       lanes: clients that run side by side on a device, see `engine.run_cohort`.
       devices: how many devices share a cohort; all by default.
@@ -74,7 +74,9 @@ class Federation:
             if value is not None and not callable(value):
                 raise ValueError(f"{name}={value!r} must be a function")
         if not isinstance(self.uploads, tuple):
-            raise ValueError(f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {self.uploads!r}")
+            raise ValueError(
+                f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {self.uploads!r}"
+            )
         check_order(self.uploads)
         if self.server_lr is not None:
             checks.positive("server_lr", self.server_lr)

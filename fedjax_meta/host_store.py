@@ -22,7 +22,7 @@ from fedjax_meta import engine, runtime
 from fedjax_meta.algorithm import ROWS, Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import pack
-from fedjax_meta.types import Key, PyTree
+from fedjax_meta.types import Key
 
 MEMORY = "memory"
 """Means the host's memory where a folder could be given."""
@@ -76,9 +76,10 @@ def state_shapes(algorithm: Algorithm, key: Key, data: FederatedData) -> State:
 def check_algorithm(algorithm: Algorithm) -> None:
     """Raises `ValueError` unless what the clients of an algorithm keep can be in a host store."""
     if algorithm.needs_all_rows:
+        name = algorithm.config.get("method", "this method")
         raise ValueError(
-            f"store: {algorithm.config.get('method', 'this method')} reads what all clients keep in each round, so that their rows "
-            "must be on the device; run it without a store"
+            f"store: {name} reads what all clients keep in each round, so that their rows must be on the device; run it "
+            "without a store"
         )
     if jax.process_count() > 1:
         raise ValueError(f"store: a host store belongs to one process, but this run has {jax.process_count()}")
@@ -206,7 +207,9 @@ def _allocate(like: State, where: str | Path) -> dict[str, Any]:
     """Arrays for rows like those of a state, if there is room for them."""
     leaves: Sequence[Any] = jax.tree.leaves(_rows(like))
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
-        raise ValueError("store: clients of this method keep a PRNG key, which NumPy cannot store; keep its `jax.random.key_data`")
+        raise ValueError(
+            "store: clients of this method keep a PRNG key, which NumPy cannot store; keep its `jax.random.key_data`"
+        )
     count, each = like.seen.shape[0], row_bytes(like)
     need = count * each
     if where == MEMORY:

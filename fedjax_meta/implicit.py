@@ -1,34 +1,47 @@
-"""The implicit meta-gradient (iMAML): of a proximal inner problem at its solution, however that was found.
+"""The implicit meta-gradient (iMAML) of a proximal inner problem, taken at the solution that the inner steps found.
 
-It solves one linear system by conjugate gradient and remembers nothing of the inner steps, so its memory is the same for any
-number of them.
+It solves one linear system by conjugate gradient and stores nothing of the inner steps, so its memory does not depend on their
+number.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, masks
-from fedjax_meta.data.federated import Batches
-from fedjax_meta.meta import Estimator, Info, MetaGradient, as_batches, check_problem, not_learned, split_support
-from fedjax_meta.trajectory import Inner, ScalarLoss, hessian_product, run_inner, value_and_gradient
+from fedjax_meta.data import Batches
+from fedjax_meta.local import proximal_term
+from fedjax_meta.meta import (
+    Estimator,
+    Info,
+    MetaGradient,
+    as_batches,
+    check_problem,
+    require_fixed_rates,
+    require_inner,
+    require_query,
+    split_support,
+)
+from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, hessian_product, run_inner, value_and_gradient
+from fedjax_meta.types import Mask, Params, PyTree, Rate, Updates
 
 OPERATORS = ("implicit", "imaml_dev", "fl_imaml")
 
 
 class ImplicitInfo(NamedTuple):
-    """Diagnostics of an implicit meta-gradient: scalars. The first four are those of `meta.Info`.
+    """Diagnostics of an implicit meta-gradient, scalars. The first four fields are those of `meta.Info`.
 
     Attributes:
-      support_loss, first_support_loss, last_support_loss: of the inner steps, with the proximal term.
+      support_loss, first_support_loss, last_support_loss: losses of the inner steps, with the proximal term.
       query_loss: query loss at the adapted parameters.
-      cg_steps: conjugate-gradient steps taken, int32.
-      residual: norm of what is left of the linear system, relative to its right side; 0 when that is 0.
-      negative_curvature: whether the solver met a direction along which the operator is not positive, and stopped there.
+      cg_steps: number of conjugate-gradient steps taken, int32.
+      residual: norm of the residual of the linear system, relative to its right side; 0 if the right side is 0.
+      negative_curvature: whether the solver stopped at a direction in which the operator is not positive.
     """
 
     support_loss: jax.Array
@@ -41,27 +54,41 @@ class ImplicitInfo(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """What `conjugate_gradient` found.
+    """The result of `conjugate_gradient`.
 
     Attributes:
-      x: like the right side.
-      steps, residual, negative_curvature: as in `ImplicitInfo`.
+      x: a tree like the right side.
+      steps, residual, negative_curvature: as `cg_steps` and the following fields of `ImplicitInfo`.
     """
 
-    x: Any
+    x: Updates
     steps: jax.Array
     residual: jax.Array
     negative_curvature: jax.Array
 
 
-def implicit(
-    inner: Inner,
+class _Options(NamedTuple):
+    """The options of `implicit_gradient`, documented there."""
+
+    prox_weight: Rate
+    steps: int
+    cg_steps: int
+    tolerance: Rate
+    damping: Rate
+    warm_start: str
+    operator: str
+    proximal: str
+    outer: str
+
+
+def implicit_gradient(
+    inner: InnerOptimizer,
     *,
-    prox_weight: float | jax.Array,
+    prox_weight: Rate,
     steps: int = 1,
     cg_steps: int = 5,
-    tolerance: float | jax.Array = 1e-6,
-    damping: float | jax.Array = 0.0,
+    tolerance: Rate = 1e-6,
+    damping: Rate = 0.0,
     warm_start: str = "zero",
     operator: str = "implicit",
     proximal: str = "each_step",
@@ -73,133 +100,168 @@ def implicit(
 
         (I + H / lambda) gradient = grad f(phi; query).
 
-    The gradient is exact when the inner steps and the solver have converged, and otherwise as good as both of them; lambda ->
-    inf gives the plain query gradient at theta. With an inner mask only the leaves b that adapt have a proximal term and stand
-    in the system; the others, a, then get grad_a f(phi; query) - H_ab gradient_b / lambda.
+    The gradient is exact if the inner steps and the solver have converged; otherwise it is as accurate as both of them. As
+    lambda -> inf it is the plain query gradient at theta. With an inner mask, only the leaves b that adapt have a proximal
+    term and belong to the system; the other leaves a get grad_a f(phi; query) - H_ab gradient_b / lambda.
 
     Args:
-      inner: any rule but learned rates, on the regularised loss.
+      inner: any inner optimiser without learned rates; it minimises the regularised loss.
       prox_weight: lambda.
-      steps: inner steps, when `support` is one batch.
-      cg_steps: at most so many conjugate-gradient steps, one Hessian-vector product each.
-      tolerance: it stops at a residual of this size, relative to the right side.
-      damping: added to the operator's identity, against a Hessian that is not positive.
-      warm_start: the solver starts at "zero" or at the query "gradient", which takes one product more.
-      operator: "implicit" as above; "imaml_dev", the authors' code: (1 + damping) v + H v / (lambda + 10); "fl_imaml", S1's
-        code: (1 + n + damping) v + sum_b H_b v / lambda over the n chunks b of the QUERY, whose loss holds the proximal term
-        there. The last two solve another system than the one above, and are there to be compared with.
-      proximal: the term is in the loss of "each_step", or one step on it alone comes "last" (authors' code).
-      outer: right side: gradient of the whole "query", or of its "last_chunk" with the proximal term (S1's code).
+      steps: inner steps, if `support` is one batch.
+      cg_steps: maximum number of conjugate-gradient steps, one Hessian-vector product each.
+      tolerance: the solver stops at a residual of this size, relative to the right side.
+      damping: added to the identity of the operator, for a Hessian that is not positive.
+      warm_start: the solver starts at "zero", or at the query "gradient", which takes one more product.
+      operator: "implicit" as above; "imaml_dev", the iMAML authors' code: (1 + damping) v + H v / (lambda + 10); "fl_imaml",
+        the code of Nguyen et al. ("Improving federated learning by meta-learning"): (1 + n + damping) v + sum_b H_b v / lambda
+        over the n chunks b of the QUERY, where their loss includes the proximal term. The last two solve a different system
+        and are provided for comparison.
+      proximal: the proximal term is part of the loss in "each_step", or one step on it alone comes "last" (iMAML's code).
+      outer: right side: the gradient of the whole "query", or that of its "last_chunk" with the proximal term (code of Nguyen
+        et al.).
 
-    H is that of the whole support: of the one batch, or of all its steps and chunks together. `WithHessian(support, hessian)`
-    names other samples for it, which spares many passes where the support is several epochs or repeated full batches. A
+    H is the Hessian over the whole support: the one batch, or all its steps and chunks together. `WithHessian(support,
+    hessian)` takes it on other samples, which saves many passes if the support is several epochs or repeated full batches. A
     Hessian over one chunk is linearised once for all products.
 
-    Where I + H/lambda (plus damping) is not positive there may be no minimum, and the system no solution. The solver then
-    stops at the first direction of no positive curvature and returns what it has, which is the plain query gradient if that is
-    the first one; `info` says so, with the residual left.
+    If I + H/lambda (plus damping) is not positive, there may be no minimum and no solution. The solver then stops at the first
+    direction without positive curvature and returns its current iterate, which is the plain query gradient if that is the
+    first direction; `info` reports this and the remaining residual.
 
     Raises:
-      ValueError: an argument out of range, learned rates, and from the estimator what `meta.exact` raises.
+      ValueError: an option out of range, an `inner` that is no `InnerOptimizer` or has learned rates; from the estimator, as
+        `meta.exact`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from fedjax_meta.meta import sgd
       >>> loss = lambda w, batch: 0.5 * jnp.sum((w - batch) ** 2)
-      >>> estimate = implicit(sgd(0.5), prox_weight=1.0, steps=20)
+      >>> estimate = implicit_gradient(sgd(0.5), prox_weight=1.0, steps=20)
       >>> result = estimate(loss, jnp.array([1.0]), jnp.array([0.0]), jnp.array([2.0]))
       >>> f"{result.gradient[0]:.5f}"  # (0.5 - 2) / (1 + 1)
       '-0.75000'
     """
-    checks.positive("prox_weight", prox_weight)
-    checks.count("steps", steps)
-    checks.count("cg_steps", cg_steps)
-    checks.not_negative("tolerance", tolerance)
-    checks.not_negative("damping", damping)
-    checks.one_of("warm_start", warm_start, ("zero", "gradient"))
-    checks.one_of("operator", operator, OPERATORS)
-    checks.one_of("proximal", proximal, ("each_step", "last"))
-    checks.one_of("outer", outer, ("query", "last_chunk"))
-    not_learned("implicit", inner)
+    require_inner("implicit_gradient", inner)
+    require_fixed_rates("implicit_gradient", inner)
+    options = _Options(prox_weight, steps, cg_steps, tolerance, damping, warm_start, operator, proximal, outer)
+    _check_options(options)
+    return partial(_estimate, inner, options)
 
-    def estimate(loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
-        support, hessian = split_support(support)
-        if query is None:
-            raise ValueError("query is None, but the implicit gradient is that of the query loss")
-        theta = inner.start(meta)
-        whole = _whole(as_batches(support, 1) if hessian is None else as_batches(hessian, 1))
-        support, query = check_problem(loss, theta, support, query, steps)
-        mask = jax.tree.map(lambda _: True, theta) if inner.mask is None else inner.mask
 
-        def distance(phi: Any) -> jax.Array:
-            moved = masks.split(jax.tree.map(jnp.subtract, phi, theta), mask)[0]
-            return prox_weight / 2 * optax.tree.norm(moved, squared=True)
+def _check_options(options: _Options) -> None:
+    checks.positive("prox_weight", options.prox_weight)
+    checks.count("steps", options.steps)
+    checks.count("cg_steps", options.cg_steps)
+    checks.not_negative("tolerance", options.tolerance)
+    checks.not_negative("damping", options.damping)
+    checks.one_of("warm_start", options.warm_start, ("zero", "gradient"))
+    checks.one_of("operator", options.operator, OPERATORS)
+    checks.one_of("proximal", options.proximal, ("each_step", "last"))
+    checks.one_of("outer", options.outer, ("query", "last_chunk"))
 
-        def regularised(phi: Any, batch: Any) -> jax.Array:
-            value = loss(phi, batch)
-            return value + distance(phi).astype(value.dtype)
 
-        phi, losses = run_inner(regularised if proximal == "each_step" else loss, meta, support, inner)
-        if proximal == "last":
-            phi, _ = inner.update(meta, jax.grad(distance)(phi), inner.init(meta, phi), phi)
+def _estimate(
+    inner: InnerOptimizer, options: _Options, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree
+) -> MetaGradient:
+    """The estimator: runs the inner steps, then solves the linear system for the gradient."""
+    require_query(query)
+    support, hessian = split_support(support)
+    theta = inner.start(meta)
+    whole = _whole(as_batches(support, 1) if hessian is None else as_batches(hessian, 1))
+    support, query = check_problem(loss, theta, support, query, options.steps)
+    mask = jax.tree.map(lambda _: True, theta) if inner.mask is None else inner.mask
 
-        query_loss, right = value_and_gradient(loss, phi, query, 0)
-        if outer == "last_chunk":
-            right = jax.grad(regularised)(phi, query.get(0, query.chunks - 1))
+    def distance(phi: Params) -> jax.Array:
+        return proximal_term(phi, theta, options.prox_weight, mask)
 
-        if operator == "fl_imaml":
-            alike = dataclasses.replace(query, samples=lambda batch: jnp.ones(()))
-            product = hessian_product(loss, phi, alike, 0)[2]
-            identity, curved = 1 + query.chunks + damping, query.chunks / prox_weight
-        else:
-            product = hessian_product(loss, phi, whole, 0)[2]
-            identity, curved = 1 + damping, 1 / (prox_weight + (10 if operator == "imaml_dev" else 0))
+    def regularised(phi: Params, batch: PyTree) -> jax.Array:
+        value = loss(phi, batch)
+        return value + distance(phi).astype(value.dtype)
 
-        def apply(vector: Any) -> Any:
-            curvature = masks.split(product(masks.merge(vector, still)), mask)[0]
-            return jax.tree.map(lambda v, h: (identity * v + curved * h).astype(v.dtype), vector, curvature)
+    phi, losses = _adapted(inner, meta, support, loss, regularised, distance, proximal=options.proximal)
+    query_loss, right = value_and_gradient(loss, phi, query, 0)
+    if options.outer == "last_chunk":
+        right = jax.grad(regularised)(phi, query.get(0, query.chunks - 1))
+    gradient, solution = _solve(options, loss, phi, whole, query, right, mask)
+    _, pull_back = jax.vjp(inner.start, meta)
+    (gradient,) = pull_back(gradient)
+    shared = Info.of(losses, query_loss, support.steps)
+    return MetaGradient(phi, gradient, ImplicitInfo(*shared, *solution[1:]))
 
-        still = jax.tree.map(jnp.zeros_like, masks.split(theta, mask)[1])
-        right_moving, right_still = masks.split(right, mask)
-        solution = conjugate_gradient(
-            apply, right_moving, steps=cg_steps, tolerance=tolerance, from_right_side=warm_start == "gradient"
-        )
-        if jax.tree.leaves(still):
-            crossed = masks.split(product(masks.merge(solution.x, still)), mask)[1]
-            right_still = jax.tree.map(lambda r, h: (r - h / prox_weight).astype(r.dtype), right_still, crossed)
-        _, pull_back = jax.vjp(inner.start, meta)
-        (gradient,) = pull_back(masks.merge(solution.x, right_still))
-        shared = Info.of(losses, query_loss, support.steps)
-        return MetaGradient(phi, gradient, ImplicitInfo(*shared, *solution[1:]))
 
-    return estimate
+def _adapted(
+    inner: InnerOptimizer,
+    meta: Params,
+    support: Batches,
+    loss: ScalarLoss,
+    regularised: ScalarLoss,
+    distance: Callable[[Params], jax.Array],
+    *,
+    proximal: str,
+) -> tuple[Params, Losses]:
+    """(parameters after the inner steps and, for proximal="last", a step on the proximal term alone; losses)."""
+    phi, losses = run_inner(regularised if proximal == "each_step" else loss, meta, support, inner)
+    if proximal == "last":
+        phi, _ = inner.update(meta, jax.grad(distance)(phi), inner.init(meta, phi), phi)
+    return phi, losses
+
+
+def _solve(
+    options: _Options, loss: ScalarLoss, phi: Params, whole: Batches, query: Batches, right: Updates, mask: Mask
+) -> tuple[Updates, Solution]:
+    """(gradient with respect to theta, solution of the linear system for the leaves that adapt)."""
+    if options.operator == "fl_imaml":
+        equal_weights = dataclasses.replace(query, samples=lambda batch: jnp.ones(()))
+        product = hessian_product(loss, phi, equal_weights, 0)[2]
+        identity, curved = 1 + query.chunks + options.damping, query.chunks / options.prox_weight
+    else:
+        product = hessian_product(loss, phi, whole, 0)[2]
+        extra = 10 if options.operator == "imaml_dev" else 0
+        identity, curved = 1 + options.damping, 1 / (options.prox_weight + extra)
+    right, fixed_right = masks.split(right, mask)
+    fixed = jax.tree.map(jnp.zeros_like, masks.split(phi, mask)[1])
+
+    def apply(vector: Updates) -> Updates:
+        curvature = masks.split(product(masks.merge(vector, fixed)), mask)[0]
+        return jax.tree.map(lambda v, h: (identity * v + curved * h).astype(v.dtype), vector, curvature)
+
+    solution = conjugate_gradient(
+        apply,
+        right,
+        steps=options.cg_steps,
+        tolerance=options.tolerance,
+        from_right_side=options.warm_start == "gradient",
+    )
+    if jax.tree.leaves(fixed):
+        crossed = masks.split(product(masks.merge(solution.x, fixed)), mask)[1]
+        fixed_right = jax.tree.map(lambda r, h: (r - h / options.prox_weight).astype(r.dtype), fixed_right, crossed)
+    return masks.merge(solution.x, fixed_right), solution
 
 
 def conjugate_gradient(
-    operator: Callable[[Any], Any],
-    right: Any,
+    operator: Callable[[Updates], Updates],
+    right: Updates,
     *,
     steps: int,
-    tolerance: float | jax.Array = 0.0,
+    tolerance: Rate = 0.0,
     from_right_side: bool = False,
 ) -> Solution:
-    """Solves operator(x) = right for a symmetric operator, with a stop where that is not positive.
+    """Solves operator(x) = right for a symmetric operator; stops where the operator is not positive.
 
-    `jax.scipy.sparse.linalg.cg` tells neither its steps nor its residual, and runs on through negative curvature.
+    `jax.scipy.sparse.linalg.cg` returns neither its number of steps nor its residual, and does not stop at negative curvature.
 
     Args:
-      operator: linear and symmetric, on trees like `right`; identity plus something, of which 0 is told to round-off of 1.
+      operator: a linear, symmetric function of trees like `right`: the identity plus another operator. Curvature below 10
+        machine epsilons counts as not positive.
       right: the right side, any pytree of floating-point arrays.
-      steps: at most so many; one product each.
-      tolerance: stop when the residual's norm has fallen to this share of the right side's.
+      steps: maximum number of steps, one product each.
+      tolerance: stop when the norm of the residual is at most this fraction of the norm of the right side.
       from_right_side: start at `right` in place of 0.
 
     Returns:
-      a `Solution`. At a direction p with p.operator(p) <= 0 (or not a number) it stops with what it has by then, which is
-      `right` when p is the first.
+      a `Solution`. At a direction p with p.operator(p) <= 0 (or NaN) the solver stops and returns its current iterate. If that
+      is the first direction, it returns `right`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> solution = conjugate_gradient(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([1.0, 2.0]), steps=2)
       >>> solution.x.round(6).tolist(), int(solution.steps)
       ([1.0, 0.5], 2)
@@ -210,19 +272,19 @@ def conjugate_gradient(
     left = optax.tree.norm(residual, squared=True)
     smallest = 10 * jnp.finfo(size.dtype).eps
 
-    def unfinished(carry: Any) -> jax.Array:
+    def unfinished(carry: PyTree) -> jax.Array:
         _, _, _, left, taken, negative = carry
         return (taken < steps) & (left > tolerance**2 * size) & ~negative
 
-    def step(carry: Any) -> Any:
+    def step(carry: PyTree) -> PyTree:
         x, residual, direction, left, taken, _ = carry
         image = operator(direction)
         curvature = optax.tree.vdot(direction, image)
-        # Negated, so that a curvature that is not a number stops it too.
+        # Negated so that NaN curvature counts as negative too.
         negative = ~(curvature > smallest * optax.tree.norm(direction, squared=True))
         at_start = negative & (taken == 0)
         length = jnp.where(negative, 0, left / jnp.where(negative, 1, curvature))
-        # Starting from 0 the first direction is the right side itself: a whole step there is x = right.
+        # From x = 0 the first direction is the right side, so a step of length 1 gives x = right.
         length = jnp.where(at_start & (not from_right_side), 1, length)
         x = optax.tree.add_scale(x, length, direction)
         residual = optax.tree.add_scale(residual, -length, image)
@@ -236,7 +298,7 @@ def conjugate_gradient(
 
 
 def _whole(batches: Batches) -> Batches:
-    """All steps and chunks as the chunks of one step."""
+    """All steps and chunks of `batches` as the chunks of a single step."""
     if batches.max_steps == 1:
         return batches
     chunks = batches.chunks

@@ -1,37 +1,37 @@
-"""Layers whose batch of clients is a batch of matrix products, and the convolution, pooling and product that they are made of.
+"""Layers that become batched matrix products under `vmap` over clients, and the operations that they use.
 
-Under `vmap` over clients, whose kernels differ, XLA's convolution becomes a grouped one, which is slow everywhere;
-`benchmarks/model_forms.py` times the alternatives.
+Under `vmap` over clients with different kernels, XLA's convolution becomes a grouped convolution, which is slow on every
+backend. `benchmarks/model_forms.py` times the alternatives.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
 FORMS = ("banded", "im2col", "lax")
-# On CPU by measurement. On GPU not yet measured: it keeps the form that stays a batched matrix product.
+# Measured on CPU. Not yet measured on GPU, which uses the form that stays a batched matrix product.
 _FORM = {"cpu": "banded", "gpu": "banded"}
-# Columns of a banded product: narrower wastes the vector units, wider wastes the products (measured on LeNet's layers on CPU).
+# Maximum columns of a banded product: fewer leave vector units idle, more multiply zeros (measured on LeNet's layers on CPU).
 _WIDE_ENOUGH = 64
 
 
 def default_form() -> str:
-    """The form of convolution for the backend in use: `benchmarks/model_forms.py` prints the times that it is chosen by."""
+    """The default form of convolution for the current backend, chosen by the times of `benchmarks/model_forms.py`."""
     return _FORM.get(jax.default_backend(), "banded")
 
 
 def _block(width: int, outputs_a_column: int, step: int) -> int:
-    """Output columns that one banded product computes: more columns make the product wider and waste more of it on zeros.
+    """Output columns per banded product. More columns make the product wider, and more of it is multiplication by zero.
 
-    The largest divisor of `width` (and multiple of `step`) that keeps the product within `_WIDE_ENOUGH` columns.
+    Returns the largest divisor of `width` that is a multiple of `step` and keeps the product within `_WIDE_ENOUGH` columns.
     """
     allowed = [b for b in range(step, width + 1, step) if width % b == 0]
     return max([b for b in allowed if b * outputs_a_column <= _WIDE_ENOUGH], default=allowed[0])
@@ -40,7 +40,7 @@ def _block(width: int, outputs_a_column: int, step: int) -> int:
 def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """`x [..., in]` times `kernel [out, in]` transposed: `[..., out]`.
 
-    The kernel is stored as PyTorch stores it, and its gradient is `d.T @ x`.
+    The kernel has PyTorch's layout. For an output cotangent `d`, its gradient is `d.T @ x`.
     """
     return lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
 
@@ -48,7 +48,7 @@ def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _sliding(x: jax.Array, axis: int, count: int, step: int, size: int) -> jax.Array:
     """`count` windows of `size` entries, one every `step`, along `axis`; that axis becomes two, `[count, size]`.
 
-    Neighbouring windows share entries, so they are put together from steps of the input and never gathered one by one.
+    Neighbouring windows overlap, so they are concatenated from blocks of `step` entries, without a gather.
     """
     steps = -(-size // step)
     needed = step * (count - 1 + steps)
@@ -66,8 +66,8 @@ def _sliding(x: jax.Array, axis: int, count: int, step: int, size: int) -> jax.A
 def _banded(x: jax.Array, kernel: jax.Array, block: tuple[int, int], offsets: list[tuple[int, int]]) -> jax.Array:
     """Valid convolution, `block` outputs at a time, as one product with a banded matrix: `[B, H/block, W/block, offsets * O]`.
 
-    The matrix holds the kernel once for each output of the block, moved to its place in the block's receptive field, in the
-    order of `offsets`; `block = (1, 1)` is im2col.
+    The matrix contains one copy of the kernel per output of the block, shifted to its position in the block's receptive field,
+    in the order of `offsets`; `block = (1, 1)` is im2col.
     """
     outputs, kernel_height, kernel_width, channels = kernel.shape
     height, width = x.shape[1] - kernel_height + 1, x.shape[2] - kernel_width + 1
@@ -81,7 +81,7 @@ def _banded(x: jax.Array, kernel: jax.Array, block: tuple[int, int], offsets: li
     fields = jnp.concatenate(
         [lax.slice_in_dim(fields, row, row + last + 1, stride=block[0], axis=1) for row in range(field[0])], -1
     )
-    # In two dimensions, so that the matrix's gradient is one product; over three XLA transposes the cotangent first.
+    # Flatten to two dimensions: the gradient of the matrix is then one product. With more, XLA transposes the cotangent first.
     flat = dense(fields.reshape(-1, fields.shape[-1]), matrix)
     return flat.reshape(*fields.shape[:3], flat.shape[-1])
 
@@ -91,13 +91,13 @@ def _padded(x: jax.Array, padding: int) -> jax.Array:
 
 
 def convolution(x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str | None = None) -> jax.Array:
-    """Convolution of stride 1 (cross-correlation, as networks mean it).
+    """Convolution of stride 1 (cross-correlation, as is usual for networks).
 
     Args:
       x: images `[B, H, W, channels]`.
-      kernel: `[out, kernel height, kernel width, channels]`: like a dense kernel, outputs first.
+      kernel: `[out, kernel height, kernel width, channels]`, outputs first as in a dense kernel.
       padding: rows and columns of zeros on each side.
-      form: `"banded"` or `"im2col"`, matrix products and nothing else, also under `vmap` over kernels; `"lax"`, XLA's own
+      form: `"banded"` or `"im2col"`, which use matrix products only, also under `vmap` over kernels; `"lax"`, XLA's own
         convolution; `None` for `default_form()`.
 
     Returns:
@@ -117,11 +117,11 @@ def convolution(x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str 
 def convolution_windows(
     x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str | None = None, block: int | None = None
 ) -> jax.Array:
-    """`convolution`, laid out for a max-pool of 2x2: `[B, H', groups, 4, W' / groups, out]`.
+    """`convolution` in the layout of a 2x2 max-pool: `[B, H', groups, 4, W' / groups, out]`.
 
-    `H' x W'` is the pooled image (an odd last row or column is left out, as pooling would), and axis 3 runs over the four
-    entries of each pooling window. `pool_windows` finishes it. The banded form computes its outputs in this order, `block`
-    columns at a time (an even divisor of 2 W'), so that pooling moves no data.
+    `H' x W'` is the size of the pooled image (an odd last row or column is dropped, as in pooling), and axis 3 runs over the
+    four entries of each pooling window. `pool_windows` then computes the maximum. The banded form computes its outputs in this
+    order, `block` columns at a time (an even divisor of 2 W'), so that pooling moves no data.
     """
     form = form or default_form()
     if form != "banded":
@@ -152,7 +152,7 @@ def _largest(z: jax.Array) -> jax.Array:
 
 @_largest.defjvp
 def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # A mask and a sum: linear in the tangent, so its transpose is a masked broadcast; second derivatives cost nothing.
+    # A mask and a sum: linear in the tangent, so its transpose is a masked broadcast, and second derivatives cost nothing.
     (z,), (tangent,) = primals, tangents
     largest = _largest(z)
     hit = z == largest[..., None, :]
@@ -166,18 +166,18 @@ def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple
 
 
 def pool_windows(z: jax.Array) -> jax.Array:
-    """Largest of each window: `[B, H', groups, 4, W' / groups, C]` to `[B, H', W', C]`.
+    """Maximum of each window: `[B, H', groups, 4, W' / groups, C]` to `[B, H', W', C]`.
 
-    Where several entries are equally large the first of them, row by row, takes the whole gradient.
+    If several entries are equal to the maximum, the first of them in row-major order gets the whole gradient.
     """
     rows, height, groups, _, width, channels = z.shape
     return _largest(z.reshape(rows, height, groups, 4, width * channels)).reshape(rows, height, groups * width, channels)
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """Max-pool over 2x2 windows that do not overlap: `[B, H, W, C]` to `[B, H // 2, W // 2, C]`.
+    """Max-pool over non-overlapping 2x2 windows: `[B, H, W, C]` to `[B, H // 2, W // 2, C]`.
 
-    An odd last row or column is left out; ties are broken as in `pool_windows`.
+    An odd last row or column is dropped; ties are broken as in `pool_windows`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -204,18 +204,18 @@ def _channels(values: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class _Linear(nn.Module):
-    """What a dense layer and a convolution share: a kernel with the outputs first, a bias, how they begin, and the precision.
+    """Shared base of dense layer and convolution: kernel (outputs first), bias, initial values and precision.
 
     Attributes:
       features: number of outputs.
-      start: `"torch"`, kernel and bias uniform within 1/sqrt(fan in), or `"lecun"`, kernel truncated normal of variance
-        1/(fan in) and bias 0 (Flax's default).
-      dtype: type in which the products are computed, e.g. `jnp.bfloat16`; parameters and outputs stay as they are.
+      start: initial values. `"torch"`: kernel and bias uniform within ±1/sqrt(fan in). `"lecun"`: kernel truncated normal of
+        variance 1/(fan in), bias 0 (Flax's default).
+      dtype: dtype of the products, e.g. `jnp.bfloat16`; parameters and outputs keep theirs.
     """
 
     features: int
     start: str = "torch"
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     def _parameters(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         uniform = _uniform_of_fan_in(math.prod(shape))
@@ -243,15 +243,15 @@ class Dense(_Linear):
 
 
 class Conv(_Linear):
-    """Convolution of stride 1, with its max-pool of 2x2 where `pool` says so; kernel `[features, height, width, in]`.
+    """Convolution of stride 1, with a 2x2 max-pool if `pool`; kernel `[features, height, width, in]`.
 
-    The convolution of a pooled layer computes its outputs in the order in which they are pooled, and adds the bias after it:
-    the largest of four sums with the same bias is the sum of the largest.
+    With pooling, the convolution computes its outputs in the order of the pooling windows, and the bias is added after the
+    pooling: adding the same bias to four numbers commutes with their maximum.
 
     Attributes:
       size: height and width of the kernel.
       padding: rows and columns of zeros on each side.
-      pool: whether a max-pool of 2x2 follows.
+      pool: whether a 2x2 max-pool follows.
       form: see `convolution`.
     """
 
@@ -273,7 +273,7 @@ class Conv(_Linear):
             return self._shifted(z, bias)
         if self.pool and height % 2 == width % 2 == 0:
             return pool_windows(before_pool(self._shifted(windows(x, kernel), bias)))
-        # An odd last row is not pooled, but it does count in a batch norm's statistics.
+        # An odd last row is not pooled, but it does count in the statistics of the batch norm.
         z = before_pool(self._shifted(convolve(x, kernel), bias))
         return max_pool(z) if self.pool else z
 
@@ -281,10 +281,14 @@ class Conv(_Linear):
 class BatchNorm(nn.Module):
     """Batch normalisation over all axes but the last (Ioffe and Szegedy 2015), with PyTorch's defaults.
 
-    Rows of weight 0 count neither in the statistics of the batch nor in the running ones, which a batch of padding alone
-    leaves as they are. Running statistics (`batch_stats`: `mean`, `var`) move by `momentum` towards those of the batch, the
-    variance with the unbiased one. They are a differentiable function of the parameters, so a meta-gradient through them is
+    Rows of weight 0 count neither in the batch statistics nor in the running statistics, and a batch of padding alone does not
+    change the latter. Running statistics (`batch_stats`: `mean`, `var`) move by `momentum` towards those of the batch, the
+    variance towards the unbiased one. They are a differentiable function of the parameters, so a meta-gradient through them is
     exact.
+
+    Attributes:
+      momentum: fraction by which the running statistics move per batch.
+      epsilon: added to the variance.
     """
 
     momentum: float = 0.1
@@ -292,7 +296,7 @@ class BatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, weight: jax.Array | None = None) -> jax.Array:
-        """`x [B, ..., C]`, `weight [B]` (all ones by default); in training normalised by the batch, else by what is stored."""
+        """Normalises `x [B, ..., C]` by the batch if `train`, else by running statistics; `weight [B]` defaults to ones."""
         shape, real = (x.shape[-1],), jnp.result_type(float)
         scale = self.param("scale", nn.initializers.ones, shape, real)
         shift = self.param("bias", nn.initializers.zeros, shape, real)
@@ -312,7 +316,7 @@ class BatchNorm(nn.Module):
         centred = x - _channels(mean, x)
         variance = jnp.sum(row * centred**2, axes) / jnp.maximum(count, 1)
         if self.is_mutable_collection("batch_stats") and not self.is_initializing():
-            # One entry has no unbiased variance; it then counts with its biased one, 0.
+            # A single entry has no unbiased variance; its biased variance, 0, is used.
             unbiased = variance * count / jnp.maximum(count - 1, 1)
             rate = jnp.where(count > 0, self.momentum, 0)
             running_mean.value = running_mean.value + rate * (mean - running_mean.value)

@@ -14,7 +14,7 @@ from fedjax_meta import masks
 from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Mask, Params, Rate, Updates, Variables
+from fedjax_meta.types import Key, Mask, Params, Rate, Variables
 
 Loss = Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]
 
@@ -69,7 +69,9 @@ def train_epochs(
     if epochs == 0:
         return variables, jnp.zeros(())
     batches = view.epochs(tagged(key, "order"), batch_size, epochs)
-    return train(tagged(key, "loss"), loss, variables, batches if needed is True else batches.only_if(needed), optimizer, trainable)
+    return train(
+        tagged(key, "loss"), loss, variables, batches if needed is True else batches.only_if(needed), optimizer, trainable
+    )
 
 
 def train_on(

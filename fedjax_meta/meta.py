@@ -1,14 +1,14 @@
-"""Meta-gradients of one client: how the loss after adaptation changes with what adaptation starts from.
+"""Meta-gradients of one client: the gradient of the loss after adaptation with respect to the start of adaptation.
 
-Every estimator is one function `(loss, meta, support, query) -> MetaGradient` with
+Every estimator is a function `(loss, meta, support, query) -> MetaGradient` with
 
-    F(meta) = loss(phi_k; query),   phi_0 = start(meta),   phi_{t+1} = inner(phi_t, grad loss(phi_t; support_t)),
+    F(meta) = loss(phi_k; query),   phi_0 = start(meta),   phi_{t+1} = inner(phi_t, grad loss(phi_t; support_t)).
 
-and they differ only in how they get, or approximate, the gradient of F. `loss(params, batch)` is any scalar function; `meta`
-is a pytree of parameters, or `MetaSGD` when inner rates are learned too; `support` and `query` are a batch (used in every
-step), `Batches`, or, for the support, `WithHessian`.
+Estimators differ only in how they compute or approximate the gradient of F. `loss(params, batch)` is any scalar function.
+`meta` is a pytree of parameters, or a `MetaSGD` if inner rates are learned too. `support` and `query` are a batch (used in
+every step) or `Batches`; the support may also be a `WithHessian`.
 
-No estimator differentiates through the inner loop in reverse: `trajectory` walks it, and takes the query's gradient back.
+No estimator uses reverse-mode differentiation through the inner loop; see `trajectory`.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data import Batches
 from fedjax_meta.trajectory import (
-    Inner,
+    InnerOptimizer,
     Losses,
+    Product,
     ScalarLoss,
     difference_product,
     exact_product,
@@ -32,42 +33,45 @@ from fedjax_meta.trajectory import (
     second_order_vjp,
     value_and_gradient,
 )
+from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
+
+# ---------------------------------------------------------------------------------------------------------- problem and result
 
 
 class MetaSGD(NamedTuple):
-    """Parameters with a learned inner rate for each (Meta-SGD; Li et al. 2017, arXiv 1707.09835).
+    """Parameters with a learned inner rate for each entry (Meta-SGD; Li et al. 2017, arXiv 1707.09835).
 
     Attributes:
       params: the initialisation, any pytree.
-      rates: inner learning rates, one for each parameter, of any sign.
+      rates: inner learning rates, a tree like `params`, of any sign.
     """
 
-    params: Any
-    rates: Any
+    params: Params
+    rates: Params
 
 
 class WithHessian(NamedTuple):
-    """A support whose Hessians are taken on other samples than its inner steps (Per-FedAvg's third independent batch).
+    """A support with separate samples for its Hessians (the third independent batch of Per-FedAvg).
 
-    `hessian_free` and `implicit` read both; the other estimators take the support alone.
+    `hessian_free` and `implicit_gradient` use both; the other estimators use `support` alone.
 
     Attributes:
       support: a batch or `Batches` for the inner steps.
-      hessian: a batch, or `Batches` of as many steps, for the Hessian-vector products.
+      hessian: a batch, or `Batches` with as many steps, for the Hessian-vector products.
     """
 
-    support: Any
-    hessian: Any
+    support: PyTree
+    hessian: PyTree
 
 
 class Info(NamedTuple):
-    """Diagnostics of one meta-gradient: scalars.
+    """Diagnostics of one meta-gradient, scalars.
 
     Attributes:
-      support_loss: mean support loss over the inner steps, each before its update.
+      support_loss: mean support loss over the inner steps, each taken before its update.
       query_loss: query loss at the adapted parameters.
-      first_support_loss: support loss of the first step, where adaptation starts.
-      last_support_loss: support loss of the last step, before its update; far above the first when the inner loop diverges.
+      first_support_loss: support loss of the first step, at the start of adaptation.
+      last_support_loss: support loss of the last step, before its update; far above the first if the inner loop diverges.
     """
 
     support_loss: jax.Array
@@ -76,79 +80,197 @@ class Info(NamedTuple):
     last_support_loss: jax.Array
 
     @classmethod
-    def of(cls, losses: Losses, query_loss: jax.Array, steps: Any) -> "Info":
-        """From the losses of so many inner steps."""
+    def of(cls, losses: Losses, query_loss: jax.Array, steps: Scalar) -> "Info":
+        """The diagnostics from the losses of `steps` inner steps."""
         return cls(losses.total / jnp.maximum(steps, 1), query_loss, losses.first, losses.last)
 
 
 class MetaGradient(NamedTuple):
-    """What an estimator returns.
+    """The result of an estimator.
 
     Attributes:
       adapted: phi_k, the parameters after the inner steps.
-      gradient: like `meta`, the (approximate) gradient of the query loss with respect to it.
-      info: diagnostics, scalars, among them those of `Info`.
+      gradient: a tree like `meta`, the (approximate) gradient of the query loss with respect to it.
+      info: diagnostics, scalars: an `Info`, or a named tuple with at least its fields.
     """
 
-    adapted: Any
-    gradient: Any
+    adapted: Params
+    gradient: Params
     info: Any
 
 
 class Estimator(Protocol):
-    """The one signature of all meta-gradients."""
+    """The signature of all meta-gradients."""
 
-    def __call__(self, loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
+    def __call__(self, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         """The meta-gradient of one client."""
 
 
-def sgd(rate: Any, *, mask: Any = None) -> Inner:
+# ------------------------------------------------------------------------------------------------------------ inner optimisers
+
+
+def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
     """Inner gradient descent, phi - rate * g (MAML; Finn et al. 2017, arXiv 1703.03400).
 
     Args:
-      rate: a scalar, or a tree like the parameters (one rate a leaf or a parameter); fixed, not learned.
-      mask: boolean tree of the leaves that adapt (ANIL: the head); all when not given.
+      rate: a scalar, or a tree like the parameters with one rate per leaf or per entry; fixed, not learned.
+      mask: boolean tree of the leaves that adapt (ANIL: the head); all by default.
+
+    Raises:
+      ValueError: a negative rate; from the estimator: the meta-parameters are a `MetaSGD`.
     """
     for leaf in jax.tree.leaves(rate):
-        checks.not_negative("inner rate", leaf)
+        checks.not_negative("rate", leaf)
 
-    def update(meta: Any, gradient: Any, state: Any, phi: Any) -> tuple[Any, Any]:
+    def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         del meta
         gradient = _masked(gradient, mask)
         scaled = jax.tree.map(lambda r, part: jax.tree.map(lambda g: r * g, part), rate, gradient)
         return jax.tree.map(lambda p, g: p - g.astype(p.dtype), phi, scaled), state
 
-    return Inner(lambda meta: meta, lambda meta, phi: (), update, mask=mask)
+    return InnerOptimizer(partial(_start_fixed, "sgd(rate)"), lambda meta, phi: (), update, mask=mask)
 
 
-def learned_sgd(*, mask: Any = None) -> Inner:
-    """Inner gradient descent with the rates of a `MetaSGD`, phi - rates * g, differentiated with respect to both."""
+def learned_sgd(*, mask: Mask | None = None) -> InnerOptimizer:
+    """Inner gradient descent with the rates of a `MetaSGD`, phi - rates * g, differentiated with respect to both.
 
-    def update(meta: MetaSGD, gradient: Any, state: Any, phi: Any) -> tuple[Any, Any]:
+    Args:
+      mask: boolean tree of the leaves that adapt; all by default.
+
+    Raises:
+      ValueError: from the estimator: the meta-parameters are not a `MetaSGD`, or its rates do not match its parameters.
+    """
+
+    def start(meta: MetaSGD) -> Params:
+        if not isinstance(meta, MetaSGD):
+            raise ValueError(
+                f"learned_sgd() needs a MetaSGD, not an object of type {type(meta).__name__}: "
+                "wrap the parameters, fm.meta.MetaSGD(params, rates)"
+            )
+        structures = [str(jax.tree.structure(tree)) for tree in meta]
+        if structures[0] != structures[1]:
+            raise ValueError(
+                "MetaSGD.rates must be a tree like MetaSGD.params, e.g. jax.tree.map(lambda p: jnp.full_like(p, 0.01), params)"
+            )
+        return meta.params
+
+    def update(meta: MetaSGD, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         gradient = _masked(gradient, mask)
         return jax.tree.map(lambda p, r, g: p - (r * g).astype(p.dtype), phi, meta.rates, gradient), state
 
-    return Inner(lambda meta: meta.params, lambda meta, phi: (), update, learned=True, mask=mask)
+    return InnerOptimizer(start, lambda meta, phi: (), update, learned=True, mask=mask)
 
 
-def optimizer(transformation: optax.GradientTransformation, *, mask: Any = None) -> Inner:
-    """Any optax optimiser as the inner rule (momentum, Adam, ...); its state starts fresh and is differentiated through."""
+def optimizer(
+    factory: Callable[[Rate], optax.GradientTransformation], rate: Rate | None = None, *, mask: Mask | None = None
+) -> InnerOptimizer:
+    """Any optax optimiser for the inner steps (momentum, Adam, ...).
 
-    def update(meta: Any, gradient: Any, state: Any, phi: Any) -> tuple[Any, Any]:
+    Its state starts fresh in every inner loop and is differentiated through.
+
+    Args:
+      factory: `rate -> optax.GradientTransformation`, e.g. `optax.adam`. Bind other arguments with `functools.partial` or a
+        lambda; a schedule belongs inside the factory.
+      rate: the learning rate; required.
+      mask: boolean tree of the leaves that adapt; all by default.
+
+    Raises:
+      ValueError: `factory` is not such a function, `rate` is missing or negative; from the estimator: the meta-parameters are
+        a `MetaSGD`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda w, batch: jnp.sum((w - batch) ** 2)
+      >>> inner = optimizer(lambda rate: optax.sgd(rate, momentum=0.9), 0.1)
+      >>> adapt(loss, jnp.array([1.0]), jnp.array([0.0]), inner, steps=2)[0].round(2).tolist()
+      [0.46]
+    """
+    if isinstance(factory, optax.GradientTransformation) or not callable(factory):
+        raise ValueError(
+            f"factory must be a function rate -> optax.GradientTransformation, not {_kind(factory)}: "
+            "write optimizer(optax.adam, 0.1), not optimizer(optax.adam(0.1))"
+        )
+    if rate is None:
+        name = getattr(factory, "__name__", "factory")
+        raise ValueError(f"optimizer({name}) has no rate: write optimizer({name}, 0.1)")
+    checks.not_negative("rate", rate)
+    transformation = factory(rate)
+    if not isinstance(transformation, optax.GradientTransformation):
+        raise ValueError(f"factory(rate) must return an optax.GradientTransformation, not {_kind(transformation)}")
+
+    def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         del meta
         updates, state = transformation.update(_masked(gradient, mask), state, phi)
-        # Masked again, for weight decay moves a parameter that has no gradient.
+        # Mask the updates too: weight decay moves parameters even if their gradient is 0.
         return optax.apply_updates(phi, _masked(updates, mask)), state
 
-    return Inner(lambda meta: meta, lambda meta, phi: transformation.init(phi), update, mask=mask)
+    start = partial(_start_fixed, "optimizer(factory, rate)")
+    return InnerOptimizer(start, lambda meta, phi: transformation.init(phi), update, mask=mask)
 
 
-def _masked(gradient: Any, mask: Any) -> Any:
+def require_inner(name: str, inner: object) -> None:
+    """Checks the first argument of an estimator builder.
+
+    Args:
+      name: the builder's name, for the error message.
+      inner: the argument.
+
+    Raises:
+      ValueError: `inner` is not an `InnerOptimizer`.
+
+    Example:
+      >>> require_inner("exact", 0.1)
+      Traceback (most recent call last):
+      ...
+      ValueError: exact: inner must be an InnerOptimizer, not the number 0.1; write exact(fm.meta.sgd(0.1))
+    """
+    if isinstance(inner, InnerOptimizer):
+        return
+    if isinstance(inner, optax.GradientTransformation):
+        instead = "fm.meta.optimizer(optax.adam, 0.1)"
+    elif callable(inner) and str(getattr(inner, "__module__", "")).startswith("optax"):
+        instead = f"fm.meta.optimizer(optax.{getattr(inner, '__name__', 'adam')}, 0.1)"
+    elif inner is learned_sgd:
+        instead = "fm.meta.learned_sgd()"
+    elif inner is optimizer:
+        instead = "fm.meta.optimizer(optax.adam, 0.1)"
+    else:
+        instead = f"fm.meta.sgd({inner if isinstance(inner, (int, float)) else 0.1})"
+    raise ValueError(f"{name}: inner must be an InnerOptimizer, not {_kind(inner)}; write {name}({instead})")
+
+
+def require_fixed_rates(name: str, inner: InnerOptimizer) -> None:
+    """Raises `ValueError` for an inner optimiser with learned rates, if the estimator has no gradient for them."""
+    if inner.learned:
+        raise ValueError(f"{name} has no gradient for learned rates: inner must not be learned_sgd()")
+
+
+def _kind(value: object) -> str:
+    """What a wrong argument is, for an error message."""
+    if isinstance(value, optax.GradientTransformation):
+        return "an optax.GradientTransformation"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    if callable(value):
+        return f"the function {getattr(value, '__name__', type(value).__name__)}"
+    return f"an object of type {type(value).__name__}"
+
+
+def _start_fixed(name: str, meta: Params) -> Params:
+    if isinstance(meta, MetaSGD):
+        raise ValueError(f"{name} does not learn rates, but the meta-parameters are a MetaSGD: write learned_sgd() instead")
+    return meta
+
+
+def _masked(gradient: Updates, mask: Mask | None) -> Updates:
     return gradient if mask is None else jax.tree.map(lambda keep, g: g if keep else jnp.zeros_like(g), mask, gradient)
 
 
+# ------------------------------------------------------------------------------------------------------------------ estimators
+
+
 def exact(
-    inner: Inner,
+    inner: InnerOptimizer,
     *,
     steps: int = 1,
     keep: str = "smaller",
@@ -157,21 +279,22 @@ def exact(
     """The exact (second-order) meta-gradient through any number of inner steps.
 
     Args:
-      inner: the inner update rule, e.g. `sgd(0.01)`.
-      steps: k, when `support` is one batch; `Batches` bring their own number.
-      keep: what is remembered of each of several steps: its "parameters" (and optimiser state), from which its gradient is
-        linearised again on the way back; its "linearisation", which saves that time and holds activations; or the "smaller" of
-        the two in bytes. A step of several chunks always keeps parameters.
-      checkpoint_every: remember only the parameters of every c-th step, and run the c steps after it once more on the way
-        back: k/c + c trees instead of k, least at c = sqrt(k), for k more gradients.
+      inner: the inner optimiser, e.g. `sgd(0.01)`.
+      steps: k, if `support` is one batch; `Batches` have their own number of steps.
+      keep: what is stored of each step if there are several. "parameters" stores the parameters (and optimiser state), and
+        the backward pass linearises the gradient again. "linearisation" saves that time and stores activations. "smaller"
+        takes the one with fewer bytes. A step of several chunks always stores parameters.
+      checkpoint_every: store only the parameters of every c-th step, and run each segment of c steps a second time in the
+        backward pass: k/c + c trees in place of k (fewest at c = sqrt(k)), for k more gradients.
 
-    Cost: k gradients, k Hessian-vector products and one query gradient, plus half a gradient or so a step where parameters are
-    kept; memory: at most k parameter trees with `keep="smaller"`. One step (a Python 1) keeps its linearisation.
+    Cost: k gradients, k Hessian-vector products and one query gradient, plus about half a gradient per step if parameters are
+    stored. Memory: at most k parameter trees with `keep="smaller"`. A single step (a Python 1) stores its linearisation.
 
     Raises:
-      ValueError: from the estimator, when traced: parameters that are not floating-point, a loss that is not a real scalar,
-        support and query of different structure, a query of several steps, an optimiser whose integer state depends on
-        parameters or gradients (quantised moments), for its derivative would be 0.
+      ValueError: `inner` is not an `InnerOptimizer`, or an option is out of range. From the estimator, when traced: parameters
+        that are not floating-point, a loss that is not a real scalar, support and query of different structure, a query with
+        several steps, an optimiser whose integer state depends on parameters or gradients (quantised moments), because the
+        derivative of that state would be 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,6 +303,7 @@ def exact(
       >>> f"{result.gradient[0]:.4f}"  # 2 * 0.64 * (0.64 - 2)
       '-1.7408'
     """
+    require_inner("exact", inner)
     checks.one_of("keep", keep, ("smaller", "parameters", "linearisation"))
     return _second_order(
         inner, steps=steps, keep=keep, checkpoint_every=checkpoint_every, linearise=exact_product, own_hessian=False
@@ -187,36 +311,40 @@ def exact(
 
 
 def hessian_free(
-    inner: Inner,
+    inner: InnerOptimizer,
     *,
     steps: int = 1,
-    delta: float | jax.Array = 1e-3,
+    delta: Rate = 1e-3,
     normalise: bool = False,
     method: str = "difference",
     checkpoint_every: int | None = None,
 ) -> Estimator:
-    """The Hessian-free meta-gradient of Per-FedAvg (Fallah et al. 2020, arXiv 2002.07948), and its exact-product twin.
+    """The Hessian-free meta-gradient of Per-FedAvg (Fallah et al. 2020, arXiv 2002.07948), or its exact-product variant.
 
-    One step, with support b0, query b1 and Hessian batch b2 (`WithHessian(b0, b2)`; b2 = b0 when the support is plain):
+    One step, with support b0, query b1 and Hessian batch b2 (`WithHessian(b0, b2)`; b2 = b0 for a plain support):
 
         g = grad f(w - alpha grad f(w; b0); b1),   gradient = g - alpha h,
         h = [grad f(w + delta g; b2) - grad f(w - delta g; b2)] / (2 delta),   or   h = Hessian f(w; b2) g.
 
-    For k steps this is `exact` with each Hessian-vector product on the way back replaced: at phi_t, on the t-th Hessian batch,
-    along what the outer gradient has become by then. It therefore tends to `exact` as delta -> 0 when the Hessian batches are
-    the support batches and the loss is smooth: a difference sees every kink of a ReLU or a max-pool between its two points,
-    which the Hessian does not, and over many steps that can leave little of the direction.
+    For k steps this is `exact` with each Hessian-vector product of the backward pass replaced: it is taken at phi_t, on the
+    t-th Hessian batch, along the outer gradient at that step. If the Hessian batches are the support batches and the loss is
+    smooth, the result tends to `exact` as delta -> 0. A difference includes every kink of a ReLU or max-pool between its two
+    points, and the Hessian does not; over many steps, little of the exact direction may remain.
 
-    For any other inner rule than SGD of one rate the direction is the rule's own, and the length of the step delta times the
-    norm of the outer gradient, as above.
+    For other inner optimisers than SGD with one rate, the direction of each product is the optimiser's own. The difference
+    step still has the length delta times the norm of the outer gradient.
 
     Args:
-      inner, steps, checkpoint_every: as in `exact`; the parameters of each step are kept.
-      delta: step of the difference, relative to the outer gradient's norm. The error falls as delta^2 until round-off, which
-        grows as 1/delta, takes over: 1e-3 suits float32 and gradients of norm about 1.
-      normalise: take `delta` as the length of the step itself, whatever the norm of the gradient.
+      inner, steps, checkpoint_every: as in `exact`; the parameters of each step are stored.
+      delta: step of the difference, relative to the norm of the outer gradient. The error falls as delta^2 until round-off,
+        which grows as 1/delta, dominates: 1e-3 suits float32 and gradients of norm about 1.
+      normalise: use `delta` as the length of the step itself, whatever the norm of the gradient.
       method: "difference", or "product" for exact Hessian-vector products (which cost less than two gradients).
+
+    Raises:
+      ValueError: as in `exact`.
     """
+    require_inner("hessian_free", inner)
     checks.positive("delta", delta)
     checks.one_of("method", method, ("difference", "product"))
     linearise = exact_product if method == "product" else partial(difference_product, delta=delta, normalise=normalise)
@@ -226,19 +354,20 @@ def hessian_free(
 
 
 def _second_order(
-    inner: Inner,
+    inner: InnerOptimizer,
     *,
     steps: int,
     keep: str,
     checkpoint_every: int | None,
-    linearise: Callable[..., tuple[Any, Any, Any]],
+    linearise: Callable[..., tuple[jax.Array, Updates, Product]],
     own_hessian: bool,
 ) -> Estimator:
     checks.count("steps", steps)
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
 
-    def estimate(loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
+    def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
+        require_query(query)
         support, hessian = split_support(support)
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
         hessian = as_batches(hessian, support.max_steps) if own_hessian and hessian is not None else None
@@ -261,14 +390,16 @@ def _second_order(
     return estimate
 
 
-def first_order(inner: Inner, *, steps: int = 1) -> Estimator:
-    """The first-order meta-gradient (FOMAML): the query gradient at the adapted parameters, inner gradients held constant.
+def first_order(inner: InnerOptimizer, *, steps: int = 1) -> Estimator:
+    """The first-order meta-gradient (FOMAML): the query gradient at the adapted parameters, with constant inner gradients.
 
     Learned rates still get their gradient, which needs no Hessian. Arguments and errors as in `exact`.
     """
+    require_inner("first_order", inner)
     checks.count("steps", steps)
 
-    def estimate(loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
+    def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
+        require_query(query)
         support, _ = split_support(support)
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
         adapted, losses, pull_back = first_order_vjp(loss, meta, support, inner)
@@ -278,28 +409,32 @@ def first_order(inner: Inner, *, steps: int = 1) -> Estimator:
     return estimate
 
 
-def reptile(inner: Inner, *, steps: int = 1, scale: float | jax.Array = 1.0) -> Estimator:
+def reptile_gradient(inner: InnerOptimizer, *, steps: int = 1, scale: Rate = 1.0) -> Estimator:
     """The Reptile direction (Nichol et al. 2018, arXiv 1803.02999), `(theta - phi_k) / scale`.
 
     Descent along it moves theta towards the adapted parameters: `theta - epsilon * gradient` is `theta + epsilon (phi_k -
-    theta)`. (S1 prints the step with the opposite sign, which moves away from them.) It reads the query only for
-    `info.query_loss`, which is NaN when `query` is `None`; nothing else depends on it.
+    theta)`. (Nguyen et al., "Improving federated learning by meta-learning", print the step with the opposite sign, which
+    moves away from them.) The query serves only for `info.query_loss`, which is NaN if `query` is `None`.
 
     Args:
-      inner, steps: as in `exact`; a rule with learned rates has no Reptile gradient.
-      scale: what the displacement is divided by: 1 as published; the inner rate times k for the mean inner gradient.
+      inner, steps: as in `exact`; learned rates have no Reptile gradient.
+      scale: divisor of the displacement: 1 as published; the inner rate times k gives the mean inner gradient.
+
+    Raises:
+      ValueError: learned rates, and as in `exact`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> loss = lambda w, batch: jnp.sum((w - batch) ** 2)
-      >>> reptile(sgd(0.25))(loss, jnp.array([1.0]), jnp.array([0.0]), None).gradient.tolist()
+      >>> reptile_gradient(sgd(0.25))(loss, jnp.array([1.0]), jnp.array([0.0]), None).gradient.tolist()
       [0.5]
     """
+    require_inner("reptile_gradient", inner)
     checks.count("steps", steps)
     checks.positive("scale", scale)
-    not_learned("reptile", inner)
+    require_fixed_rates("reptile_gradient", inner)
 
-    def estimate(loss: ScalarLoss, meta: Any, support: Any, query: Any) -> MetaGradient:
+    def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         support, _ = split_support(support)
         phi = inner.start(meta)
         support, query = check_problem(loss, phi, support, query, steps)
@@ -313,24 +448,38 @@ def reptile(inner: Inner, *, steps: int = 1, scale: float | jax.Array = 1.0) -> 
     return estimate
 
 
-def adapt(loss: ScalarLoss, meta: Any, support: Any, inner: Inner, *, steps: int = 1) -> tuple[Any, jax.Array]:
-    """The inner loop alone: (adapted parameters, mean loss of the steps before their updates); what a test client runs."""
+def adapt(
+    loss: ScalarLoss, meta: Params, support: PyTree, inner: InnerOptimizer, *, steps: int = 1
+) -> tuple[Params, jax.Array]:
+    """The inner loop alone, as a test client runs it.
+
+    Args:
+      loss, meta, support: as for an estimator.
+      inner, steps: as in `exact`.
+
+    Returns:
+      (adapted parameters, mean loss over the steps, each taken before its update).
+    """
+    require_inner("adapt", inner)
     support = as_batches(split_support(support)[0], steps)
     adapted, losses = run_inner(loss, meta, support, inner)
     return adapted, losses.total / jnp.maximum(support.steps, 1)
 
 
-def as_batches(batch: Any, steps: int) -> Batches:
-    """`Batches` as they are; a single batch, any pytree, as `steps` steps over it."""
+# ----------------------------------------------------------------------------------------------- shared by all estimators
+
+
+def as_batches(batch: PyTree, steps: int) -> Batches:
+    """`Batches` unchanged; a single batch, any pytree, as `steps` steps over that batch."""
     if not isinstance(batch, Batches):
         return Batches(lambda step, chunk: batch, steps, steps)
     if batch.max_steps < 1 or (isinstance(batch.steps, int) and batch.steps < 1):
-        raise ValueError(f"steps={batch.steps} of the support must be at least 1 (at most {batch.max_steps} are foreseen)")
+        raise ValueError(f"steps={batch.steps} of the support must be at least 1 (max_steps={batch.max_steps})")
     return batch
 
 
-def check_loss(loss: ScalarLoss, params: Any, batches: Batches) -> None:
-    """Raises `ValueError` unless the loss of the first batch is one real scalar and the parameters are floating-point."""
+def check_loss(loss: ScalarLoss, params: Params, batches: Batches) -> None:
+    """Raises `ValueError` unless the loss of the first batch is one real scalar and all parameters are floating-point."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             where = jax.tree_util.keystr(path) or "the tree"
@@ -340,27 +489,27 @@ def check_loss(loss: ScalarLoss, params: Any, batches: Batches) -> None:
         raise ValueError(f"loss(params, batch) must return one real scalar, but returns {value}")
 
 
-def check_problem(loss: ScalarLoss, params: Any, support: Any, query: Any, steps: int) -> tuple[Batches, Any]:
-    """Support and query as `Batches`, checked against each other and against the loss; a query of `None` stays `None`."""
+def check_problem(loss: ScalarLoss, params: Params, support: PyTree, query: PyTree, steps: int) -> tuple[Batches, Any]:
+    """Support and query as `Batches`, checked against the loss and each other; a query of `None` stays `None`."""
     support = as_batches(support, steps)
     check_loss(loss, params, support)
     if query is None:
         return support, None
     query = as_batches(query, 1)
     if query.max_steps != 1:
-        raise ValueError(f"the query has up to {query.max_steps} steps, but is read as one: give it chunks (`as_one_step`)")
+        raise ValueError(f"the query has up to {query.max_steps} steps, but must have one: write query.as_one_step()")
     ours, theirs = (str(jax.tree.structure(jax.eval_shape(partial(batches.get, 0, 0)))) for batches in (support, query))
     if ours != theirs:
-        raise ValueError(f"support and query must be of one structure, but are {ours} and {theirs}")
+        raise ValueError(f"support and query must have the same structure, but have {ours} and {theirs}")
     return support, query
 
 
-def split_support(support: Any) -> tuple[Any, Any]:
+def require_query(query: PyTree) -> None:
+    """Raises `ValueError` if there is no query; `reptile_gradient` alone works without one."""
+    if query is None:
+        raise ValueError("query is None, but this meta-gradient is that of the query loss: give it a query batch")
+
+
+def split_support(support: PyTree) -> tuple[PyTree, PyTree | None]:
     """(support, Hessian batches or `None`)."""
     return support if isinstance(support, WithHessian) else (support, None)
-
-
-def not_learned(name: str, inner: Inner) -> None:
-    """Raises `ValueError` for an inner rule with learned rates, where an estimator has no gradient for them."""
-    if inner.learned:
-        raise ValueError(f"{name} has no gradient for learned rates: inner must not be `learned_sgd`")

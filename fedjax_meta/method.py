@@ -146,8 +146,8 @@ class Method:
       predict: `(variables, x [B, ...]) -> logits [B, K]`.
       roles: `masks.Role` of each leaf of the model; see `masks.roles`.
       weighting: how much a client counts by default: "samples", "query" or "uniform" (`aggregate.WEIGHTINGS`).
-      server_optimizer: what the server descends along the mean pseudo-gradient with by default; `optax.sgd(1.0)` replaces the
-        model by the mean.
+      server_optimizer: what the server descends along the mean pseudo-gradient with; `optax.sgd(1.0)`, which
+        replaces the model by the mean, when `None`.
       sums_pseudo_gradients: whether the server adds pseudo-gradients up instead of taking their mean.
       init_memory: `(key, model, num_clients) -> memory` of one client, called when it first takes part, with the model that it
         receives then.
@@ -172,7 +172,7 @@ class Method:
     predict: Callable[[Variables, Any], jax.Array]
     roles: Roles
     weighting: str = "samples"
-    server_optimizer: optax.GradientTransformation = optax.sgd(1.0)
+    server_optimizer: optax.GradientTransformation | None = None
     sums_pseudo_gradients: bool = False
     init_memory: Callable[[Key, PyTree, int], PyTree] = no_memory
     init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra

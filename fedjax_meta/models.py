@@ -1,4 +1,4 @@
-"""The papers' networks as `Task`s, and the way to make one of any Flax module."""
+"""The networks of the papers as `Task`s, and `flax_task`, which makes a `Task` from any Flax module."""
 
 import inspect
 import math
@@ -10,14 +10,16 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.layers import FORMS, INITS, BatchNorm, Conv, Dense
-from fedjax_meta.task import Batch, Key, Task, Variables, cross_entropy
+from fedjax_meta.task import Batch, Task, cross_entropy
+from fedjax_meta.types import Key, Mask, Params, PyTree, Variables
 
 # ------------------------------------------------------------------------------------------------------------------- networks
 
-# All of them never fall, so the largest of a window is the same before and after them and they need run on pooled images only.
+# All of these are non-decreasing, so they commute with max-pooling: they run on the pooled images only.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "leaky_relu": partial(jax.nn.leaky_relu, negative_slope=0.01),
@@ -29,17 +31,17 @@ NORMS = ("before", "after")
 class Network(nn.Module):
     """Convolutions, each with activation and 2x2 max-pool, then dense layers, then a dense head.
 
-    Layers are called `conv1, conv2, ..., fc1, fc2, ..., head`, batch norms `bn1, bn2, ...` in the order of their layers.
+    Layers are named `conv1, conv2, ..., fc1, fc2, ..., head`, batch norms `bn1, bn2, ...` in the order of their layers.
 
     Attributes:
-      sample_shape: shape of one input; flat inputs of that many numbers are taken as well.
+      sample_shape: shape of one input; flattened inputs of the same size are accepted too.
       classes: number of outputs K.
       convs: `(features, kernel size, padding)` of each convolution.
       hidden: widths of the dense layers before the head.
       activation: a key of `ACTIVATIONS`.
       normed: names of the layers that have a batch norm.
-      norm: `"before"` the activation and the pooling, or `"after"` both.
-      momentum: of the running statistics, see `layers.BatchNorm`.
+      norm: place of the batch norms: `"before"` the activation and the pooling, or `"after"` both.
+      momentum: step of the running statistics, see `layers.BatchNorm`.
       start, dtype: see `layers.Dense`.
       form: see `layers.convolution`.
     """
@@ -53,18 +55,18 @@ class Network(nn.Module):
     norm: str = "after"
     momentum: float = 0.1
     start: str = "torch"
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     form: str | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers with weights from input to output; batch norms are not among them."""
+        """Names of the dense and convolution layers from input to output, without batch norms."""
         convs = tuple(f"conv{i + 1}" for i in range(len(self.convs)))
         return *convs, *(f"fc{i + 1}" for i in range(len(self.hidden))), "head"
 
     def setup(self) -> None:
-        """Creates the layers under the names that `layers` lists."""
-        common = {"start": self.start, "dtype": self.dtype}
+        """Creates the layers, named as in `layers`."""
+        common: dict[str, Any] = {"start": self.start, "dtype": self.dtype}
         for name, (features, size, padding) in zip(self.layers, self.convs, strict=False):
             setattr(self, name, Conv(features, size=size, padding=padding, pool=True, form=self.form, **common))
         for i, features in enumerate(self.hidden, 1):
@@ -74,13 +76,13 @@ class Network(nn.Module):
         self.head = Dense(self.classes, **common)
 
     def __call__(self, x: jax.Array, *, train: bool = False, weight: jax.Array | None = None) -> jax.Array:
-        """Logits `[B, K]` of inputs `[B, *sample_shape]`; `weight [B]` tells batch norms which rows are real."""
+        """Logits `[B, K]` of inputs `[B, *sample_shape]`; `weight [B]` marks the real rows for batch norms."""
         return self.head(self.features(x, train=train, weight=weight))
 
     def features(self, x: jax.Array, *, train: bool = False, weight: jax.Array | None = None) -> jax.Array:
         """The input of the head, `[B, d]`."""
         if math.prod(x.shape[1:]) != math.prod(self.sample_shape):
-            raise ValueError(f"x of shape {x.shape} must be [B, *{self.sample_shape}], or flat with as many numbers a row")
+            raise ValueError(f"x of shape {x.shape} must be [B, *{self.sample_shape}], or the same flattened")
         activation = ACTIVATIONS[self.activation]
         h = x.reshape(x.shape[0], *self.sample_shape).astype(jnp.result_type(float))
         if not self.convs:
@@ -112,27 +114,27 @@ def flax_task(
     features: str | None = None,
     head: str | None = None,
     loss: Callable[[jax.Array, Batch], jax.Array] = cross_entropy,
-    sample_dtype: Any = None,
+    sample_dtype: DTypeLike | None = None,
 ) -> Task:
-    """A task of any Flax (linen) module.
+    """A task from any Flax (linen) module.
 
-    The module's `__call__(x, ...)` gives logits `[B, K]`. What else it takes is read off its signature: a flag called `train`
-    or `training` (or `deterministic`, which gets the opposite) and `weight [B]`, 1 for real rows and 0 for padding. A module
-    that takes none of them is called with `x` alone. Every collection of variables but `params` is a buffer: it moves in
-    training and no gradient reaches it. Dropout finds its key under the name `dropout`.
+    The module's `__call__(x, ...)` returns logits `[B, K]`. Its other arguments are recognised by name: a flag `train` or
+    `training` (or `deterministic`, which gets the opposite value), and `weight [B]`, 1 for real rows and 0 for padding. A
+    module with none of them is called with `x` alone. Every variable collection except `params` is a buffer: training updates
+    it, and no gradient reaches it. Dropout gets its key under the name `dropout`.
 
     Args:
       module: the module, unbound.
       sample_shape: shape of one input.
-      layers: names of the layers from input to output as they stand in the variables' paths, for masks such as `"last:2"`.
-      features: name of the method `(x, ...) -> [B, d]` that stops before the head; with the same flags as `__call__`.
-      head: name of the submodule or method `[B, d] -> [B, K]` that goes on from there.
+      layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
+      features: name of the method `(x, ...) -> [B, d]` that stops before the head; it takes the same flags as `__call__`.
+      head: name of the submodule or method `[B, d] -> [B, K]` that continues from there.
       loss: `(logits, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
-      sample_dtype: type of the inputs, JAX's default float if not given.
+      sample_dtype: dtype of the inputs; JAX's default float type if `None`.
 
     Raises:
-      ValueError: a layer, method or flag that the module lacks. A module with batch statistics must take `train` and `weight`
-        (for `flax.linen.BatchNorm`, as its `mask`), because rows of padding would count in its statistics otherwise.
+      ValueError: the module lacks a given layer, method or flag. A module with batch statistics must take `train` and `weight`
+        (for `flax.linen.BatchNorm`, as its `mask`), because rows of padding would enter its statistics otherwise.
 
     Example:
       >>> import flax.linen as nn
@@ -150,26 +152,54 @@ def flax_task(
         raise ValueError(f"features={features!r} is not a method of {type(module).__name__}")
     flags = _flags(type(module).__call__)
     feature_flags = _flags(getattr(type(module), features)) if features else flags
-    sample_dtype = sample_dtype or jnp.result_type(float)
+    init = partial(_flax_init, module, flags, (1, *sample_shape), sample_dtype or jnp.result_type(float))
+    _check_module(module, layers, flags, jax.eval_shape(init, jax.random.key(0)))
+    evaluate = partial(_flax_evaluate, module)
+    return Task(
+        init=init,
+        loss=partial(_flax_loss, module, flags, loss),
+        predict=partial(evaluate, type(module).__call__, flags),
+        features=partial(evaluate, getattr(type(module), features), feature_flags) if features else None,
+        head=partial(evaluate, lambda bound, z: getattr(bound, head)(z), lambda train, weight: {}) if head else None,
+        layers=tuple(layers),
+        trainable=_flax_trainable,
+    )
 
-    def init(key: Key) -> Variables:
-        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        return flax.core.unfreeze(module.init(rngs, jnp.zeros((1, *sample_shape), sample_dtype), **flags(False, jnp.ones(1))))
 
-    def train_loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
-        buffers = [name for name in variables if name != "params"]
-        arguments = flags(True, batch.weight)
-        logits, moved = module.apply(variables, batch.x, rngs={"dropout": key}, mutable=buffers, **arguments)
-        return loss(logits, batch), {**variables, **flax.core.unfreeze(moved)}
+_Flags = Callable[[bool, jax.Array | None], dict[str, Any]]
 
-    def evaluate(method: Callable[..., Any], flags: Callable[..., dict[str, Any]], variables: Variables, x: Any) -> jax.Array:
-        return jnp.asarray(module.apply(variables, x, method=method, **flags(False, None)))
 
-    def trainable(variables: Variables) -> Any:
-        return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
+def _flax_init(module: nn.Module, flags: _Flags, shape: tuple[int, ...], dtype: DTypeLike, key: Key) -> Variables:
+    rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+    return flax.core.unfreeze(module.init(rngs, jnp.zeros(shape, dtype), **flags(False, jnp.ones(1))))
 
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    named = {str(part.key) for path, _ in jax.tree_util.tree_leaves_with_path(shapes.get("params", {})) for part in path}
+
+def _flax_loss(
+    module: nn.Module,
+    flags: _Flags,
+    loss: Callable[[jax.Array, Batch], jax.Array],
+    variables: Variables,
+    batch: Batch,
+    key: Key,
+) -> tuple[jax.Array, Variables]:
+    buffers = [name for name in variables if name != "params"]
+    arguments = flags(True, batch.weight)
+    logits, updated = module.apply(variables, batch.x, rngs={"dropout": key}, mutable=buffers, **arguments)
+    return loss(logits, batch), {**variables, **flax.core.unfreeze(updated)}
+
+
+def _flax_evaluate(module: nn.Module, method: Callable[..., Any], flags: _Flags, variables: Variables, x: PyTree) -> jax.Array:
+    return jnp.asarray(module.apply(variables, x, method=method, **flags(False, None)))
+
+
+def _flax_trainable(variables: Variables) -> Mask:
+    return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
+
+
+def _check_module(module: nn.Module, layers: tuple[str, ...], flags: _Flags, shapes: Variables) -> None:
+    """Raises `ValueError` for a layer name without parameters, and for batch statistics without `train` and `weight`."""
+    params: Params = shapes.get("params", {})
+    named = {str(part.key) for path, _ in jax.tree_util.tree_leaves_with_path(params) for part in path}
     for layer in layers:
         if layer not in named:
             raise ValueError(f"layers={layers} names {layer!r}, but the parameters are called {', '.join(sorted(named))}")
@@ -177,21 +207,12 @@ def flax_task(
     if "batch_stats" in shapes and not ("weight" in taken and len(taken) == 2):
         raise ValueError(
             f"module {type(module).__name__} has batch statistics, so its __call__ must take train (or deterministic) and "
-            f"weight [B]: rows of padding would count in them otherwise; it takes {', '.join(taken) or 'neither'}"
+            f"weight [B]: rows of padding would enter them otherwise; it takes {', '.join(taken) or 'neither'}"
         )
-    return Task(
-        init=init,
-        loss=train_loss,
-        predict=partial(evaluate, type(module).__call__, flags),
-        features=partial(evaluate, getattr(type(module), features), feature_flags) if features else None,
-        head=partial(evaluate, lambda bound, z: getattr(bound, head)(z), lambda train, weight: {}) if head else None,
-        layers=tuple(layers),
-        trainable=trainable,
-    )
 
 
-def _flags(method: Callable[..., Any]) -> Callable[[bool, jax.Array | None], dict[str, Any]]:
-    """`(train, weight) -> the keyword arguments` of these that a module's method has in its signature."""
+def _flags(method: Callable[..., Any]) -> _Flags:
+    """`(train, weight) -> keyword arguments`, reduced to those in the signature of a module's method."""
     accepted = inspect.signature(method).parameters
 
     def arguments(train: bool, weight: jax.Array | None) -> dict[str, Any]:
@@ -206,7 +227,7 @@ def _network_task(
     classes: int,
     *,
     init: str,
-    dtype: Any,
+    dtype: DTypeLike | None,
     form: str | None = None,
     norm: str = "after",
     convs: tuple[tuple[int, int, int], ...] = (),
@@ -236,16 +257,21 @@ def _network_task(
 
 
 def mlp(
-    inputs: int = 784, hidden: tuple[int, ...] = (100,), classes: int = 10, *, init: str = "torch", dtype: Any = None
+    inputs: int = 784,
+    hidden: tuple[int, ...] = (100,),
+    classes: int = 10,
+    *,
+    init: str = "torch",
+    dtype: DTypeLike | None = None,
 ) -> Task:
     """Multi-layer perceptron with ReLU; by default the MNIST network of FedMeta-Per (Nguyen and Cao), 79,510 parameters.
 
     Args:
-      inputs: numbers in one sample; images are flattened.
+      inputs: size of one sample; images are flattened.
       hidden: widths of the hidden layers `fc1, fc2, ...`.
       classes: outputs K of the `head`.
-      init: `"torch"` (uniform within 1/sqrt(fan in), weights and biases; published step sizes assume it) or `"lecun"`.
-      dtype: type of the matrix products, e.g. `jnp.bfloat16`; parameters stay in full precision.
+      init: `"torch"` (weights and biases uniform within ±1/sqrt(fan in); published step sizes assume it) or `"lecun"`.
+      dtype: dtype of the matrix products, e.g. `jnp.bfloat16`; parameters stay in full precision.
 
     Raises:
       ValueError: a size below 1, or an unknown `init` or `dtype`.
@@ -258,16 +284,16 @@ def lenet(
     classes: int = 10,
     *,
     init: str = "torch",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     form: str | None = None,
 ) -> Task:
-    """LeNet, 6 and 16 convolutions of 5x5 and dense layers 120, 84: the CIFAR-10 network of FedMeta-Per (Nguyen and Cao).
+    """LeNet: 6 and 16 convolutions of 5x5, dense layers of 120 and 84; the CIFAR-10 network of FedMeta-Per (Nguyen and Cao).
 
-    62,006 parameters, of which the last 1, 2 and 3 layers hold 850, 11,014 and 59,134.
+    It has 62,006 parameters; the last 1, 2 and 3 layers have 850, 11,014 and 59,134.
 
     Args:
       image: height, width and channels of a sample.
-      form: form of the convolutions, see `layers.convolution`; `None` for the fastest on the backend in use.
+      form: form of the convolutions, see `layers.convolution`; `None` for the default of the current backend.
       classes, init, dtype: see `mlp`.
     """
     convs = ((6, 5, 0), (16, 5, 0))
@@ -279,13 +305,13 @@ def fedpac_cnn(
     classes: int = 10,
     *,
     init: str = "torch",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     form: str | None = None,
 ) -> Task:
-    """The networks of FedPAC (Xu, Tong and Huang, ICLR 2023), leaky ReLU and 128 features.
+    """The networks of FedPAC (Xu, Tong and Huang, ICLR 2023), with leaky ReLU and 128 features.
 
-    Colour images (CIFAR-10, CINIC-10): three convolutions, 107,690 parameters. Images of one channel (Fashion-MNIST, EMNIST):
-    two, 117,066 for 10 classes and 123,774 for 62. Arguments as for `lenet`.
+    For colour images (CIFAR-10, CINIC-10): three convolutions, 107,690 parameters. For images of one channel (Fashion-MNIST,
+    EMNIST): two convolutions, 117,066 parameters for 10 classes and 123,774 for 62. Arguments as for `lenet`.
     """
     convs = ((16, 5, 0), (32, 5, 1), (64, 3, 1))[: 2 if image[-1] == 1 else 3]
     return _network_task(
@@ -293,10 +319,12 @@ def fedpac_cnn(
     )
 
 
-def mtfl_mlp(inputs: int = 784, classes: int = 10, *, norm: str = "after", init: str = "torch", dtype: Any = None) -> Task:
+def mtfl_mlp(
+    inputs: int = 784, classes: int = 10, *, norm: str = "after", init: str = "torch", dtype: DTypeLike | None = None
+) -> Task:
     """The "2NN" of MTFL (Mills, Hu and Min, arXiv 2007.09236): 784-200-200-10 with a batch norm on the first layer.
 
-    199,610 parameters, 400 of them the batch norm's, and 400 running statistics.
+    It has 199,610 parameters, 400 of them in the batch norm, and 400 running statistics.
 
     Args:
       norm: `"after"` the activation, as in the authors' code, or `"before"` it.
@@ -311,12 +339,12 @@ def mtfl_cnn(
     *,
     norm: str = "after",
     init: str = "torch",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     form: str | None = None,
 ) -> Task:
-    """The CIFAR-10 network of MTFL (Mills, Hu and Min, arXiv 2007.09236): 32 and 64 convolutions of 3x3, dense 512.
+    """The CIFAR-10 network of MTFL (Mills, Hu and Min, arXiv 2007.09236): 32 and 64 convolutions of 3x3, a dense layer of 512.
 
-    1,204,874 parameters, 192 of them the batch norms', and 192 running statistics.
+    It has 1,204,874 parameters, 192 of them in the batch norms, and 192 running statistics.
 
     Args:
       norm: `"after"` activation and pooling, as in the authors' code, or `"before"` both, as in the paper's text.
@@ -336,16 +364,16 @@ def mtfl_cnn(
     )
 
 
-def elu_mlp(inputs: int = 784, classes: int = 10, *, init: str = "torch", dtype: Any = None) -> Task:
+def elu_mlp(inputs: int = 784, classes: int = 10, *, init: str = "torch", dtype: DTypeLike | None = None) -> Task:
     """The network of Per-FedAvg-Reptile (Xia and Cui 2022): d-80-60-10 with ELU.
 
-    68,270 parameters for MNIST, 251,310 for flattened CIFAR-10 (`inputs=3072`). Arguments as for `mlp`.
+    It has 68,270 parameters for MNIST and 251,310 for flattened CIFAR-10 (`inputs=3072`). Arguments as for `mlp`.
     """
     return _network_task((inputs,), classes, hidden=(80, 60), activation="elu", init=init, dtype=dtype)
 
 
-def logistic(inputs: int = 60, classes: int = 10, *, init: str = "torch", dtype: Any = None) -> Task:
-    """Multinomial logistic regression; with its defaults the model for synthetic(δ, θ) data, 610 parameters.
+def logistic(inputs: int = 60, classes: int = 10, *, init: str = "torch", dtype: DTypeLike | None = None) -> Task:
+    """Multinomial logistic regression; by default the model for synthetic(δ, θ) data, with 610 parameters.
 
     Arguments as for `mlp`.
     """

@@ -116,6 +116,12 @@ class _Rounds:
                 f"{self.method.name} lets the server see what each client sends by itself, which "
                 f"{' and '.join(sorted(names & {'noise', 'mask'}))} cannot cover"
             )
+        f = self.federation
+        if self.method.server_optimizer is not None and f.server_lr is not None and f.server_optimizer is None:
+            raise ValueError(
+                f"{self.method.name} has a server optimiser of its own: server_lr={f.server_lr} alone would replace it by "
+                "SGD; give server_optimizer too, or set the rate in the method"
+            )
 
     @cached_property
     def personal(self) -> Mask:
@@ -143,7 +149,7 @@ class _Rounds:
     @cached_property
     def server(self) -> optax.GradientTransformation:
         f = self.federation
-        optimizer = self.method.server_optimizer
+        optimizer = optax.sgd(1.0) if self.method.server_optimizer is None else self.method.server_optimizer
         if f.server_lr is not None:
             optimizer = (optax.sgd if f.server_optimizer is None else f.server_optimizer)(f.server_lr)
         if not self.method.sums_pseudo_gradients:
@@ -220,9 +226,7 @@ class _Rounds:
         if client is not None:
             checks.indices("client", client, rows)
             row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], Kept(jnp.arange(rows), *_rows(state)))
-            row = row._replace(seen=row.seen & self.federation.own_at_test)
-            # The memory is the client's own even where it tests with the server's leaves.
-            received = self._receive(key, state, row, total, has_memory=jnp.asarray(state.seen)[client])
+            received = self._receive(key, state, row._replace(seen=row.seen & self.federation.own_at_test), total)
             return method.personalize(tagged(key, "personalize"), received, support)
         new_client = self.federation.new_client or method.new_client
         if new_client is not None:
@@ -231,9 +235,7 @@ class _Rounds:
             )
             return new_client(tagged(key, "personalize"), population, support)
         memory = method.init_memory(tagged(key, "memory"), state.model, total)
-        received = Received(
-            state.model, memory, state.extra, state.round, jnp.zeros((), bool), tagged(key, "shared")
-        )
+        received = Received(state.model, memory, state.extra, state.round, jnp.zeros((), bool), tagged(key, "shared"))
         return method.personalize(tagged(key, "personalize"), received, support)
 
     def exchange(self, data: FederatedData) -> Exchange:
@@ -273,14 +275,13 @@ class _Rounds:
 
         return jax.eval_shape(upload, jax.random.key(0), model)
 
-    def _receive(self, key: Key, state: State, row: Kept, num_clients: int, *, has_memory: Any = None) -> Received:
+    def _receive(self, key: Key, state: State, row: Kept, num_clients: int) -> Received:
         """What a client starts from: its own leaves and memory if it has taken part, else the server's and fresh ones."""
         theirs, common = masks.split(state.model, self.personal)
         model = masks.merge(_where(row.seen, row.personal, theirs), common)
         fresh = self.method.init_memory(tagged(key, "memory"), model, num_clients)
         fresh = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), fresh, row.memory)
-        memory = _where(row.seen if has_memory is None else has_memory, row.memory, fresh)
-        return Received(model, memory, state.extra, state.round, row.seen, tagged(key, "shared"))
+        return Received(model, _where(row.seen, row.memory, fresh), state.extra, state.round, row.seen, tagged(key, "shared"))
 
     def _client_round(self, key: Key, id_: jax.Array, kept: Kept, context: "_Context") -> ClientUpdate:
         """What the engine runs for each client: the method's rule, and what becomes of its result."""
@@ -312,8 +313,8 @@ class _Rounds:
         sums: Any = ()
         if f.aggregator is None:
             sums = weigh(upload, weight)
-            if self.chain.masked is not None:
-                hidden = self.chain.masked.encode(tagged(context.key, "masks"), sums, id_, context.ids)
+            if self.chain.masks_uploads:
+                hidden = self.chain.encode(tagged(context.key, "masks"), sums, id_, context.ids)
                 sums = jax.tree.map(lambda leaf: jnp.where(took_part & reached, leaf, 0), hidden)
         separate = () if f.aggregator is None else (upload, weight)
         outputs = Outputs(trained.metrics, trained.stacked, took_part, took_part & reached, separate)
@@ -341,16 +342,17 @@ class _Rounds:
         if f.aggregator is not None:
             uploads, weights = outputs.upload
             total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-            average: Any = jax.tree.map(lambda w, part: f.aggregator(part, w), weights, uploads)
+            aggregator = f.aggregator
+            average: Any = jax.tree.map(lambda w, part: aggregator(part, w), weights, uploads)
         else:
-            if self.chain.masked is not None:
+            if self.chain.masks_uploads:
                 forms = jax.tree.unflatten(jax.tree.structure(summed.total), summed.dtypes)
                 like = dataclasses.replace(
                     summed,
                     total=jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms),
                     weight=jax.tree.map(lambda _: jnp.result_type(float), summed.weight),
                 )
-                summed = self.chain.masked.decode(tagged(key, "masks"), summed, ids, outputs.returned, like)
+                summed = self.chain.decode(tagged(key, "masks"), summed, ids, outputs.returned, like)
             if self.chain.fixed_divisor:
                 # The weights that came in would tell which clients did not return.
                 summed = dataclasses.replace(
@@ -363,7 +365,7 @@ class _Rounds:
     def _step_server(
         self, state: State, average: PyTree, statistics: PyTree, weight: PyTree, num_clients: int, some: jax.Array
     ) -> State:
-        """The state after the server's step, without the clients' rows; as it was, but for the round, unless `some` upload came."""
+        """The state after the server's step, with the clients' old rows; unchanged unless `some` upload came."""
         moving, rest = masks.split(state.model, self.shared)
         descent, held = masks.split(average, self.shared)
         updates, slots = self.server.update(descent, state.optimizer, moving)
@@ -379,15 +381,11 @@ class _Rounds:
         extra = self.method.update_extra(state, statistics, weight, num_clients)
         return state._replace(extra=_where(some, extra, state.extra))
 
-    def _collaborate(
-        self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData
-    ) -> Kept:
+    def _collaborate(self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData) -> Kept:
         """What clients keep after they got something of each other; unchanged for those that did not return."""
         if self.method.collaborate is None:
             return kept
-        cohort = Cohort(
-            ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, self.federation.lanes
-        )
+        cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, self.federation.lanes)
         visible = state if self.method.whole_population else _without_rows(state)
         given = self.method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
         _must_fit("what collaborate returns", given, (kept.personal, kept.memory))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.data.shuffle import permute, permutation_keys
+from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.types import Key
 
 Schedule = Callable[[Key, Any, int, int], jax.Array]

@@ -24,7 +24,7 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.method import Method
 from fedjax_meta.rounds import as_algorithm
-from fedjax_meta.types import Key, PyTree
+from fedjax_meta.types import Key
 
 _DRAWN_AHEAD = 64
 """Rounds whose cohorts are drawn in advance with a host store."""
@@ -149,9 +149,9 @@ def simulate(
       OSError: a store's folder cannot be written.
       RuntimeError: a run over several processes lost one of them.
       TypeError: no method or algorithm; a federation beside an algorithm.
-      ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do not
-        fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say whether
-        its clients are known, or that does not return a row for each of them.
+      ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do
+        not fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say
+        whether its clients are known, or that does not return a row for each of them.
     """
     algorithm = as_algorithm(method, federation)
     checks.prng_key("key", key)

@@ -1,9 +1,9 @@
-"""The inner loop of one client, walked forwards by an update rule and back again, step by step, with the query's gradient.
+"""The inner loop of one client, and its transposed derivative (the backward pass of a meta-gradient).
 
-Nothing here is differentiated in reverse through the loop. The way back multiplies a cotangent v by each step's transposed
-Jacobian, `v <- v - alpha * H(phi_t) v` for SGD, where the Hessian-vector product is a forward derivative of the gradient, or a
-difference of two gradients. Of each step its parameters or its linearisation are kept, whichever is smaller, and the number of
-steps may be known only at run time.
+Reverse-mode differentiation through the loop is never used. The backward pass multiplies a cotangent v by the transposed
+Jacobian of each step, `v <- v - alpha * H(phi_t) v` for SGD. The Hessian-vector product is a forward derivative of the
+gradient, or a difference of two gradients. For each step, either its parameters or its linearisation are stored, whichever is
+smaller. The number of steps may be a traced value.
 """
 
 import dataclasses
@@ -17,31 +17,51 @@ import optax
 from jax.extend.core import Literal
 from jax.tree_util import Partial
 
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data import Batches
+from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
-ScalarLoss = Callable[[Any, Any], jax.Array]
+ScalarLoss = Callable[[Params, PyTree], jax.Array]
+"""`(params, batch) -> scalar loss`."""
+
+PullBack = Callable[[Params], Params]
+"""Cotangent of the adapted parameters -> cotangent of the meta-parameters."""
+
+Product = Callable[[Updates, Updates], Updates]
+"""`(direction, outer) -> H @ direction`, exact or approximate; `outer` is the outer gradient at that step."""
+
+Linearise = Callable[[Batches, Scalar, Params], tuple[jax.Array, Updates, Product]]
+"""`(support, t, phi) -> (loss, gradient, product)` of an inner step."""
+
+Tape = Callable[[Batches, Scalar, Params, PyTree], tuple[jax.Array, PyTree, PyTree]]
+"""`(support, t, phi, state) -> (loss, (phi, state) after the step, product with its transposed Jacobian)`."""
 
 
-class Inner(NamedTuple):
-    """One inner update rule, as pure functions that the exact estimator differentiates.
+class InnerOptimizer(NamedTuple):
+    """The update rule of the inner steps, as pure functions; `meta.exact` differentiates through all of them.
 
     Attributes:
       start: `meta -> phi_0`.
-      init: `(meta, phi_0) -> state`; integers in the state (step counts) are carried, not differentiated.
+      init: `(meta, phi_0) -> state`. Integers in the state (step counts) are carried but not differentiated.
       update: `(meta, gradient, state, phi) -> (phi, state)`.
-      learned: whether `update` reads `meta`, so that even a first-order gradient has to look at the inner steps.
-      mask: boolean tree of the leaves that adapt; all when `None`.
+      learned: whether `update` reads `meta`. If so, even a first-order gradient has to visit the inner steps.
+      mask: boolean tree of the leaves that adapt; `None` for all.
     """
 
-    start: Callable[[Any], Any]
-    init: Callable[[Any, Any], Any]
-    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    start: Callable[[Params], Params]
+    init: Callable[[Params, Params], PyTree]
+    update: Callable[[Params, Updates, PyTree, Params], tuple[Params, PyTree]]
     learned: bool = False
-    mask: Any = None
+    mask: Mask | None = None
 
 
 class Losses(NamedTuple):
-    """Support losses of an inner loop, as it goes."""
+    """Running support losses of an inner loop, scalars.
+
+    Attributes:
+      total: sum over the steps so far.
+      first: loss of step 0.
+      last: loss of the latest step.
+    """
 
     total: jax.Array
     first: jax.Array
@@ -49,17 +69,17 @@ class Losses(NamedTuple):
 
     @classmethod
     def none(cls) -> "Losses":
-        """Before the first step."""
+        """The value before the first step."""
         return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
-    def seen(self, t: Any, value: jax.Array) -> "Losses":
-        """With the loss of step t."""
+    def add(self, t: Scalar, value: jax.Array) -> "Losses":
+        """The losses with that of step t added."""
         value = value.astype(self.total.dtype)
         return Losses(self.total + value, jnp.where(t == 0, value, self.first), value)
 
 
-def run_inner(loss: ScalarLoss, meta: Any, support: Batches, inner: Inner) -> tuple[Any, Losses]:
-    """The inner loop, of which nothing is remembered: (adapted parameters, losses)."""
+def run_inner(loss: ScalarLoss, meta: Params, support: Batches, inner: InnerOptimizer) -> tuple[Params, Losses]:
+    """Runs the inner loop and stores nothing for a backward pass; returns (adapted parameters, losses)."""
     phi = inner.start(meta)
     start = (phi, inner.init(meta, phi))
     (adapted, _), losses = _walk(loss, meta, support, inner, start, losses=Losses.none(), count=support.steps)
@@ -68,45 +88,47 @@ def run_inner(loss: ScalarLoss, meta: Any, support: Batches, inner: Inner) -> tu
 
 def _walk(
     loss: ScalarLoss,
-    meta: Any,
+    meta: Params,
     support: Batches,
-    inner: Inner,
-    start: Any,
+    inner: InnerOptimizer,
+    start: PyTree,
     *,
     losses: Losses,
-    first: Any = 0,
-    count: Any,
-) -> tuple[Any, Losses]:
-    """`count` inner steps from step `first` on, of which nothing is remembered."""
+    first: Scalar = 0,
+    count: Scalar,
+) -> tuple[PyTree, Losses]:
+    """Runs `count` inner steps, starting at step `first`, and stores nothing; returns ((phi, state), losses)."""
 
-    def step(i: Any, carry: Any) -> Any:
+    def step(i: Scalar, carry: PyTree) -> PyTree:
         (phi, state), losses = carry
         value, gradient = value_and_gradient(loss, phi, support, first + i)
-        return inner.update(meta, gradient, state, phi), losses.seen(first + i, value)
+        return inner.update(meta, gradient, state, phi), losses.add(first + i, value)
 
     return _loop(count, step, (start, losses))
 
 
-def value_and_gradient(loss: ScalarLoss, params: Any, batches: Batches, step: Any) -> tuple[Any, Any]:
-    """Loss of one step and its gradient, over the chunks of the step."""
+def value_and_gradient(loss: ScalarLoss, params: Params, batches: Batches, step: Scalar) -> tuple[jax.Array, Updates]:
+    """Loss and gradient of one step, averaged over the chunks of the step."""
     return batches.mean(lambda batch: jax.value_and_grad(loss)(params, batch), step)
 
 
-# --------------------------------------------------------------------------------------- one step, and its Hessian's products
+# ------------------------------------------------------------------------------------- one step and its Hessian-vector product
 
 
-def hessian_product(loss: ScalarLoss, params: Any, batches: Batches, step: Any) -> Any:
+def hessian_product(
+    loss: ScalarLoss, params: Params, batches: Batches, step: Scalar
+) -> tuple[jax.Array, Updates, Callable[[Updates], Updates]]:
     """(loss, gradient, `v -> H v`) of one step.
 
-    A step of one chunk is linearised once, for any number of products, and the product is a pytree of its residuals; several
-    chunks are gone through again in every product, so that the activations of one at a time are held.
+    A step of one chunk is linearised once and serves any number of products; its product is a pytree of the residuals. For a
+    step of several chunks, every product goes through the chunks again, so that only one chunk's activations are in memory.
     """
     if isinstance(batches.chunks, int) and batches.chunks == 1:
         return _linearised(loss, params, batches.get(step, 0))
     value, gradient = value_and_gradient(loss, params, batches, step)
 
-    def product(vector: Any) -> Any:
-        def of_chunk(batch: Any) -> Any:
+    def product(vector: Updates) -> Updates:
+        def of_chunk(batch: PyTree) -> Updates:
             return jax.jvp(lambda params: jax.grad(loss)(params, batch), (params,), (vector,))[1]
 
         return batches.mean(of_chunk, step)
@@ -114,20 +136,22 @@ def hessian_product(loss: ScalarLoss, params: Any, batches: Batches, step: Any) 
     return value, gradient, product
 
 
-def _linearised(loss: ScalarLoss, params: Any, batch: Any) -> tuple[jax.Array, Any, Any]:
-    def gradient_and_value(params: Any) -> tuple[Any, jax.Array]:
+def _linearised(loss: ScalarLoss, params: Params, batch: PyTree) -> tuple[jax.Array, Updates, Callable[[Updates], Updates]]:
+    def gradient_and_value(params: Params) -> tuple[Updates, jax.Array]:
         value, gradient = jax.value_and_grad(loss)(params, batch)
         return gradient, value
 
-    # The Hessian is symmetric: its product with a cotangent is the forward derivative of the gradient.
+    # The Hessian is symmetric, so the forward derivative of the gradient is also the transposed product.
     gradient, product, value = jax.linearize(gradient_and_value, params, has_aux=True)
     return value, gradient, product
 
 
-def exact_product(loss: ScalarLoss, hessian: Batches | None, support: Batches, t: Any, phi: Any) -> tuple[Any, Any, Any]:
+def exact_product(
+    loss: ScalarLoss, hessian: Batches | None, support: Batches, t: Scalar, phi: Params
+) -> tuple[jax.Array, Updates, Product]:
     """(loss, gradient, product) of an inner step; `product(direction, outer)` is the Hessian times the direction.
 
-    The Hessian is that of step t of `hessian` where that is given, and of the support's otherwise.
+    The Hessian is taken on step t of `hessian`, or on step t of the support if `hessian` is `None`.
     """
     value, gradient, product = hessian_product(loss, phi, support, t)
     if hessian is not None:
@@ -135,24 +159,27 @@ def exact_product(loss: ScalarLoss, hessian: Batches | None, support: Batches, t
     return value, gradient, Partial(_along_direction, product)
 
 
-def _along_direction(product: Any, direction: Any, outer: Any) -> Any:
+def _along_direction(product: Callable[[Updates], Updates], direction: Updates, outer: Updates) -> Updates:
     del outer
     return product(direction)
 
 
 def difference_product(
-    loss: ScalarLoss, hessian: Batches | None, support: Batches, t: Any, phi: Any, *, delta: Any, normalise: bool
-) -> tuple[Any, Any, Any]:
-    """As `exact_product`, by central differences of the gradient, of length `delta` (times the norm of `outer`)."""
+    loss: ScalarLoss, hessian: Batches | None, support: Batches, t: Scalar, phi: Params, *, delta: Rate, normalise: bool
+) -> tuple[jax.Array, Updates, Product]:
+    """Like `exact_product`, with the product by central differences of the gradient.
+
+    The difference step has length `delta * |outer|`, or `delta` if `normalise`.
+    """
     value, gradient = value_and_gradient(loss, phi, support, t)
     batches = support if hessian is None else hessian
 
-    def product(direction: Any, outer: Any) -> Any:
+    def product(direction: Updates, outer: Updates) -> Updates:
         norm = optax.tree.norm(direction)
         length = delta if normalise else delta * optax.tree.norm(outer)
         step = length / jnp.where(norm > 0, norm, 1)
 
-        def shifted(sign: int) -> Any:
+        def shifted(sign: int) -> Updates:
             moved = jax.tree.map(lambda p, d: p + (sign * step * d).astype(p.dtype), phi, direction)
             return value_and_gradient(loss, moved, batches, t)[1]
 
@@ -162,31 +189,33 @@ def difference_product(
     return value, gradient, product
 
 
-# ------------------------------------------------------------------------------------------- the whole loop, and its way back
+# ---------------------------------------------------------------------------------------- the whole loop and its backward pass
 
 
-def first_order_vjp(loss: ScalarLoss, meta: Any, support: Batches, inner: Inner) -> tuple[Any, Losses, Callable[[Any], Any]]:
-    """As `second_order_vjp`, with the gradients of the inner steps held constant: no Hessian is needed."""
+def first_order_vjp(
+    loss: ScalarLoss, meta: Params, support: Batches, inner: InnerOptimizer
+) -> tuple[Params, Losses, PullBack]:
+    """Like `second_order_vjp`, with the gradients of the inner steps held constant, so that no Hessian is needed."""
     if not inner.learned:
         adapted, losses = run_inner(loss, meta, support, inner)
     else:
         phi = inner.start(meta)
         start = (phi, inner.init(meta, phi))
 
-        def step(t: Any, carry: Any) -> Any:
+        def step(t: Scalar, carry: PyTree) -> PyTree:
             (phi, state), losses, memory = carry
             value, gradient = value_and_gradient(loss, phi, support, t)
             memory = _write(memory, t, (phi, state, gradient))
-            return inner.update(meta, gradient, state, phi), losses.seen(t, value), memory
+            return inner.update(meta, gradient, state, phi), losses.add(t, value), memory
 
         memory = _slots(support.max_steps, (*start, phi))
         (adapted, _), losses, memory = _loop(support.steps, step, (start, Losses.none(), memory))
 
-    def pull_back(outer: Any) -> Any:
+    def pull_back(outer: Params) -> Params:
         total = jax.tree.map(jnp.zeros_like, meta)
         if inner.learned:
 
-            def back(t: Any, total: Any) -> Any:
+            def back(t: Scalar, total: Params) -> Params:
                 phi, state, gradient = _read(memory, t)
                 _, pull_update = jax.vjp(lambda meta: inner.update(meta, gradient, state, phi)[0], meta)
                 return jax.tree.map(jnp.add, total, pull_update(outer)[0])
@@ -200,32 +229,31 @@ def first_order_vjp(loss: ScalarLoss, meta: Any, support: Batches, inner: Inner)
 
 def second_order_vjp(
     loss: ScalarLoss,
-    meta: Any,
+    meta: Params,
     support: Batches,
-    inner: Inner,
+    inner: InnerOptimizer,
     *,
-    linearise: Callable[[Batches, Any, Any], tuple[Any, Any, Any]],
+    linearise: Linearise,
     keep: str,
     checkpoint_every: int | None,
-) -> tuple[Any, Losses, Callable[[Any], Any]]:
-    """The inner loop and its transposed derivative, as `jax.vjp` of the loop in `meta` would give them.
+) -> tuple[Params, Losses, PullBack]:
+    """The inner loop and its transposed derivative, like `jax.vjp` of the loop with respect to `meta`.
 
     Args:
       loss, meta, support, inner: the problem.
-      linearise: `(support, t, phi) -> (loss, gradient, product)` of a step: what is left of `exact_product` or
-        `difference_product` when loss and Hessian batches are given.
+      linearise: `exact_product` or `difference_product` with its loss and Hessian batches already bound.
       keep, checkpoint_every: as in `meta.exact`.
 
     Returns:
       (adapted parameters, losses, `pull_back`: cotangent of the adapted parameters -> cotangent of `meta`).
 
     Raises:
-      ValueError: an optimiser whose integer state depends on parameters or gradients.
+      ValueError: the integer state of the optimiser depends on parameters or gradients.
     """
     _check_state(inner, meta)
 
-    def tape(support: Batches, t: Any, phi: Any, state: Any) -> tuple[jax.Array, Any, Any]:
-        """One inner step: (its loss, (phi, state) after it, the product with its transposed Jacobian as a pytree)."""
+    def tape(support: Batches, t: Scalar, phi: Params, state: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        """One inner step: (loss, (phi, state) after it, product with its transposed Jacobian as a pytree)."""
         value, gradient, product = linearise(support, t, phi)
         after, pull_update = _pull_update(inner, meta, gradient, state, phi)
         return value, after, Partial(partial(_pull, inner.learned), product, pull_update)
@@ -234,14 +262,14 @@ def second_order_vjp(
     start = (phi, inner.init(meta, phi))
     if isinstance(support.steps, int) and support.steps == 1:
         value, (adapted, _), pull = tape(support, 0, *start)
-        losses = Losses.none().seen(0, value)
-        unwind: Callable[[Any], Any] = pull
+        losses = Losses.none().add(0, value)
+        unwind: Callable[[PyTree], PyTree] = pull
     else:
         (adapted, _), losses, unwind = _through_time(
             loss, meta, support, inner, start, tape=tape, keep=keep, checkpoint_every=checkpoint_every
         )
 
-    def pull_back(outer: Any) -> Any:
+    def pull_back(outer: Params) -> Params:
         nothing = jax.tree.map(jnp.zeros_like, _partition(start[1])[0])
         outer, state_outer, total = unwind((outer, nothing, jax.tree.map(jnp.zeros_like, meta)))
         return _to_meta(inner, meta, outer, state_outer, total)
@@ -249,11 +277,11 @@ def second_order_vjp(
     return adapted, losses, pull_back
 
 
-def _pull_update(inner: Inner, meta: Any, gradient: Any, state: Any, phi: Any) -> tuple[Any, Any]:
-    """((phi, state) after one update, the transposed derivative of the update)."""
+def _pull_update(inner: InnerOptimizer, meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[PyTree, PyTree]:
+    """((phi, state) after one update, transposed derivative of the update)."""
     floats, integers = _partition(state)
 
-    def update(meta: Any, gradient: Any, floats: Any, phi: Any) -> Any:
+    def update(meta: Params, gradient: Updates, floats: PyTree, phi: Params) -> PyTree:
         phi, state = inner.update(meta, gradient, _combine(floats, integers), phi)
         floats, moved_on = _partition(state)
         return (phi, floats), moved_on
@@ -262,18 +290,18 @@ def _pull_update(inner: Inner, meta: Any, gradient: Any, state: Any, phi: Any) -
     return (phi, _combine(floats, integers)), pull_update
 
 
-def _pull(learned: bool, product: Any, pull_update: Any, carry: Any) -> Any:
-    """Cotangents of (phi_{t+1}, its optimiser state), and what meta has collected, taken back to step t."""
+def _pull(learned: bool, product: Callable[..., Updates], pull_update: Callable[..., PyTree], carry: PyTree) -> PyTree:
+    """One backward step: takes cotangents of phi_{t+1} and its optimiser state back to step t, and adds to that of meta."""
     outer, state_outer, total = carry
     to_meta, to_gradient, to_state, to_phi = pull_update((outer, state_outer))
     before = jax.tree.map(jnp.add, to_phi, product(to_gradient, outer))
     return before, to_state, jax.tree.map(jnp.add, total, to_meta) if learned else total
 
 
-def _to_meta(inner: Inner, meta: Any, outer: Any, state_outer: Any, total: Any) -> Any:
-    """The cotangents at the start of the inner loop, pulled back to the meta-parameters and added to those of the steps."""
+def _to_meta(inner: InnerOptimizer, meta: Params, outer: Params, state_outer: PyTree, total: Params) -> PyTree:
+    """Pulls the cotangents at the start of the inner loop back to meta, and adds the contributions of the steps."""
 
-    def start(meta: Any) -> Any:
+    def start(meta: Params) -> PyTree:
         phi = inner.start(meta)
         return phi, _partition(inner.init(meta, phi))[0]
 
@@ -283,28 +311,28 @@ def _to_meta(inner: Inner, meta: Any, outer: Any, state_outer: Any, total: Any) 
 
 def _through_time(
     loss: ScalarLoss,
-    meta: Any,
+    meta: Params,
     support: Batches,
-    inner: Inner,
-    start: Any,
+    inner: InnerOptimizer,
+    start: PyTree,
     *,
-    tape: Callable[..., tuple[jax.Array, Any, Any]],
+    tape: Tape,
     keep: str,
     checkpoint_every: int | None,
-) -> tuple[Any, Losses, Callable[[Any], Any]]:
-    """Several inner steps, and the function that takes cotangents back through all of them."""
+) -> tuple[PyTree, Losses, Callable[[PyTree], PyTree]]:
+    """Several inner steps: (state after them, losses, function that takes cotangents back through all of them)."""
     record, replay, kept = _memory(loss, meta, support, inner, start, tape=tape, keep=keep)
 
-    def forward(first: Any, count: Any, slots: int, after: Any) -> Any:
-        def step(i: Any, carry: Any) -> Any:
+    def forward(first: Scalar, count: Scalar, slots: int, after: PyTree) -> PyTree:
+        def step(i: Scalar, carry: PyTree) -> PyTree:
             after, losses, memory = carry
             value, after, kept = record(first + i, *after)
-            return after, losses.seen(first + i, value), _write(memory, i, kept)
+            return after, losses.add(first + i, value), _write(memory, i, kept)
 
         return jax.lax.fori_loop(0, count, step, (after, Losses.none(), _slots(slots, kept)))
 
-    def backward(first: Any, count: Any, memory: Any, carry: Any) -> Any:
-        def step(i: Any, carry: Any) -> Any:
+    def backward(first: Scalar, count: Scalar, memory: PyTree, carry: PyTree) -> PyTree:
+        def step(i: Scalar, carry: PyTree) -> PyTree:
             t = count - 1 - i
             return replay(first + t, _read(memory, t))(carry)
 
@@ -317,10 +345,10 @@ def _through_time(
     every = min(checkpoint_every, support.max_steps)
     segments = (support.steps + every - 1) // every
 
-    def length(segment: Any) -> Any:
+    def length(segment: Scalar) -> Scalar:
         return jnp.minimum(every, support.steps - segment * every)
 
-    def pass_segment(segment: Any, carry: Any) -> Any:
+    def pass_segment(segment: Scalar, carry: PyTree) -> PyTree:
         after, losses, memory = carry
         memory = _write(memory, segment, after)
         first, count = segment * every, length(segment)
@@ -330,7 +358,7 @@ def _through_time(
     memory = _slots(-(-support.max_steps // every), start)
     after, losses, memory = jax.lax.fori_loop(0, segments, pass_segment, (start, Losses.none(), memory))
 
-    def back_segment(i: Any, carry: Any) -> Any:
+    def back_segment(i: Scalar, carry: PyTree) -> PyTree:
         segment = segments - 1 - i
         first, count = segment * every, length(segment)
         _, _, inside = forward(first, count, every, _read(memory, segment))
@@ -340,80 +368,85 @@ def _through_time(
 
 
 def _memory(
-    loss: ScalarLoss, meta: Any, support: Batches, inner: Inner, start: Any, *, tape: Callable[..., Any], keep: str
-) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-    """How to keep a step, how to get its transposed Jacobian out of what is kept, and the shapes of that."""
+    loss: ScalarLoss, meta: Params, support: Batches, inner: InnerOptimizer, start: PyTree, *, tape: Tape, keep: str
+) -> tuple[Callable[..., PyTree], Callable[..., PyTree], PyTree]:
+    """What is stored for each step.
 
-    def record_parameters(t: Any, phi: Any, state: Any) -> Any:
+    Returns:
+      (`record`, `replay`, shapes of the stored values). `record` runs a step and returns (loss, (phi, state) after it, stored
+      values); `replay` turns the stored values into the product with the step's transposed Jacobian.
+    """
+
+    def record_parameters(t: Scalar, phi: Params, state: PyTree) -> PyTree:
         value, gradient = value_and_gradient(loss, phi, support, t)
         return value, inner.update(meta, gradient, state, phi), (phi, state)
 
-    def replay_parameters(t: Any, kept: Any) -> Any:
+    def replay_parameters(t: Scalar, kept: PyTree) -> PyTree:
         return tape(support, t, *kept)[2]
 
     parameters = jax.eval_shape(lambda: start)
     if keep == "parameters" or not (isinstance(support.chunks, int) and support.chunks == 1):
         return record_parameters, replay_parameters, parameters
 
-    layout: list[Any] = []
+    layout: list[PyTree] = []
 
-    def record_linearisation(t: Any, phi: Any, state: Any) -> tuple[Any, Any, list[Any]]:
+    def record_linearisation(t: Scalar, phi: Params, state: PyTree) -> tuple[jax.Array, PyTree, list[PyTree]]:
         batch = support.get(t, 0)
         value, after, pull = tape(dataclasses.replace(support, get=lambda step, chunk: batch), t, phi, state)
         residuals, structure = jax.tree.flatten(pull)
-        # A residual that is a leaf of meta or of the batch is the very same tracer, and a constant is none: they are at hand
-        # on the way back, and only the others are kept.
+        # A residual that is a leaf of meta or of the batch is that same tracer object, and a constant is not a tracer. Both
+        # are available in the backward pass, so only the other residuals are stored.
         constants = [leaf for leaf in residuals if not isinstance(leaf, jax.core.Tracer)]
         at_hand = [*jax.tree.leaves((meta, batch)), *constants]
         found = [next((i for i, have in enumerate(at_hand) if have is leaf), None) for leaf in residuals]
         layout[:] = structure, found, constants
         return value, after, [leaf for leaf, where in zip(residuals, found, strict=True) if where is None]
 
-    def replay_linearisation(t: Any, kept: Any) -> Any:
+    def replay_linearisation(t: Scalar, kept: PyTree) -> PyTree:
         structure, found, constants = layout
         at_hand, rest = [*jax.tree.leaves((meta, support.get(t, 0))), *constants], iter(kept)
         return jax.tree.unflatten(structure, [next(rest) if where is None else at_hand[where] for where in found])
 
-    # Parameters and step must be tracers here as they are in the loop: at first phi is meta, but does not remain it.
+    # Trace phi and the step as separate values, as in the loop: phi_0 is meta itself, but later phi are not.
     linearisation = jax.eval_shape(record_linearisation, jnp.zeros((), jnp.int32), *start)[2]
     if keep == "smaller" and _bytes(linearisation) > _bytes(parameters):
         return record_parameters, replay_parameters, parameters
     return record_linearisation, replay_linearisation, linearisation
 
 
-def _bytes(shapes: Any) -> int:
+def _bytes(shapes: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def _slots(count: int, shapes: Any) -> Any:
-    """Room for `count` trees of these shapes."""
+def _slots(count: int, shapes: PyTree) -> PyTree:
+    """Uninitialised storage for `count` trees of these shapes."""
     return jax.tree.map(lambda leaf: jax.lax.empty((count, *leaf.shape), leaf.dtype), shapes)
 
 
-def _write(slots: Any, i: Any, tree: Any) -> Any:
+def _write(slots: PyTree, i: Scalar, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda slot, leaf: slot.at[i].set(leaf), slots, tree)
 
 
-def _read(slots: Any, i: Any) -> Any:
+def _read(slots: PyTree, i: Scalar) -> PyTree:
     return jax.tree.map(lambda slot: slot[i], slots)
 
 
-def _loop(count: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`fori_loop`, without the loop where there is one step only."""
+def _loop(count: Scalar, body: Callable[[Scalar, PyTree], PyTree], carry: PyTree) -> PyTree:
+    """`fori_loop`, without a loop if there is exactly one step."""
     return body(0, carry) if isinstance(count, int) and count == 1 else jax.lax.fori_loop(0, count, body, carry)
 
 
-# -------------------------------------------------------------------------------------------------- the state of an optimiser
+# --------------------------------------------------------------------------------------------------- the state of an optimiser
 
 
-def _check_state(inner: Inner, meta: Any) -> None:
-    """Raises `ValueError` when integers in the optimiser state depend on gradients, other than by a comparison."""
+def _check_state(inner: InnerOptimizer, meta: Params) -> None:
+    """Raises `ValueError` if integers in the optimiser state depend on gradients other than through a comparison."""
     phi = jax.eval_shape(inner.start, meta)
     floats, integers = _partition(jax.eval_shape(inner.init, meta, phi))
     if not jax.tree.leaves(integers):
         return
 
-    def integers_after(differentiable: Any, integers: Any) -> Any:
+    def integers_after(differentiable: PyTree, integers: PyTree) -> PyTree:
         meta, gradient, floats, phi = differentiable
         return _partition(inner.update(meta, gradient, _combine(floats, integers), phi)[1])[1]
 
@@ -425,7 +458,7 @@ def _check_state(inner: Inner, meta: Any) -> None:
             needed.update(var for var in equation.invars if _carries_numbers(var))
     if not needed.isdisjoint(jaxpr.invars[: len(jax.tree.leaves(differentiable))]):
         raise ValueError(
-            "the inner optimiser's state holds integers that depend on gradients: it cannot be differentiated exactly"
+            "the inner optimiser's state has integers that depend on gradients, so it has no exact derivative: use first_order"
         )
 
 
@@ -433,10 +466,10 @@ def _carries_numbers(var: Any) -> bool:
     return not isinstance(var, Literal) and getattr(var.aval, "dtype", None) != jnp.bool_
 
 
-def _partition(tree: Any) -> tuple[Any, Any]:
-    """(floating-point leaves, the others), each with `None` for the missing ones."""
+def _partition(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """(floating-point leaves, other leaves), each with `None` in place of the missing leaves."""
 
-    def is_float(leaf: Any) -> bool:
+    def is_float(leaf: jax.Array) -> bool:
         return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
     return (
@@ -445,5 +478,5 @@ def _partition(tree: Any) -> tuple[Any, Any]:
     )
 
 
-def _combine(floats: Any, integers: Any) -> Any:
+def _combine(floats: PyTree, integers: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, floats, integers, is_leaf=lambda leaf: leaf is None)

@@ -1,5 +1,6 @@
 """Small problems with known answers, asymmetric and of unequal size: a symmetric one hides sign errors."""
 
+import inspect
 from functools import cache
 
 import jax
@@ -56,10 +57,12 @@ def data() -> fm.FederatedData:
 
 
 def build(builder, of=None, **options) -> fm.Algorithm:
-    """An algorithm from a builder or its name; each option goes to the federation if it is one of its fields, else to the method."""
+    """An algorithm from a builder or its name; options that the builder does not take are the federation's."""
     builder = fm.METHODS[builder] if isinstance(builder, str) else builder
-    federation = {name: options.pop(name) for name in OPTIONS if name in options}
-    return fm.from_partition(builder(task() if of is None else of, **options), fm.Federation(**federation))
+    takes = inspect.signature(builder).parameters
+    own = {name: value for name, value in options.items() if name in takes or name not in OPTIONS}
+    federation = {name: value for name, value in options.items() if name not in own}
+    return fm.federate(builder(task() if of is None else of, **own), fm.Federation(**federation))
 
 
 def forms(tree):

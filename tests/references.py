@@ -1,4 +1,4 @@
-"""Plain forms, by XLA and by automatic differentiation, that layers and networks are compared with."""
+"""Reference implementations by plain XLA and automatic differentiation, for the tests of layers and networks."""
 
 from functools import partial
 
@@ -19,5 +19,5 @@ def xla_pool(x):
 
 @partial(jax.jit, static_argnums=0)
 def gradient_and_curvature(function, argument, direction):
-    """The gradient and the Hessian-vector product, forward over reverse; compiled, because op by op takes seconds."""
+    """Gradient and Hessian-vector product, forward over reverse; compiled, because eager execution takes seconds."""
     return jax.jvp(jax.grad(function), (argument,), (direction,))

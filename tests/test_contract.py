@@ -136,7 +136,11 @@ def test_a_late_joiner_starts_from_the_servers_model_and_a_fresh_memory(name):
     assert late.size == 2
 
     def spoilt(leaf):
-        return leaf.at[late].set(jnp.ones((), leaf.dtype)) if leaf.dtype == bool else leaf.at[late].add(jnp.asarray(7, leaf.dtype))
+        return (
+            leaf.at[late].set(jnp.ones((), leaf.dtype))
+            if leaf.dtype == bool
+            else leaf.at[late].add(jnp.asarray(7, leaf.dtype))
+        )
 
     other = before._replace(**{field: jax.tree.map(spoilt, getattr(before, field)) for field in ("personal", "memory")})
     adapt = adaptation(name, True)
@@ -230,9 +234,9 @@ def test_no_key_is_used_twice(name):
         state = jax.eval_shape(algorithm.init, KEY, data)
         jax.jit(algorithm.round).lower(KEY, state, data)
         for client in (1, None):
-            jax.jit(lambda key, state, client=client: algorithm.personalize(key, state, data.client(1)["test_support"], client)).lower(
-                KEY, state
-            )
+            support = data.client(1)["test_support"]
+            test = lambda key, state, client=client: algorithm.personalize(key, state, support, client)  # noqa: E731
+            jax.jit(test).lower(KEY, state)
 
 
 def test_a_cohort_larger_than_the_population_is_refused(name):
@@ -259,7 +263,7 @@ def test_a_wrong_option_is_refused_under_the_name_that_was_called(name):
         builder(task, **{option + "x": 1})
     with pytest.raises(TypeError, match=f"^{name} .*cohort_size.*Federation"):
         builder(task, cohort_size=3)
-    with pytest.raises(TypeError, match=f"^{name}.* must be a Task"):
+    with pytest.raises(ValueError, match=f"^{name}'s first argument must be a Task"):
         builder(task.predict)
 
 

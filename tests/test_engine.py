@@ -226,7 +226,8 @@ def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
     def total(rate):
         def scaled(key, id_, kept, context):
             update = rule(key, id_, kept, context)
-            return update._replace(sums=dataclasses.replace(update.sums, total=jax.tree.map(lambda leaf: rate * leaf, update.sums.total)))
+            total = jax.tree.map(lambda leaf: rate * leaf, update.sums.total)
+            return update._replace(sums=dataclasses.replace(update.sums, total=total))
 
         return engine.run_cohort(scaled, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, devices=1)[0].total
 
@@ -275,8 +276,8 @@ def test_host_devices_read_one_copy_of_the_data():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_round_updates_a_large_population_in_place(devices):
     population, each = 50_000, 400
-    data = fm.from_partition(np.zeros((population, 2)), np.zeros(population, int), np.arange(population), np.ones(population, int),
-                       num_classes=2)  # fmt: skip
+    order, sizes = np.arange(population), np.ones(population, int)
+    data = fm.from_partition(np.zeros((population, 2)), np.zeros(population, int), order, sizes, num_classes=2)
 
     def init(key):
         return {"body": jnp.zeros(2), "head": jnp.zeros((each, 2))}

@@ -121,8 +121,8 @@ def test_what_cannot_be_evaluated_is_refused(case):
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_many_rows_are_evaluated_where_they_are(devices, lanes):
     population, each = 30_000, 200
-    data = fm.from_partition(np.ones((population, 2)), np.arange(population) % 2, np.arange(population), np.ones(population, int),
-                       num_classes=2)  # fmt: skip
+    order, sizes = np.arange(population), np.ones(population, int)
+    data = fm.from_partition(np.ones((population, 2)), order % 2, order, sizes, num_classes=2)
 
     def init(key):
         return {"body": jnp.zeros(2), "head": jax.random.normal(key, (each, 2))}

@@ -1,4 +1,4 @@
-"""The implicit meta-gradient against closed forms on ridge regression and finite differences of a solved logistic problem."""
+"""Tests of the implicit meta-gradient: closed forms on ridge regression, finite differences of a solved logistic problem."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import meta
 from fedjax_meta.data.federated import Batches
-from fedjax_meta.implicit import conjugate_gradient, implicit
+from fedjax_meta.implicit import conjugate_gradient, implicit_gradient
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -38,7 +38,7 @@ def run(estimate: meta.Estimator, loss: Any, theta: Any, support: Any, query: An
 
 
 def ridge() -> tuple[Any, Any, jax.Array]:
-    """Support [7, 4], query [5, 4] and theta: unequal sizes, nothing symmetric."""
+    """Support [7, 4], query [5, 4] and theta: unequal sizes, no symmetry."""
     return (normal(0, 7, 4), normal(1, 7)), (normal(2, 5, 4), normal(3, 5)), normal(4, 4)
 
 
@@ -49,16 +49,18 @@ def hessian_and_solution(support: Any, theta: jax.Array, prox_weight: float) -> 
 
 
 @pytest.mark.parametrize("warm_start", ["zero", "gradient"])
-@pytest.mark.parametrize("inner", [meta.sgd(0.2), meta.optimizer(optax.sgd(0.1, momentum=0.8))])
-def test_ridge_regression_is_solved_in_closed_form(warm_start: str, inner: meta.Inner) -> None:
-    """phi = (H + lambda)^-1 (X'y/n + lambda theta), so dphi/dtheta = lambda (H + lambda)^-1; CG needs as many steps as
-    dimensions."""
+@pytest.mark.parametrize("inner", [meta.sgd(0.2), meta.optimizer(partial(optax.sgd, momentum=0.8), 0.1)])
+def test_ridge_regression_matches_its_closed_form(warm_start: str, inner: meta.InnerOptimizer) -> None:
+    """phi = (H + lambda)^-1 (X'y/n + lambda theta), so dphi/dtheta = lambda (H + lambda)^-1. CG needs at most as
+    many steps as dimensions."""
     support, query, theta = ridge()
     prox_weight = 0.7
     hessian, phi = hessian_and_solution(support, theta, prox_weight)
     outer = jax.grad(least_squares)(phi, query)
     expected = prox_weight * jnp.linalg.solve(hessian + prox_weight * jnp.eye(4), outer)
-    estimate = implicit(inner, prox_weight=prox_weight, steps=400, cg_steps=20, tolerance=1e-12, warm_start=warm_start)
+    estimate = implicit_gradient(
+        inner, prox_weight=prox_weight, steps=400, cg_steps=20, tolerance=1e-12, warm_start=warm_start
+    )
     result = run(estimate, least_squares, theta, support, query)
     np.testing.assert_allclose(result.adapted, phi, rtol=1e-10)
     np.testing.assert_allclose(result.gradient, expected, rtol=1e-9)
@@ -66,7 +68,7 @@ def test_ridge_regression_is_solved_in_closed_form(warm_start: str, inner: meta.
 
 
 def solved(theta: Any, support: Any, prox_weight: float, moving: tuple[str, ...]) -> Any:
-    """The minimiser of the proximal problem over the `moving` leaves by Newton's method, to machine precision."""
+    """The minimiser of the proximal problem over the `moving` leaves, by Newton's method to machine precision."""
     fixed = {name: leaf for name, leaf in theta.items() if name not in moving}
     start, unravel = ravel_pytree({name: theta[name] for name in moving})
 
@@ -80,8 +82,8 @@ def solved(theta: Any, support: Any, prox_weight: float, moving: tuple[str, ...]
 
 @pytest.mark.parametrize("moving", [("body", "head", "bias"), ("head", "bias")])
 def test_logistic_model_against_finite_differences(moving: tuple[str, ...]) -> None:
-    """Each entry of theta is moved both ways and the proximal problem solved anew; also when only the head adapts, where the
-    body's gradient holds the mixed derivative."""
+    """Central differences in each entry of theta, with the proximal problem solved again each time. If only the head adapts,
+    the gradient of the body contains the mixed derivative."""
     theta = {"body": normal(0, 3, 2), "head": normal(1, 2), "bias": jnp.array(0.3)}
     support, query, prox_weight = signs(10, 9), signs(20, 12), 0.8
     flat, unravel = ravel_pytree(theta)
@@ -94,7 +96,7 @@ def test_logistic_model_against_finite_differences(moving: tuple[str, ...]) -> N
     expected = [(target(flat + step * e) - target(flat - step * e)) / (2 * step) for e in jnp.eye(len(flat))]
     mask = {name: name in moving for name in theta}
     rule = meta.sgd(0.5, mask=None if all(mask.values()) else mask)
-    estimate = implicit(rule, prox_weight=prox_weight, steps=600, cg_steps=30, tolerance=1e-12)
+    estimate = implicit_gradient(rule, prox_weight=prox_weight, steps=600, cg_steps=30, tolerance=1e-12)
     result = run(estimate, logistic, theta, support, query)
     np.testing.assert_allclose(ravel_pytree(result.gradient)[0], jnp.array(expected), rtol=1e-6, atol=1e-7)
     assert not result.info.negative_curvature
@@ -102,13 +104,13 @@ def test_logistic_model_against_finite_differences(moving: tuple[str, ...]) -> N
 
 def test_large_weight_gives_the_plain_query_gradient_at_theta() -> None:
     support, query, theta = ridge()
-    result = run(implicit(meta.sgd(1e-9), prox_weight=1e9, steps=50), least_squares, theta, support, query)
+    result = run(implicit_gradient(meta.sgd(1e-9), prox_weight=1e9, steps=50), least_squares, theta, support, query)
     np.testing.assert_allclose(result.gradient, jax.grad(least_squares)(theta, query), rtol=1e-7)
 
 
-def test_operators_of_other_sources() -> None:
-    """Each as a dense system at the adapted parameters, which do not depend on the operator; the query has two chunks that
-    count unequally."""
+def test_operators_of_published_code() -> None:
+    """Compares each operator with a dense system at the adapted parameters, which do not depend on the operator. The query has
+    two chunks of unequal weight."""
     support, _, theta = ridge()
     chunks = [(normal(20, 3, 4), normal(21, 3)), (normal(22, 3, 4), normal(23, 3))]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
@@ -134,7 +136,9 @@ def test_operators_of_other_sources() -> None:
         "imaml_dev": (1 + damping) * eye + hessian / (prox_weight + 10),
         "fl_imaml": (1 + 2 + damping) * eye + sum(of_chunks) / prox_weight,
     }
-    build = partial(implicit, meta.sgd(0.2), prox_weight=prox_weight, steps=3, cg_steps=8, tolerance=1e-12, damping=damping)
+    build = partial(
+        implicit_gradient, meta.sgd(0.2), prox_weight=prox_weight, steps=3, cg_steps=8, tolerance=1e-12, damping=damping
+    )
     for operator, system in systems.items():
         result = run(build(operator=operator), least_squares, theta, support, query)
         np.testing.assert_allclose(result.adapted, phi, rtol=1e-12)
@@ -144,20 +148,22 @@ def test_operators_of_other_sources() -> None:
     np.testing.assert_allclose(result.gradient, jnp.linalg.solve(systems["implicit"], last), rtol=1e-8)
 
 
-def test_proximal_step_at_the_end() -> None:
-    """The authors' inner loop: plain descent, then one step of the proximal term alone."""
+def test_proximal_last_takes_one_proximal_step_at_the_end() -> None:
+    """The inner loop of iMAML's code: plain descent, then one step on the proximal term alone."""
     support, query, theta = ridge()
     phi = theta
     for _ in range(3):
         phi = phi - 0.2 * jax.grad(least_squares)(phi, support)
     phi = phi - 0.2 * 0.7 * (phi - theta)
-    result = run(implicit(meta.sgd(0.2), prox_weight=0.7, steps=3, proximal="last"), least_squares, theta, support, query)
+    result = run(
+        implicit_gradient(meta.sgd(0.2), prox_weight=0.7, steps=3, proximal="last"), least_squares, theta, support, query
+    )
     np.testing.assert_allclose(result.adapted, phi, rtol=1e-12)
 
 
 def test_the_hessian_is_that_of_the_whole_support() -> None:
-    """Three steps of two chunks give the Hessian of all six batches; `WithHessian` names another one. One CG step shows it,
-    for it is g times g'g / g'(I + H/lambda)g."""
+    """Three steps of two chunks use the Hessian of all six batches; `WithHessian` replaces it. One CG step suffices to check,
+    because it is g times g'g / g'(I + H/lambda)g."""
     _, query, theta = ridge()
     parts = [(normal(30 + i, 4, 4), normal(40 + i, 4)) for i in range(6)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
@@ -168,7 +174,7 @@ def test_the_hessian_is_that_of_the_whole_support() -> None:
     support = Batches(get, 3, 3, chunks=2, samples=lambda batch: jnp.asarray(float(len(batch[1]))))
     everything = (stacked[0].reshape(-1, 4), stacked[1].reshape(-1))
     other = (normal(50, 6, 4), normal(51, 6))
-    estimate = implicit(meta.sgd(0.1), prox_weight=0.5, cg_steps=1, tolerance=0.0)
+    estimate = implicit_gradient(meta.sgd(0.1), prox_weight=0.5, cg_steps=1, tolerance=0.0)
     for given, samples in ((support, everything), (meta.WithHessian(support, other), other)):
         result = run(estimate, least_squares, theta, given, query)
         g = jax.grad(least_squares)(result.adapted, query)
@@ -180,10 +186,10 @@ def quadratic(w: jax.Array, matrix: jax.Array) -> jax.Array:
     return w @ matrix @ w / 2 + jnp.sum(w)
 
 
-def test_singular_hessian_is_no_obstacle() -> None:
-    """H of rank 1: I + H/lambda is positive, has two distinct eigenvalues, and CG ends in two steps."""
+def test_singular_hessian_is_solved_in_two_steps() -> None:
+    """H has rank 1, so I + H/lambda is positive with two distinct eigenvalues, and CG ends in two steps."""
     u = normal(0, 6)
-    estimate = implicit(meta.sgd(0.0), prox_weight=2.0, cg_steps=10, tolerance=1e-12)
+    estimate = implicit_gradient(meta.sgd(0.0), prox_weight=2.0, cg_steps=10, tolerance=1e-12)
     result = run(estimate, quadratic, normal(1, 6), jnp.outer(u, u), jnp.diag(jnp.arange(6.0)))
     outer = jax.grad(quadratic)(normal(1, 6), jnp.diag(jnp.arange(6.0)))
     np.testing.assert_allclose(result.gradient, jnp.linalg.solve(jnp.eye(6) + jnp.outer(u, u) / 2, outer), rtol=1e-10)
@@ -192,13 +198,13 @@ def test_singular_hessian_is_no_obstacle() -> None:
 
 @pytest.mark.parametrize("warm_start", ["zero", "gradient"])
 @pytest.mark.parametrize("eigenvalue", [-2.0, -5.0])
-def test_curvature_that_is_not_positive_is_told(warm_start: str, eigenvalue: float) -> None:
+def test_curvature_that_is_not_positive_is_reported(warm_start: str, eigenvalue: float) -> None:
     """With lambda = 2 an eigenvalue -2 of H makes the operator singular and -5 indefinite. Along that eigenvector the solver
-    has nothing to go on and returns the query gradient; enough damping makes the system positive again."""
+    stops at once and returns the query gradient; enough damping makes the system positive again."""
     theta = jnp.zeros(3)
     matrix = jnp.diag(jnp.array([1.0, eigenvalue, 3.0]))
     outer = jnp.array([0.0, 1.0, 0.0])
-    build = partial(implicit, meta.sgd(0.0), prox_weight=2.0, cg_steps=10, warm_start=warm_start, tolerance=1e-12)
+    build = partial(implicit_gradient, meta.sgd(0.0), prox_weight=2.0, cg_steps=10, warm_start=warm_start, tolerance=1e-12)
 
     def loss(w: jax.Array, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         return w @ batch[0] @ w / 2 + batch[1] @ w
@@ -213,8 +219,8 @@ def test_curvature_that_is_not_positive_is_told(warm_start: str, eigenvalue: flo
     assert not damped.info.negative_curvature and damped.info.residual < 1e-12
 
 
-def test_indefinite_operator_stops_with_what_it_has() -> None:
-    """Positive along the right side, negative in the second direction: what one step of steepest descent gives is returned."""
+def test_solver_stops_at_negative_curvature_with_its_current_iterate() -> None:
+    """Positive along the right side, negative in the second direction: returns the result of one steepest-descent step."""
     values, right = jnp.array([3.0, -2.0]), jnp.array([1.0, 0.5])
     solution = conjugate_gradient(lambda v: values * v, right, steps=10)
     length = (right @ right) / (right @ (values * right))
@@ -226,7 +232,7 @@ def test_indefinite_operator_stops_with_what_it_has() -> None:
     assert broken.negative_curvature and broken.steps == 0
 
 
-def test_conjugate_gradient_is_that_of_jax() -> None:
+def test_conjugate_gradient_equals_that_of_jax() -> None:
     """For a positive operator on a tree every iterate equals that of `jax.scipy.sparse.linalg.cg`."""
     root = normal(0, 8, 8)
     matrix = root @ root.T / 8 + jnp.eye(8)
@@ -246,8 +252,8 @@ def test_conjugate_gradient_is_that_of_jax() -> None:
     assert zero.steps == 0 and zero.residual == 0 and not zero.negative_curvature
 
 
-def test_clients_under_vmap_stop_each_at_its_own_step() -> None:
-    """One client of each kind: positive, indefinite, query gradient zero; the rate and lambda are traced as well."""
+def test_each_client_under_vmap_stops_at_its_own_step() -> None:
+    """Three clients: positive, indefinite, query gradient 0. The rate and lambda are traced too."""
     matrices = jnp.stack([jnp.diag(jnp.array([1.0, 2.0])), jnp.diag(jnp.array([-9.0, -9.0])), jnp.eye(2)])
     outers = jnp.array([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]])
 
@@ -255,7 +261,7 @@ def test_clients_under_vmap_stop_each_at_its_own_step() -> None:
         return w @ batch[0] @ w / 2 + batch[1] @ w
 
     def client(matrix: jax.Array, outer: jax.Array, prox_weight: jax.Array) -> meta.MetaGradient:
-        estimate = implicit(meta.sgd(prox_weight * 0), prox_weight=prox_weight, cg_steps=5, tolerance=1e-10)
+        estimate = implicit_gradient(meta.sgd(prox_weight * 0), prox_weight=prox_weight, cg_steps=5, tolerance=1e-10)
         return estimate(loss, jnp.zeros(2), (matrix, jnp.zeros(2)), (jnp.zeros((2, 2)), outer))
 
     result = jax.jit(jax.vmap(client, in_axes=(0, 0, None)))(matrices, outers, jnp.array(2.0))
@@ -265,17 +271,17 @@ def test_clients_under_vmap_stop_each_at_its_own_step() -> None:
 
 
 def test_memory_does_not_grow_with_inner_steps() -> None:
-    """From 4 to 64 inner steps within 5 %, by XLA's own account."""
+    """Temporary memory by XLA's analysis changes by at most 5 % from 4 to 64 inner steps."""
     theta, batch = normal(0, 400), (normal(1, 32, 400), normal(2, 32))
 
     def temporary(steps: int) -> int:
-        estimate = partial(implicit(meta.sgd(0.01), prox_weight=1.0, steps=steps), least_squares)
+        estimate = partial(implicit_gradient(meta.sgd(0.01), prox_weight=1.0, steps=steps), least_squares)
         return jax.jit(estimate).lower(theta, batch, batch).compile().memory_analysis().temp_size_in_bytes
 
     assert abs(temporary(64) / temporary(4) - 1) <= 0.05
 
 
-def test_bad_arguments_are_named() -> None:
+def test_invalid_arguments_raise() -> None:
     rule = meta.sgd(0.1)
     for options, name in (
         ({"prox_weight": 0.0}, "prox_weight"),
@@ -289,16 +295,16 @@ def test_bad_arguments_are_named() -> None:
         ({"operator": "hessian"}, "operator"),
         ({"proximal": "first"}, "proximal"),
         ({"outer": "first_chunk"}, "outer"),
-        ({"inner": meta.learned_sgd()}, "implicit"),
+        ({"inner": meta.learned_sgd()}, "implicit_gradient has no gradient for learned rates"),
     ):
         with pytest.raises(ValueError, match=name):
-            implicit(**{"inner": rule, "prox_weight": 1.0, **options})
-    estimate, (support, query, theta) = implicit(rule, prox_weight=1.0), ridge()
+            implicit_gradient(**{"inner": rule, "prox_weight": 1.0, **options})
+    estimate, (support, query, theta) = implicit_gradient(rule, prox_weight=1.0), ridge()
     with pytest.raises(ValueError, match="query is None"):
         estimate(least_squares, theta, support, None)
     with pytest.raises(ValueError, match="one real scalar"):
         estimate(lambda w, b: b[0] @ w, theta, support, query)
-    with pytest.raises(ValueError, match="one structure"):
+    with pytest.raises(ValueError, match="the same structure"):
         estimate(least_squares, theta, support, list(query))
     with pytest.raises(ValueError, match="floating-point"):
         estimate(least_squares, jnp.arange(4), support, query)

@@ -1,4 +1,4 @@
-"""Layers: against XLA's own convolution and pooling, and PyTorch's formulas in numpy."""
+"""Tests of layers against XLA's convolution and pooling, and against PyTorch's formulas in NumPy."""
 
 from functools import partial
 
@@ -59,7 +59,7 @@ def test_convolution_equals_xla_in_value_gradient_and_curvature(shape, form):
 
 @given(st.tuples(*[st.integers(1, 9)] * 2), st.integers(1, 4), st.integers(1, 70), st.integers(1, 5), st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
-def test_banded_convolution_of_any_shape(image, channels, outputs, size, padding):
+def test_banded_convolution_equals_xla_for_any_shape(image, channels, outputs, size, padding):
     height, width = image
     if min(height, width) + 2 * padding < size + 1:
         return
@@ -67,7 +67,7 @@ def test_banded_convolution_of_any_shape(image, channels, outputs, size, padding
     x = jnp.asarray(rng.integers(-4, 5, (1, height, width, channels)), jnp.float32)
     kernel = jnp.asarray(rng.integers(-4, 5, (outputs, size, size, channels)), jnp.float32)
 
-    # Small integers, so that every order of summation gives the same number.
+    # Small integers are summed exactly, whatever the order.
     @jax.jit
     def both(x, kernel):
         ours = partial(layers.convolution, padding=padding, form="banded")(x, kernel)
@@ -80,7 +80,7 @@ def test_banded_convolution_of_any_shape(image, channels, outputs, size, padding
 
 
 @pytest.mark.parametrize("block", [2, 4, 12])
-def test_the_block_changes_only_the_cost(block):
+def test_block_size_does_not_change_the_result(block):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(-4, 5, (2, 14, 14, 3)), jnp.float32)
     kernel = jnp.asarray(rng.integers(-4, 5, (8, 3, 3, 3)), jnp.float32)
@@ -104,7 +104,7 @@ gradient_of_pooled_sum = jax.jit(jax.grad(lambda x: layers.max_pool(x).sum()))
 
 @given(st.lists(st.integers(0, 2), min_size=16, max_size=16))
 @settings(max_examples=30, deadline=None)
-def test_the_first_of_equal_entries_takes_the_whole_gradient(entries):
+def test_the_first_of_equal_entries_gets_the_whole_gradient(entries):
     x = np.array(entries, np.float32).reshape(1, 4, 4, 1)
     gradient = np.asarray(gradient_of_pooled_sum(jnp.asarray(x)))
     for i in (0, 2):
@@ -114,8 +114,8 @@ def test_the_first_of_equal_entries_takes_the_whole_gradient(entries):
             np.testing.assert_array_equal(gradient[0, i : i + 2, j : j + 2, 0].ravel(), expected)
 
 
-def test_all_forms_break_ties_alike():
-    """Two equal columns in the image and a kernel that reads one pixel: every window of the pool has its largest twice."""
+def test_all_forms_break_ties_the_same_way():
+    """The image has pairs of equal columns and the kernel is 1x1, so every pooling window has its maximum twice."""
     x = jnp.repeat(jnp.arange(18.0).reshape(1, 6, 3, 1), 2, axis=2)
     kernel = jnp.array([1.0, 2.0]).reshape(2, 1, 1, 1)
 
@@ -128,7 +128,7 @@ def test_all_forms_break_ties_alike():
         np.testing.assert_array_equal(gradient(form)[0, :, :, 0], expected)
 
 
-def test_dense_products_keep_the_outputs_first():
+def test_dense_kernel_has_outputs_first():
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(2, 3, 4)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
     np.testing.assert_allclose(layers.dense(jnp.asarray(x), jnp.asarray(kernel)), x @ kernel.T, rtol=1e-5)
@@ -148,7 +148,7 @@ def apply_batch_norm(x, weight, stats=None, affine=(1.0, 0.0)):
 
 
 def torch_batch_norm(x, mean, var, scale, shift):
-    """PyTorch's documented training step over the rows given: momentum 0.1, eps 1e-5, running variance unbiased."""
+    """PyTorch's documented training step over the given rows: momentum 0.1, eps 1e-5, unbiased running variance."""
     flat = x.reshape(-1, x.shape[-1])
     y = (x - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5) * scale + shift
     return y, 0.9 * mean + 0.1 * flat.mean(0), 0.9 * var + 0.1 * flat.var(0, ddof=1)
@@ -169,7 +169,7 @@ def test_batch_norm_equals_pytorchs_formula_on_the_real_rows(shape, weight):
     np.testing.assert_allclose(moved["var"], var, rtol=1e-12)
 
 
-def test_a_batch_of_padding_alone_moves_nothing():
+def test_a_batch_of_padding_alone_does_not_change_the_statistics():
     x = jnp.ones((3, 2)) * 5
     stats = {"mean": jnp.array([1.0, 2.0]), "var": jnp.array([3.0, 4.0])}
     y, moved = apply_batch_norm(x, jnp.zeros(3), stats)
@@ -178,7 +178,7 @@ def test_a_batch_of_padding_alone_moves_nothing():
     assert np.all(np.isfinite(y))
 
 
-def test_a_single_real_entry_has_no_unbiased_variance():
+def test_a_single_real_entry_uses_its_biased_variance():
     _, moved = apply_batch_norm(jnp.array([[3.0], [7.0]]), jnp.array([1.0, 0.0]))
     np.testing.assert_allclose(moved["mean"], [0.3], rtol=1e-6)
     np.testing.assert_allclose(moved["var"], [0.9], rtol=1e-6)

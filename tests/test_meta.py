@@ -1,6 +1,7 @@
-"""Meta-gradients against finite differences, `jax.grad` of the unrolled loop, and closed forms on quadratics."""
+"""Tests of meta-gradients against finite differences, `jax.grad` of the unrolled loop, and closed forms on quadratics."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,11 +15,12 @@ from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import meta
 from fedjax_meta.data.federated import Batches, ClientView
+from fedjax_meta.implicit import implicit_gradient
 from fedjax_meta.task import Batch, cross_entropy
 
 
 def network(params: Any, batch: Batch) -> jax.Array:
-    """Cross-entropy of a small smooth network, so that finite differences are clean."""
+    """Cross-entropy of a small smooth network, for which finite differences are accurate."""
     hidden = jnp.tanh(batch.x @ params["body"]["w"] + params["body"]["b"][None])
     return cross_entropy(hidden @ params["head"]["w"] + params["head"]["b"][None], batch)
 
@@ -40,7 +42,7 @@ def batch(seed: int, size: int) -> Batch:
 
 
 def several(seed: int, steps: Any, max_steps: int, size: int = 6) -> Batches:
-    """Another batch in every step."""
+    """A different batch in every step."""
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[batch(seed + i, size) for i in range(max_steps)])
     return Batches(lambda step, chunk: jax.tree.map(lambda leaf: jnp.asarray(leaf)[step], stacked), steps, max_steps)
 
@@ -48,29 +50,29 @@ def several(seed: int, steps: Any, max_steps: int, size: int = 6) -> Batches:
 HEAD_ONLY = {"body": {"w": False, "b": False}, "head": {"w": True, "b": True}}
 RATES_OF_LEAVES = {"body": {"w": 0.3, "b": 0.1}, "head": {"w": 0.7, "b": 0.0}}
 
-RULES: dict[str, Callable[[], meta.Inner]] = {
+RULES: dict[str, Callable[[], meta.InnerOptimizer]] = {
     "sgd": lambda: meta.sgd(0.4),
-    "rate a leaf": lambda: meta.sgd(RATES_OF_LEAVES),
-    "rate a parameter": lambda: meta.sgd(jax.tree.map(lambda p: 0.4 + 0.3 * np.tanh(p), parameters())),
+    "rate per leaf": lambda: meta.sgd(RATES_OF_LEAVES),
+    "rate per entry": lambda: meta.sgd(jax.tree.map(lambda p: 0.4 + 0.3 * np.tanh(p), parameters())),
     "head only": lambda: meta.sgd(0.4, mask=HEAD_ONLY),
-    "momentum": lambda: meta.optimizer(optax.sgd(0.3, momentum=0.9, nesterov=True)),
-    "adam": lambda: meta.optimizer(optax.adam(0.05, eps=1e-3)),
-    "adamw, head only": lambda: meta.optimizer(optax.adamw(0.05, eps=1e-3, weight_decay=0.1), mask=HEAD_ONLY),
-    "schedule": lambda: meta.optimizer(optax.sgd(optax.linear_schedule(0.5, 0.1, 4))),
-    "clipped": lambda: meta.optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5))),
+    "momentum": lambda: meta.optimizer(partial(optax.sgd, momentum=0.9, nesterov=True), 0.3),
+    "adam": lambda: meta.optimizer(partial(optax.adam, eps=1e-3), 0.05),
+    "adamw, head only": lambda: meta.optimizer(partial(optax.adamw, eps=1e-3, weight_decay=0.1), 0.05, mask=HEAD_ONLY),
+    "schedule": lambda: meta.optimizer(lambda rate: optax.sgd(optax.linear_schedule(rate, 0.1, 4)), 0.5),
+    "clipped": lambda: meta.optimizer(lambda rate: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate)), 0.5),
     "Meta-SGD": meta.learned_sgd,
     "Meta-SGD, head only": lambda: meta.learned_sgd(mask=HEAD_ONLY),
 }
 
 
-def start_of(inner: meta.Inner) -> Any:
+def start_of(inner: meta.InnerOptimizer) -> Any:
     if not inner.learned:
         return parameters()
     return meta.MetaSGD(parameters(), jax.tree.map(lambda p: 0.3 + 0.5 * np.sin(5 * p), parameters()))
 
 
-def after_adaptation(theta: Any, inner: meta.Inner, support: Batches, query: Batch, loss: Any = network) -> jax.Array:
-    """F(theta) by a plain loop over all foreseen steps, of which those from `support.steps` on change nothing."""
+def after_adaptation(theta: Any, inner: meta.InnerOptimizer, support: Batches, query: Batch, loss: Any = network) -> jax.Array:
+    """F(theta) by a plain loop over `max_steps` steps; steps from `support.steps` on change nothing."""
     phi = inner.start(theta)
     state = inner.init(theta, phi)
     for t in range(support.max_steps):
@@ -84,7 +86,7 @@ def run(estimate: meta.Estimator, loss: Any, theta: Any, support: Any, query: An
 
 
 def flat(tree: Any) -> Any:
-    """All leaves in one NumPy vector: nothing is compiled for a comparison."""
+    """All leaves in one NumPy vector, without compiling anything."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
@@ -107,8 +109,8 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_exact_is_the_gradient_of_the_unrolled_loop(name: str) -> None:
-    """For k = 1, 2, 5 with another batch a step, and k traced; and along a direction of finite differences, which share no
-    derivative with the code under test."""
+    """For k = 1, 2, 5, traced, with a different batch per step; and against finite differences along a direction, which share
+    no derivative with the code under test."""
     inner = RULES[name]()
     theta, query = start_of(inner), batch(99, 9)
     direction = jax.tree.map(lambda p: np.cos(7 * p + 1), theta)
@@ -132,8 +134,8 @@ def test_exact_is_the_gradient_of_the_unrolled_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", [meta.exact, partial(meta.hessian_free, method="product"), meta.first_order])
-def test_chunks_of_support_and_query_are_one_batch(estimator: Any) -> None:
-    """Full-batch steps over chunks of 4, the last one partial, equal the same steps over one batch; so do mean losses."""
+def test_chunks_of_support_and_query_equal_one_batch(estimator: Any) -> None:
+    """Full-batch steps over chunks of 4, the last one partial, equal the same steps over one batch; so do the losses."""
     support, query = batch(1, 11), batch(2, 7)
 
     def view(samples: Batch) -> ClientView:
@@ -144,14 +146,14 @@ def test_chunks_of_support_and_query_are_one_batch(estimator: Any) -> None:
         in_chunks = view(support).full(3, chunk_size=4), view(query).full(chunk_size=3)
 
         @jax.jit
-        def both(theta: Any, inner: meta.Inner = inner, in_chunks: Any = in_chunks) -> Any:
+        def both(theta: Any, inner: meta.InnerOptimizer = inner, in_chunks: Any = in_chunks) -> Any:
             return estimator(inner, steps=3)(network, theta, support, query), estimator(inner)(network, theta, *in_chunks)
 
         whole, chunked = both(theta)
         assert_close(chunked, whole, 1e-12)
 
 
-def test_info_tells_first_mean_and_last_loss() -> None:
+def test_info_holds_first_mean_and_last_loss() -> None:
     inner, support, query = meta.sgd(0.4), [batch(10 + i, 6) for i in range(3)], batch(99, 9)
     phi, values, loss_and_gradient = parameters(), [], jax.jit(jax.value_and_grad(network))
     for samples in support:
@@ -159,7 +161,7 @@ def test_info_tells_first_mean_and_last_loss() -> None:
         values.append(value)
         phi = jax.tree.map(lambda p, g: p - 0.4 * np.asarray(g), phi, gradient)
     expected = meta.Info(sum(values) / 3, network(phi, query), values[0], values[-1])
-    for estimator in (meta.exact, meta.first_order, meta.reptile, meta.hessian_free):
+    for estimator in (meta.exact, meta.first_order, meta.reptile_gradient, meta.hessian_free):
         result = run(estimator(inner), network, parameters(), several(10, 3, 3), query)
         assert_close(result.info, expected, 1e-12)
         assert_close(result.adapted, phi, 1e-12)
@@ -168,14 +170,14 @@ def test_info_tells_first_mean_and_last_loss() -> None:
 
 
 def quadratic(w: jax.Array, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """w'Hw/2 - b'w; H as given, of which only the symmetric part counts."""
+    """w'Hw/2 - b'w; only the symmetric part of the given H matters."""
     matrix, b = batch
     return w @ matrix @ w / 2 - b @ w
 
 
 def test_closed_form_on_quadratics() -> None:
     """With phi_{t+1} = phi_t - A (H phi_t - b), A diagonal: grad F = (I - A H)'^k (H_q phi_k - b_q). A and H do not commute,
-    the given matrices are not symmetric, and no two entries are alike, so a wrong order, sign or transpose shows."""
+    the given matrices are not symmetric, and all entries differ, so a wrong order, sign or transpose makes the test fail."""
     dims = 4
     matrices, offsets = normal(0, 2, dims, dims), normal(1, 2, dims)
     w, rates = normal(2, dims), jnp.array([0.3, 0.1, 0.05, 0.2])
@@ -218,7 +220,7 @@ def test_first_order_is_exact_for_a_linear_loss() -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_first_order_gradient_of_learned_rates(k: int) -> None:
-    """With the inner gradients held constant, phi_k = theta - sum_t rates * g_t: the reference stops their gradient."""
+    """With constant inner gradients, phi_k = theta - sum_t rates * g_t; the reference uses `stop_gradient`."""
     inner, query = meta.learned_sgd(), batch(99, 9)
     theta = start_of(inner)
 
@@ -234,7 +236,7 @@ def test_first_order_gradient_of_learned_rates(k: int) -> None:
 
 
 def test_hessian_free_error_falls_as_delta_squared_until_round_off() -> None:
-    """Central differences: a hundredth of the error for a tenth of delta; at 1e-9 round-off is larger than at 1e-4."""
+    """Central differences: 10 times smaller delta, 100 times smaller error; round-off at 1e-9 exceeds that at 1e-4."""
     support, query = several(10, 3, 3), batch(99, 9)
     reference = ravel_pytree(run(meta.exact(meta.sgd(0.4)), network, parameters(), support, query).gradient)[0]
 
@@ -250,8 +252,8 @@ def test_hessian_free_error_falls_as_delta_squared_until_round_off() -> None:
 
 
 @pytest.mark.parametrize("method", ["difference", "product"])
-def test_hessian_free_is_per_fedavgs_formula_on_three_batches(method: str) -> None:
-    """One step on b0, g on b1, the Hessian on b2, of different sizes: g - alpha h, h by the paper's difference or exactly."""
+def test_hessian_free_equals_the_per_fedavg_formula_on_three_batches(method: str) -> None:
+    """One step on b0, g on b1, Hessian on b2, of different sizes: g - alpha h, with h by the paper's difference or exact."""
     alpha, delta = 0.3, 1e-2
     w, unravel = ravel_pytree(parameters())
     b0, b1, b2 = batch(1, 5), batch(2, 6), batch(3, 7)
@@ -274,7 +276,7 @@ def test_hessian_free_is_per_fedavgs_formula_on_three_batches(method: str) -> No
 
 
 def test_hessian_free_with_a_hessian_batch_for_every_step() -> None:
-    """v <- v - alpha H(phi_t; c_t) v, backwards, with dense Hessians."""
+    """v <- v - alpha H(phi_t; c_t) v, from the last step to the first, with dense Hessians."""
     alpha, query = 0.3, batch(99, 9)
     w, unravel = ravel_pytree(parameters())
 
@@ -299,8 +301,8 @@ def test_hessian_free_with_a_hessian_batch_for_every_step() -> None:
         assert_close(flat(result.gradient), v, tolerance)
 
 
-@pytest.mark.parametrize("name", ["rate a leaf", "head only", "adam", "Meta-SGD"])
-def test_hessian_free_follows_exact_for_other_rules(name: str) -> None:
+@pytest.mark.parametrize("name", ["rate per leaf", "head only", "adam", "Meta-SGD"])
+def test_hessian_free_is_close_to_exact_for_other_inner_optimizers(name: str) -> None:
     inner, query, support = RULES[name](), batch(99, 9), several(10, 3, 3)
 
     @jax.jit
@@ -319,28 +321,28 @@ def test_hessian_free_without_outer_gradient_is_zero() -> None:
 
 
 def test_reptile_points_from_the_adapted_parameters_to_theta() -> None:
-    """One step: rate * gradient. Several: descent of length 1 along it lands on phi_k. The query changes nothing."""
+    """One step gives rate * gradient. For several, a step of length `scale` along it ends at phi_k. The query has no effect."""
     support, query = batch(1, 6), batch(2, 9)
-    one = run(meta.reptile(meta.sgd(0.4)), network, parameters(), support, None)
+    one = run(meta.reptile_gradient(meta.sgd(0.4)), network, parameters(), support, None)
     assert_close(one.gradient, jax.tree.map(lambda g: 0.4 * g, jax.grad(network)(parameters(), support)), 1e-13)
     assert np.isnan(one.info.query_loss)
-    result = run(meta.reptile(meta.sgd(0.4), steps=4, scale=0.5), network, parameters(), support, query)
+    result = run(meta.reptile_gradient(meta.sgd(0.4), steps=4, scale=0.5), network, parameters(), support, query)
     landed = jax.tree.map(lambda p, g: p - 0.5 * g, parameters(), result.gradient)
     assert_close(landed, meta.adapt(network, parameters(), support, meta.sgd(0.4), steps=4)[0], 1e-13)
     np.testing.assert_allclose(result.info.query_loss, network(landed, query), rtol=1e-12)
 
 
-def test_masked_leaves_stay_and_still_get_their_gradient() -> None:
-    """ANIL: the body does not adapt, not even by weight decay, but its meta-gradient is not zero."""
-    inner = meta.optimizer(optax.adamw(0.1, weight_decay=0.5), mask=HEAD_ONLY)
+def test_masked_leaves_do_not_adapt_but_get_a_meta_gradient() -> None:
+    """ANIL: the body does not adapt, not even by weight decay, but its meta-gradient is not 0."""
+    inner = meta.optimizer(partial(optax.adamw, weight_decay=0.5), 0.1, mask=HEAD_ONLY)
     result = run(meta.exact(inner, steps=2), network, parameters(), batch(1, 6), batch(2, 9))
     assert_close(result.adapted["body"], parameters()["body"], 0)
     assert float(jnp.linalg.norm(result.gradient["body"]["w"])) > 1e-3
 
 
-def test_estimators_ignore_hessian_batches_that_they_do_not_read() -> None:
+def test_other_estimators_ignore_hessian_batches() -> None:
     support, query = batch(1, 6), batch(2, 9)
-    for estimator in (meta.exact, meta.first_order, meta.reptile):
+    for estimator in (meta.exact, meta.first_order, meta.reptile_gradient):
         estimate = estimator(meta.sgd(0.4), steps=2)
         with_hessian = run(estimate, network, parameters(), meta.WithHessian(support, batch(3, 5)), query)
         assert_close(with_hessian, run(estimate, network, parameters(), support, query), 0)
@@ -356,7 +358,7 @@ def test_parameters_in_bfloat16_keep_their_type() -> None:
             assert jax.tree.map(lambda leaf: leaf.dtype, gradient) == jax.tree.map(lambda leaf: leaf.dtype, start)
 
 
-ESTIMATORS = [meta.exact, meta.first_order, meta.hessian_free, meta.reptile]
+ESTIMATORS = [meta.exact, meta.first_order, meta.hessian_free, meta.reptile_gradient]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -367,7 +369,7 @@ def test_steps_must_be_a_positive_integer(estimator: Any, steps: Any) -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_bad_problems_are_named(estimator: Any) -> None:
+def test_invalid_problems_raise(estimator: Any) -> None:
     estimate, samples, query = estimator(meta.sgd(0.1)), batch(1, 6), batch(2, 9)
     with pytest.raises(ValueError, match="one real scalar"):
         estimate(lambda p, b: b.x @ p["body"]["w"], parameters(), samples, query)
@@ -375,7 +377,7 @@ def test_bad_problems_are_named(estimator: Any) -> None:
         estimate(lambda p, b: (network(p, b), b.y), parameters(), samples, query)
     with pytest.raises(ValueError, match=r"floating-point.*int"):
         estimate(lambda p, b: jnp.sum(p["w"]) * 1.0, {"w": jnp.arange(3)}, samples, query)
-    with pytest.raises(ValueError, match="one structure"):
+    with pytest.raises(ValueError, match="the same structure"):
         estimate(network, parameters(), samples, samples._asdict())
     with pytest.raises(ValueError, match="up to 3 steps"):
         estimate(network, parameters(), samples, several(1, 3, 3))
@@ -383,19 +385,74 @@ def test_bad_problems_are_named(estimator: Any) -> None:
         estimate(network, parameters(), dataclasses.replace(several(1, 3, 3), steps=0), query)
 
 
-def test_bad_options_are_named() -> None:
+def test_invalid_options_raise() -> None:
     rule = meta.sgd(0.1)
     for build, name in (
-        (lambda: meta.sgd(-0.1), "inner rate"),
+        (lambda: meta.sgd(-0.1), "rate=-0.1"),
         (lambda: meta.hessian_free(rule, delta=0.0), "delta"),
         (lambda: meta.hessian_free(rule, method="forward"), "method"),
         (lambda: meta.exact(rule, keep="everything"), "keep"),
         (lambda: meta.exact(rule, checkpoint_every=0), "checkpoint_every"),
-        (lambda: meta.reptile(rule, scale=0.0), "scale"),
-        (lambda: meta.reptile(meta.learned_sgd()), "reptile"),
+        (lambda: meta.reptile_gradient(rule, scale=0.0), "scale"),
+        (lambda: meta.reptile_gradient(meta.learned_sgd()), "reptile_gradient has no gradient for learned rates"),
     ):
         with pytest.raises(ValueError, match=name):
             build()
     with pytest.raises(ValueError, match="as many Hessian batches"):
         support = meta.WithHessian(several(1, 3, 3), several(1, 2, 2))
         meta.hessian_free(rule)(network, parameters(), support, batch(2, 9))
+
+
+def test_missing_query_raises_where_it_is_needed() -> None:
+    for estimator in (meta.exact, meta.first_order, meta.hessian_free):
+        with pytest.raises(ValueError, match="query is None"):
+            estimator(meta.sgd(0.1))(network, parameters(), batch(1, 6), None)
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, implicit_gradient])
+def test_estimators_refuse_anything_but_an_inner_optimizer(estimator: Any) -> None:
+    name = estimator.__name__
+    for inner, given, instead in (
+        (0.1, "the number 0.1", "fm.meta.sgd(0.1)"),
+        (optax.sgd(0.1), "an optax.GradientTransformation", "fm.meta.optimizer(optax.adam, 0.1)"),
+        (optax.sgd, "the function sgd", "fm.meta.optimizer(optax.sgd, 0.1)"),
+        (meta.sgd, "the function sgd", "fm.meta.sgd(0.1)"),
+        (meta.learned_sgd, "the function learned_sgd", "fm.meta.learned_sgd()"),
+        (meta.optimizer, "the function optimizer", "fm.meta.optimizer(optax.adam, 0.1)"),
+        (None, "an object of type NoneType", "fm.meta.sgd(0.1)"),
+    ):
+        message = f"{name}: inner must be an InnerOptimizer, not {given}; write {name}({instead})"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            estimator(inner, **({"prox_weight": 1.0} if estimator is implicit_gradient else {}))
+    with pytest.raises(ValueError, match="adapt: inner must be"):
+        meta.adapt(network, parameters(), batch(1, 6), optax.sgd(0.1))  # type: ignore[arg-type]
+
+
+def test_optimizer_takes_a_factory_and_a_rate() -> None:
+    for arguments, words in (
+        ((optax.adam(0.1),), "write optimizer(optax.adam, 0.1), not optimizer(optax.adam(0.1))"),
+        ((optax.adam(0.1), 0.1), "not an optax.GradientTransformation"),
+        ((0.1, optax.adam), "not the number 0.1"),
+        ((optax.adam,), "optimizer(adam) has no rate: write optimizer(adam, 0.1)"),
+        ((optax.adam, -0.1), "rate=-0.1"),
+        ((meta.sgd, 0.1), "must return an optax.GradientTransformation, not an object of type InnerOptimizer"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            meta.optimizer(*arguments)
+
+
+def test_learned_rates_need_a_meta_sgd_and_fixed_rates_refuse_it() -> None:
+    theta, support, query = parameters(), batch(1, 6), batch(2, 9)
+    rates = jax.tree.map(jnp.zeros_like, theta)
+    for estimator in (meta.exact, meta.first_order, meta.hessian_free):
+        with pytest.raises(
+            ValueError, match=r"learned_sgd\(\) needs a MetaSGD, not .* dict: .* fm.meta.MetaSGD\(params, rates\)"
+        ):
+            estimator(meta.learned_sgd())(network, theta, support, query)
+        with pytest.raises(ValueError, match="MetaSGD.rates must be a tree like MetaSGD.params"):
+            estimator(meta.learned_sgd())(network, meta.MetaSGD(theta, 0.1), support, query)
+        for inner, name in ((meta.sgd(0.1), "sgd"), (meta.optimizer(optax.adam, 0.1), "optimizer")):
+            with pytest.raises(ValueError, match=rf"{name}\(.*rate\) does not learn rates, .* write learned_sgd\(\) instead"):
+                estimator(inner)(network, meta.MetaSGD(theta, rates), support, query)
+    with pytest.raises(ValueError, match="needs a MetaSGD"):
+        meta.adapt(network, theta, support, meta.learned_sgd())

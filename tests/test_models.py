@@ -1,4 +1,4 @@
-"""Models: against plain layers written out, finite differences, and the counts that the papers' networks must have."""
+"""Tests of models against plain layers, finite differences, and the parameter counts of the papers."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def count(tree):
 
 
 def small_cnn(**options):
-    """Two convolutions on 14x14x2 whose outputs are 12 and 5 wide; the second has an odd row that pooling leaves out."""
+    """Two convolutions on 14x14x2 with outputs 12 and 5 wide; the second has an odd row that pooling drops."""
     layout = {"convs": ((3, 3, 0), (4, 4, 1)), "hidden": (6,), **options}
     module = models.Network(IMAGE, 3, **layout)
     return models.flax_task(module, IMAGE, layers=module.layers, features="features", head="head")
@@ -41,12 +41,12 @@ def batch_of(rng, rows, shape, classes, weight=None):
 
 
 def loss_and_gradient(task):
-    """`(variables, batch) -> ((loss, variables moved on), gradient)`, compiled."""
+    """`(variables, batch) -> ((loss, updated variables), gradient)`, compiled."""
     return jax.jit(jax.value_and_grad(lambda variables, batch: task.loss(variables, batch, jax.random.key(0)), has_aux=True))
 
 
 def primitives(jaxpr):
-    """Names of all primitives in a jaxpr, those of inner functions included."""
+    """Names of all primitives in a jaxpr, including those of inner functions."""
     names = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
@@ -96,7 +96,7 @@ def test_parameter_counts_of_the_papers(build, arguments, parameters, buffers):
         ("mtfl_cnn", "bn", 384),
     ],
 )
-def test_personal_parts_have_the_papers_sizes(build, word, leaves):
+def test_masks_select_as_many_leaves_as_in_the_papers(build, word, leaves):
     task = models.MODELS[build]()
     assert count(masks.split(masks.variables_shape(task), masks.resolve(word, task))[0]) == leaves
 
@@ -114,7 +114,7 @@ def test_layers_are_listed_from_input_to_output_and_buffers_are_not_trainable(bu
 
 
 @pytest.mark.parametrize("build", models.MODELS)
-def test_prediction_is_the_head_of_the_features(build):
+def test_predict_equals_head_of_features(build):
     task = models.MODELS[build]()
     shape = {"lenet": (32, 32, 3), "fedpac_cnn": (32, 32, 3), "mtfl_cnn": (32, 32, 3), "logistic": (60,)}.get(
         build, (28, 28, 1)
@@ -133,7 +133,7 @@ def test_prediction_is_the_head_of_the_features(build):
 
 
 @pytest.mark.parametrize("form", ["banded", "im2col"])
-def test_under_vmap_over_clients_a_convolution_is_matrix_products_only(form):
+def test_convolution_under_vmap_over_clients_uses_matrix_products_only(form):
     task = small_cnn(form=form)
     rng = np.random.default_rng(0)
     batch = jax.tree.map(lambda *rows: jnp.stack(rows), *(batch_of(rng, 4, IMAGE, 3) for _ in range(3)))
@@ -155,8 +155,8 @@ def test_under_vmap_over_clients_a_convolution_is_matrix_products_only(form):
     ("activation", "norm"),
     [("relu", None), ("leaky_relu", None), ("elu", None), ("relu", "before"), ("elu", "after")],
 )
-def test_network_equals_its_layers_written_out_one_by_one(activation, norm):
-    """The order of the paper's text, with plain XLA layers and no rearrangement of bias, activation and pooling."""
+def test_network_equals_plain_layers_in_order(activation, norm):
+    """Plain XLA layers in the order of the paper's text, without reordering bias, activation and pooling."""
     task = small_cnn(activation=activation, normed=("conv1", "conv2", "fc1") if norm else (), norm=norm or "after")
     rng = np.random.default_rng(0)
     variables = jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape) ** 2, jax.jit(task.init)(jax.random.key(0)))
@@ -199,7 +199,7 @@ def test_network_equals_its_layers_written_out_one_by_one(activation, norm):
 # ---------------------------------------------------------------------------------------------------- batch norm, padded rows
 
 
-def test_batch_norm_in_evaluation_uses_what_is_stored_and_moves_nothing():
+def test_batch_norm_in_evaluation_uses_running_statistics():
     task = models.mtfl_mlp(inputs=4)
     variables = jax.jit(task.init)(jax.random.key(0))
     stats = {"bn1": {"mean": jnp.full(200, 0.3), "var": jnp.full(200, 4.0)}}
@@ -213,7 +213,7 @@ def test_batch_norm_in_evaluation_uses_what_is_stored_and_moves_nothing():
     np.testing.assert_allclose(task.predict(variables, x), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_of_padding_alone_moves_no_network():
+def test_a_batch_of_padding_alone_changes_no_variables():
     task = small_cnn(normed=("conv1", "conv2", "fc1"))
     variables = jax.jit(task.init)(jax.random.key(0))
     batch = batch_of(np.random.default_rng(0), 3, IMAGE, 3, [0, 0, 0])
@@ -227,7 +227,7 @@ def test_a_batch_of_padding_alone_moves_no_network():
     ("build", "options"),
     [("mlp", {}), ("lenet", {}), ("mtfl_mlp", {}), ("mtfl_cnn", {"norm": "after"}), ("mtfl_cnn", {"norm": "before"})],
 )
-def test_padded_rows_have_exactly_no_effect(build, options):
+def test_padded_rows_have_no_effect_at_all(build, options):
     image = (16, 16, 2)
     arguments = {"inputs": 512} if "mlp" in build else {"image": image}
     task = models.MODELS[build](**arguments, **options)
@@ -249,7 +249,7 @@ def test_padded_rows_have_exactly_no_effect(build, options):
 
 
 def test_running_statistics_are_exact_in_meta_gradients():
-    """Loss after one training step, in evaluation mode, so through the statistics that the step moved: finite differences."""
+    """Evaluation-mode loss after one training step depends on the statistics that the step updated: finite differences."""
     task = small_cnn(activation="elu", normed=("conv1", "fc1"), norm="after")
     rng = np.random.default_rng(0)
     support, query = (batch_of(rng, 5, IMAGE, 3, weight) for weight in ([1, 1, 0, 1, 1], [1, 1, 1, 1, 1]))
@@ -273,26 +273,26 @@ def test_running_statistics_are_exact_in_meta_gradients():
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------- start values, precision
+# -------------------------------------------------------------------------------------------------- initial values, precision
 
 
 @pytest.mark.parametrize(
     ("build", "layer", "fan_in"), [("mlp", "fc1", 784), ("lenet", "conv2", 150), ("mtfl_cnn", "fc1", 2304)]
 )
-def test_torch_start_is_uniform_within_the_inverse_root_of_the_fan_in(build, layer, fan_in):
+def test_torch_init_is_uniform_within_one_over_root_fan_in(build, layer, fan_in):
     bound = 1 / np.sqrt(fan_in)
     params = models.MODELS[build]().init(jax.random.key(0))["params"][layer]
     kernel = np.asarray(params["kernel"])
     assert np.abs(kernel).max() <= bound
     assert np.abs(kernel).max() > 0.98 * bound
-    # Of n uniform draws the mean has standard deviation bound / sqrt(3 n); the variance is bound^2 / 3.
+    # The mean of n uniform draws has standard deviation bound / sqrt(3 n); their variance is bound^2 / 3.
     assert abs(kernel.mean()) < 4 * bound / np.sqrt(3 * kernel.size)
     assert abs(kernel.var() / (bound**2 / 3) - 1) < 4 * np.sqrt(0.8 / kernel.size)
     assert 0 < np.abs(np.asarray(params["bias"])).max() <= bound
     assert np.unique(params["bias"]).size > 1
 
 
-def test_lecun_start_has_variance_of_the_inverse_fan_in_and_no_bias():
+def test_lecun_init_has_variance_one_over_fan_in_and_no_bias():
     params = models.lenet(init="lecun").init(jax.random.key(0))["params"]
     for layer, fan_in in (("conv2", 150), ("fc1", 400)):
         kernel = np.asarray(params[layer]["kernel"])
@@ -300,7 +300,7 @@ def test_lecun_start_has_variance_of_the_inverse_fan_in_and_no_bias():
         assert not np.any(params[layer]["bias"])
 
 
-def test_start_values_are_a_function_of_the_key():
+def test_initial_values_are_a_function_of_the_key():
     task = models.mlp(inputs=5, hidden=(4,), classes=3)
     one, same, other = (task.init(jax.random.key(seed)) for seed in (0, 0, 1))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, same)))
@@ -308,7 +308,7 @@ def test_start_values_are_a_function_of_the_key():
 
 
 @pytest.mark.parametrize("build", ["mtfl_mlp", "lenet"])
-def test_bfloat16_computes_the_products_and_keeps_the_parameters(build, float32):
+def test_bfloat16_affects_products_but_not_parameters(build, float32):
     exact, rounded = (models.MODELS[build](dtype=dtype) for dtype in (None, jnp.bfloat16))
     shape = (784,) if build == "mtfl_mlp" else (32, 32, 3)
     batch = batch_of(np.random.default_rng(0), 8, shape, 10)
@@ -321,7 +321,7 @@ def test_bfloat16_computes_the_products_and_keeps_the_parameters(build, float32)
         results.append((loss, jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient["params"])])))
     (loss, gradient), (rounded_loss, rounded_gradient) = results
     assert loss != rounded_loss
-    # Eight bits of mantissa: a relative error of 2^-8 a product, averaged over many.
+    # bfloat16 has 8 bits of mantissa: a relative error of 2^-8 per product, averaged over many products.
     np.testing.assert_allclose(rounded_loss, loss, rtol=2e-2)
     assert jnp.linalg.norm(rounded_gradient - gradient) < 0.1 * jnp.linalg.norm(gradient)
     products = [e for e in jax.make_jaxpr(rounded.predict)(variables, batch.x).jaxpr.eqns if e.primitive.name == "dot_general"]
@@ -371,7 +371,7 @@ def test_flax_module_without_flags_or_buffers():
     assert task.features is task.head is None
 
 
-def test_flax_module_with_dropout_reads_its_key_in_training_only():
+def test_flax_module_with_dropout_uses_its_key_in_training_only():
     task = models.flax_task(WithDropout(), (20,))
     variables = jax.jit(task.init)(jax.random.key(0))
     batch = batch_of(np.random.default_rng(0), 5, (20,), 3)
@@ -410,12 +410,12 @@ def test_flax_module_with_masked_batch_norm_ignores_padding():
         (lambda: models.mtfl_cnn(norm="both"), "norm='both' is unknown; allowed are before, after"),
     ],
 )
-def test_wrong_arguments_are_refused_when_the_task_is_built(call, message):
+def test_wrong_arguments_raise_when_the_task_is_built(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_inputs_of_another_size_are_refused_with_both_shapes():
+def test_inputs_of_another_size_raise_with_both_shapes():
     task = models.mlp()
     with pytest.raises(ValueError, match=r"\(2, 100\) must be \[B, \*\(784,\)\]"):
         task.predict(jax.jit(task.init)(jax.random.key(0)), jnp.zeros((2, 100)))

@@ -24,7 +24,9 @@ KEY = jax.random.key(1)
 N = 4
 SIZES = np.arange(N) + 1
 VALUES = np.repeat(np.arange(N), SIZES)
-DATA = fm.from_partition(VALUES[:, None].astype(float), np.zeros(len(VALUES), int), np.arange(len(VALUES)), SIZES, num_classes=1)
+DATA = fm.from_partition(
+    VALUES[:, None].astype(float), np.zeros(len(VALUES), int), np.arange(len(VALUES)), SIZES, num_classes=1
+)
 START = {"shared": jnp.array([1.0, -1.0]), "own": jnp.array(5.0), "buffer": jnp.array(2.0)}
 PERSONAL = {"shared": False, "own": True, "buffer": False}
 TRAINABLE = {"shared": True, "own": True, "buffer": False}

@@ -1,4 +1,4 @@
-"""Tasks: the mean over real rows and the loss of a user's own model."""
+"""Tests of `Task`: the mean over real rows, the loss of a user's own model, and the check of builder arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_meta.task import Batch, classification, cross_entropy, weighted_mean
+from fedjax_meta.models import Network
+from fedjax_meta.task import Batch, Task, classification, cross_entropy, require_task, weighted_mean
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1, max_size=8))
@@ -20,8 +21,8 @@ def test_weighted_mean_is_the_mean_of_the_real_rows(rows):
     )
 
 
-def test_weights_may_be_shares():
-    """Responsibilities of a mixture sum to less than 1 in a small batch, and the mean is still a mean."""
+def test_weighted_mean_accepts_fractional_weights():
+    """Mixture responsibilities may sum to less than 1 in a small batch; the result must still be a mean."""
     assert weighted_mean(jnp.array([2.0, 4.0]), jnp.array([0.1, 0.3])) == pytest.approx(3.5)
 
 
@@ -33,7 +34,7 @@ def test_an_empty_batch_has_loss_and_gradient_zero():
 
 
 def test_cross_entropy_and_its_gradient_in_closed_form():
-    """The loss is log sum exp(z) - z_y, its gradient softmax(z) - onehot(y), each divided by the number of real rows."""
+    """The loss is log sum exp(z) - z_y and its gradient softmax(z) - onehot(y), each divided by the number of real rows."""
     logits = np.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [9.0, 9.0, 9.0]], np.float32)
     y, weight = np.array([1, 0, 2]), np.array([1.0, 1.0, 0.0], np.float32)
     loss, gradient = jax.value_and_grad(cross_entropy)(jnp.asarray(logits), Batch(None, jnp.asarray(y), jnp.asarray(weight)))
@@ -43,7 +44,7 @@ def test_cross_entropy_and_its_gradient_in_closed_form():
 
 
 @pytest.mark.parametrize("label", [-1, 3, 255])
-def test_a_label_that_is_no_class_does_no_harm_in_a_padded_row(label):
+def test_an_invalid_label_in_a_padded_row_changes_nothing(label):
     logits = jnp.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
     of = jax.value_and_grad(cross_entropy)
     loss, gradient = of(logits, Batch(None, jnp.array([1, label]), jnp.array([1.0, 0.0])))
@@ -61,10 +62,25 @@ def test_classification_of_a_users_own_model():
     variables = task.init(jax.random.key(0))
     x, y = jnp.eye(4), jnp.array([0, 1, 2, 0])
     loss, after = task.loss(variables, Batch(x, y, jnp.ones(4)), jax.random.key(1))
-    # The identity as input: the logits are the rows of w.
+    # The inputs are the rows of the identity, so the logits are the rows of w.
     expected = -jnp.mean(jax.nn.log_softmax(variables["w"])[jnp.arange(4), y])
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert after is variables
     assert task.trainable(variables) == {"w": True, "b": True}
     assert task.features is task.head is None
     assert task.layers == ("w",)
+
+
+def test_a_method_builder_refuses_anything_but_a_task():
+    def predict(variables, x):
+        return x
+
+    require_task("fedavg", classification(lambda key: {}, predict))
+    for value, words in (
+        (predict, r"e\.g\. fm\.classification\(init, predict\), not a function"),
+        (Task, "not the class Task"),
+        (None, "not an object of type NoneType"),
+        (Network((4,), 3), r"e\.g\. fm\.models\.flax_task\(module, sample_shape\), not an object of type Network"),
+    ):
+        with pytest.raises(ValueError, match=f"fedavg's first argument must be a Task, .*{words}"):
+            require_task("fedavg", value)

@@ -1,4 +1,4 @@
-"""The way back through the inner loop: against `jax.vjp` of the unrolled loop, whatever is remembered, and by XLA's account."""
+"""Tests of the backward pass of the inner loop: `jax.vjp` of the unrolled loop, storage options, memory by XLA's analysis."""
 
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from fedjax_meta.task import Batch
 from tests.test_meta import RULES, after_adaptation, assert_close, batch, network, normal, parameters, several, start_of
 
 
-def unrolled(theta: Any, inner: trajectory.Inner, steps: int, *, constant: bool) -> Any:
-    """phi_k by a plain loop, through whose gradients derivatives go or not."""
+def unrolled(theta: Any, inner: trajectory.InnerOptimizer, steps: int, *, constant: bool) -> Any:
+    """phi_k by a plain loop; with `constant`, the inner gradients are held constant."""
     phi = inner.start(theta)
     state = inner.init(theta, phi)
     for t in range(steps):
@@ -27,7 +27,7 @@ def unrolled(theta: Any, inner: trajectory.Inner, steps: int, *, constant: bool)
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("name", ["sgd", "adam", "Meta-SGD"])
-def test_pull_back_is_that_of_the_unrolled_loop_for_any_cotangent(name: str, k: int) -> None:
+def test_pull_back_equals_that_of_the_unrolled_loop_for_any_cotangent(name: str, k: int) -> None:
     inner = RULES[name]()
     support, theta = several(10, k, k), start_of(inner)
     cotangents = [jax.tree.map(lambda p, s=s: np.cos(s * p), parameters()) for s in (3, 8)]
@@ -61,8 +61,8 @@ def test_first_order_pull_back_holds_the_inner_gradients_constant(name: str) -> 
     assert_close(*both(start_of(inner)), 1e-12)
 
 
-@pytest.mark.parametrize(("name", "k"), [("sgd", 1), ("rate a parameter", 4), ("adam", 3), ("Meta-SGD, head only", 4)])
-def test_what_is_remembered_changes_nothing(name: str, k: int) -> None:
+@pytest.mark.parametrize(("name", "k"), [("sgd", 1), ("rate per entry", 4), ("adam", 3), ("Meta-SGD, head only", 4)])
+def test_storage_options_do_not_change_the_gradient(name: str, k: int) -> None:
     inner = RULES[name]()
     support, query = several(10, k, k), batch(99, 9)
     ways: list[dict[str, Any]] = [{"keep": "linearisation"}, {"checkpoint_every": 2}]
@@ -82,7 +82,7 @@ def test_what_is_remembered_changes_nothing(name: str, k: int) -> None:
 
 @pytest.mark.parametrize("way", [{"keep": "parameters"}, {"keep": "linearisation"}, {"checkpoint_every": 2}])
 def test_the_number_of_steps_may_differ_between_clients(way: dict[str, Any]) -> None:
-    """Under vmap each client has 1 to 4 of at most 4 steps, inside `lax.scan`, with the rate traced too."""
+    """Under vmap inside `lax.scan`, clients take 1 to 4 of at most 4 steps; the rate is traced too."""
     query = batch(99, 9)
 
     def client(steps: jax.Array, rate: jax.Array) -> Any:
@@ -99,9 +99,9 @@ def test_the_number_of_steps_may_differ_between_clients(way: dict[str, Any]) -> 
     assert_close(gradients, references, 1e-10)
 
 
-def test_memory_of_many_steps_is_that_of_first_order_and_the_trajectory() -> None:
-    """k = 32 within first order + 40 parameter trees, by XLA's own account; checkpoints hold fewer still, and so do the
-    linearisations of a network with few activations."""
+def test_memory_of_many_steps_is_first_order_plus_the_trajectory() -> None:
+    """By XLA's analysis, k = 32 steps need at most 40 parameter trees more than first order. Checkpoints need fewer still, and
+    so do the linearisations of a network with few activations."""
     theta = {"body": {"w": normal(0, 400, 50), "b": normal(1, 50)}, "head": {"w": normal(2, 50, 3), "b": normal(3, 3)}}
     samples = Batch(normal(4, 32, 400), jnp.zeros(32, jnp.int32), jnp.ones(32))
     tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
@@ -118,7 +118,7 @@ def test_memory_of_many_steps_is_that_of_first_order_and_the_trajectory() -> Non
 
 
 def quantised_momentum() -> optax.GradientTransformation:
-    """Momentum kept in int8: a state of integers that do depend on gradients."""
+    """Momentum stored as int8: an integer state that depends on gradients."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         moved = jax.tree.map(lambda m, g: jnp.round(0.9 * m + 10 * g).astype(jnp.int8), state, updates)
@@ -128,7 +128,7 @@ def quantised_momentum() -> optax.GradientTransformation:
 
 
 def counting() -> optax.GradientTransformation:
-    """Descent that counts how often the gradient was large."""
+    """Gradient descent that counts the steps with a large gradient."""
 
     def update(updates: Any, count: jax.Array, params: Any = None) -> Any:
         large = optax.tree.norm(updates) > 1
@@ -137,9 +137,9 @@ def counting() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda p: jnp.zeros((), jnp.int32), update)
 
 
-def test_integers_in_the_state_that_depend_on_gradients_are_refused() -> None:
+def test_integer_state_that_depends_on_gradients_raises() -> None:
     with pytest.raises(ValueError, match="integers that depend on gradients"):
-        meta.exact(meta.optimizer(quantised_momentum()))(network, parameters(), batch(1, 6), batch(2, 9))
-    # A step count does not depend on them, and a count of events only by a comparison, which has no derivative.
-    for transformation in (optax.adam(0.1), counting()):
-        jax.eval_shape(partial(meta.exact(meta.optimizer(transformation)), network), parameters(), batch(1, 6), batch(2, 9))
+        meta.exact(meta.optimizer(lambda rate: quantised_momentum(), 0.1))(network, parameters(), batch(1, 6), batch(2, 9))
+    # A step count does not depend on gradients, and a count of events only through a comparison, which has no derivative.
+    for factory in (optax.adam, lambda rate: counting()):
+        jax.eval_shape(partial(meta.exact(meta.optimizer(factory, 0.1)), network), parameters(), batch(1, 6), batch(2, 9))

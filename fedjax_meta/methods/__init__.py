@@ -4,52 +4,95 @@ import importlib
 from collections.abc import Callable
 
 from fedjax_meta.method import Method, Reduction
+from fedjax_meta.methods.apfl import apfl, apfl_outputs
+from fedjax_meta.methods.ditto import ditto
+from fedjax_meta.methods.fedamp import fedamp, heur_fedamp
 from fedjax_meta.methods.fedavg import fedavg, fedavg_ft, fedavg_meta, fedavg_one_step, fedper, fedper_meta, local_only
-from fedjax_meta.methods.fedmeta import fedmeta, fedmeta_fomaml, fedmeta_metasgd, fedmeta_per, fedmeta_per_metasgd, fedmeta_server
-from fedjax_meta.methods.fedprox import fedprox
-
-_BUILDERS: tuple[Callable[..., Method], ...] = (
-    fedavg,
-    fedavg_ft,
-    fedavg_meta,
-    fedavg_one_step,
-    fedper,
-    fedper_meta,
-    local_only,
+from fedjax_meta.methods.fedem import fedem
+from fedjax_meta.methods.fedfomo import fedfomo
+from fedjax_meta.methods.fedmeta import (
     fedmeta,
     fedmeta_fomaml,
     fedmeta_metasgd,
     fedmeta_per,
     fedmeta_per_metasgd,
     fedmeta_server,
-    fedprox,
 )
-
-METHODS: dict[str, Callable[..., Method]] = {builder.__name__: builder for builder in _BUILDERS}
-"""Every method by the name of its builder. The tests of `tests/test_contract.py` run over all of them."""
-
-REDUCTIONS: tuple[Reduction, ...] = tuple(
-    reduction
-    for module in dict.fromkeys(builder.__module__ for builder in _BUILDERS)
-    for reduction in getattr(importlib.import_module(module), "REDUCES_TO", ())
-)
-"""What the files of methods declare in `REDUCES_TO`."""
+from fedjax_meta.methods.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
+from fedjax_meta.methods.fedpac import fedpac
+from fedjax_meta.methods.fedprox import fedprox
+from fedjax_meta.methods.fedrep import fedbabu, fedrep
+from fedjax_meta.methods.fedrod import fedrod
+from fedjax_meta.methods.imaml import imaml
+from fedjax_meta.methods.knn_per import knn_per
+from fedjax_meta.methods.l2gd import l2gd
+from fedjax_meta.methods.lg_fedavg import lg_fedavg
+from fedjax_meta.methods.moon import moon
+from fedjax_meta.methods.mtfl import fedavg_adam, fedbn, mtfl, mtfl_fedavg_adam
+from fedjax_meta.methods.perfedavg import perfedavg, perfedavg_exact, perfedavg_fo
+from fedjax_meta.methods.pfedhn import pfedhn, pfedhn_pc
+from fedjax_meta.methods.pfedme import pfedme
+from fedjax_meta.methods.reptile import perfedavg_reptile, reptile
+from fedjax_meta.methods.scaffold import scaffold
 
 __all__ = [
     "METHODS",
     "REDUCTIONS",
+    "apfl",
+    "apfl_outputs",
+    "ditto",
+    "fedadagrad",
+    "fedadam",
+    "fedamp",
     "fedavg",
+    "fedavg_adam",
     "fedavg_ft",
     "fedavg_meta",
     "fedavg_one_step",
+    "fedavgm",
+    "fedbabu",
+    "fedbn",
+    "fedem",
+    "fedfomo",
     "fedmeta",
     "fedmeta_fomaml",
     "fedmeta_metasgd",
     "fedmeta_per",
     "fedmeta_per_metasgd",
     "fedmeta_server",
+    "fedpac",
     "fedper",
     "fedper_meta",
     "fedprox",
+    "fedrep",
+    "fedrod",
+    "fedyogi",
+    "heur_fedamp",
+    "imaml",
+    "knn_per",
+    "l2gd",
+    "lg_fedavg",
     "local_only",
+    "moon",
+    "mtfl",
+    "mtfl_fedavg_adam",
+    "perfedavg",
+    "perfedavg_exact",
+    "perfedavg_fo",
+    "perfedavg_reptile",
+    "pfedhn",
+    "pfedhn_pc",
+    "pfedme",
+    "reptile",
+    "scaffold",
 ]
+
+METHODS: dict[str, Callable[..., Method]] = {name: globals()[name] for name in __all__ if name.islower()}
+"""Every method by the name of its builder. The tests of `tests/test_contract.py` run over all of them."""
+
+REDUCTIONS: tuple[Reduction, ...] = tuple(
+    reduction
+    for module in dict.fromkeys(builder.__module__ for builder in METHODS.values())
+    for reduction in getattr(importlib.import_module(module), "REDUCES_TO", ())
+)
+"""What the files of methods declare in `REDUCES_TO`."""

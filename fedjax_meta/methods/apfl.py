@@ -6,70 +6,116 @@ Deng, Kamani, Mahdavi: "Adaptive personalized federated learning", arXiv 2003.13
 |---|---|---|
 | w_i, v_i | client's model, `Own.model` | |
 | alpha_i | `Own.share` | scalar |
-| v bar = alpha v + (1 - alpha) w | `mixture` | like the model |
+| v bar = alpha v + (1 - alpha) w | `_Mixing.mixture` | like the model |
 | eta | `lr`, `share_lr` (for alpha) | |
+| 1 / size of U_t, the clients of a round | `weighting="uniform"` | |
 
-Differs from the paper: alpha adapts once a round, at its first batch. `mix="outputs"` joins the logits of both models instead
-of their weights, as the authors' code does; for models that are linear in their weights it is the same.
+Differs from the paper: alpha adapts once a round, at its first batch. v_i starts from the server's model at the time when
+client i first takes part, which is w^0 in the first round only. `mix="outputs"` mixes the logits of both models instead of
+their weights, as the authors' code does; for models that are linear in their weights it is the same.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import client_weight
-from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView
-from fedjax_meta.task import Batch, Key, Task, Variables, cross_entropy
+from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Method, Received, Reduction, Trained
+from fedjax_meta.task import Batch, Task, cross_entropy
+from fedjax_meta.types import Key, Mask, Rate, Scalar, Variables
 
 
 class Own(NamedTuple):
-    """A client's memory: its personal model v and the share alpha that this has in the mixture."""
+    """A client's memory: its personal model v and alpha, the share of v in the mixture."""
 
-    model: Any
+    model: Variables
     share: jax.Array
 
 
 class Mixture(NamedTuple):
     """What a client predicts with when outputs are mixed."""
 
-    own: Any
-    shared: Any
-    share: jax.Array
+    own: Variables
+    shared: Variables
+    share: Scalar
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Mixing:
+    """How the personal and the global model are mixed, and the losses of the mixture."""
+
+    task: Task
+    trainable: Mask
+    outputs: bool
+
+    def mixture(self, own: Variables, shared: Variables, share: Scalar) -> Variables:
+        """v̄ = α v + (1 - α) w, as variables to predict with. Buffers are those of v, which are updated with v̄."""
+        if self.outputs:
+            return Mixture(own, shared, share)
+        mixed = jax.tree.map(lambda v, w: share * v + (1 - share) * w, own, shared)
+        return jax.tree.map(lambda mixes, a, v: a if mixes else v, self.trainable, mixed, own)
+
+    def predict(self, variables: Variables, x: Any) -> jax.Array:
+        if not isinstance(variables, Mixture):
+            return self.task.predict(variables, x)
+        own, shared, share = variables
+        return share * self.task.predict(own, x) + (1 - share) * self.task.predict(shared, x)
+
+    def loss(self, own: Variables, shared: Variables, share: Scalar, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        """(f(v̄), v with its buffers updated)."""
+        mixture = self.mixture(own, shared, share)
+        if self.outputs:
+            return cross_entropy(self.predict(mixture, batch.x), batch), own
+        value, moved_on = self.task.loss(mixture, batch, key)
+        return value, masks.merge(masks.split(own, self.trainable)[0], masks.split(moved_on, self.trainable)[1])
+
+    def joint(self, share: Scalar) -> local.Loss:
+        """f(w) + f(v̄) of a pair (w, v), where v̄ gives w no gradient: one step is the paper's step of w and of v."""
+
+        def loss(pair: Any, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
+            shared, own = pair
+            value, shared_on = self.task.loss(shared, batch, key)
+            mixed, own_on = self.loss(own, jax.lax.stop_gradient(shared), share, batch, key)
+            return value + mixed, (shared_on, own_on)
+
+        return loss
+
+
+@method_builder
 def apfl(
     task: Task,
     *,
-    lr: Any = 0.01,
-    share: Any = 0.5,
-    share_lr: Any = None,
+    lr: Rate = 0.01,
+    share: Rate = 0.5,
+    share_lr: Rate | None = None,
     mix: str = "weights",
     epochs: int = 1,
     batch_size: int = 32,
     new_client_epochs: int = 1,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
-    weighting: str = "samples",
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
+    weighting: str = "uniform",
+) -> Method:
     """APFL. A client that never took part trains a v from the global model on its support set, at the initial share.
 
     Args:
       task: what is learned.
       lr: learning rate of both models; may be traced, as `share` and `share_lr`.
-      share: alpha before the first round, from 0 (the global model) to 1 (a personal one).
-      share_lr: rate at which clients learn their alpha, 0 holds it; `lr` when not given.
+      share: alpha before a client's first round, from 0 (the global model) to 1 (a personal one).
+      share_lr: rate at which clients learn their alpha, 0 keeps it; `lr` when not given.
       mix: "weights" (paper) or "outputs" (authors' code).
       epochs: passes over the train view.
       batch_size: samples a step.
       new_client_epochs: passes over the support view of a client that never took part.
-      optimizer: `lr -> optax transformation`, started fresh in every round, for w and v each.
-      weighting: "samples", "query" or "uniform".
-      **options: those of `federated`.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round, for w and v each.
+      weighting: "uniform" as in the paper, "samples" or "query".
 
     Raises:
       ValueError: a rate, share or count out of range, an unknown mix; mixed outputs of a model with buffers.
@@ -82,66 +128,57 @@ def apfl(
     checks.count("epochs", epochs)
     checks.count("batch_size", batch_size)
     checks.count("new_client_epochs", new_client_epochs, least=0)
-    trainable = task.trainable(masks.variables_shape(task))
+    checks.optimizer_factory("optimizer", optimizer)
+    checks.one_of("weighting", weighting, WEIGHTINGS)
     if mix == "outputs":
-        features.require_plain(task, "apfl with mix='outputs'")
-
-    def mixture(own: Any, shared: Any, share: Any) -> Any:
-        """v̄ = α v + (1 - α) w; buffers are those that go with v̄ and stand in v."""
-        mixed = jax.tree.map(lambda v, w: share * v + (1 - share) * w, own, shared)
-        return jax.tree.map(lambda mixes, a, v: a if mixes else v, trainable, mixed, own)
-
-    def predict(variables: Any, x: Any) -> jax.Array:
-        if not isinstance(variables, Mixture):
-            return task.predict(variables, x)
-        own, shared, share = variables
-        return share * task.predict(own, x) + (1 - share) * task.predict(shared, x)
-
-    def mixture_loss(own: Any, shared: Any, share: Any, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
-        """f(v̄) and v with its buffers moved on."""
-        if mix == "outputs":
-            return cross_entropy(predict(Mixture(own, shared, share), batch.x), batch), own
-        value, moved_on = task.loss(mixture(own, shared, share), batch, key)
-        return value, masks.merge(masks.split(own, trainable)[0], masks.split(moved_on, trainable)[1])
-
-    def joint(share: Any) -> local.Loss:
-        """f(w) + f(v̄), where v̄ gives w no gradient: one step of it is the paper's step of w and of v, at the same point."""
-
-        def loss(pair: Any, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
-            shared, own = pair
-            value, shared_on = task.loss(shared, batch, key)
-            mixed, own_on = mixture_loss(own, jax.lax.stop_gradient(shared), share, batch, key)
-            return value + mixed, (shared_on, own_on)
-
-        return loss
+        features.require_no_buffers(task, "apfl with mix='outputs'")
+    trainable = task.trainable(masks.variables_shape(task))
+    mixing = _Mixing(task, trainable, mix == "outputs")
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        batches = data["train"].epochs(order_key, batch_size, epochs)
-        own, shared = received.memory, received.model
-        # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα.
-        batch, batch_key = batches.keyed(key).get(0, 0)
-        slope = jax.grad(lambda share: mixture_loss(own.model, shared, share, batch, batch_key)[0])(own.share)
+        own, shared, loss_key = received.memory, received.model, tagged(key, "loss")
+        batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
+        # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα, on the batch and with the dropout of the first step.
+        batch, batch_key = batches.keyed(loss_key).get(0, 0)
+        slope = jax.grad(lambda share: mixing.loss(own.model, shared, share, batch, batch_key)[0])(own.share)
         share = jnp.clip(own.share - share_lr * slope, 0, 1)
-        start, moving = (shared, own.model), (trainable, trainable)
-        (model, mine), loss = local.train(key, joint(share), start, batches, optimizer(lr), moving)
-        return Trained(model, client_weight(weighting, data), {"loss": loss, "share": share}, memory=Own(mine, share))
+        moving = (trainable, trainable)
+        pair, loss = local.train(loss_key, mixing.joint(share), (shared, own.model), batches, optimizer(lr), moving)
+        return Trained(pair[0], {"loss": loss, "share": share}, memory=Own(pair[1], share))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        seen, shared, (model, share) = received.seen, received.model, received.memory
-        model = jax.tree.map(lambda v, w: jnp.where(seen, v, w), model, shared)
-        moving = (jax.tree.map(lambda _: False, trainable), trainable)
-        passes = {"epochs": new_client_epochs, "batch_size": batch_size, "needed": ~seen}
-        pair, _ = local.train_epochs(key, joint(share), (shared, model), support, optimizer(lr), moving, **passes)
-        return (Mixture if mix == "outputs" else mixture)(pair[1], shared, share)
+        shared, (model, share) = received.model, received.memory
+        moving = (masks.nothing_like(trainable), trainable)
+        passes = {"epochs": new_client_epochs, "batch_size": batch_size, "needed": ~received.seen}
+        pair, _ = local.train_epochs(key, mixing.joint(share), (shared, model), support, optimizer(lr), moving, **passes)
+        return mixing.mixture(pair[1], shared, share)
 
-    return federated(
+    return Method(
         init=task.init,
         client=client,
         personalize=personalize,
-        predict=predict,
-        personal=masks.nothing(task),
-        trainable=trainable,
+        predict=mixing.predict,
+        roles=masks.roles(masks.nothing(task), trainable),
+        weighting=weighting,
         init_memory=lambda key, model, num_clients: Own(model, jnp.asarray(share, jnp.result_type(float))),
-        **options,
+        needs_classes=mix == "outputs",
     )
+
+
+@variant(apfl, mix="outputs")
+def apfl_outputs(task: Task) -> Method:
+    """APFL that mixes the outputs of both models, as the authors' code does."""
+
+
+REDUCES_TO = (
+    Reduction(
+        "the global model of APFL is that of FedAvg with equal weights, whatever alpha is",
+        "apfl",
+        {"share": 0.3},
+        "fedavg",
+        {"weighting": "uniform"},
+    ),
+    Reduction(
+        "mixing outputs changes the personal models alone", "apfl_outputs", {"share": 0.3}, "fedavg", {"weighting": "uniform"}
+    ),
+)

@@ -1,4 +1,4 @@
-"""FedAMP: no global model; the server keeps for each client a mixture of all models, and the client is drawn to it.
+"""FedAMP: no global model; the server keeps a mixture of all models for each client, and the client is pulled towards it.
 
 Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized cross-silo federated learning on non-IID data", AAAI 2021, arXiv
 2007.03797, Algorithm 1; HeurFedAMP from its section on deep networks.
@@ -11,11 +11,14 @@ Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized cross-silo federated lear
 | xi | `attention`, `cosine_attention` | `[C, C]` |
 
 Differs from the paper: the kernel's squared distances can be taken relative to their mean (`relative`), because those of
-networks underflow it otherwise; a row whose weights exceed 1 is normalised, with nothing left for the client itself.
+networks make it underflow otherwise. A row whose weights exceed 1 is normalised, which leaves no weight for the client itself.
+Clients are sampled, and a mixture is over the models of its cohort.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +26,26 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
-from fedjax_meta.algorithm import Algorithm, Cohort, FederationOptions, Received, State, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
-from fedjax_meta.task import Key, Task, Variables
+from fedjax_meta.algorithm import State
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Mask, PyTree, Rate, Scalar, Variables
 
 
-def attention(gram: jax.Array, valid: jax.Array, *, step: Any, width: Any, relative: bool) -> jax.Array:
-    """ξ_ij = step * exp(-|w_i - w_j|² / width) / width for j ≠ i and the rest for i itself; `[C, C]`, from a Gram matrix."""
+def attention(gram: jax.Array, valid: jax.Array, *, step: Scalar, width: Scalar, relative: bool) -> jax.Array:
+    """ξ_ij = step * exp(-|w_i - w_j|² / width) / width for j ≠ i, and the rest for i itself.
+
+    Args:
+      gram: `[C, C]`, inner products of the models.
+      valid: bool `[C]`, whose models take part.
+      step, width: alpha_k and sigma.
+      relative: whether squared distances are divided by their mean.
+
+    Returns:
+      `[C, C]`, rows sum to 1.
+    """
     square = jnp.diagonal(gram)
     pairs = valid[:, None] & valid[None, :] & ~jnp.eye(len(square), dtype=bool)
     distance = jnp.where(pairs, jnp.maximum(square[:, None] + square[None, :] - 2 * gram, 0), 0)
@@ -41,7 +57,7 @@ def attention(gram: jax.Array, valid: jax.Array, *, step: Any, width: Any, relat
     return weights + jnp.diag(1 - jnp.sum(weights, 1))
 
 
-def cosine_attention(gram: jax.Array, valid: jax.Array, *, width: Any, own_share: Any) -> jax.Array:
+def cosine_attention(gram: jax.Array, valid: jax.Array, *, width: Scalar, own_share: Scalar) -> jax.Array:
     """HeurFedAMP: a fixed share for oneself, the rest by softmax(width * cosine) over the others; `[C, C]`."""
     norm = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), jnp.finfo(gram.dtype).tiny))
     pairs = valid[:, None] & valid[None, :] & ~jnp.eye(len(norm), dtype=bool)
@@ -51,39 +67,93 @@ def cosine_attention(gram: jax.Array, valid: jax.Array, *, width: Any, own_share
     return (1 - own_share) * others + jnp.diag(jnp.where(any_other[:, 0], own_share, 1))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FedAMP:
+    """The rules of one FedAMP; fields that are not explained here are arguments of `fedamp`.
+
+    Attributes:
+      pull: weight of the proximal term.
+      trainable: mask of the leaves that gradients move.
+      weights: `(gram, valid) -> [C, C]`, the mixtures.
+      centred: whether the mean of all models is subtracted before the inner products are taken.
+    """
+
+    task: Task
+    trainable: Mask
+    optimizer: optax.GradientTransformation
+    pull: Rate
+    epochs: int
+    batch_size: int
+    new_client_epochs: int
+    weights: Callable[[jax.Array, jax.Array], jax.Array]
+    centred: bool
+
+    def train(
+        self, key: Key, start: Variables, cloud: Variables, view: ClientView, epochs: int, needed: Any = True
+    ) -> tuple[Variables, jax.Array]:
+        loss = local.proximal(self.task.loss, cloud, self.pull)
+        passes = {"epochs": epochs, "batch_size": self.batch_size, "needed": needed}
+        return local.train_epochs(key, loss, start, view, self.optimizer, self.trainable, **passes)
+
+    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
+        model, loss = self.train(key, received.model, received.memory, data["train"], self.epochs)
+        return Trained(model, {"loss": loss}, memory=received.memory, statistics=model)
+
+    def mix(self, key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """Gives each client its mixture of the cohort's models, as its memory."""
+        del key, state, data
+        parameters = masks.split(cohort.personal, self.trainable)[0]
+        flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(parameters)], 1)
+        if self.centred:
+            # A common shift changes no distance, but it costs digits.
+            flat = flat - jnp.mean(flat, 0, keepdims=True)
+        return cohort.personal, combine(self.weights(flat @ flat.T, cohort.returned), cohort.personal)
+
+    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
+        seen, mean = received.seen, received.extra
+        start = jax.tree.map(lambda own, common: jnp.where(seen, own, common), received.model, mean)
+        return self.train(key, start, mean, support, self.new_client_epochs, ~seen)[0]
+
+
+def _update_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
+    del num_clients
+    return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
+
+
+@method_builder
 def fedamp(
     task: Task,
     *,
-    lr: Any = 0.01,
-    step: Any = 1.0,
-    prox_weight: Any = 1.0,
-    width: Any = 1.0,
+    lr: Rate = 0.01,
+    step: Rate = 1.0,
+    prox_weight: Rate = 1.0,
+    width: Rate = 1.0,
     relative: bool = True,
     kernel: str = "exponential",
-    own_share: Any = 0.1,
+    own_share: Rate = 0.1,
     epochs: int = 10,
     batch_size: int = 32,
     new_client_epochs: int = 10,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """FedAMP. The paper has no rule for new clients: a client that never took part trains on its support set from the mean of
-    all clients' models (from the initial model before there are any), drawn to it like the others to theirs.
+) -> Method:
+    """FedAMP.
+
+    The paper has no rule for new clients: a client that never took part trains on its support set from the mean of the last
+    cohort's models (from the initial model before there are any), and is pulled towards that mean.
 
     Args:
       task: what is learned.
-      lr: learning rate; may be traced, as the next three and `own_share`.
+      lr: learning rate; may be traced, like `step`, `prox_weight`, `width` and `own_share`.
       step: alpha_k.
       prox_weight: lambda; the proximal term has weight lambda / alpha_k.
-      width: sigma, of the kernel; for "cosine" the factor of the cosines.
+      width: sigma of the kernel; for "cosine", the factor of the cosines.
       relative: whether the kernel's distances are taken relative to their mean.
       kernel: "exponential" (FedAMP) or "cosine" (HeurFedAMP).
       own_share: weight of a client's own model with "cosine".
       epochs: passes over the train view.
       batch_size: samples a step.
       new_client_epochs: passes over the support view of a client that never took part.
-      optimizer: `lr -> optax transformation`, started fresh in every round.
-      **options: those of `federated`.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
 
     Raises:
       ValueError: a negative weight, a rate, width or count out of range, an unknown kernel.
@@ -97,56 +167,43 @@ def fedamp(
     checks.count("epochs", epochs)
     checks.count("batch_size", batch_size)
     checks.count("new_client_epochs", new_client_epochs, least=0)
+    checks.optimizer_factory("optimizer", optimizer)
+    by_distance = partial(attention, step=step, width=width, relative=relative)
+    weights = by_distance if kernel == "exponential" else partial(cosine_attention, width=width, own_share=own_share)
     trainable = task.trainable(masks.variables_shape(task))
-
-    def train(
-        key: Key, start: Any, cloud: Any, view: ClientView, count: int, needed: Any = True
-    ) -> tuple[Variables, jax.Array]:
-        loss = local.proximal(task.loss, cloud, prox_weight / step)
-        passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
-        return local.train_epochs(key, loss, start, view, optimizer(lr), trainable, **passes)
-
-    def client(key: Key, received: Received, data: ClientData) -> Trained:
-        model, loss = train(key, received.model, received.memory, data["train"], epochs)
-        size = jnp.asarray(data["train"].size, jnp.result_type(float))
-        return Trained(model, size, {"loss": loss}, memory=received.memory, statistics=model, statistics_weight=size)
-
-    def exchange(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[Any, Any]:
-        del key, state, data
-        parameters = masks.split(cohort.personal, trainable)[0]
-        flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(parameters)], 1)
-        valid = cohort.returned
-        if kernel == "cosine":
-            matrix = cosine_attention(flat @ flat.T, valid, width=width, own_share=own_share)
-        else:
-            # Distances do not see a common shift, and rounding does.
-            flat = flat - jnp.mean(flat, 0, keepdims=True)
-            matrix = attention(flat @ flat.T, valid, step=step, width=width, relative=relative)
-        mixed = combine(matrix, cohort.personal)
-
-        def where_returned(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(valid.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        return cohort.personal, jax.tree.map(where_returned, mixed, cohort.memory)
-
-    def update_mean(state: State, mean: Any, weight: jax.Array, _: int) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        seen = received.seen
-        start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
-        return train(key, start, received.extra, support, new_client_epochs, ~seen)[0]
-
-    return federated(
+    passes = {"epochs": epochs, "batch_size": batch_size, "new_client_epochs": new_client_epochs}
+    centred, pull = kernel == "exponential", prox_weight / step
+    rules = _FedAMP(task, trainable, optimizer(lr), pull, weights=weights, centred=centred, **passes)
+    return Method(
         init=task.init,
-        client=client,
-        personalize=personalize,
+        client=rules.client,
+        personalize=rules.personalize,
         predict=task.predict,
-        personal=masks.everything(task),
-        trainable=trainable,
+        roles=masks.roles(masks.everything(task), trainable),
         init_memory=lambda key, model, num_clients: model,
         init_extra=lambda model, data: model,
-        update_extra=update_mean,
-        collaborate=exchange,
-        **options,
+        update_extra=_update_mean,
+        collaborate=Collaboration(rules.mix, reads="personal", gives="memory"),
+        # The mean is for new clients only.
+        sends_extra=False,
     )
+
+
+@variant(fedamp, kernel="cosine")
+def heur_fedamp(task: Task) -> Method:
+    """HeurFedAMP: FedAMP whose mixtures follow the cosines between models, with a fixed share for the client itself.
+
+    A client that never took part trains on its support set from the mean of the last cohort's models.
+    """
+
+
+REDUCES_TO = (
+    Reduction("FedAMP without the pull is local-only training", "fedamp", {"prox_weight": 0.0}, "local_only", {}),
+    Reduction(
+        "HeurFedAMP with all weight on the own model is FedProx with everything personal",
+        "heur_fedamp",
+        {"own_share": 1.0, "prox_weight": 0.5},
+        "fedprox",
+        {"personal": "all", "prox_weight": 0.5},
+    ),
+)

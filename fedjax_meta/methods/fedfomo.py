@@ -7,7 +7,7 @@ Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized federated learning with firs
 |---|---|---|
 | theta_i | personal leaves (all) | |
 | w_n | a row of the mixing matrix | `[C]` |
-| P | `preference`, a client's memory | `[N]` |
+| P | a client's memory, kept by the server | `[N]` |
 | M, epsilon | `downloads`, `exploration` | |
 
 Differs from the paper: clients exchange models at the end of a round rather than at the beginning of the next, so a client
@@ -15,8 +15,9 @@ tests with what it took over. A client compares with its own model as it is afte
 `exploration_decay` a round, to 0.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +25,26 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
-from fedjax_meta.algorithm import Algorithm, Cohort, FederationOptions, Received, State, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
-from fedjax_meta.engine import map_lanes
-from fedjax_meta.task import Key, Task, Variables
+from fedjax_meta.algorithm import State
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.engine import map_clients
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Cohort, Collaboration, Method, Population, Received, Trained, received_model
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Mask, PyTree, Rate, Scalar, Variables
 
 
 def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights, their share of what is taken over): w_n = gain_n / distance_n, and the positive ones normalised; all `[C]`.
+    """How much a client takes over of each model: w_n = gain_n / distance_n, of which the positive ones are normalised.
 
-    `gain` is the client's own validation loss less that of model n. Where nobody is better all shares are 0.
+    Args:
+      gain: `[M]`, the client's own validation loss less that of model n.
+      distance: `[M]`, between the client's own model and model n.
+      valid: bool `[M]`, which models count.
+
+    Returns:
+      (weights w `[M]`, shares `[M]`); where no model is better, all shares are 0.
     """
     sound = valid & (distance > 0) & jnp.isfinite(gain)
     weight = jnp.where(sound, gain / jnp.where(sound, distance, 1), 0)
@@ -42,33 +53,101 @@ def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[ja
     return weight, jnp.where(total > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FedFomo:
+    """The rules of one FedFomo; fields are arguments of `fedfomo`, `trainable` is the mask of what gradients move."""
+
+    task: Task
+    trainable: Mask
+    optimizer: optax.GradientTransformation
+    epochs: int
+    batch_size: int
+    downloads: int | None
+    exploration: Scalar
+    exploration_decay: Scalar
+    train_view: str
+    validation_view: str
+
+    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
+        view, passes = data[self.train_view], {"epochs": self.epochs, "batch_size": self.batch_size}
+        model, loss = local.train_epochs(key, self.task.loss, received.model, view, self.optimizer, self.trainable, **passes)
+        return Trained(model, {"loss": loss}, memory=received.memory)
+
+    def compare(
+        self, key: Key, own: Variables, others: PyTree, valid: jax.Array, view: ClientView, lanes: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """`takeover` of one client from other models, leaves `[M, ...]`."""
+
+        def validation_loss(model: Variables) -> jax.Array:
+            # The same key for all models, so that they are compared under the same dropout.
+            return view.full().mean(lambda batch: self.task.loss(model, batch, jax.random.clone(key))[0], 0)
+
+        def distance(model: Variables) -> jax.Array:
+            return optax.tree.norm(optax.tree.sub(model, own))
+
+        loss, apart = map_clients(lambda model: (validation_loss(model), distance(model)), others, lanes=lanes)
+        return takeover(validation_loss(own) - loss, apart, valid)
+
+    def mix(self, key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """Lets each client take over from the models that it downloads, and updates its preferences."""
+        count = cohort.ids.shape[0]
+        most = min(self.downloads or count, count)
+        epsilon = jnp.maximum(self.exploration - self.exploration_decay * state.round, 0)
+
+        def one(entry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            place, preference = entry
+            id_ = cohort.ids[place]
+            explores = jax.random.bernoulli(tagged(key, "explore", id_), epsilon)
+            # Ties, such as between all preferences at first, are broken at random.
+            chance = jax.random.uniform(tagged(key, "ties", id_), (count,))
+            valid = cohort.returned & (jnp.arange(count) != place)
+            chosen = jnp.lexsort((chance, jnp.where(explores, 0, preference[cohort.ids]), valid))[::-1][:most]
+            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
+            others = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
+            view = data.client(cohort.places[place])[self.validation_view]
+            usable = valid[chosen] & cohort.returned[place]
+            weight, share = self.compare(tagged(key, "loss", id_), own, others, usable, view, lanes=1)
+            row = jnp.zeros(count).at[chosen].set(share)
+            return row.at[place].add(1 - jnp.sum(share)), preference.at[cohort.ids[chosen]].add(weight)
+
+        matrix, preference = map_clients(one, (jnp.arange(count), cohort.memory), lanes=cohort.lanes)
+        return combine(matrix, cohort.personal), preference
+
+    def new_client(self, key: Key, population: Population, support: ClientView) -> Variables:
+        start, pool = population.model, population.personal
+        _, share = self.compare(tagged(key, "loss"), start, pool, population.seen, support, population.lanes)
+        keep = 1 - jnp.sum(share)
+        return jax.tree.map(lambda own, models: keep * own + jnp.tensordot(share, models, 1), start, pool)
+
+
+@method_builder
 def fedfomo(
     task: Task,
     *,
-    lr: Any = 0.1,
+    lr: Rate = 0.1,
     epochs: int = 5,
     batch_size: int = 50,
     downloads: int | None = None,
-    exploration: float = 0.3,
-    exploration_decay: float = 0.05,
+    exploration: Scalar = 0.3,
+    exploration_decay: Scalar = 0.05,
     train_view: str = "query",
     validation_view: str = "support",
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """FedFomo. A client never seen weighs all clients' models on its support set, against the initial model.
+) -> Method:
+    """FedFomo.
+
+    A client that never took part weighs all clients' models on its support set, against the initial model.
 
     Args:
       task: what is learned.
       lr: learning rate; may be traced.
       epochs: passes over the train view.
       batch_size: samples a step.
-      downloads: M, models that a client gets to see in a round; those of the whole cohort when not given.
-      exploration: epsilon, how likely a client draws its M models at random instead of by its preferences.
+      downloads: M, how many models a client downloads in a round; those of the whole cohort when not given.
+      exploration: epsilon, the probability that a client draws its M models at random instead of by its preferences.
       exploration_decay: by how much that falls each round.
       train_view, validation_view: disjoint views, to train on and to weigh models on (the paper: 80 % and 20 %).
-      optimizer: `lr -> optax transformation`, started fresh in every round.
-      **options: those of `federated`.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
 
     Raises:
       ValueError: a rate or count out of range; on `round`, a view that the data do not have.
@@ -80,61 +159,30 @@ def fedfomo(
     checks.between("exploration_decay", exploration_decay, 0, 1)
     if downloads is not None:
         checks.count("downloads", downloads)
+    checks.optimizer_factory("optimizer", optimizer)
     trainable = task.trainable(masks.variables_shape(task))
-
-    def validation_loss(model: Variables, view: ClientView, key: Key) -> jax.Array:
-        return view.full().mean(lambda batch: task.loss(model, batch, key)[0], 0)
-
-    def compare(own: Any, others: Any, valid: jax.Array, view: ClientView, key: Key) -> tuple[jax.Array, jax.Array]:
-        """`takeover` of one client from models `[M, ...]`."""
-        before = validation_loss(own, view, key)
-        loss = jax.lax.map(lambda model: validation_loss(model, view, key), others)
-        distance = jax.lax.map(lambda model: optax.tree.norm(optax.tree.sub(model, own)), others)
-        return takeover(before - loss, distance, valid)
-
-    def client(key: Key, received: Received, data: ClientData) -> Trained:
-        passes = {"epochs": epochs, "batch_size": batch_size}
-        model, loss = local.train_epochs(key, task.loss, received.model, data[train_view], optimizer(lr), trainable, **passes)
-        size = jnp.asarray(data[validation_view].size, jnp.result_type(float))
-        return Trained(model, size, {"loss": loss}, memory=received.memory)
-
-    def exchange(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[Any, Any]:
-        count = cohort.ids.shape[0]
-        seen = min(downloads or count, count)
-        epsilon = jnp.maximum(exploration - exploration_decay * state.round, 0)
-
-        def one(entry: Any) -> tuple[jax.Array, jax.Array]:
-            place, preference = entry
-            coin_key, draw_key, loss_key = jax.random.split(jax.random.fold_in(key, cohort.ids[place]), 3)
-            # Ties, as of all preferences at first, are broken at random.
-            chance = jax.random.uniform(draw_key, (count,))
-            rank = jnp.where(jax.random.bernoulli(coin_key, epsilon), 0, preference[cohort.ids])
-            valid = cohort.returned & (jnp.arange(count) != place)
-            chosen = jnp.lexsort((chance, rank, valid))[::-1][:seen]
-            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
-            view = data.client(cohort.places[place])[validation_view]
-            others = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
-            weight, share = compare(own, others, valid[chosen] & cohort.returned[place], view, loss_key)
-            row = jnp.zeros(count).at[chosen].set(share)
-            return row.at[place].add(1 - jnp.sum(share)), preference.at[cohort.ids[chosen]].add(weight)
-
-        matrix, preference = map_lanes(one, (jnp.arange(count), cohort.memory), lanes=options.get("lanes"))
-        return combine(matrix, cohort.personal), preference
-
-    def new_client(key: Key, state: State, support: ClientView) -> Variables:
-        _, share = compare(state.model, state.personal, state.seen, support, key)
-        keep = 1 - jnp.sum(share)
-        return jax.tree.map(lambda own, pool: keep * own + jnp.tensordot(share, pool, 1), state.model, state.personal)
-
-    return federated(
-        init=task.init,
-        client=client,
-        personalize=lambda key, received, support: received.model,
-        predict=task.predict,
-        personal=masks.everything(task),
+    rules = _FedFomo(
+        task=task,
         trainable=trainable,
-        new_client=new_client,
+        optimizer=optimizer(lr),
+        epochs=epochs,
+        batch_size=batch_size,
+        downloads=downloads,
+        exploration=exploration,
+        exploration_decay=exploration_decay,
+        train_view=train_view,
+        validation_view=validation_view,
+    )
+    return Method(
+        init=task.init,
+        client=rules.client,
+        personalize=received_model,
+        predict=task.predict,
+        roles=masks.roles(masks.everything(task), trainable),
+        # Nothing is averaged, so that a weight says only whether a client takes part.
+        weighting="uniform",
         init_memory=lambda key, model, num_clients: jnp.zeros(num_clients),
-        collaborate=exchange,
-        **options,
+        # The preferences stay at the server.
+        collaborate=Collaboration(rules.mix, reads="personal", gives="personal"),
+        new_client=rules.new_client,
     )

@@ -54,7 +54,7 @@ def query_batches(data: ClientData, batch_size: int | None) -> Batches:
 
 
 class _Layout(NamedTuple):
-    """How the model is laid out: the task's variables and, where they are learned, the rates of the trainable ones beside them."""
+    """How the model is laid out: the task's variables and, where they are learned, the rates of the trainable ones."""
 
     learned_rates: bool
     trainable_variables: Mask
@@ -334,7 +334,6 @@ def fedmeta(  # 110 lines: half of them explain the arguments of the whole meta 
         inner = meta.sgd(inner_lr, mask=adapted_leaves)
     else:
         inner = meta.optimizer(inner_optimizer, inner_lr, mask=adapted_leaves)
-    at_server = outer_optimizer(outer_lr) if outer_at == "server" else optax.sgd(1.0)
     rules = _FedMeta(
         task=task,
         layout=layout,
@@ -366,7 +365,7 @@ def fedmeta(  # 110 lines: half of them explain the arguments of the whole meta 
         predict=task.predict,
         roles=masks.roles(layout.personal, layout.trainable),
         weighting=weighting,
-        server_optimizer=at_server,
+        server_optimizer=outer_optimizer(outer_lr) if outer_at == "server" else None,
         sums_pseudo_gradients=server_sum,
         init_memory=init_memory,
         init_extra=(lambda model, data: rules.fresh_slots(model)[1]) if averaged else no_extra,

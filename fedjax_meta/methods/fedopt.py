@@ -12,21 +12,25 @@ Algorithm 2. FedAvgM: Hsu, Qi, Brown, arXiv 1909.06335.
 
 m ← β₁m + (1-β₁)Δ;  x ← x + η m / (√v + τ);  v by rule.
 
-There is no bias correction, so `optax.adam` and `optax.yogi`, which have it, are other algorithms (as are Keras's and those of
-simulators built on it). They can be given as `server_optimizer` just as well. Buffers never go through a server optimiser.
+There is no bias correction. `optax.adam` and `optax.yogi` have one and are therefore other methods, as are Keras's optimisers
+and those of simulators built on it. A federation takes them as `server_optimizer` just as well. Buffers never go through a
+server optimiser.
 """
 
-from functools import partial
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks
-from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.algorithms.fedavg import fedavg
+from fedjax_meta import checks, masks
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.method import Method, Reduction
+from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
+from fedjax_meta.types import Params, Rate, Updates
 
 SECOND_MOMENTS = {
     "adagrad": lambda v, square, b2: v + square,
@@ -39,24 +43,25 @@ SECOND_MOMENTS = {
 class Slots(NamedTuple):
     """What an adaptive server keeps: the moments m and v, each like the model."""
 
-    first: Any
-    second: Any
+    first: Params
+    second: Params
 
 
 def adaptive(
-    rule: str, server_lr: Any, *, b1: Any = 0.9, b2: Any = 0.99, tau: Any = 1e-3, initial: Any = None
+    rule: str, server_lr: Rate, *, b1: Rate = 0.9, b2: Rate = 0.99, tau: Rate = 1e-3, initial: Rate | None = None
 ) -> optax.GradientTransformation:
-    """An adaptive server optimiser, for `server_optimizer` of any algorithm.
+    """An adaptive server optimiser; `partial(adaptive, "adam")` is a factory for `Federation(server_optimizer=...)`.
 
     Args:
       rule: "adagrad", "adam" or "yogi".
       server_lr: eta.
-      b1, b2: decay of the moments; the paper's FedAdagrad has b1 = 0, and b2 is not read there.
-      tau: degree of adaptivity, what is added to the root of v.
-      initial: where v begins; tau squared, the least that the paper allows, when not given. MTFL's and most code begins at 0.
+      b1, b2: decay of the moments; the paper's FedAdagrad has b1 = 0, and "adagrad" does not read b2.
+      tau: degree of adaptivity, added to the root of v.
+      initial: initial value of v; tau squared, the smallest that the paper allows, when not given. The code of MTFL and most
+        other code start at 0.
 
     Raises:
-      ValueError: an unknown rule, a rate or tau that is not above 0, a decay outside [0, 1].
+      ValueError: an unknown rule, a rate or tau that is not above 0, a decay outside [0, 1], a negative initial value.
     """
     checks.one_of("rule", rule, SECOND_MOMENTS)
     checks.positive("server_lr", server_lr)
@@ -66,10 +71,10 @@ def adaptive(
     start = tau**2 if initial is None else initial
     checks.not_negative("initial", start)
 
-    def init(params: Any) -> Slots:
+    def init(params: Params) -> Slots:
         return Slots(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda leaf: jnp.full_like(leaf, start), params))
 
-    def update(descent: Any, slots: Slots, params: Any = None) -> tuple[Any, Slots]:
+    def update(descent: Updates, slots: Slots, params: Params | None = None) -> tuple[Updates, Slots]:
         del params
         first = jax.tree.map(lambda m, d: b1 * m + (1 - b1) * d, slots.first, descent)
         second = jax.tree.map(lambda v, d: SECOND_MOMENTS[rule](v, d**2, b2), slots.second, descent)
@@ -78,30 +83,120 @@ def adaptive(
     return optax.GradientTransformation(init, update)
 
 
-def fedavgm(task: Task, *, server_lr: Any = 1.0, momentum: Any = 0.9, **options: Any) -> Algorithm:
-    """FedAvg with a server that has momentum; `options`, and what new clients do, are those of `fedavg`."""
+@method_builder
+def fedavgm(
+    task: Task,
+    *,
+    server_lr: Rate = 1.0,
+    momentum: Rate = 0.9,
+    lr: Rate = 0.01,
+    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    epochs: int = 1,
+    batch_size: int = 32,
+    finetune_epochs: int = 0,
+    finetune: masks.MaskSpec = "all",
+    new_client_epochs: int | None = None,
+    personal: masks.MaskSpec = "none",
+    weighting: str = "samples",
+) -> Method:
+    """FedAvgM: FedAvg with momentum at the server.
+
+    A client that never took part does what it does in `fedavg`.
+
+    Args:
+      task: what is learned.
+      server_lr: the server's rate; may be traced.
+      momentum: in [0, 1].
+      lr, optimizer, epochs, batch_size, finetune_epochs, finetune, new_client_epochs, personal, weighting: as in `fedavg`.
+
+    Raises:
+      ValueError: a momentum out of range, and whatever `fedavg` refuses.
+    """
     checks.positive("server_lr", server_lr)
-    return fedavg(task, server_optimizer=optax.sgd(server_lr, momentum=momentum), **options)
+    checks.share("momentum", momentum)
+    clients = fedavg(
+        task,
+        lr=lr,
+        optimizer=optimizer,
+        epochs=epochs,
+        batch_size=batch_size,
+        finetune_epochs=finetune_epochs,
+        finetune=finetune,
+        new_client_epochs=new_client_epochs,
+        personal=personal,
+        weighting=weighting,
+    )
+    return dataclasses.replace(clients, server_optimizer=optax.sgd(server_lr, momentum=momentum))
 
 
+@method_builder
 def fedopt(
     task: Task,
     *,
     rule: str = "adam",
-    server_lr: Any = 0.1,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    tau: Any = 1e-3,
-    initial: Any = None,
-    **options: Any,
-) -> Algorithm:
-    """FedAvg with an adaptive server, see `adaptive`; `options` are those of `fedavg`.
+    server_lr: Rate = 0.1,
+    b1: Rate = 0.9,
+    b2: Rate = 0.99,
+    tau: Rate = 1e-3,
+    initial: Rate | None = None,
+    lr: Rate = 0.01,
+    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    epochs: int = 1,
+    batch_size: int = 32,
+    finetune_epochs: int = 0,
+    finetune: masks.MaskSpec = "all",
+    new_client_epochs: int | None = None,
+    personal: masks.MaskSpec = "none",
+    weighting: str = "samples",
+) -> Method:
+    """FedAvg with an adaptive server optimiser; what `fedadagrad`, `fedadam` and `fedyogi` have in common.
 
     A client that never took part predicts with the server's model as it is, or fine-tuned for its `new_client_epochs`.
+
+    Args:
+      task: what is learned.
+      rule, server_lr, b1, b2, tau, initial: as in `adaptive`.
+      lr, optimizer, epochs, batch_size, finetune_epochs, finetune, new_client_epochs, personal, weighting: as in `fedavg`.
+
+    Raises:
+      ValueError: what `adaptive` and `fedavg` refuse.
     """
-    return fedavg(task, server_optimizer=adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial), **options)
+    server = adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial)
+    clients = fedavg(
+        task,
+        lr=lr,
+        optimizer=optimizer,
+        epochs=epochs,
+        batch_size=batch_size,
+        finetune_epochs=finetune_epochs,
+        finetune=finetune,
+        new_client_epochs=new_client_epochs,
+        personal=personal,
+        weighting=weighting,
+    )
+    return dataclasses.replace(clients, server_optimizer=server)
 
 
-fedadagrad = partial(fedopt, rule="adagrad", b1=0.0)
-fedadam = partial(fedopt, rule="adam")
-fedyogi = partial(fedopt, rule="yogi")
+@variant(fedopt, rule="adagrad", b1=0.0)
+def fedadagrad(task: Task) -> Method:
+    """FedAdagrad: v is the sum of all squared pseudo-gradients, and there is no momentum."""
+
+
+@variant(fedopt, rule="adam")
+def fedadam(task: Task) -> Method:
+    """FedAdam: v is a moving average of the squared pseudo-gradients."""
+
+
+@variant(fedopt, rule="yogi")
+def fedyogi(task: Task) -> Method:
+    """FedYogi: v moves towards the squared pseudo-gradient by a step that does not depend on how far away it is."""
+
+
+_STILL = {"b1": 0.0, "b2": 1.0, "tau": 1.0, "initial": 0.0, "server_lr": 1.0}
+"""Moments that stand still at 0, so that the server's step is the pseudo-gradient itself."""
+
+REDUCES_TO = (
+    Reduction("FedAvgM without momentum is FedAvg", "fedavgm", {"momentum": 0.0}, "fedavg", {}),
+    Reduction("FedAdam with moments that stand still is FedAvg", "fedadam", _STILL, "fedavg", {}),
+    Reduction("FedYogi with moments that stand still is FedAvg", "fedyogi", _STILL, "fedavg", {}),
+)

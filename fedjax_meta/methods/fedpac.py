@@ -1,10 +1,10 @@
-"""FedPAC: a shared extractor whose features are drawn to global class centroids, and for each client its own mixture of heads.
+"""FedPAC: features of a shared extractor are pulled towards global class centroids; each client gets its own mixture of heads.
 
 FedAvg averages whole models; here only the extractor is averaged. A client trains its head first and its extractor after it,
 and the server gives each client the combination of all heads with the least bound on that client's test error.
 
 Xu, Tong, Huang: "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv
-2306.11867, Algorithm 1; the combination is its equation 11 as the authors' code has it.
+2306.11867, Algorithm 1; the combination is its equation 11 as in the authors' code.
 
 | paper | here | shape |
 |---|---|---|
@@ -15,35 +15,51 @@ Xu, Tong, Huang: "Personalized federated learning with feature alignment and cla
 | alpha_i | a row of `simplex.mixtures` | `[C]` |
 | E, eta_f, eta_g | `epochs`, `lr`, `head_lr` | |
 
-Differs from the paper: the programmes are solved exactly up to a tolerance by pairwise steps rather than by a general convex
-solver, so that the authors' repair of eigenvalues is not needed; weights below 0.001 are dropped as in their code. A class
-that nobody of a cohort holds keeps its last centroid. The norms of the alignment term are divided by d, as in their code.
+Differs from the paper: the quadratic programmes are solved to a tolerance by pairwise steps rather than by a general convex
+solver, so that the eigenvalue repair of the authors' code is not needed; weights below 0.001 are dropped as in their code. A
+class that no client of a cohort holds keeps its last centroid. The norms of the alignment term are divided by d, as in their
+code.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import client_weight, combine
-from fedjax_meta.algorithm import Algorithm, Cohort, FederationOptions, Received, State, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
+from fedjax_meta.aggregate import WEIGHTINGS, combine
+from fedjax_meta.algorithm import State
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
 from fedjax_meta.simplex import mixtures
-from fedjax_meta.task import Batch, Key, Task, Variables, weighted_mean
+from fedjax_meta.task import Batch, Task, weighted_mean
+from fedjax_meta.types import Key, Mask, PyTree, Rate, Variables
 
 
 class Centroids(NamedTuple):
-    """Mean feature of each class over all clients `[K, d]`, and whether it is known yet, bool `[K]`."""
+    """The server's extra state.
+
+    Attributes:
+      mean: mean feature of each class over all clients, `[K, d]`.
+      known: whether a class has a centroid yet, bool `[K]`.
+    """
 
     mean: jax.Array
     known: jax.Array
 
 
 class Statistics(NamedTuple):
-    """What the server needs to know of a client for the mixtures: v, a scalar, and h, `[K d]`."""
+    """What the server needs to know of a client for the mixtures.
+
+    Attributes:
+      variance: v, a scalar.
+      profile: h, `[K d]`.
+    """
 
     variance: jax.Array
     profile: jax.Array
@@ -58,131 +74,197 @@ def statistics(sums: features.ClassSums) -> Statistics:
 
 
 def mixing_matrix(stats: Statistics, returned: jax.Array, *, least: float = 1e-3) -> jax.Array:
-    """Row-stochastic `[C, C]`: how much of each head each client gets; whoever did not return keeps its own."""
+    """How much of each head each client gets.
+
+    Args:
+      stats: of each client, leaves `[C, ...]`.
+      returned: bool `[C]`; a client that did not return keeps its own head.
+      least: weights below this are dropped.
+
+    Returns:
+      `[C, C]`, rows sum to 1.
+    """
     weights = mixtures(stats.profile @ stats.profile.T, stats.variance, returned)
     weights = jnp.where(weights < least, 0, weights)
     return weights / jnp.sum(weights, 1, keepdims=True)
 
 
 def aligned(sums: features.ClassSums, centroids: Centroids) -> jax.Array:
-    """Where features are drawn to, `[K, d]`: the global centroid, or the client's own for a class that has none yet."""
+    """What features are pulled towards, `[K, d]`: the global centroid, or the client's own for a class that has none yet."""
     return jnp.where(centroids.known[:, None], centroids.mean, sums.mean())
 
 
+def paper_sgd(rate: Rate) -> optax.GradientTransformation:
+    """SGD with momentum 0.5 and weight decay 5e-4, as in the authors' code."""
+    return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.5))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FedPAC:
+    """The rules of one FedPAC; fields that are not explained here are arguments of `fedpac`.
+
+    Attributes:
+      head, body: masks of the trainable leaves of each.
+      head_optimizer, body_optimizer: `optimizer` at `head_lr` and at `lr`.
+    """
+
+    task: Task
+    head: Mask
+    body: Mask
+    head_optimizer: optax.GradientTransformation
+    body_optimizer: optax.GradientTransformation
+    alignment: Rate
+    align: bool
+    collaborate: bool
+    epochs: int
+    head_epochs: int
+    batch_size: int
+    noise: float
+
+    def train_head(self, key: Key, start: Variables, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
+        passes = {"epochs": self.head_epochs, "batch_size": self.batch_size, "needed": needed}
+        return local.train_epochs(key, self.task.loss, start, view, self.head_optimizer, self.head, **passes)
+
+    def train_body(
+        self, key: Key, start: Variables, view: ClientView, before: features.ClassSums, centroids: Centroids
+    ) -> tuple[Variables, jax.Array]:
+        """Trains the extractor, pulled towards the centroids once there are any."""
+        loss = self.task.loss
+        if self.align:
+            strength = jnp.where(jnp.any(centroids.known), self.alignment, 0)
+            target = aligned(before, centroids)
+
+            def penalty(z: jax.Array, batch: Batch) -> jax.Array:
+                return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
+
+            loss = features.penalised(self.task, penalty)
+        passes = {"epochs": self.epochs, "batch_size": self.batch_size}
+        return local.train_epochs(key, loss, start, view, self.body_optimizer, self.body, **passes)
+
+    def noisy(self, key: Key, sums: features.ClassSums) -> features.ClassSums:
+        """With Gaussian noise on each feature mean."""
+        if not self.noise:
+            return sums
+        noise = self.noise * jax.random.normal(key, sums.total.shape)
+        return sums._replace(total=sums.total + sums.number[:, None] * noise)
+
+    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
+        view = data["train"]
+        before = features.class_sums(self.task, received.model, view)
+        model, head_loss = self.train_head(tagged(key, "head"), received.model, view)
+        # The round's own key, so that without alignment the batches are those of FedRep.
+        model, loss = self.train_body(key, model, view, before, received.extra)
+        sent: Any = ()
+        if self.align:
+            after = self.noisy(tagged(key, "noise after"), features.class_sums(self.task, model, view))
+            sent = (after.total, after.number)
+        return Trained(
+            model,
+            {"loss": loss, "head_loss": head_loss},
+            statistics=sent,
+            # Sums of features are added up: a client has as much influence on a centroid as it has samples.
+            statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
+            stacked=statistics(self.noisy(tagged(key, "noise before"), before)) if self.collaborate else (),
+        )
+
+    def init_extra(self, model: Variables, data: FederatedData) -> Centroids:
+        classes, width = features.shape_in(self.task, model, data)
+        return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
+
+    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
+        return self.train_head(key, received.model, support, ~received.seen)[0]
+
+
+def _update_centroids(state: State, mean: PyTree, weight: PyTree, num_clients: int) -> Centroids:
+    del weight, num_clients
+    total, count = mean
+    held = count > 0
+    fresh = total / jnp.where(held, count, 1)[:, None]
+    return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
+
+
+def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+    del key, state, data
+    return combine(mixing_matrix(cohort.stacked, cohort.returned), cohort.personal), cohort.memory
+
+
+@method_builder
 def fedpac(
     task: Task,
     *,
-    lr: Any = 0.02,
-    head_lr: Any = 0.1,
-    alignment: Any = 1.0,
+    lr: Rate = 0.02,
+    head_lr: Rate = 0.1,
+    alignment: Rate = 1.0,
     align: bool = True,
     collaborate: bool = True,
     epochs: int = 5,
     head_epochs: int = 1,
     batch_size: int = 50,
     head: masks.MaskSpec = "head",
-    optimizer: Callable[[Any], optax.GradientTransformation] = lambda lr: optax.chain(
-        optax.add_decayed_weights(5e-4), optax.sgd(lr, momentum=0.5)
-    ),
+    optimizer: Callable[[Any], optax.GradientTransformation] = paper_sgd,
     noise: float = 0.0,
     weighting: str = "samples",
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """FedPAC. The paper has no rule for new clients: one that never took part begins with the server's first head, which nobody
-    has trained, and trains it on its support set.
+) -> Method:
+    """FedPAC.
+
+    The paper has no rule for new clients: a client that never took part starts with the server's initial head, which was never
+    trained, and trains it on its support set.
 
     Args:
       task: a classifier with `features` and `head`.
-      lr: learning rate of the extractor; may be traced, as the next two.
+      lr: learning rate of the extractor; may be traced, like `head_lr` and `alignment`.
       head_lr: learning rate of the head.
       alignment: lambda, weight of the alignment term.
-      align: whether features are drawn to the centroids; not in the first round, which knows none.
+      align: whether features are pulled towards the centroids; there are none yet in the first round.
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
       epochs: passes over the train view for the extractor.
       head_epochs: passes for the head, before.
       batch_size: samples a step.
       head: mask of the leaves that the head consists of.
-      optimizer: `lr -> optax transformation`, started fresh in each phase.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each phase.
       noise: standard deviation of Gaussian noise on each feature mean that a client sends.
       weighting: how clients count in the mean of the extractors: "samples", "query" or "uniform".
-      **options: those of `federated`.
 
     Raises:
-      ValueError: a task without features, a negative weight or noise, a rate or count out of range.
+      ValueError: a task without features, a negative weight or noise, a rate or count out of range, an unknown mask or
+        weighting.
     """
-    features.require(task, "fedpac")
+    features.require_features(task, "fedpac")
     checks.positive("lr", lr)
     checks.positive("head_lr", head_lr)
     checks.not_negative("alignment", alignment)
     checks.not_negative("noise", noise)
-    for name, value in (("epochs", epochs), ("head_epochs", head_epochs), ("batch_size", batch_size)):
+    counts: dict[str, Any] = {"epochs": epochs, "head_epochs": head_epochs, "batch_size": batch_size}
+    for name, value in counts.items():
         checks.count(name, value)
+    checks.optimizer_factory("optimizer", optimizer)
+    checks.one_of("weighting", weighting, WEIGHTINGS)
     own = masks.resolve(head, task, name="head")
     trainable = task.trainable(masks.variables_shape(task))
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
-
-    def train_head(key: Key, start: Variables, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
-        passes = {"epochs": head_epochs, "batch_size": batch_size, "needed": needed}
-        return local.train_epochs(key, task.loss, start, view, optimizer(head_lr), head_leaves, **passes)
-
-    def client(key: Key, received: Received, data: ClientData) -> Trained:
-        head_key, body_key, noise_key = jax.random.split(key, 3)
-        view, centroids = data["train"], received.extra
-        before = features.class_sums(task, received.model, view)
-        model, head_loss = train_head(head_key, received.model, view)
-        strength = jnp.where(jnp.any(centroids.known), alignment, 0) if align else 0
-        target = aligned(before, centroids)
-
-        def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
-
-        passes = {"epochs": epochs, "batch_size": batch_size}
-        loss_function = features.penalised(task, penalty) if align else task.loss
-        model, loss = local.train_epochs(body_key, loss_function, model, view, optimizer(lr), body_leaves, **passes)
-        after = features.class_sums(task, model, view) if align else before
-        if noise:
-            before, after = (
-                sums._replace(total=sums.total + noise * sums.number[:, None] * jax.random.normal(key, sums.total.shape))
-                for key, sums in zip(jax.random.split(noise_key), (before, after), strict=True)
-            )
-        weight = client_weight(weighting, data)
-        return Trained(
-            model,
-            weight,
-            {"loss": loss, "head_loss": head_loss},
-            statistics=(after.total, after.number) if align else (),
-            statistics_weight=jnp.where(weight > 0, 1.0, 0.0),
-            stacked=statistics(before) if collaborate else (),
-        )
-
-    def init_extra(model: Any, data: FederatedData) -> Centroids:
-        classes, width = features.shape_in(task, model, data)
-        return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
-
-    def update_centroids(state: State, mean: Any, *_: Any) -> Centroids:
-        if not align:
-            return state.extra
-        total, count = mean
-        held = count > 0
-        fresh = total / jnp.where(held, count, 1)[:, None]
-        return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
-
-    def exchange(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[Any, Any]:
-        del key, state, data
-        return combine(mixing_matrix(cohort.stacked, cohort.returned), cohort.personal), cohort.memory
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        return train_head(key, received.model, support, ~received.seen)[0]
-
-    return federated(
+    parts = {"alignment": alignment, "align": align, "collaborate": collaborate, "noise": noise}
+    rules = _FedPAC(task, head_leaves, body_leaves, optimizer(head_lr), optimizer(lr), **counts, **parts)
+    return Method(
         init=task.init,
-        client=client,
-        personalize=personalize,
+        client=rules.client,
+        personalize=rules.personalize,
         predict=task.predict,
-        personal=own,
-        trainable=trainable,
-        init_extra=init_extra,
-        update_extra=update_centroids,
-        collaborate=exchange if collaborate else None,
-        **options,
+        roles=masks.roles(own, trainable),
+        weighting=weighting,
+        init_extra=rules.init_extra if align else no_extra,
+        update_extra=_update_centroids if align else None,
+        collaborate=Collaboration(_mix_heads, reads="personal", gives="personal") if collaborate else None,
+        needs_classes=True,
     )
+
+
+REDUCES_TO = (
+    Reduction(
+        "FedPAC without alignment and collaboration is FedRep",
+        "fedpac",
+        {"align": False, "collaborate": False, "optimizer": optax.sgd, "head_lr": 0.2, "head_epochs": 2, "epochs": 2},
+        "fedrep",
+        {"optimizer": optax.sgd, "head_lr": 0.2, "head_epochs": 2, "body_epochs": 2},
+    ),
+    Reduction("an alignment of weight 0 is no alignment", "fedpac", {"alignment": 0.0}, "fedpac", {"align": False}),
+)

@@ -1,7 +1,7 @@
-"""FedRep and FedBABU: head and body are trained one after the other, or the body alone, where FedAvg trains both at once.
+"""FedRep and FedBABU: clients train head and body one after the other, or the body alone, where FedAvg trains both at once.
 
-FedRep keeps the heads with their clients and trains head, then body. FedBABU leaves the head as it was initialised, trains and
-averages the body, and fine-tunes at test time.
+FedRep keeps the heads with their clients and trains the head first, then the body. FedBABU leaves the head as it was
+initialised, trains and averages the body, and fine-tunes at test time.
 
 Collins, Hassani, Mokhtari, Shakkottai: "Exploiting shared representations for personalized federated learning", ICML 2021,
 arXiv 2102.07078, Algorithm 1. Oh, Kim, Yun: "FedBABU: toward enhanced representation for federated image classification", ICLR
@@ -17,23 +17,32 @@ Differs from the papers: the learning rate does not decay over the rounds.
 """
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from functools import partial
+from typing import Any
 
 import jax
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import client_weight
-from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView
-from fedjax_meta.task import Key, Task, Variables
+from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Method, Received, Reduction, Trained
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Mask, Rate, Variables
+
+FEDREP_SGD = partial(optax.sgd, momentum=0.5)
+FEDBABU_SGD = partial(optax.sgd, momentum=0.9)
+"""The local optimisers of both papers."""
 
 
+@method_builder
 def fedrep(
     task: Task,
     *,
-    lr: Any = 0.01,
-    head_lr: Any = None,
+    lr: Rate = 0.01,
+    head_lr: Rate | None = None,
     head_epochs: int = 10,
     body_epochs: int = 1,
     batch_size: int = 10,
@@ -42,86 +51,139 @@ def fedrep(
     finetune: masks.MaskSpec = "head",
     finetune_epochs: int = 0,
     new_client_epochs: int = 10,
-    optimizer: Callable[[Any], optax.GradientTransformation] = lambda lr: optax.sgd(lr, momentum=0.5),
+    optimizer: Callable[[Any], optax.GradientTransformation] = FEDREP_SGD,
     weighting: str = "samples",
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """FedRep. A client that never took part fine-tunes from the server's model, whose head is as it was initialised.
+) -> Method:
+    """FedRep. A client that never took part fine-tunes the server's model, whose head is as it was initialised.
 
     Args:
       task: what is learned.
       lr: learning rate of the body; may be traced.
       head_lr: of the head and of fine-tuning; `lr` when not given.
       head_epochs: passes over the train view for the head, first.
-      body_epochs: passes for the body, then.
+      body_epochs: passes for the body, second.
       batch_size: samples a step.
       head: mask of the leaves that the head consists of.
-      share_head: whether the head belongs to the server's model; otherwise it stays with its client.
+      share_head: whether the head belongs to the server's model; otherwise it stays with its client. A shared head with
+        `head_epochs=0` is frozen.
       finetune: mask of the leaves that move before a client predicts.
       finetune_epochs: passes over the support view of a client that took part.
       new_client_epochs: passes over the support view of one that did not.
-      optimizer: `lr -> optax transformation`, started fresh in each phase.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each phase.
       weighting: "samples", "query" or "uniform".
-      **options: those of `federated`.
 
     Raises:
-      ValueError: a rate or count out of range, an unknown mask.
+      ValueError: a rate or count out of range, an unknown mask or weighting.
     """
     head_lr = lr if head_lr is None else head_lr
     checks.positive("lr", lr)
     checks.positive("head_lr", head_lr)
+    checks.optimizer_factory("optimizer", optimizer)
     checks.count("batch_size", batch_size)
     counts = {"head_epochs": head_epochs, "body_epochs": body_epochs}
     for name, value in {**counts, "finetune_epochs": finetune_epochs, "new_client_epochs": new_client_epochs}.items():
         checks.count(name, value, least=0)
+    checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
-    own = masks.resolve(head, task, name="head")
-    head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
+    in_head = masks.resolve(head, task, name="head")
+    head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (in_head, masks.complement(in_head)))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
-    def phase(key: Key, start: Any, view: ClientView, epochs: int, rate: Any, moving: Any, needed: Any = True) -> Any:
+    def phase(
+        key: Key, start: Variables, view: ClientView, epochs: int, rate: Rate, moving: Mask, needed: Any = True
+    ) -> tuple[Variables, jax.Array]:
         passes = {"epochs": epochs, "batch_size": batch_size, "needed": needed}
         return local.train_epochs(key, task.loss, start, view, optimizer(rate), moving, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        head_key, body_key = jax.random.split(key)
-        model, head_loss = phase(head_key, received.model, data["train"], head_epochs, head_lr, head_leaves)
-        model, loss = phase(body_key, model, data["train"], body_epochs, lr, body_leaves)
-        return Trained(model, client_weight(weighting, data), {"loss": loss, "head_loss": head_loss})
+        model, head_loss = phase(tagged(key, "head"), received.model, data["train"], head_epochs, head_lr, head_leaves)
+        # The round's own key, so that without a head phase the batches are those of FedAvg.
+        model, loss = phase(key, model, data["train"], body_epochs, lr, body_leaves)
+        return Trained(model, {"loss": loss, "head_loss": head_loss})
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        seen_key, new_key = jax.random.split(key)
-        model, _ = phase(seen_key, received.model, support, finetune_epochs, head_lr, moves_at_test, received.seen)
-        return phase(new_key, model, support, new_client_epochs, head_lr, moves_at_test, ~received.seen)[0]
+        seen, model = received.seen, received.model
+        model, _ = phase(tagged(key, "known"), model, support, finetune_epochs, head_lr, moves_at_test, seen)
+        return phase(tagged(key, "new"), model, support, new_client_epochs, head_lr, moves_at_test, ~seen)[0]
 
-    return federated(
+    return Method(
         init=task.init,
         client=client,
         personalize=personalize,
         predict=task.predict,
-        personal=masks.nothing(task) if share_head else own,
-        trainable=trainable,
-        **options,
+        roles=masks.roles(
+            masks.nothing(task) if share_head else in_head,
+            trainable,
+            head_leaves if share_head and head_epochs == 0 else None,
+        ),
+        weighting=weighting,
     )
 
 
+@method_builder
 def fedbabu(
-    task: Task, *, lr: Any = 0.1, epochs: int = 1, finetune_lr: Any = None, finetune_epochs: int = 5, **options: Any
-) -> Algorithm:
-    """FedBABU: the head is never trained, only the body; every client fine-tunes all of it before it predicts.
+    task: Task,
+    *,
+    lr: Rate = 0.1,
+    epochs: int = 1,
+    batch_size: int = 50,
+    finetune_lr: Rate | None = None,
+    finetune_epochs: int = 5,
+    finetune: masks.MaskSpec = "all",
+    head: masks.MaskSpec = "head",
+    optimizer: Callable[[Any], optax.GradientTransformation] = FEDBABU_SGD,
+    weighting: str = "uniform",
+) -> Method:
+    """FedBABU: the head is frozen, clients train the body alone, and every client fine-tunes before it predicts.
 
-    Other options are those of `fedrep`; `finetune="head"` or `"body"` gives the paper's ablations.
+    Args:
+      task: what is learned.
+      lr: learning rate of the body; may be traced.
+      epochs: passes over the train view.
+      batch_size: samples a step.
+      finetune_lr: learning rate of fine-tuning; `lr` when not given.
+      finetune_epochs: passes over the support view before a client predicts.
+      finetune: mask of the leaves that fine-tuning moves; "head" and "body" are the paper's ablations.
+      head: mask of the leaves that are frozen.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
+      weighting: "uniform", "samples" or "query".
+
+    Raises:
+      ValueError: a rate or count out of range, an unknown mask or weighting.
     """
-    defaults = {"batch_size": 50, "weighting": "uniform", "finetune": "all"}
-    defaults["optimizer"] = lambda lr: optax.sgd(lr, momentum=0.9)
+    checks.count("epochs", epochs)
+    if finetune_lr is not None:
+        checks.positive("finetune_lr", finetune_lr)
     return fedrep(
         task,
         lr=lr,
-        head_lr=lr if finetune_lr is None else finetune_lr,
+        head_lr=finetune_lr,
         head_epochs=0,
         body_epochs=epochs,
+        batch_size=batch_size,
+        head=head,
         share_head=True,
+        finetune=finetune,
         finetune_epochs=finetune_epochs,
         new_client_epochs=finetune_epochs,
-        **{**defaults, **options},
+        optimizer=optimizer,
+        weighting=weighting,
     )
+
+
+REDUCES_TO = (
+    Reduction(
+        "FedRep without a head is FedAvg",
+        "fedrep",
+        {"head": "none", "head_epochs": 0, "body_epochs": 2, "optimizer": optax.sgd},
+        "fedavg",
+        {"epochs": 2},
+    ),
+    Reduction(
+        "FedBABU without a head is FedAvg with equal weights",
+        "fedbabu",
+        {"head": "none", "optimizer": optax.sgd},
+        "fedavg",
+        {"weighting": "uniform"},
+    ),
+)

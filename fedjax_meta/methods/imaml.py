@@ -1,75 +1,91 @@
-"""iMAML in federated learning: FedMeta whose clients solve a proximal problem and send its implicit gradient.
+"""iMAML in federated learning: FedMeta whose clients solve a proximal problem and follow its implicit gradient.
 
 Rajeswaran, Finn, Kakade, Levine: "Meta-learning with implicit gradients", NeurIPS 2019, arXiv 1909.04630, Algorithms 1 and 2;
-in federated learning Nguyen, "Improving FL by meta-learning" (S1).
+in federated learning the FL-MAML/iMAML study (Nguyen et al., "Improving federated learning by meta-learning").
 
 | paper | here | shape |
 |---|---|---|
 | lambda | `prox_weight` | scalar |
 | phi_i | argmin of f(phi; support) + lambda/2 norm(phi - theta)^2, approximately | like the model |
-| E (S1) | `inner_epochs` | int |
+| E (Nguyen et al.) | `inner_epochs` | int |
 | CG steps | `cg_steps` | int |
 
-Rates and lambda are those of S1's code, whose gradient was not this one: it took the Hessian of the query batches with the
-proximal term inside, and the outer gradient of the last query batch alone; `FL_IMAML` holds the options that reproduce it.
+Rates and lambda are those of the code of Nguyen et al. Differs from that code, whose gradient is another one: it takes the
+Hessian of the query batches with the proximal term inside, and the outer gradient of the last query batch alone. `FL_IMAML`
+holds the options that reproduce it.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
+import optax
 
-from fedjax_meta import checks, meta
-from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.algorithms.fedmeta import fedmeta, query_batches
-from fedjax_meta.data.federated import Batches, ClientData
-from fedjax_meta.implicit import implicit
-from fedjax_meta.task import Key, Task
+from fedjax_meta import checks, masks, meta
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import Batches, ClientData
+from fedjax_meta.implicit import implicit_gradient
+from fedjax_meta.method import Method, Reduction
+from fedjax_meta.methods.fedmeta import fedmeta, query_batches
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Rate
 
 FL_IMAML = {"operator": "fl_imaml", "outer": "last_chunk", "warm_start": "gradient"}
-"""Options of `imaml` with which its gradient is the one of S1's code, faults and all."""
+"""Options of `imaml` that reproduce the gradient in the code of Nguyen et al., "Improving federated learning by
+meta-learning", with its errors."""
 
 
+@method_builder
 def imaml(
     task: Task,
     *,
-    inner_lr: Any = 0.001,
-    outer_lr: Any = 1e-4,
-    prox_weight: Any = 2.0,
-    test_prox_weight: Any = None,
+    inner_lr: Rate = 0.001,
+    outer_lr: Rate = 1e-4,
+    prox_weight: Rate = 2.0,
+    test_prox_weight: Rate | None = None,
     inner_epochs: int = 5,
     batch_size: int | None = 32,
     cg_steps: int = 5,
-    tolerance: Any = 1e-6,
-    damping: Any = 0.0,
+    tolerance: Rate = 1e-6,
+    damping: Rate = 0.0,
     warm_start: str = "zero",
     operator: str = "implicit",
     proximal: str = "each_step",
     outer: str = "query",
-    **options: Any,
-) -> Algorithm:
-    """FedMeta with the implicit gradient; what a client holds does not grow with its inner steps.
+    inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
+    outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.adam,
+    outer_slots: str = "fresh",
+    outer_at: str = "client",
+    server_sum: bool = False,
+    adapts: masks.MaskSpec = "all",
+    personal: masks.MaskSpec = "none",
+    score: str = "online",
+    weighting: str = "query",
+) -> Method:
+    """FedMeta with the implicit gradient, whose memory does not grow with the number of inner steps.
 
-    A client that never took part adapts the server's model to its support set, drawn back to it by `test_prox_weight`, as every
-    client does before it predicts; where leaves are personal, see `fedmeta`.
+    Every client adapts to its support set before it predicts, pulled back to its starting point by `test_prox_weight`. A
+    client that never took part starts from the server's model; where leaves are personal, see `fedmeta`.
 
     Args:
       task: what is learned.
-      inner_lr, outer_lr: rates of adaptation and of the meta-update.
+      inner_lr, outer_lr: rates of adaptation and of the meta-update; may be traced, as the other rates and weights.
       prox_weight: lambda > 0.
       test_prox_weight: lambda of a test client's adaptation; `prox_weight` when not given, 0 adapts freely.
       inner_epochs: passes over the support view, or full-batch steps when `batch_size` is `None`.
       batch_size: samples of an inner step.
-      cg_steps, tolerance, damping, warm_start, operator, proximal, outer: as in `implicit.implicit`. The Hessian is that of
-        the whole support view, once, however many passes the inner loop makes.
-      **options: those of `fedmeta`.
+      cg_steps, tolerance, damping, warm_start, operator, proximal, outer: as in `implicit.implicit_gradient`. The Hessian is
+        that of the support view, taken once, however many passes the inner loop makes.
+      inner_optimizer, outer_optimizer, outer_slots, outer_at, server_sum, adapts, personal, score, weighting: as in `fedmeta`.
 
     Raises:
-      ValueError: an argument out of range, learned rates (the implicit gradient does not depend on them).
+      ValueError: an argument out of range, an unknown mask or word, and whatever else `fedmeta` refuses.
     """
+    checks.positive("prox_weight", prox_weight)
     checks.count("inner_epochs", inner_epochs)
     estimator = partial(
-        implicit,
+        implicit_gradient,
         prox_weight=prox_weight,
         cg_steps=cg_steps,
         tolerance=tolerance,
@@ -80,19 +96,41 @@ def imaml(
         outer=outer,
     )
 
-    def draw(key: Key, data: ClientData, step: Any) -> tuple[meta.WithHessian, Batches]:
-        support, key = data["support"], jax.random.fold_in(key, step)
-        steps = support.full(inner_epochs) if batch_size is None else support.epochs(key, batch_size, inner_epochs)
-        return meta.WithHessian(steps, support.full()), query_batches(data, batch_size)
-
     return fedmeta(
         task,
         inner_lr=inner_lr,
         outer_lr=outer_lr,
+        inner_optimizer=inner_optimizer,
         estimator=estimator,
+        outer_optimizer=outer_optimizer,
+        outer_slots=outer_slots,
+        outer_at=outer_at,
+        server_sum=server_sum,
         batch_size=batch_size,
         inner_steps=inner_epochs,
+        draw=partial(_draw, batch_size=batch_size, inner_epochs=inner_epochs),
         test_prox_weight=prox_weight if test_prox_weight is None else test_prox_weight,
-        draw=draw,
-        **options,
+        adapts=adapts,
+        personal=personal,
+        score=score,
+        weighting=weighting,
     )
+
+
+def _draw(
+    key: Key, data: ClientData, step: Any, *, batch_size: int | None, inner_epochs: int
+) -> tuple[meta.WithHessian, Batches]:
+    support, key = data["support"], jax.random.fold_in(key, step)
+    steps = support.full(inner_epochs) if batch_size is None else support.epochs(key, batch_size, inner_epochs)
+    return meta.WithHessian(steps, support.full()), query_batches(data, batch_size)
+
+
+REDUCES_TO = (
+    Reduction(
+        "iMAML with an infinite proximal weight is FedMeta without adaptation",
+        "imaml",
+        {"prox_weight": 1e15, "inner_lr": 0.0, "outer_lr": 0.01},
+        "fedmeta",
+        {"inner_lr": 0.0, "outer_lr": 0.01},
+    ),
+)

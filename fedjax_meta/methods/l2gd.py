@@ -1,22 +1,23 @@
-"""L2GD: every client has its own model, and a coin decides whether a round trains them or pulls them to their mean.
+"""L2GD: every client has its own model, and a coin decides whether a round trains the models or pulls them to their mean.
 
 Hanzely, Richtarik: "Federated learning of a mixture of global and local models", arXiv 2002.05516, Algorithm 1.
 
 | paper | here | shape |
 |---|---|---|
 | x_i | personal leaves (all) | |
-| xi | heads with probability `probability` | |
+| xi | the coin; 1 with probability `probability` | |
 | lambda | `pull` | scalar |
 | alpha / (n (1 - p)) | `lr` | scalar |
 | alpha lambda / (n p) | `lr * pull * (1 - p) / p` | scalar |
 
-Differs from the paper: the step size is given as that of the local steps, and a round without the coin is `epochs` passes of
-minibatch SGD (the paper has one full gradient; other implementations have passes). The mean is that of the cohort; the paper's
-cohort is everybody.
+Differs from the paper: the step size is given as that of the local steps, and a round that trains is `epochs` passes of
+minibatch SGD (the paper has one full gradient; other implementations have passes). The mean is that of the cohort, where the
+paper's cohort is all clients.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,38 +25,98 @@ import numpy as np
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.algorithm import Algorithm, Cohort, FederationOptions, Received, State, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView, FederatedData
-from fedjax_meta.task import Key, Task, Variables
+from fedjax_meta.algorithm import State
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, Mask, PyTree, Rate, Variables
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _L2GD:
+    """The rules of one L2GD; fields that are not explained here are arguments of `l2gd`.
+
+    Attributes:
+      trainable: mask of the leaves that gradients move.
+      share: by how much of its distance to the mean a model moves in a round that pulls.
+    """
+
+    task: Task
+    trainable: Mask
+    optimizer: optax.GradientTransformation
+    share: Rate
+    probability: Rate
+    epochs: int
+    batch_size: int
+    new_client_epochs: int
+
+    def pulls(self, shared_key: Key) -> jax.Array:
+        """The coin of a round, the same for all clients and the server."""
+        return jax.random.bernoulli(tagged(shared_key, "coin"), self.probability)
+
+    def train(
+        self, key: Key, start: Variables, view: ClientView, epochs: int, needed: jax.Array
+    ) -> tuple[Variables, jax.Array]:
+        passes: dict[str, Any] = {"epochs": epochs, "batch_size": self.batch_size, "needed": needed}
+        return local.train_epochs(key, self.task.loss, start, view, self.optimizer, self.trainable, **passes)
+
+    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
+        needed = ~self.pulls(received.shared_key)
+        model, loss = self.train(key, received.model, data["train"], self.epochs, needed)
+        return Trained(model, {"loss": loss}, statistics=model)
+
+    def mix(self, key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """x_i ← x_i - αλ/(np) (x_i - x̄) in a round that pulls."""
+        del data
+        amount = jnp.where(self.pulls(key), self.share, 0)
+
+        def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
+            return own - amount.astype(own.dtype) * (own - mean[None])
+
+        return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
+
+    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
+        seen = received.seen
+        start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
+        return self.train(key, start, support, self.new_client_epochs, ~seen)[0]
+
+
+def _update_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
+    del num_clients
+    return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
+
+
+@method_builder
 def l2gd(
     task: Task,
     *,
-    lr: Any = 0.01,
-    pull: Any = 0.5,
-    probability: Any = 0.5,
+    lr: Rate = 0.01,
+    pull: Rate = 0.5,
+    probability: Rate = 0.5,
     epochs: int = 1,
     batch_size: int = 32,
     new_client_epochs: int = 1,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """L2GD. The paper has no rule for new clients: one that never took part trains on its support set from the clients' mean.
+) -> Method:
+    """L2GD; the paper's `cohort_size` is N.
+
+    The paper has no rule for new clients: a client that never took part trains on its support set from the mean of the last
+    cohort's models.
 
     Args:
       task: what is learned.
-      lr: learning rate of the local steps; may be traced, as the next two.
+      lr: learning rate of the local steps; may be traced, like `pull` and `probability`.
       pull: lambda; 0 is local-only training in those rounds that train.
       probability: p, of a round that pulls models to their mean instead of training them.
       epochs: passes over the train view in a round that trains.
       batch_size: samples a step.
       new_client_epochs: passes over the support view of a client that never took part.
-      optimizer: `lr -> optax transformation`, started fresh in every round.
-      **options: those of `federated`; the paper's `cohort_size` is N.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
 
     Raises:
-      ValueError: a rate, probability or count out of range, a pull so strong that it would leap over the mean.
+      ValueError: a rate, probability or count out of range, a pull so strong that models would overshoot the mean.
     """
     checks.positive("lr", lr)
     checks.not_negative("pull", pull)
@@ -63,51 +124,34 @@ def l2gd(
     for name, value in (("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
     checks.count("new_client_epochs", new_client_epochs, least=0)
+    checks.optimizer_factory("optimizer", optimizer)
     share = lr * pull * (1 - probability) / probability
     if not isinstance(share, jax.core.Tracer) and np.any(np.asarray(share) > 1):
         raise ValueError(f"pull={pull} with lr={lr} and probability={probability} pulls by {share}, which must be at most 1")
     trainable = task.trainable(masks.variables_shape(task))
-
-    def pulls(shared_key: Key) -> jax.Array:
-        return jax.random.bernoulli(shared_key, probability)
-
-    def train(key: Key, start: Any, view: ClientView, count: int, needed: Any) -> tuple[Variables, jax.Array]:
-        passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
-        return local.train_epochs(key, task.loss, start, view, optimizer(lr), trainable, **passes)
-
-    def client(key: Key, received: Received, data: ClientData) -> Trained:
-        model, loss = train(key, received.model, data["train"], epochs, ~pulls(received.shared_key))
-        weight = jnp.where(data["train"].size > 0, 1.0, 0.0)
-        return Trained(model, weight, {"loss": loss}, statistics=model)
-
-    def exchange(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[Any, Any]:
-        del data
-        # x_i ← x_i - αλ/(np) (x_i - x̄)
-        amount = jnp.where(pulls(key), share, 0)
-
-        def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
-            returned = cohort.returned.reshape(-1, *[1] * (own.ndim - 1))
-            return jnp.where(returned, own - amount.astype(own.dtype) * (own - mean[None]), own)
-
-        return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
-
-    def update_mean(state: State, mean: Any, weight: jax.Array, _: int) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        seen = received.seen
-        start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
-        return train(key, start, support, new_client_epochs, ~seen)[0]
-
-    return federated(
+    passes = {"epochs": epochs, "batch_size": batch_size, "new_client_epochs": new_client_epochs}
+    rules = _L2GD(task, trainable, optimizer(lr), share, probability, **passes)
+    return Method(
         init=task.init,
-        client=client,
-        personalize=personalize,
+        client=rules.client,
+        personalize=rules.personalize,
         predict=task.predict,
-        personal=masks.everything(task),
-        trainable=trainable,
+        roles=masks.roles(masks.everything(task), trainable),
+        weighting="uniform",
         init_extra=lambda model, data: model,
-        update_extra=update_mean,
-        collaborate=exchange,
-        **options,
+        update_extra=_update_mean,
+        # The server needs the mean only, which arrives as a statistic.
+        collaborate=Collaboration(rules.mix, reads="", gives="personal"),
+        sends_extra=False,
     )
+
+
+REDUCES_TO = (
+    Reduction(
+        "L2GD that neither pulls nor leaves out a round is local-only training",
+        "l2gd",
+        {"pull": 0.0, "probability": 1e-12},
+        "local_only",
+        {},
+    ),
+)

@@ -8,25 +8,28 @@ Li, He, Song: "Model-contrastive federated learning", CVPR 2021, arXiv 2103.1625
 | mu, tau | `contrast_weight`, `temperature` | scalars |
 | projection head | `features.with_projection` | |
 
-Differs from the paper: nothing. The features that are contrasted are those of the task; the paper's are the output of a
-projection head of two layers, which `features.with_projection` gives to any task.
+Differs from the paper: the last local model of a client that has none is the model that it receives, where the contrast has no
+gradient at first. The features that are contrasted are those of the task. The paper's are the output of a projection head of
+two layers, which `features.with_projection` adds to any task.
 """
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import client_weight
-from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView
-from fedjax_meta.task import Batch, Key, Task, Variables, weighted_mean
+from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.method import Method, Received, Reduction, Trained
+from fedjax_meta.task import Batch, Task, weighted_mean
+from fedjax_meta.types import Key, Rate, Variables
 
 
-def contrast(z: jax.Array, towards: jax.Array, away: jax.Array, temperature: Any) -> jax.Array:
+def contrast(z: jax.Array, towards: jax.Array, away: jax.Array, temperature: Rate) -> jax.Array:
     """-log(e^(s+/tau) / (e^(s+/tau) + e^(s-/tau))) of each row, s+ and s- the cosines with `towards` and `away`; `[B]`."""
 
     def cosine(other: jax.Array) -> jax.Array:
@@ -38,23 +41,26 @@ def contrast(z: jax.Array, towards: jax.Array, away: jax.Array, temperature: Any
     return jax.nn.softplus((cosine(away) - cosine(towards)) / temperature)
 
 
+def momentum_with_decay(rate: Rate) -> optax.GradientTransformation:
+    """The paper's local optimiser: SGD with momentum 0.9 and weight decay 1e-5."""
+    return optax.chain(optax.add_decayed_weights(1e-5), optax.sgd(rate, momentum=0.9))
+
+
+@method_builder
 def moon(
     task: Task,
     *,
-    lr: Any = 0.01,
-    contrast_weight: Any = 5.0,
-    temperature: Any = 0.5,
+    lr: Rate = 0.01,
+    contrast_weight: Rate = 5.0,
+    temperature: Rate = 0.5,
     epochs: int = 10,
     batch_size: int = 64,
-    optimizer: Callable[[Any], optax.GradientTransformation] = lambda lr: optax.chain(
-        optax.add_decayed_weights(1e-5), optax.sgd(lr, momentum=0.9)
-    ),
+    optimizer: Callable[[Any], optax.GradientTransformation] = momentum_with_decay,
     finetune_epochs: int = 0,
     finetune: masks.MaskSpec = "all",
     weighting: str = "samples",
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """MOON. All clients, new ones too, test with the server's model, after fine-tuning if there is any.
+) -> Method:
+    """MOON. All clients, known or new, test with the server's model, after fine-tuning if there is any.
 
     Args:
       task: a classifier with features; for the paper's model, `features.with_projection(task, ...)`.
@@ -63,46 +69,50 @@ def moon(
       temperature: tau.
       epochs: passes over the train view.
       batch_size: samples a step.
-      optimizer: `lr -> optax transformation`, started fresh in every round.
+      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
       finetune_epochs: passes over the support view before a client predicts.
       finetune: mask of the leaves that fine-tuning moves.
       weighting: "samples", "query" or "uniform".
-      **options: those of `federated`.
 
     Raises:
       ValueError: a task without features, a negative weight, a rate, temperature or count out of range.
     """
-    extract, _ = features.require(task, "moon")
+    extract, _ = features.require_features(task, "moon")
     checks.positive("lr", lr)
     checks.not_negative("contrast_weight", contrast_weight)
     checks.positive("temperature", temperature)
     checks.count("epochs", epochs)
     checks.count("batch_size", batch_size)
     checks.count("finetune_epochs", finetune_epochs, least=0)
+    checks.optimizer_factory("optimizer", optimizer)
+    checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            towards, away = (extract(frozen, batch.x) for frozen in (received.model, received.memory))
+            towards, away = (extract(still, batch.x) for still in (received.model, received.memory))
             return contrast_weight * weighted_mean(contrast(z, towards, away, temperature), batch.weight)
 
         loss = features.penalised(task, penalty)
         passes = {"epochs": epochs, "batch_size": batch_size}
         model, value = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), trainable, **passes)
-        return Trained(model, client_weight(weighting, data), {"loss": value}, memory=model)
+        return Trained(model, {"loss": value}, memory=model)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         passes = {"epochs": finetune_epochs, "batch_size": batch_size}
         return local.train_epochs(key, task.loss, received.model, support, optimizer(lr), moves_at_test, **passes)[0]
 
-    return federated(
+    return Method(
         init=task.init,
         client=client,
         personalize=personalize,
         predict=task.predict,
-        personal=masks.nothing(task),
-        trainable=trainable,
+        roles=masks.roles(masks.nothing(task), trainable),
+        weighting=weighting,
         init_memory=lambda key, model, num_clients: model,
-        **options,
+        needs_classes=True,
     )
+
+
+REDUCES_TO = (Reduction("MOON with mu = 0 is FedAvg", "moon", {"contrast_weight": 0.0, "optimizer": optax.sgd}, "fedavg", {}),)

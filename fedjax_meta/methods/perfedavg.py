@@ -1,4 +1,4 @@
-"""Per-FedAvg: in a round, each client takes K meta-steps on batches of all its samples, and the server averages the models.
+"""Per-FedAvg: in a round, each client takes K meta-steps on batches of its train view, and the server averages the models.
 
 Fallah, Mokhtari, Ozdaglar: "Personalized federated learning with theoretical guarantees: a model-agnostic meta-learning
 approach", NeurIPS 2020, arXiv 2002.07948, Algorithm 1. A step draws three independent batches and descends along
@@ -11,56 +11,68 @@ approach", NeurIPS 2020, arXiv 2002.07948, Algorithm 1. A step draws three indep
 | D, D', D'' | batches b0, b1, b2 of `batch_size` | `[B, ...]` |
 | FO, HF | `estimator=meta.first_order`, `meta.hessian_free` | |
 
-`partial(meta.hessian_free, method="product")` multiplies by the Hessian itself. Rates and a mean that counts samples
-(`weighting="samples"`) are those of pFedMe's reference code. Differs from it: nobody adapts on test samples.
+The default rates are those of pFedMe's reference code, which weights clients by their samples (`weighting="samples"`). Differs
+from that code: no client adapts on its test samples.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, meta
-from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.algorithms.fedmeta import fedmeta
-from fedjax_meta.data.federated import Batches, ClientData, ClientView
-from fedjax_meta.data.shuffle import permuted, round_keys
-from fedjax_meta.task import Batch, Key, Task
+from fedjax_meta import checks, masks, meta
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.data import Batches, ClientData, ClientView
+from fedjax_meta.data.shuffle import permutation_keys, permute
+from fedjax_meta.method import Method, Reduction
+from fedjax_meta.methods.fedmeta import fedmeta
+from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import Key, Rate
 
 
+@method_builder
 def perfedavg(
     task: Task,
     *,
-    inner_lr: Any = 0.01,
-    outer_lr: Any = 0.001,
-    estimator: Callable[[meta.Inner], meta.Estimator] = meta.hessian_free,
+    inner_lr: Rate = 0.01,
+    outer_lr: Rate = 0.001,
+    estimator: Callable[[meta.InnerOptimizer], meta.Estimator] = meta.hessian_free,
     outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    outer_slots: str = "fresh",
     local_steps: int = 4,
     batch_size: int | None = 20,
     test_steps: int = 1,
+    learned_rates: bool = False,
+    inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
+    adapts: masks.MaskSpec = "all",
+    personal: masks.MaskSpec = "none",
+    personal_rates: masks.MaskSpec | None = None,
+    score: str = "online",
     weighting: str = "uniform",
-    **options: Any,
-) -> Algorithm:
-    """Per-FedAvg with any meta-gradient, any personal leaves, and rates that are learned where the estimator has a gradient.
+) -> Method:
+    """Per-FedAvg with any meta-gradient and any personal leaves; Hessian-free (HF) by default.
 
-    A client that never took part takes its `test_steps` from the server's model, as every client does before it predicts; where
-    leaves are personal, see `fedmeta`.
+    Every client takes `test_steps` on its support view before it predicts. A client that never took part does so from the
+    server's model; where leaves are personal, see `fedmeta`.
 
     Args:
       task: what is learned.
-      inner_lr, outer_lr: alpha and beta.
+      inner_lr, outer_lr: alpha and beta; may be traced.
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
-      outer_optimizer: `outer_lr -> optax transformation` of the local meta-steps, started fresh in every round.
+      outer_optimizer: factory `outer_lr -> optax.GradientTransformation` of the local meta-steps, started afresh in each
+        round.
       local_steps: K, meta-steps of a client in a round.
-      batch_size: samples of each batch; `None` takes all of a client's samples, three times the same.
+      batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.
       test_steps: full-batch steps on a test client's support view.
+      learned_rates, inner_optimizer, outer_slots, adapts, personal, personal_rates, score: as in `fedmeta`. Learned rates need
+        an estimator that has a gradient for them.
       weighting: "uniform", "samples" or "query".
-      **options: those of `fedmeta`.
 
     Raises:
-      ValueError: a rate, size or count out of range, and whatever `fedmeta` refuses.
+      ValueError: a rate, size or count out of range, an unknown mask, and whatever else `fedmeta` refuses.
     """
     checks.count("local_steps", local_steps)
     checks.count("test_steps", test_steps)
@@ -77,29 +89,71 @@ def perfedavg(
         outer_lr=outer_lr,
         estimator=estimator,
         outer_optimizer=outer_optimizer,
+        outer_slots=outer_slots,
         batch_size=None,
         inner_steps=test_steps,
         meta_steps=local_steps,
         draw=draw,
+        learned_rates=learned_rates,
+        inner_optimizer=inner_optimizer,
+        adapts=adapts,
+        personal=personal,
+        personal_rates=personal_rates,
+        score=score,
         weighting=weighting,
-        **options,
     )
 
 
-def independent_batches(key: Key, view: ClientView, batch_size: int | None, count: int = 3) -> list[Batches]:
-    """`count` batches of one step each, from one shuffle of a view: they share no sample where the view has enough of them.
+@variant(perfedavg, estimator=meta.first_order)
+def perfedavg_fo(task: Task) -> Method:
+    """Per-FedAvg (FO): the first-order meta-gradient, which leaves the Hessian out."""
 
-    A smaller view is gone through again, so that a batch is always full; `batch_size=None` gives the whole view each time.
+
+@variant(perfedavg, estimator=partial(meta.hessian_free, method="product"))
+def perfedavg_exact(task: Task) -> Method:
+    """Per-FedAvg with exact Hessian-vector products on the third batch, where HF takes differences of gradients."""
+
+
+def independent_batches(key: Key, view: ClientView, batch_size: int | None, count: int = 3) -> list[Batches]:
+    """`count` batches of one step each, from one shuffle of a view; they share no sample where the view has enough of them.
+
+    In a smaller view the shuffled samples repeat, so that a batch is always full. `batch_size=None` gives the whole view each
+    time. The key is consumed.
     """
     if batch_size is None:
         return [view.full()] * count
-    keys, size = round_keys(key), jnp.maximum(jnp.asarray(view.size, jnp.int32), 1)
+    keys, size = permutation_keys(key), jnp.maximum(jnp.asarray(view.size, jnp.int32), 1)
 
     def batch(number: int) -> Batch:
         index = (number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)) % size
-        return view.take(permuted(keys, index, size), jnp.ones(batch_size))
+        return view.take(permute(keys, index, size), jnp.ones(batch_size))
 
     def alone(number: int) -> Batches:
         return Batches(lambda step, chunk: batch(number), 1, 1)
 
     return [alone(number) for number in range(count)]
+
+
+REDUCES_TO = (
+    Reduction(
+        "Per-FedAvg on full batches without adaptation is FedAvg on full batches",
+        "perfedavg",
+        {"inner_lr": 0.0, "outer_lr": 0.1, "local_steps": 2, "batch_size": None},
+        "fedavg",
+        {"lr": 0.1, "epochs": 2, "batch_size": 128, "weighting": "uniform"},
+    ),
+    Reduction(
+        "without adaptation the Hessian does not matter",
+        "perfedavg",
+        {"inner_lr": 0.0, "outer_lr": 0.1},
+        "perfedavg_fo",
+        {"inner_lr": 0.0, "outer_lr": 0.1},
+    ),
+    Reduction(
+        "on full batches, where the three batches are one, exact products give the exact meta-gradient",
+        "perfedavg_exact",
+        {"batch_size": None, "inner_lr": 0.1, "outer_lr": 0.1},
+        "perfedavg",
+        {"batch_size": None, "inner_lr": 0.1, "outer_lr": 0.1, "estimator": meta.exact},
+    ),
+)

@@ -1,4 +1,4 @@
-"""pFedHN: the server has a network that makes each client's model from the client's embedding, and learns from how it moved.
+"""pFedHN: a network at the server generates each client's model from the client's embedding, and learns from how it moved.
 
 Shamsian, Navon, Fetaya, Chechik: "Personalized federated learning using hypernetworks", ICML 2021, arXiv
 2103.04628, Algorithm 1.
@@ -7,45 +7,63 @@ Shamsian, Navon, Fetaya, Chechik: "Personalized federated learning using hyperne
 |---|---|---|
 | phi | `Model.hyper` | |
 | v_i | `Embedding.value`, a client's memory | `[e]` |
-| theta_i = h(v_i; phi) | `generate` | the task's variables |
+| theta_i = h(v_i; phi) | `_PFedHN.generate` | the task's variables |
 | Delta theta | received less trained | |
-| alpha, eta | `lr`, `embedding_lr` and the server optimiser | scalars |
+| alpha, eta | `lr`, `server_lr` (embeddings and hypernetwork) | scalars |
 
 With `cohort_size=1` this is the paper's algorithm, one client a step. With more, the vector-Jacobian products of a cohort are
-averaged into one step. Differs from the paper: an embedding has its own momentum, which rests while its client does.
+averaged into one step. The server of the paper holds the embeddings, sends the generated leaves and gets back by how much they
+moved; it computes the products, which this simulation computes with the client.
+
+Differs from the paper: an embedding is drawn when its client first takes part, and has its own momentum, which does not decay
+in rounds in which the client does not take part.
 """
 
-from typing import Any, NamedTuple, Unpack
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.algorithm import Algorithm, FederationOptions, Received, Trained, federated
-from fedjax_meta.data.federated import ClientData, ClientView
-from fedjax_meta.task import Batch, Key, Task, Variables
+from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Method, Received, Trained
+from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Variables
 
 
 class Model(NamedTuple):
-    """The server's hypernetwork, and the leaves that it does not make (pFedHN-PC), which stay with their client."""
+    """What the server holds.
 
-    hyper: Any
-    own: Any
+    Attributes:
+      hyper: the hypernetwork.
+      own: the leaves that it does not generate (pFedHN-PC), which stay with their client.
+    """
+
+    hyper: Params
+    own: PyTree
 
 
 class Embedding(NamedTuple):
-    """A client's memory: its embedding `[e]` and the slots of its optimiser."""
+    """A client's memory.
+
+    Attributes:
+      value: its embedding, `[e]`.
+      slots: of the embedding's optimiser.
+    """
 
     value: jax.Array
-    slots: Any
+    slots: PyTree
 
 
-def _sgd(rate: Any, decay: float) -> optax.GradientTransformation:
+def _sgd(rate: Rate, decay: float) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9))
 
 
-def _outputs(hyper: Any, embedding: jax.Array) -> list[jax.Array]:
+def _outputs(hyper: Params, embedding: jax.Array) -> list[jax.Array]:
     """A trunk of dense layers with ReLU between them, and a dense layer for each leaf."""
     first, *rest = hyper["trunk"]
     h = first["kernel"] @ embedding + first["bias"]
@@ -54,115 +72,158 @@ def _outputs(hyper: Any, embedding: jax.Array) -> list[jax.Array]:
     return [dense["kernel"] @ h + dense["bias"] for dense in hyper["leaves"]]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PFedHN:
+    """The rules of one pFedHN; fields that are not explained here are arguments of `pfedhn`.
+
+    Attributes:
+      own: mask of the leaves that the hypernetwork does not generate.
+      optimizer: of local training.
+      embedding_optimizer: of the embeddings.
+    """
+
+    task: Task
+    own: Mask
+    optimizer: optax.GradientTransformation
+    embedding_optimizer: optax.GradientTransformation
+    embedding_size: int
+    width: int
+    hidden: int
+    local_steps: int
+    batch_size: int
+    clip: Rate
+    new_client_steps: int
+    new_client_lr: Rate
+
+    @property
+    def generated(self) -> PyTree:
+        """Shapes of the leaves that the hypernetwork generates."""
+        return masks.split(masks.variables_shape(self.task), self.own)[1]
+
+    def init(self, key: Key) -> Model:
+        sizes = [(self.embedding_size, self.width)] + [(self.width, self.width)] * self.hidden
+        sizes += [(self.width, leaf.size) for leaf in jax.tree.leaves(self.generated)]
+        layers = [features.dense_layer(tagged(key, "layer", i), *size) for i, size in enumerate(sizes)]
+        hyper = {"trunk": layers[: 1 + self.hidden], "leaves": layers[1 + self.hidden :]}
+        return Model(hyper, masks.split(self.task.init(tagged(key, "own")), self.own)[0])
+
+    def generate(self, hyper: Params, embedding: jax.Array) -> PyTree:
+        """h(v; φ): the leaves that the hypernetwork generates."""
+        forms, structure = jax.tree.flatten(self.generated)
+        leaves = _outputs(hyper, embedding)
+        return jax.tree.unflatten(structure, [leaf.reshape(form.shape) for leaf, form in zip(leaves, forms, strict=True)])
+
+    def init_memory(self, key: Key, model: Model, num_clients: int) -> Embedding:
+        del model, num_clients
+        value = jax.random.normal(key, (self.embedding_size,))
+        return Embedding(value, self.embedding_optimizer.init(value))
+
+    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
+        model, embedding = received.model, received.memory
+        generated, pull_back = jax.vjp(self.generate, model.hyper, embedding.value)
+        batches = data["train"].endless(tagged(key, "order"), self.batch_size, self.local_steps)
+        start = masks.merge(model.own, generated)
+        everything = masks.everything_like(self.own)
+        trained, loss = local.train(tagged(key, "loss"), self.task.loss, start, batches, self.optimizer, everything)
+        own, moved = masks.split(trained, self.own)
+        # ∇φ, ∇v = (∂θ/∂(φ, v))ᵀ Δθ, with Δθ = received - trained so that the server descends.
+        gradient = pull_back(optax.tree.sub(generated, moved))
+        norm = optax.tree.norm(gradient)
+        gradient = optax.tree.scale(jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-12)), gradient)
+        update, slots = self.embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
+        memory = Embedding(embedding.value + update, slots)
+        # The server reads no pseudo-gradient of the leaves that stay with their client.
+        descent = Model(gradient[0], optax.tree.zeros_like(own))
+        return Trained(Model(model.hyper, own), {"loss": loss}, memory=memory, pseudo_gradient=descent)
+
+    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
+        """The generated model; a client that never took part first fits its embedding and its own leaves."""
+        hyper, own = received.model
+        value = received.memory.value
+        if self.new_client_steps:
+            batches = support.full(self.new_client_steps).only_if(~received.seen)
+
+            def fit(pair: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
+                return self.task.loss(masks.merge(pair[1], self.generate(hyper, pair[0])), batch, key)[0], pair
+
+            moving = (True, jax.tree.map(lambda _: True, own))
+            (value, own), _ = local.train(key, fit, (value, own), batches, optax.adam(self.new_client_lr), moving)
+        return masks.merge(own, self.generate(hyper, value))
+
+    def travels(self, model: Model) -> tuple[PyTree, PyTree]:
+        """The generated leaves come down, and by how much they moved goes up."""
+        generated = self.generate(model.hyper, jnp.zeros(self.embedding_size))
+        return generated, generated
+
+
+@method_builder
 def pfedhn(
     task: Task,
     *,
-    lr: Any = 5e-3,
-    server_lr: Any = 0.01,
+    lr: Rate = 5e-3,
+    server_lr: Rate = 0.01,
     embedding_size: int = 13,
     width: int = 100,
     hidden: int = 3,
     local_steps: int = 50,
     batch_size: int = 64,
     personal: masks.MaskSpec = "none",
-    clip: float = 50.0,
+    clip: Rate = 50.0,
     new_client_steps: int = 50,
-    new_client_lr: Any = 0.1,
-    **options: Unpack[FederationOptions],
-) -> Algorithm:
-    """pFedHN. For a client that never took part a new embedding is fitted to its support set, with the hypernetwork held.
+    new_client_lr: Rate = 0.1,
+) -> Method:
+    """pFedHN.
+
+    For a client that never took part, a new embedding is fitted to its support set; the hypernetwork does not move.
 
     Args:
       task: what is learned, without buffers.
-      lr: learning rate of local training (momentum 0.9, weight decay 5e-5); may be traced, as the other rates.
-      server_lr: of hypernetwork and embeddings (momentum 0.9, weight decay 1e-3).
+      lr: learning rate of local training (momentum 0.9, weight decay 5e-5); may be traced, like the other rates.
+      server_lr: of hypernetwork and embeddings (momentum 0.9, weight decay 1e-3). A server optimiser of the federation
+        replaces that of the hypernetwork.
       embedding_size: e; the paper's is 1 + N // 4.
       width, hidden: units, and layers after the first, of the hypernetwork.
       local_steps: K, batches a round.
       batch_size: samples a step.
-      personal: mask of the leaves that the hypernetwork does not make; "head" is pFedHN-PC.
-      clip: largest norm of a local gradient, and of what a client sends.
+      personal: mask of the leaves that the hypernetwork does not generate; "head" is pFedHN-PC.
+      clip: largest norm of a local gradient, and of what moves hypernetwork and embedding.
       new_client_steps, new_client_lr: full gradient steps (Adam) that fit a new embedding, and their rate.
-      **options: those of `federated`; a `server_optimizer` replaces the hypernetwork's.
 
     Raises:
       ValueError: a task with buffers, everything personal, a rate or count out of range.
     """
-    features.require_plain(task, "pfedhn")
+    features.require_no_buffers(task, "pfedhn")
     for name, rate in (("lr", lr), ("server_lr", server_lr), ("clip", clip), ("new_client_lr", new_client_lr)):
         checks.positive(name, rate)
     counts = {"embedding_size": embedding_size, "width": width, "hidden": hidden}
-    for name, value in {**counts, "local_steps": local_steps, "batch_size": batch_size}.items():
+    counts |= {"local_steps": local_steps, "batch_size": batch_size}
+    for name, value in counts.items():
         checks.count(name, value)
     checks.count("new_client_steps", new_client_steps, least=0)
-    shape = masks.variables_shape(task)
-    in_own = masks.resolve(personal, task, name="personal")
-    made, structure = jax.tree.flatten(masks.split(shape, in_own)[1])
-    if not made:
-        raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to make")
-    everything = jax.tree.map(lambda _: True, shape)
-
-    def init(key: Key) -> Model:
-        own_key, *keys = jax.random.split(key, 2 + hidden + len(made))
-        sizes = [(embedding_size, width)] + [(width, width)] * hidden + [(width, leaf.size) for leaf in made]
-        layers = [features.dense_layer(key, *size) for key, size in zip(keys, sizes, strict=True)]
-        hyper = {"trunk": layers[: 1 + hidden], "leaves": layers[1 + hidden :]}
-        return Model(hyper, masks.split(task.init(own_key), in_own)[0])
-
-    def generate(hyper: Any, embedding: jax.Array) -> Any:
-        """h(v; φ): the leaves that the hypernetwork makes."""
-        leaves = _outputs(hyper, embedding)
-        return jax.tree.unflatten(structure, [leaf.reshape(like.shape) for leaf, like in zip(leaves, made, strict=True)])
-
-    embedding_optimizer = _sgd(server_lr, 1e-3)
-    local_optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))
-
-    def init_memory(key: Key, model: Model, num_clients: int) -> Embedding:
-        value = jax.random.normal(key, (embedding_size,))
-        return Embedding(value, embedding_optimizer.init(value))
-
-    def client(key: Key, received: Received, data: ClientData) -> Trained:
-        order_key, key = jax.random.split(key)
-        model, embedding = received.model, received.memory
-        generated, pull_back = jax.vjp(generate, model.hyper, embedding.value)
-        batches = data["train"].wrapped(order_key, batch_size, local_steps)
-        start = masks.merge(model.own, generated)
-        trained, loss = local.train(key, task.loss, start, batches, local_optimizer, everything)
-        own, moved = masks.split(trained, in_own)
-        # ∇φ, ∇v = (∂θ/∂(φ, v))ᵀ Δθ, with Δθ = received - trained so that the server descends.
-        gradient = pull_back(optax.tree.sub(generated, moved))
-        norm = optax.tree.norm(gradient)
-        gradient = optax.tree.scale(jnp.minimum(1, clip / jnp.maximum(norm, 1e-12)), gradient)
-        update, slots = embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
-        memory = Embedding(embedding.value + update, slots)
-        weight = jnp.where(data["train"].size > 0, 1.0, 0.0)
-        # Nothing descends along the leaves that stay with their client.
-        descent = Model(gradient[0], optax.tree.zeros_like(own))
-        return Trained(Model(model.hyper, own), weight, {"loss": loss}, memory=memory, pseudo_gradient=descent)
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        hyper, own = received.model
-        value = received.memory.value
-        if new_client_steps:
-            batches = support.full(new_client_steps).only_if(~received.seen)
-
-            def fit(pair: Any, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
-                return task.loss(masks.merge(pair[1], generate(hyper, pair[0])), batch, key)[0], pair
-
-            moving = (True, jax.tree.map(lambda _: True, own))
-            (value, own), _ = local.train(key, fit, (value, own), batches, optax.adam(new_client_lr), moving)
-        return masks.merge(own, generate(hyper, value))
-
-    model_shape = jax.eval_shape(init, jax.random.key(0))
-    trainable = jax.tree.map(lambda _: True, model_shape)
-    options.setdefault("server_optimizer", _sgd(server_lr, 1e-3))
-    return federated(
-        init=init,
-        client=client,
-        personalize=personalize,
+    own = masks.resolve(personal, task, name="personal")
+    if all(jax.tree.leaves(own)):
+        raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to generate")
+    optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))
+    for_new = {"new_client_steps": new_client_steps, "new_client_lr": new_client_lr}
+    rules = _PFedHN(task, own, optimizer, _sgd(server_lr, 1e-3), clip=clip, **counts, **for_new)
+    shape = jax.eval_shape(rules.init, jax.random.key(0))
+    personal_leaves = Model(masks.nothing_like(shape.hyper), masks.everything_like(shape.own))
+    return Method(
+        init=rules.init,
+        client=rules.client,
+        personalize=rules.personalize,
         predict=task.predict,
-        personal=Model(jax.tree.map(lambda _: False, model_shape.hyper), jax.tree.map(lambda _: True, model_shape.own)),
-        trainable=trainable,
-        init_memory=init_memory,
-        **options,
+        roles=masks.roles(personal_leaves, masks.everything_like(shape)),
+        weighting="uniform",
+        server_optimizer=_sgd(server_lr, 1e-3),
+        init_memory=rules.init_memory,
+        travels=rules.travels,
     )
+
+
+@variant(pfedhn, personal="head")
+def pfedhn_pc(task: Task) -> Method:
+    """pFedHN-PC: the hypernetwork generates the body alone; each client has its own head.
+
+    For a client that never took part, a new embedding and the initial head are fitted to its support set.
+    """

@@ -152,8 +152,7 @@ class Chain:
         self.clip_norm = norms[-1] if norms else None
         self.sends_differences = any(transform.sends_differences for transform in transforms)
         self.fixed_divisor = any(transform.fixed_divisor for transform in transforms)
-        masked = [transform for transform in transforms if transform.encode is not None]
-        self.masked = masked[-1] if masked else None
+        self.masks_uploads = any(transform.encode is not None for transform in transforms)
 
     def init_memory(self, upload: PyTree) -> tuple[PyTree, ...]:
         """A client's first memory of each transformation."""
@@ -163,8 +162,8 @@ class Chain:
         """All client halves, first to last."""
         after = []
         for number, (transform, kept) in enumerate(zip(self.transforms, memory, strict=True)):
-            upload, kept = transform.client(tagged(key, transform.name, number), upload, kept)
-            after.append(kept)
+            upload, renewed = transform.client(tagged(key, transform.name, number), upload, kept)
+            after.append(renewed)
         return upload, tuple(after)
 
     def server(self, key: Key, average: PyTree, context: ServerContext) -> PyTree:
@@ -172,6 +171,20 @@ class Chain:
         for number, transform in reversed(list(enumerate(self.transforms))):
             average = transform.server(tagged(key, transform.name, number), average, context)
         return average
+
+    def encode(self, key: Key, sums: PyTree, id_: jax.Array, ids: jax.Array) -> PyTree:
+        """What client `id_` sends in place of its weighted sum, see `UploadTransform.encode`."""
+        for transform in self.transforms:
+            if transform.encode is not None:
+                sums = transform.encode(key, sums, id_, ids)
+        return sums
+
+    def decode(self, key: Key, total: PyTree, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
+        """The weighted sum of the uploads that returned, see `UploadTransform.decode`; `like` holds the dtype of each leaf."""
+        for transform in self.transforms:
+            if transform.decode is not None:
+                total = transform.decode(key, total, ids, returned, like)
+        return total
 
     def message(self, leaf: Any) -> Message:
         """The size of a leaf (an array or its shape) on the wire; integers are sent as they are."""

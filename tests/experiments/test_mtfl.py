@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fedjax_meta.algorithms import mtfl as mtfl_algorithm
 
 from fedjax_meta import costs, evaluate, masks, models
+<<<<<<< HEAD
 from fedjax_meta.methods import mtfl as mtfl_algorithm
+=======
+>>>>>>> restructure
 from fedjax_meta.data import sources
 from tests import problems
 

@@ -9,11 +9,10 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.perfedavg import independent_batches
+from fedjax_meta.methods.perfedavg import independent_batches
 from tests import problems
-from tests.test_contract import rounds
+from tests.methods.common import KEY, build, gradient_on, mean, plus, run, start
 
-KEY = jax.random.key(3)
 PRODUCT = partial(fm.meta.hessian_free, method="product")
 ALL = {"cohort_size": 7, "devices": 1, "inner_lr": 0.2, "outer_lr": 0.3}
 
@@ -21,17 +20,7 @@ ALL = {"cohort_size": 7, "devices": 1, "inner_lr": 0.2, "outer_lr": 0.3}
 def gradient(w, view):
     """Gradient of the problem's loss over a whole view."""
     index = jnp.arange(view.max_size)
-    return _gradient(w, view.take(index, index < view.size))
-
-
-@jax.jit
-def _gradient(w, batch):
-    return jax.grad(lambda w: problems.task().loss(w, batch, KEY)[0])(w)
-
-
-@jax.jit
-def plus(a, scale, b):
-    return jax.tree.map(lambda x, y: x + scale * y, a, b)
+    return gradient_on(w, view.take(index, index < view.size))
 
 
 def written_out(w, view, second_order, alpha, beta, steps):
@@ -61,26 +50,19 @@ def product(w, g, view):
     ids=["FO", "HF", "product", "exact"],
 )
 def test_a_round_of_several_local_steps_is_the_pseudo_code(estimator, second_order):
-    algorithm = fm.perfedavg(problems.task(), estimator=estimator, local_steps=3, batch_size=None, **ALL)
-    start = algorithm.init(KEY, problems.data())
+    algorithm = build("perfedavg", estimator=estimator, local_steps=3, batch_size=None, **ALL)
+    model = start(algorithm).model
     clients = [
-        written_out(start.model, problems.data().client(i)["train"], second_order, 0.2, 0.3, 3)
-        for i in range(len(problems.SIZES))
+        written_out(model, problems.data().client(i)["train"], second_order, 0.2, 0.3, 3) for i in range(len(problems.SIZES))
     ]
-    expected = jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), *clients)
-    assert problems.distance(rounds(algorithm, 1, start).model, expected) < 1e-10
+    assert problems.distance(run(algorithm, 1).model, mean(clients)) < 1e-10
 
 
 def test_hessian_free_tends_to_the_product_as_the_square_of_its_step():
     options = {**ALL, "local_steps": 2, "batch_size": 8}
-    reference = rounds(fm.perfedavg(problems.task(), estimator=PRODUCT, **options), 1).model
-    gaps = [
-        problems.distance(
-            rounds(fm.perfedavg(problems.task(), estimator=partial(fm.meta.hessian_free, delta=delta), **options), 1).model,
-            reference,
-        )
-        for delta in (1e-1, 1e-2)
-    ]
+    reference = run(build("perfedavg", estimator=PRODUCT, **options), 1).model
+    estimators = [partial(fm.meta.hessian_free, delta=delta) for delta in (1e-1, 1e-2)]
+    gaps = [problems.distance(run(build("perfedavg", estimator=e, **options), 1).model, reference) for e in estimators]
     assert 50 < gaps[0] / gaps[1] < 200
 
 
@@ -90,14 +72,15 @@ def test_first_order_is_exact_where_the_loss_is_linear():
 
     init = lambda key: jax.random.normal(key, (5,))  # noqa: E731
     task = fm.Task(init, loss, lambda w, x: (x @ w)[:, None] * jnp.ones((1, 3)))
-    results = [rounds(fm.perfedavg(task, estimator=e, batch_size=8, **ALL), 2).model for e in (fm.meta.first_order, PRODUCT)]
+    algorithms = [build("perfedavg", task, estimator=e, batch_size=8, **ALL) for e in (fm.meta.first_order, PRODUCT)]
+    results = [run(algorithm, 2).model for algorithm in algorithms]
     assert problems.distance(*results) < 1e-12
-    assert problems.distance(results[0], task.init(jax.random.split(KEY)[0])) > 1e-2
+    assert problems.distance(results[0], start(algorithms[0]).model) > 1e-2
 
 
 def test_a_test_client_takes_one_step_on_all_of_its_support_view():
-    algorithm = fm.perfedavg(problems.task(), estimator=fm.meta.first_order, **ALL)
-    state = algorithm.init(KEY, problems.data())
+    algorithm = build("perfedavg_fo", **ALL)
+    state = start(algorithm)
     support = problems.data().client(3)["test_support"]
     expected = plus(state.model, -0.2, gradient(state.model, support))
     assert problems.distance(algorithm.personalize(KEY, state, support, 3), expected) < 1e-12
@@ -116,7 +99,7 @@ def test_three_batches_share_no_sample_unless_the_client_has_too_few(size, times
 
 
 def test_every_local_step_draws_afresh_and_gives_each_batch_its_role():
-    # The "gradient" that this estimator returns counts who was in b0, b1 and b2: the model after a round is their list.
+    # The "gradient" of this estimator counts the samples in b0, b1 and b2, so that the model after a round lists them.
     size = 40
     data = fm.from_clients(
         [(np.arange(size)[:, None] / 1.0, np.zeros(size, int))], num_classes=2, views={"train": ([0], [size])}
@@ -135,12 +118,7 @@ def test_every_local_step_draws_afresh_and_gives_each_batch_its_role():
 
     task = fm.Task(lambda key: jnp.zeros((3, size)), lambda w, batch, key: (jnp.sum(w), w), lambda w, x: x)
     options = {"estimator": counting, "outer_lr": 1.0, "batch_size": 6, "cohort_size": 1, "devices": 1}
-    once, thrice = (
-        fm.perfedavg(task, local_steps=steps, **options)
-        .round(KEY, fm.perfedavg(task, local_steps=steps, **options).init(KEY, data), data)[0]
-        .model
-        for steps in (1, 3)
-    )
+    once, thrice = (run(build("perfedavg", task, local_steps=n, **options), 1, data=data).model for n in (1, 3))
     assert np.array_equal(jnp.sum(once, 1), [6, 6, 6])
     assert int(jnp.max(jnp.sum(once, 0))) == 1
     assert np.array_equal(jnp.sum(thrice, 1), [18, 18, 18])
@@ -148,16 +126,10 @@ def test_every_local_step_draws_afresh_and_gives_each_batch_its_role():
 
 
 def test_rates_that_are_learned_may_stay_with_their_client():
-    algorithm = fm.perfedavg(
-        problems.task(),
-        estimator=PRODUCT,
-        learned_rates=True,
-        personal_rates="all",
-        outer_optimizer=optax.adam,
-        batch_size=8,
-        **ALL,
+    algorithm = build(
+        "perfedavg_exact", learned_rates=True, personal_rates="all", outer_optimizer=optax.adam, batch_size=8, **ALL
     )
-    after = rounds(algorithm, 1)
+    after = run(algorithm, 1)
     assert set(map(len, jax.tree.leaves(after.personal.rates))) == {7}
     assert (
         problems.distance(after.personal.rates, jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.2), after.personal.rates))
@@ -174,10 +146,14 @@ def test_rates_that_are_learned_may_stay_with_their_client():
         ({"test_steps": 0}, "test_steps=0"),
         ({"inner_lr": -0.1}, "inner_lr=-0.1"),
         ({"outer_lr": 0.0}, "outer_lr=0.0"),
-        ({"outer_at": "server"}, "meta_steps=4 needs outer_at='client'"),
-        ({"learned_rates": True, "estimator": fm.meta.reptile}, "reptile has no gradient for learned rates"),
+        ({"learned_rates": True, "estimator": fm.meta.reptile_gradient}, "reptile has no gradient for learned rates"),
     ],
 )
-def test_a_wrong_argument_is_refused_when_the_algorithm_is_built(options, message):
+def test_a_wrong_argument_is_refused_when_the_method_is_built(options, message):
     with pytest.raises(ValueError, match=message):
         fm.perfedavg(problems.task(), **options)
+
+
+def test_the_step_at_the_server_belongs_to_the_federation():
+    with pytest.raises(TypeError, match="perfedavg takes no option 'outer_at'"):
+        fm.perfedavg(problems.task(), outer_at="server")

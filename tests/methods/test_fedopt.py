@@ -8,9 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_meta.algorithms import fedadagrad, fedadam, fedavg, fedavgm, fedopt, fedyogi, mtfl
-from fedjax_meta.algorithms.fedopt import adaptive
-from fedjax_meta.data.federated import from_clients
+from fedjax_meta.data import from_clients
+from fedjax_meta.federation import Federation
+from fedjax_meta.methods import fedadagrad, fedadam, fedavg, fedavgm, fedprox, fedyogi
+from fedjax_meta.methods.fedopt import adaptive, fedopt
+from fedjax_meta.rounds import federate
 from fedjax_meta.task import Task
 
 
@@ -65,7 +67,9 @@ def quadratics():
     return task, data, sizes
 
 
-def trained(algorithm, data, rounds=4):
+def trained(method, data, rounds=4, **federation):
+    """The model after some rounds of all three clients."""
+    algorithm = federate(method, Federation(cohort_size=3, **federation))
     state = algorithm.init(jax.random.key(0), data)
     step = jax.jit(algorithm.round)
     for r in range(rounds):
@@ -73,7 +77,7 @@ def trained(algorithm, data, rounds=4):
     return np.asarray(jax.tree.leaves(state.model)[0])
 
 
-OPTIONS = {"cohort_size": 3, "batch_size": 64, "lr": 0.5}
+OPTIONS = {"batch_size": 64, "lr": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -107,19 +111,18 @@ def test_without_momentum_it_is_averaging(quadratics):
     )
 
 
-def test_any_algorithm_takes_an_adaptive_server(quadratics):
+@pytest.mark.parametrize("method", [fedavg, partial(fedprox, epochs=1, prox_weight=0.0)])
+def test_a_federation_gives_any_method_an_adaptive_server(quadratics, method):
     task, data, _ = quadratics
-    server = adaptive("adam", 0.1)
-    np.testing.assert_array_equal(
-        trained(mtfl(task, private="none", server_optimizer=server, **OPTIONS), data), trained(fedadam(task, **OPTIONS), data)
-    )
+    server = {"server_optimizer": partial(adaptive, "adam"), "server_lr": 0.1}
+    np.testing.assert_array_equal(trained(method(task, **OPTIONS), data, **server), trained(fedadam(task, **OPTIONS), data))
 
 
 def test_rates_may_be_traced(quadratics):
     task, data, _ = quadratics
 
     def run(server_lr, tau):
-        algorithm = fedadam(task, server_lr=server_lr, tau=tau, **OPTIONS)
+        algorithm = federate(fedadam(task, server_lr=server_lr, tau=tau, **OPTIONS), Federation(cohort_size=3))
         return algorithm.round(jax.random.key(0), algorithm.init(jax.random.key(0), data), data)[0].model
 
     swept = jax.jit(jax.vmap(run))(jnp.array([0.1, 0.2]), jnp.array([1e-3, 1e-2]))
@@ -138,4 +141,9 @@ def test_rates_may_be_traced(quadratics):
 )
 def test_bad_arguments(quadratics, options, message):
     with pytest.raises(ValueError, match=message):
-        partial(fedopt, quadratics[0])(**options)
+        fedopt(quadratics[0], **options)
+
+
+def test_bad_momentum(quadratics):
+    with pytest.raises(ValueError, match="momentum=1.5"):
+        fedavgm(quadratics[0], momentum=1.5)

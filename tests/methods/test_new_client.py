@@ -1,22 +1,21 @@
-"""What a new client of FedMeta-Per does: it tries everybody's personal part and keeps the best."""
+"""A new client of FedMeta-Per tries the personal part of every trained client and keeps the best."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from tests import problems
+from tests.methods.common import KEY, build, start
 
-KEY = jax.random.key(2)
 DATA = problems.data()
 
 
 @pytest.mark.parametrize("score", ["online", "fitted"])
 def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_trained_and_did_not_diverge(score):
     # One full-batch step of adaptation: no randomness, and a loss that can be taken by hand.
-    algorithm = fm.fedmeta_per(problems.task(), inner_lr=0.1, batch_size=None, score=score, devices=1)
-    state = algorithm.init(KEY, DATA)
+    algorithm = build("fedmeta_per", inner_lr=0.1, batch_size=None, score=score, devices=1)
+    state = start(algorithm)
     rng = np.random.default_rng(3)
     heads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), state.personal)
     diverged, unseen = 3, 5

@@ -2,25 +2,23 @@
 
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.reptile import part_of_epoch
+from fedjax_meta.methods.reptile import part_of_epoch
 from tests import problems
-from tests.algorithms.test_perfedavg import gradient, plus
-from tests.test_contract import rounds
+from tests.methods.common import KEY, build, mean, plus, run, start
+from tests.methods.test_perfedavg import gradient
 
-KEY = jax.random.key(3)
 ALL = {"cohort_size": 7, "devices": 1}
 
 
 @cache
 def alike(sizes=(24, 61, 30, 97, 44, 33, 70)):
-    """Clients whose own samples are all the same, so that no order of them matters, and that differ among each other."""
+    """Clients that differ, each with copies of one sample, so that the order of its samples does not matter."""
     rng = np.random.default_rng(1)
     return fm.from_clients(
         [(np.tile(rng.normal(size=5), (size, 1)), np.full(size, i % 3)) for i, size in enumerate(sizes)], num_classes=3
@@ -28,37 +26,34 @@ def alike(sizes=(24, 61, 30, 97, 44, 33, 70)):
 
 
 def one_round(algorithm, data):
-    start = algorithm.init(KEY, data)
-    return start.model, jax.jit(algorithm.round)(KEY, start, data)[0].model
-
-
-def mean(models):
-    return jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), *models)
+    """(the server's model before a round, after it)."""
+    state = algorithm.init(KEY, data)
+    return state.model, run(algorithm, 1, state, data).model
 
 
 def test_whole_interpolation_of_one_batch_is_fedavg_with_equal_weights():
-    reptile = fm.perfedavg_reptile(problems.task(), interpolation=1.0, outer_batches=1, inner_batches=1, inner_lr=0.2, **ALL)
+    reptile = build("perfedavg_reptile", interpolation=1.0, outer_batches=1, inner_batches=1, inner_lr=0.2, **ALL)
     full = int(problems.SIZES.max())
-    fedavg = fm.fedavg(problems.task(), lr=0.2, epochs=1, batch_size=full, weighting="uniform", **ALL)
-    assert problems.distance(rounds(reptile, 3).model, rounds(fedavg, 3).model) < 1e-12
+    fedavg = build("fedavg", lr=0.2, epochs=1, batch_size=full, weighting="uniform", **ALL)
+    assert problems.distance(run(reptile, 3).model, run(fedavg, 3).model) < 1e-12
 
 
 def test_whole_interpolation_of_four_minibatches_is_an_epoch_of_fedavg():
     data = alike((32,) * 7)  # 24 samples train: 4 minibatches of 6
-    reptile = fm.perfedavg_reptile(problems.task(), interpolation=1.0, outer_batches=1, inner_batches=4, inner_lr=0.2, **ALL)
-    fedavg = fm.fedavg(problems.task(), lr=0.2, epochs=1, batch_size=6, weighting="uniform", **ALL)
+    reptile = build("perfedavg_reptile", interpolation=1.0, outer_batches=1, inner_batches=4, inner_lr=0.2, **ALL)
+    fedavg = build("fedavg", lr=0.2, epochs=1, batch_size=6, weighting="uniform", **ALL)
     assert problems.distance(one_round(reptile, data)[1], one_round(fedavg, data)[1]) < 1e-12
 
 
 def test_a_round_is_the_user_update_of_the_paper():
     data = alike()
-    algorithm = fm.perfedavg_reptile(
-        problems.task(), interpolation=0.3, outer_batches=3, inner_batches=2, inner_lr=0.2, chunk_size=4, **ALL
+    algorithm = build(
+        "perfedavg_reptile", interpolation=0.3, outer_batches=3, inner_batches=2, inner_lr=0.2, chunk_size=4, **ALL
     )
-    start, after = one_round(algorithm, data)
+    before, after = one_round(algorithm, data)
     users = []
     for i in range(data.num_clients):
-        task_model = start
+        task_model = before
         for _ in range(3):
             moving = task_model
             for _ in range(2):
@@ -89,40 +84,37 @@ def test_parts_of_an_epoch_hold_every_sample_once_and_are_cut_as_numpy_cuts(size
 
 def test_the_server_moves_towards_the_adapted_models():
     data = alike()
-    algorithm = fm.reptile(problems.task(), outer_lr=0.4, inner_lr=0.2, inner_epochs=3, batch_size=100, **ALL)
-    start, after = one_round(algorithm, data)
+    algorithm = build("reptile", outer_lr=0.4, inner_lr=0.2, inner_epochs=3, batch_size=100, **ALL)
+    before, after = one_round(algorithm, data)
     adapted = []
     for i in range(data.num_clients):
-        phi = start
+        phi = before
         for _ in range(3):
             phi = plus(phi, -0.2, gradient(phi, data.client(i)["train"]))
         adapted.append(phi)
-    assert problems.distance(after, plus(start, 0.4, plus(mean(adapted), -1, start))) < 1e-12
+    assert problems.distance(after, plus(before, 0.4, plus(mean(adapted), -1, before))) < 1e-12
 
 
 def test_a_server_that_takes_the_whole_step_is_fedavg():
     # One full batch, for which no order of samples is drawn.
-    reptile = fm.reptile(problems.task(), outer_lr=1.0, inner_lr=0.2, batch_size=100, weighting="samples", **ALL)
-    fedavg = fm.fedavg(problems.task(), lr=0.2, batch_size=100, **ALL)
-    assert problems.distance(rounds(reptile, 2).model, rounds(fedavg, 2).model) < 1e-12
+    reptile = build("reptile", outer_lr=1.0, inner_lr=0.2, batch_size=100, weighting="samples", **ALL)
+    fedavg = build("fedavg", lr=0.2, batch_size=100, **ALL)
+    assert problems.distance(run(reptile, 2).model, run(fedavg, 2).model) < 1e-12
 
 
-def test_reptile_takes_server_momentum_sample_weights_and_a_private_head():
-    algorithm = fm.reptile(
-        problems.task(),
-        server_optimizer=optax.sgd(0.5, momentum=0.9),
-        personal="head",
-        weighting="samples",
-        outer_lr=0.5,
-        **ALL,
-    )
-    start = algorithm.init(KEY, problems.data())
-    after = rounds(algorithm, 1, start)
-    assert problems.leaves_equal(after.model["head"], start.model["head"])
+def momentum(rate):
+    return optax.sgd(rate, momentum=0.9)
+
+
+def test_reptile_takes_server_momentum_sample_weights_and_a_personal_head():
+    server = {"server_optimizer": momentum, "server_lr": 0.5}
+    algorithm = build("reptile", personal="head", weighting="samples", outer_lr=0.5, **server, **ALL)
+    before, after = start(algorithm), run(algorithm, 1)
+    assert problems.leaves_equal(after.model["head"], before.model["head"])
     heads = after.personal["head"]["w"]
-    assert float(jnp.min(jnp.max(jnp.abs(heads - start.personal["head"]["w"]), (1, 2)))) > 1e-4
-    assert problems.distance(after.model["body"], start.model["body"]) > 1e-4
-    assert problems.distance(after.optimizer, start.optimizer) > 1e-4
+    assert float(jnp.min(jnp.max(jnp.abs(heads - before.personal["head"]["w"]), (1, 2)))) > 1e-4
+    assert problems.distance(after.model["body"], before.model["body"]) > 1e-4
+    assert problems.distance(after.optimizer, before.optimizer) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -133,13 +125,17 @@ def test_reptile_takes_server_momentum_sample_weights_and_a_private_head():
         (fm.perfedavg_reptile, {"interpolation": 0}, "interpolation=0"),
         (fm.perfedavg_reptile, {"test_steps": 0}, "test_steps=0"),
         (fm.perfedavg_reptile, {"chunk_size": 0}, "chunk_size=0"),
-        (fm.perfedavg_reptile, {"learned_rates": True}, "reptile has no gradient for learned rates"),
         (fm.reptile, {"outer_lr": -1}, "outer_lr=-1"),
         (fm.reptile, {"inner_epochs": 0}, "inner_epochs=0"),
         (fm.reptile, {"batch_size": None}, "batch_size=None"),
-        (fm.reptile, {"learned_rates": True}, "reptile has no gradient for learned rates"),
     ],
 )
-def test_a_wrong_argument_is_refused_when_the_algorithm_is_built(build, options, message):
+def test_a_wrong_argument_is_refused_when_the_method_is_built(build, options, message):
     with pytest.raises(ValueError, match=message):
         build(problems.task(), **options)
+
+
+@pytest.mark.parametrize("build", [fm.reptile, fm.perfedavg_reptile])
+def test_it_has_no_learned_rates(build):
+    with pytest.raises(TypeError, match="takes no option 'learned_rates'"):
+        build(problems.task(), learned_rates=True)

@@ -5,11 +5,11 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.moon import contrast
 from fedjax_meta.features import with_projection
+from fedjax_meta.methods.moon import contrast
 from fedjax_meta.task import weighted_mean
 from tests import problems
-from tests.algorithms.common import FULL, batch, build, of, padded, run, start, step
+from tests.methods.common import FULL, batch, build, of, padded, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2, "optimizer": optax.sgd}
 

@@ -5,7 +5,7 @@ import pytest
 
 import fedjax_meta as fm
 from tests import problems
-from tests.algorithms.common import FULL, batch, buffered, build, gradient, of, personalized, run, step
+from tests.methods.common import FULL, batch, buffered, build, gradient, of, personalized, run, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -16,14 +16,16 @@ def apfl(task=None, **options):
 
 @pytest.mark.parametrize("mix", ["weights", "outputs"])
 def test_the_global_part_is_fedavg_whatever_the_share(mix):
-    average = run(build("fedavg", **OPTIONS), 3)
+    average = run(build("fedavg", **OPTIONS, weighting="uniform"), 3)
     for share in (0.0, 0.3):
         assert problems.distance(run(apfl(share=share, mix=mix), 3).model, average.model) < 1e-12
 
 
 def test_a_share_of_one_is_local_training():
-    state = run(apfl(share=1.0, share_lr=0.0), 3)
-    alone = run(build("local_only", **OPTIONS), 3)
+    # All clients start in the first round: a late one would start from a model that others have trained.
+    everyone = {**OPTIONS, "cohort_size": 7}
+    state = run(apfl(**everyone, share=1.0, share_lr=0.0), 3)
+    alone = run(build("local_only", **everyone), 3)
     assert problems.distance(state.memory.model, alone.personal) < 1e-12
 
 

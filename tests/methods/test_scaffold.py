@@ -1,29 +1,25 @@
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from tests import problems
-from tests.algorithms.common import FULL, KEY, build, compiled, gradient, of, run, start, step
+from tests.methods.common import FULL, KEY, build, compiled, gradient, mean, of, run, start, step
 
 
 def scaffold(**options):
     return build("scaffold", **({**FULL, "lr": 0.2} | options))
 
 
-def mean(trees):
-    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
-
-
 def with_controls(state):
-    """A state with random control variates whose mean the server has."""
+    """A state of clients that have taken part, with random control variates, and their mean at the server."""
     keys = iter(jax.random.split(KEY, 99))
     memory = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), state.memory)
-    return state._replace(memory=memory, extra=jax.tree.map(lambda leaf: jnp.mean(leaf, 0), memory))
+    mean_control = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), memory)
+    return state._replace(memory=memory, extra=mean_control, seen=jnp.ones_like(state.seen))
 
 
 @pytest.mark.parametrize("control", ["path", "gradient"])
-def test_one_full_step_of_everybody_is_fedsgd_whatever_the_controls_are(control):
+def test_one_full_step_of_all_clients_is_fedsgd_whatever_the_controls_are(control):
     # The corrections c - c_i sum to 0 over all clients when c is their mean.
     algorithm = scaffold(control=control)
     state = with_controls(start(algorithm))
@@ -37,7 +33,7 @@ def test_one_full_step_of_everybody_is_fedsgd_whatever_the_controls_are(control)
 
 
 def test_two_steps_and_a_part_of_the_clients_written_out():
-    algorithm = scaffold(epochs=2, cohort_size=3, server_optimizer=optax.sgd(0.5))
+    algorithm = scaffold(epochs=2, cohort_size=3, server_lr=0.5)
     state = with_controls(start(algorithm))
     after, info = compiled(algorithm)(KEY, state, problems.data())
     moved, changes = [], []
@@ -52,6 +48,12 @@ def test_two_steps_and_a_part_of_the_clients_written_out():
     assert problems.distance(after.model, step(state.model, 0.5, mean(moved))) < 1e-12
     expected = jax.tree.map(lambda c, change: c + 3 / 7 * change, state.extra, mean(changes))
     assert problems.distance(after.extra, expected) < 1e-10
+
+
+def test_the_servers_control_variate_is_a_plain_sum_whatever_the_weighting():
+    equal, by_samples = (run(scaffold(cohort_size=3, weighting=weighting), 1) for weighting in ("uniform", "samples"))
+    assert problems.distance(equal.model, by_samples.model) > 1e-4
+    assert problems.distance(equal.extra, by_samples.extra) < 1e-12
 
 
 def test_an_unknown_option_is_refused():

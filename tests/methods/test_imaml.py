@@ -1,4 +1,4 @@
-"""iMAML as a federated system: its limits, its proximal tests, and FedMeta's server form beside it."""
+"""iMAML as a federated method: its limits, its proximal tests, and FedMeta's server form beside it."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,11 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.algorithms.imaml import FL_IMAML
+from fedjax_meta.methods.imaml import FL_IMAML
 from tests import problems
-from tests.algorithms.test_perfedavg import gradient, plus
-from tests.test_contract import rounds
+from tests.methods.common import KEY, build, plus, run, start
+from tests.methods.test_perfedavg import gradient
 
-KEY = jax.random.key(3)
 ALL = {"cohort_size": 7, "devices": 1}
 
 
@@ -20,52 +19,51 @@ def query_gradients(model):
 
 
 def test_an_infinite_proximal_weight_makes_it_gradient_descent_on_the_query_sets():
-    algorithm = fm.imaml(
-        problems.task(), prox_weight=1e10, inner_lr=1e-10, outer_lr=0.3, outer_optimizer=optax.sgd, batch_size=None, **ALL
+    algorithm = build(
+        "imaml", prox_weight=1e10, inner_lr=1e-10, outer_lr=0.3, outer_optimizer=optax.sgd, batch_size=None, **ALL
     )
-    start = algorithm.init(KEY, problems.data())
+    model = start(algorithm).model
     sizes = jnp.asarray(problems.data().sizes("query"), float)
-    step = jax.tree.map(lambda *g: jnp.tensordot(sizes / sizes.sum(), jnp.stack(g), 1), *query_gradients(start.model))
-    assert problems.distance(rounds(algorithm, 1, start).model, plus(start.model, -0.3, step)) < 1e-8
+    step = jax.tree.map(lambda *g: jnp.tensordot(sizes / sizes.sum(), jnp.stack(g), 1), *query_gradients(model))
+    assert problems.distance(run(algorithm, 1).model, plus(model, -0.3, step)) < 1e-8
 
 
 def test_a_test_client_is_pulled_back_to_the_model_that_it_received():
-    algorithm = fm.imaml(problems.task(), prox_weight=3.0, inner_lr=0.1, inner_epochs=4, batch_size=None, **ALL)
-    state = algorithm.init(KEY, problems.data())
+    options = {"prox_weight": 3.0, "inner_lr": 0.1, "inner_epochs": 4, "batch_size": None, **ALL}
+    algorithm = build("imaml", **options)
+    state = start(algorithm)
     support = problems.data().client(2)["test_support"]
     phi = state.model
     for _ in range(4):
         phi = plus(phi, -0.1, plus(gradient(phi, support), 3.0, plus(phi, -1, state.model)))
     assert problems.distance(algorithm.personalize(KEY, state, support, 2), phi) < 1e-12
     assert problems.distance(algorithm.personalize(KEY, state, support, None), phi) < 1e-12
-    free = fm.imaml(
-        problems.task(), prox_weight=3.0, test_prox_weight=0.0, inner_lr=0.1, inner_epochs=4, batch_size=None, **ALL
-    )
+    free = build("imaml", test_prox_weight=0.0, **options)
     assert problems.distance(free.personalize(KEY, state, support, 2), phi) > 1e-3
 
 
 def test_the_gradient_of_the_published_code_is_another_one():
     options = {"outer_optimizer": optax.sgd, "outer_lr": 0.3, "inner_lr": 0.1, "inner_epochs": 2, "batch_size": 8, **ALL}
-    proper, published = (rounds(fm.imaml(problems.task(), **options, **more), 1).model for more in ({}, FL_IMAML))
+    proper, published = (run(build("imaml", **options, **more), 1).model for more in ({}, FL_IMAML))
     assert problems.distance(proper, published) > 1e-3
 
 
 def test_the_server_form_of_fedmeta_descends_along_the_sum_over_its_cohort():
-    algorithm = fm.fedmeta_server(problems.task(), inner_lr=0.0, outer_lr=0.05, batch_size=None, **ALL)
-    start = algorithm.init(KEY, problems.data())
-    total = jax.tree.map(lambda *g: sum(g), *query_gradients(start.model))
-    assert problems.distance(rounds(algorithm, 1, start).model, plus(start.model, -0.05, total)) < 1e-12
+    algorithm = build("fedmeta_server", inner_lr=0.0, outer_lr=0.05, batch_size=None, **ALL)
+    model = start(algorithm).model
+    total = jax.tree.map(lambda *g: sum(g), *query_gradients(model))
+    assert problems.distance(run(algorithm, 1).model, plus(model, -0.05, total)) < 1e-12
 
 
 def test_the_server_form_takes_any_optimiser_and_keeps_its_state():
-    algorithm = fm.fedmeta_server(problems.task(), outer_optimizer=optax.adam, outer_lr=0.05, **ALL)
-    after = rounds(algorithm, 2)
+    algorithm = build("fedmeta_server", outer_optimizer=optax.adam, outer_lr=0.05, **ALL)
+    after = run(algorithm, 2)
     assert any(int(leaf) == 2 for leaf in jax.tree.leaves(after.optimizer) if leaf.ndim == 0)
 
 
 def test_fedavg_with_one_update_takes_one_step_on_all_of_the_support_view():
-    algorithm = fm.ALGORITHMS["fedavg_one_step"](problems.task(), lr=0.2, batch_size=4, **ALL)
-    state = algorithm.init(KEY, problems.data())
+    algorithm = build("fedavg_one_step", lr=0.2, batch_size=4, **ALL)
+    state = start(algorithm)
     support = problems.data().client(3)["test_support"]
     expected = plus(state.model, -0.2, gradient(state.model, support))
     assert problems.distance(algorithm.personalize(KEY, state, support, 3), expected) < 1e-12
@@ -79,10 +77,14 @@ def test_fedavg_with_one_update_takes_one_step_on_all_of_the_support_view():
         ({"cg_steps": 0}, "cg_steps=0"),
         ({"inner_epochs": 0}, "inner_epochs=0"),
         ({"operator": "other"}, "operator='other'"),
-        ({"learned_rates": True}, "implicit has no gradient for learned rates"),
     ],
     ids=str,
 )
-def test_a_wrong_argument_is_refused_when_the_algorithm_is_built(options, message):
+def test_a_wrong_argument_is_refused_when_the_method_is_built(options, message):
     with pytest.raises(ValueError, match=message):
         fm.imaml(problems.task(), **options)
+
+
+def test_it_has_no_learned_rates():
+    with pytest.raises(TypeError, match="imaml takes no option 'learned_rates'"):
+        fm.imaml(problems.task(), learned_rates=True)

@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from tests import problems
-from tests.algorithms.common import FULL, build, gradient, of, personalized, run, start, step
+from tests.methods.common import FULL, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.05, "epochs": 2, "batch_size": 8}
 
@@ -27,7 +27,9 @@ def test_the_global_model_is_that_of_fedavg():
 
 
 def test_without_a_proximal_term_personal_models_are_those_of_local_training():
-    state, alone = run(ditto(prox_weight=0.0), 3), run(build("local_only", **OPTIONS), 3)
+    # All clients start in the first round: a late one would start from a model that others have trained.
+    everyone = {**OPTIONS, "cohort_size": 7}
+    state, alone = run(ditto(**everyone, prox_weight=0.0), 3), run(build("local_only", **everyone), 3)
     assert problems.distance(state.memory, alone.personal) < 1e-12
 
 
@@ -61,6 +63,15 @@ def test_known_clients_test_with_their_own_model_and_others_make_one_from_the_gl
     assert problems.distance(made, expected) < 1e-12
     early = start(algorithm)._replace(model=state.model)
     assert problems.distance(personalized(algorithm, early, 4), made) < 1e-12
+
+
+def test_a_late_client_starts_its_own_model_from_the_model_that_it_receives():
+    algorithm = ditto(**WHOLE)
+    state = run(algorithm, 2)
+    late = state._replace(seen=state.seen.at[4].set(False))
+    after = run(algorithm, 1, late)
+    expected = descend(state.model, state.model, 4, "train")
+    assert problems.distance(of(after.memory, 4), expected) < 1e-12
 
 
 def test_a_negative_weight_is_refused():
