@@ -115,7 +115,7 @@ def natural(dataset: str, *, num_clients: int | None, seed: int | None, **option
         x, y, owner = file["x"], file["y"], file[by]
     if owner.shape != y.shape:
         raise ValueError(
-            f"{by} has shape {list(owner.shape)} in {dataset!r}, but y has {list(y.shape)}: it must have one entry for each sample"
+            f"{by} has shape {list(owner.shape)} in {dataset!r}, but y has {list(y.shape)}: it needs one entry a sample"
         )
     # A source sorts its samples, but x, y and owner agree only in the order of the file.
     x = x.reshape(-1, *source.x_train.shape[1:])
@@ -284,11 +284,9 @@ def main(  # long because every option brings its help text
     ] = None,
     noisy: Annotated[float | None, typer.Option(help="mtfl: share of clients with noisy training images.")] = None,
     model_spread: Annotated[
-        float | None, typer.Option(help="synthetic: how much the clients' models differ; 1 when not given.")
+        float | None, typer.Option(help="synthetic: how much the clients' models differ; default 1.")
     ] = None,
-    data_spread: Annotated[
-        float | None, typer.Option(help="synthetic: how much their inputs differ; 1 when not given.")
-    ] = None,
+    data_spread: Annotated[float | None, typer.Option(help="synthetic: how much their inputs differ; default 1.")] = None,
     by: Annotated[
         str | None,
         typer.Option(help="natural: the array of the .npz with the client of each sample; `client` when not given."),

@@ -314,7 +314,7 @@ def _train_data(training: Training, data: Data) -> fm.FederatedData:
     return {"federated": data.federated.train, "iid": data.iid, "pooled": data.pooled}[training.data]
 
 
-def _test(algorithm: fm.Algorithm, training: Training, clients: str, data: Data, devices: int | None) -> runner.Evaluator:
+def _test(algorithm: fm.Algorithm, training: Training, clients: str, data: Data, devices: int | None) -> fm.Evaluator:
     if clients == NEW:
         return runner.evaluator(algorithm, data.federated.new, devices=devices, support="support", query="query", known=False)
     # In centralised training no client adapts, so that all of its test view is tested.
