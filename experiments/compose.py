@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import optax
 import typer
 
@@ -51,10 +52,10 @@ FLAGS = {
     "participation": "--late and --crashed",
     "server_optimizer": "--server-optimizer",
     "devices": "--devices",
-    "schedule": "Python",
-    "new_client": "Python",
+    "schedule": "Python code",
+    "new_client": "Python code",
 }
-"""How options of a federation are given that are no plain values."""
+"""What to use for the options of a federation that are no plain values."""
 
 PROTOCOLS: dict[str, Callable[..., protocols.Protocol]] = {
     "fedmeta_per": protocols.fedmeta_per_clients,
@@ -159,7 +160,7 @@ def _plain_values(algorithm: str, federation: Mapping[str, Any]) -> dict[str, An
     checks.options("Federation", federation, fm.federation.OPTIONS, dict.fromkeys(_keywords(fm.METHODS[algorithm]), "--set"))
     for name in federation:
         if name in FLAGS:
-            raise ValueError(f"--federation {name}=... is not possible: it is given with {FLAGS[name]}")
+            raise ValueError(f"--federation cannot set {name}: use {FLAGS[name]}")
     return dict(federation)
 
 
@@ -210,6 +211,8 @@ def make_plans(
     for name, parts in systems.items():
         federation = {"cohort_size": cohort_size, **parts.get("federation", {})}
         algorithm = compose(task, **{**parts, "federation": federation}, devices=devices)
+        # Refuses a cohort that is larger than the population, before the run has a folder.
+        algorithm.cohort(jax.random.key(0), 0, data.train.num_clients)
         title = _title(parts)
         tests = {f"{name}/local": runner.Test(title, "local", runner.evaluator(algorithm, data.train, devices=devices))}
         if data.new is not None:
