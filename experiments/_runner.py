@@ -274,11 +274,11 @@ def run_all(plans: Sequence[Plan], folder: Path) -> dict[str, Rows]:
     return results
 
 
-def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
     """Prints a table with as many of its columns, from the left, as the terminal has room for; into a file all of them."""
     whole = Console(file=console.file, width=max(console.width, 160)) if not console.is_terminal else console
     for count in range(len(headings), 1, -1):
-        table = report.rich_table(title, headings[:count], [row[:count] for row in rows])
+        table = report.rich_table(title, headings[:count], [row[:count] for row in rows], text_columns=text_columns)
         if Measurement.get(whole, whole.options.update(width=1000), table).maximum <= whole.width:
             break
     whole.print(table)

@@ -213,7 +213,7 @@ def make_plans(
         algorithm = compose(task, **{**parts, "federation": federation}, devices=devices)
         # Refuses a cohort that is larger than the population, before the run has a folder.
         algorithm.cohort(jax.random.key(0), 0, data.train.num_clients)
-        title = _title(parts)
+        title = parts["algorithm"] + ("*" if _changes(parts) else "")
         tests = {f"{name}/local": runner.Test(title, "local", runner.evaluator(algorithm, data.train, devices=devices))}
         if data.new is not None:
             new = runner.evaluator(algorithm, data.new, devices=devices, support="support", query="query", known=False)
@@ -236,19 +236,20 @@ def make_plans(
     return plans
 
 
-def _title(parts: Mapping[str, Any]) -> str:
-    """The method and what was changed about it."""
+def _changes(parts: Mapping[str, Any]) -> str:
+    """What a system changes about its method."""
     changed = []
     for key, value in parts.items():
         if key == "algorithm" or value is None or value == {}:
             continue
         inner = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else f"{key}={value}"
         changed.append(inner)
-    return parts["algorithm"] + (f" ({', '.join(changed)})" if changed else "")
+    return ", ".join(changed)
 
 
-def write_report(folder: Path, title: str, series: Sequence[report.Series]) -> None:
-    """Prints the table, and writes it as `report.md` with `figure.png`."""
+def write_report(folder: Path, title: str, changes: str, series: Sequence[report.Series]) -> None:
+    """Prints the table, and writes it as `report.md` with `figure.png`; `changes` explains the star."""
+    note = f"* {changes}" if changes else ""
     headings = ("system", "clients", "accuracy", "mean ± std over clients", "macro F1")
     rows = []
     for key in dict.fromkeys((one.title, one.clients) for one in series):
@@ -256,9 +257,11 @@ def write_report(folder: Path, title: str, series: Sequence[report.Series]) -> N
         scores = report.over_seeds(runs)
         spread = f"{scores['accuracy_mean'][0]:.2f} ±{scores['accuracy_std'][0]:.2f}"
         rows.append([*key, report.with_spread(scores["accuracy"], len(runs)), spread, f"{scores['f1_mean'][0]:.2f}"])
-    runner.console.print(report.rich_table(f"{title} (percent)", headings, rows, text_columns=2))
+    runner.show_table(f"{title} (percent)", headings, rows, text_columns=2)
+    runner.console.print(note, style="dim", markup=False)
     report.save_figure(folder / "figure.png", series, title=title)
-    lines = [f"# {title}", "", report.markdown_table(headings, rows, text_columns=2), "", "![](figure.png)", ""]
+    lines = [f"# {title}", "", report.markdown_table(headings, rows, text_columns=2), "", note.replace("*", "\\*"), ""]
+    lines += ["![Accuracy by round and its spread over clients](figure.png)", ""]
     checkpoint.write_text(folder / "report.md", "\n".join([*lines, f"    {runner.command_line(folder)}", ""]))
     runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
 
@@ -432,7 +435,8 @@ def main(  # long because every option brings its help text
             out, f"compose-{algorithm}", resume=resume, options=options, algorithms=runner.configs(plans)
         )
         results = runner.run_all(plans, folder)
-        write_report(folder, f"{data.name}: round {rounds}", runner.all_series(plans, results))
+        changes = _changes(systems["composition"])
+        write_report(folder, f"{data.name}: round {rounds}", changes, runner.all_series(plans, results))
 
 
 if __name__ == "__main__":

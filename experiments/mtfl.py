@@ -186,7 +186,7 @@ def mtfl_system(
     """
     make = partial(build, here, private, optimizer, lr, statistics_epochs=statistics_epochs)
     look = [*PRIVATE, "all", *PARTS].index(private), ("-", ":", "--")[list(OPTIMIZERS).index(optimizer)]
-    return System(title, make(), make(steps=None, finetune_epochs=1), support="train", look=look)
+    return System(title, make(), make(finetune_epochs=1), support="train", look=look)
 
 
 def comparison(
@@ -363,7 +363,7 @@ def shift(here: Setting, rounds: int, folder: Path, config: Mapping[str, Any]) -
 
 
 def _shift_of_run(here: Setting, private: str, algorithm: fm.Algorithm, rounds: int) -> list[Mapping[str, Any]]:
-    trained = build(here, private, "fedavg", steps=None, finetune_epochs=1)
+    trained = build(here, private, "fedavg", finetune_epochs=1)
     measure = jax.jit(partial(_mtfl_shift.moved_by_aggregation, here.net, here.task, trained))
     rows: list[Mapping[str, Any]] = []
     state = None
