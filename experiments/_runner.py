@@ -50,7 +50,7 @@ DevicesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Devices that share a cohort; when not given all of them (on a CPU one a core), at most one a client.",
+        help="Devices that share a cohort; when not given all (on a CPU its cores), but at most one for each client of a cohort.",
         show_default=False,
     ),
 ]
@@ -248,8 +248,8 @@ def remembered(folder: Path, name: str, config: Mapping[str, Json], compute: Cal
         result = compute()
     except KeyboardInterrupt:
         state = checkpoint.latest_round(folder / "state" / name)
-        saved = f"finished results ({len(parts)})" + (f" and round {state} of {name}" if state else "")
-        raise Stopped(f"stopped; {saved} are saved. Continue with:\n  {command_line(folder, resume=True)}") from None
+        saved = f"finished results saved: {len(parts)}" + (f", and round {state} of {name}" if state else "")
+        raise Stopped(f"stopped in {name}; {saved}. Continue with:\n  {command_line(folder, resume=True)}") from None
     parts[name] = {"name": name, "config": config, "result": result}
     lines = ",\n".join(json.dumps(part, separators=(",", ":")) for part in parts.values())
     checkpoint.write_text(path, f'{{"runs": [\n{lines}\n]}}\n')

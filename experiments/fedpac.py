@@ -278,7 +278,7 @@ def compare(
 def load(
     source: sources.Source, setting: Setting, *, num_clients: int, num_new: int, seed: int, share: bool
 ) -> tuple[fm.FederatedData, fm.FederatedData]:
-    """(training clients, new clients) of one setting; both are drawn alike."""
+    """(training clients, new clients) of one setting; both have the same distribution."""
     together = num_clients + num_new
     data = protocols.fedpac_clients(
         source,
@@ -498,7 +498,8 @@ def main(  # long because every option brings its help text
             results.setdefault(part.setting, {})[part.name] = outcome
             runner.console.print(
                 f"{title}: {_spread(outcome.known)} %, new clients {_spread(outcome.new)} %  "
-                f"[dim]rate {outcome.rate:g}, {part.setting.title}[/dim]"
+                f"[dim]rate {outcome.rate:g}, {part.setting.title}[/dim]",
+                soft_wrap=True,
             )
         how = (
             f"{num_clients} clients, {cohort} a round, {rounds} rounds, {epochs} epochs, batches of {batch_size}. Accuracy: "

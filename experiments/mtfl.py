@@ -49,7 +49,7 @@ TARGETS = {"mnist": (0.95, 0.97), "cifar10": (0.6, 0.65)}
 
 
 class Setting(NamedTuple):
-    """One data set divided among W clients, a share C of whom take part in a round.
+    """One data set divided among W clients, a share C of which takes part in a round.
 
     Attributes:
       family: "mnist" or "cifar10", for networks, rates and targets.
@@ -142,7 +142,7 @@ def check_sizes(clients: Sequence[int], shares: Sequence[float]) -> int:
     return min(round(share * count) for count in clients for share in shares)
 
 
-def deal(
+def make_settings(
     source: sources.Source, *, clients: int, shares: Sequence[float], noisy: float, data_seed: int, norm: str, momentum: float
 ) -> list[Setting]:
     """Divides a data set among W clients as the paper does; a setting for each share of the clients.
@@ -394,7 +394,7 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
 
 
 NOTES = {
-    "compare": "Only tests show whose the running statistics are: runs with the same private γ and β train alike, bit for bit. "
+    "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike, bit for bit. "
     "Here `both` stays below `γβ`, where the paper has both about equal: UA 90.1 % against 98.0 (MNIST, W = 200, C = 0.5, "
     "FedAvg, round 40, seed 1). Stale private statistics are not the reason: recomputed with the received model on all training "
     "samples of a client (--statistics-epochs 2) they give 90.2. With private statistics the activations of every client have "
@@ -517,22 +517,22 @@ def main(  # long because every option brings its help text
         shared = runner.prepare(devices, compile_cache, cohort_size=smallest)
         with runner.console.status(f"loading {dataset}"):
             source = sources.load(dataset, data_dir=data_dir, download=download)
-            dealing: dict[str, Any] = {"noisy": noisy, "data_seed": data_seed, "norm": norm, "momentum": momentum}
-            settings = [here for count in counts for here in deal(source, clients=count, shares=shares, **dealing)]
+            division: dict[str, Any] = {"noisy": noisy, "data_seed": data_seed, "norm": norm, "momentum": momentum}
+            settings = [here for count in counts for here in make_settings(source, clients=count, shares=shares, **division)]
         settings = [here._replace(devices=shared) for here in settings]
-        config = {"experiment": f"mtfl {what}", "dataset": dataset, **dealing}
+        config = {"experiment": f"mtfl {what}", "dataset": dataset, **division}
         options = {**config, "clients": counts, "share": shares, "rounds": rounds, "seeds": seed_list}
-        enter = partial(runner.open_folder, out, f"mtfl_{what}-{dataset}", resume=resume, options=options)
+        open_run = partial(runner.open_folder, out, f"mtfl_{what}-{dataset}", resume=resume, options=options)
         title, sections = f"MTFL on {dataset}: {what}", []
         if what == "shift":
-            folder = enter(algorithms={here.name: build(here, "bn", "fedavg").config for here in settings})
+            folder = open_run(algorithms={here.name: build(here, "bn", "fedavg").config for here in settings})
             for here in settings:
                 rows = shift(here, rounds, folder, config)
                 _mtfl_shift.draw(folder / f"{here.name}.png", f"{here.protocol.name}: moved by aggregation", rows)
                 sections.append((here.title, *_mtfl_shift.table(rows), f"{here.name}.png"))
             finish(folder, title, source.note, sections)
             return
-        made = [
+        groups = [
             comparison(here, sets, rules, lr=lr, statistics_epochs=statistics_epochs)
             if what == "compare"
             else {name: baseline(here, name) for name in chosen}
@@ -540,13 +540,13 @@ def main(  # long because every option brings its help text
         ]
         plans = [
             make_plans(here, group, rounds=rounds, eval_every=eval_every, seeds=seed_list, config=config)
-            for here, group in zip(settings, made, strict=True)
+            for here, group in zip(settings, groups, strict=True)
         ]
         # All systems with one seed before the next seed, so that a run that is stopped early has comparable results.
         order = sorted((plan for group in plans for runs in group.values() for plan in runs), key=lambda plan: plan.seed)
-        folder = enter(algorithms=runner.configs(order))
+        folder = open_run(algorithms=runner.configs(order))
         results = runner.run_all(order, folder)
-        for here, group, runs in zip(settings, made, plans, strict=True):
+        for here, group, runs in zip(settings, groups, plans, strict=True):
             outcomes = {name: outcome(here, group[name], [results[plan.name] for plan in line]) for name, line in runs.items()}
             draw(folder / f"{here.name}.png", f"{here.protocol.name}: {here.title}", group, outcomes, goals)
             sections.append((here.title, *table(group, outcomes, goals), f"{here.name}.png"))

@@ -239,8 +239,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 @app.command()
 def main(  # long because every option brings its help text
-    datasets: Annotated[str, typer.Option(help="Separated by commas: " + ", ".join(ROUNDS) + ".")] = ",".join(SYNTHETIC),
-    systems: Annotated[str, typer.Option(help="Separated by commas: " + ", ".join(SYSTEMS) + ".")] = ",".join(SYSTEMS),
+    datasets: Annotated[str, typer.Option(help="Data sets, separated by commas: " + ", ".join(ROUNDS) + ".")] = ",".join(
+        SYNTHETIC
+    ),
+    systems: Annotated[str, typer.Option(help="Systems, separated by commas: " + ", ".join(SYSTEMS) + ".")] = ",".join(
+        SYSTEMS
+    ),
     runs: Annotated[int, typer.Option(min=1, help="Runs, with seeds 1, 2, ...")] = 10,
     rounds: Annotated[
         int | None,

@@ -222,7 +222,7 @@ def test_a_part_that_is_stopped_says_how_to_continue(tmp_path):
         raise KeyboardInterrupt
 
     _runner.remembered(tmp_path, "one", {}, lambda: 1)
-    with pytest.raises(_runner.Stopped, match=r"finished results \(1\) are saved. Continue with:\n.*--resume"):
+    with pytest.raises(_runner.Stopped, match=r"stopped in two; finished results saved: 1. Continue with:\n.*--resume"):
         _runner.remembered(tmp_path, "two", {}, stopped)
     assert _runner.remembered(tmp_path, "two", {}, lambda: 2) == 2
 

@@ -15,12 +15,12 @@ mtfl = pytest.importorskip("experiments.mtfl", reason="the command line needs ty
 _mtfl_shift = pytest.importorskip("experiments._mtfl_shift")
 
 FLOAT = jnp.zeros(()).dtype.itemsize
-DEALING = {"noisy": 0.0, "data_seed": 1, "norm": "after", "momentum": 0.1}
+DIVISION = {"noisy": 0.0, "data_seed": 1, "norm": "after", "momentum": 0.1}
 
 
 @pytest.fixture(scope="module")
 def here():
-    (setting,) = mtfl.deal(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DEALING, "noisy": 0.2})
+    (setting,) = mtfl.make_settings(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DIVISION, "noisy": 0.2})
     return setting._replace(devices=1)
 
 
@@ -127,7 +127,7 @@ def test_bad_settings():
         mtfl.check_sizes([0], [1.0])
     assert mtfl.check_sizes([400, 200], [1.0, 0.5]) == 100
     with pytest.raises(ValueError, match="--noisy 1 makes all 10 clients noisy"):
-        mtfl.deal(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DEALING, "noisy": 1.0})
+        mtfl.make_settings(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DIVISION, "noisy": 1.0})
 
 
 @pytest.mark.parametrize(
