@@ -9,7 +9,7 @@ from _workloads import Job, Workload
 
 from fedjax_meta import Algorithm, Task, engine, fedavg, local, masks, meta, models, mtfl, simulate
 from fedjax_meta.algorithm import Received, Trained, federated
-from fedjax_meta.data.federated import CHUNK, Batches, ClientData, FederatedData, federate
+from fedjax_meta.data import CHUNK, Batches, ClientData, FederatedData, federate
 from fedjax_meta.data.shuffle import permuted, round_keys
 from fedjax_meta.task import Batch, Key
 

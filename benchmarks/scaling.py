@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_meta import Algorithm, engine, fedavg, federate, fedper, models, runtime, simulate, store
-from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data import FederatedData
 
 AXES = ("cohort", "population", "store", "skew", "devices")
 SKEWED = tuple(int(size) for size in np.geomspace(135, 5201, 50))

@@ -394,8 +394,8 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
 
 
 NOTES = {
-    "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike, bit for bit. "
-    "Here `both` stays below `γβ`, where the paper has both about equal: UA 90.1 % against 98.0 (MNIST, W = 200, C = 0.5, "
+    "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike, bit "
+    "for bit. Here `both` stays below `γβ`, where the paper has both about equal: UA 90.1 % against 98.0 (MNIST, W = 200, C = 0.5, "
     "FedAvg, round 40, seed 1). Stale private statistics are not the reason: recomputed with the received model on all training "
     "samples of a client (--statistics-epochs 2) they give 90.2. With private statistics the activations of every client have "
     "mean 0 and deviation 1, whatever its classes; averaged statistics leave the offset that tells clients apart, and nearly all "

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from fedjax_meta import checks, federation
+from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.config import plain
 from fedjax_meta.method import Method
 from fedjax_meta.task import require_task
@@ -21,15 +22,45 @@ _BELONGS = dict.fromkeys(federation.OPTIONS, "Federation")
 """Where an option belongs that no builder takes."""
 
 
+def _weighting(name: str, value: Any) -> None:
+    checks.one_of(name, value, WEIGHTINGS)
+
+
+_or_zero = functools.partial(checks.count, least=0)
+
+USUAL: dict[str, Callable[[str, Any], None]] = {
+    "lr": checks.positive,
+    "head_lr": checks.positive,
+    "personal_lr": checks.positive,
+    "outer_lr": checks.positive,
+    "server_lr": checks.positive,
+    "inner_lr": checks.not_negative,
+    "prox_weight": checks.not_negative,
+    "epochs": checks.count,
+    "batch_size": checks.count,
+    "inner_steps": checks.count,
+    "local_steps": checks.count,
+    "test_steps": checks.count,
+    "finetune_epochs": _or_zero,
+    "new_client_epochs": _or_zero,
+    "optimizer": checks.optimizer_factory,
+    "inner_optimizer": checks.optimizer_factory,
+    "outer_optimizer": checks.optimizer_factory,
+    "weighting": _weighting,
+}
+"""Checks of options that many builders have; `None`, where a builder allows it, passes."""
+
+
 def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """Marks a builder of methods.
 
     The first argument must be a `Task`. A keyword that the builder does not take is refused under the builder's name, with the
-    nearest name that it takes. The method's `config` holds the builder's name and every option, defaults included.
+    nearest name that it takes. Options with the names of `USUAL` are checked; a builder checks only what is its own. The method's
+    `config` holds the builder's name and every option, defaults included.
 
     Raises (the builder, when called):
       TypeError: an unknown option, an option that belongs to `Federation`.
-      ValueError: a first argument that is no task.
+      ValueError: a first argument that is no task, a usual option out of range.
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -44,6 +75,9 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         checks.options(name, given, allowed, {key: where for key, where in _BELONGS.items() if key not in allowed})
         bound = signature.bind(task, **given)
         bound.apply_defaults()
+        for option, value in bound.arguments.items():
+            if option in USUAL and value is not None:
+                USUAL[option](option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
         return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})
 

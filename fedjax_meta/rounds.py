@@ -110,12 +110,8 @@ class _Rounds:
     federation: Federation
 
     def __post_init__(self) -> None:
-        names = {transform.name for transform in self.federation.uploads}
-        if self.method.collaborate is not None and names & {"noise", "mask"}:
-            raise ValueError(
-                f"{self.method.name} lets the server see what each client sends by itself, which "
-                f"{' and '.join(sorted(names & {'noise', 'mask'}))} cannot cover"
-            )
+        if self.method.collaborate is not None and self.method.collaborate.reads:
+            self._refuse_hiding_uploads()
         f = self.federation
         if self.method.server_optimizer is not None and f.server_lr is not None and f.server_optimizer is None:
             raise ValueError(
@@ -180,6 +176,14 @@ class _Rounds:
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
+
+    def _refuse_hiding_uploads(self) -> None:
+        hiding = sorted({"noise", "mask"} & {transform.name for transform in self.federation.uploads})
+        if hiding:
+            raise ValueError(
+                f"{self.method.name} lets the server see what each client sends by itself, which {' and '.join(hiding)} "
+                "cannot cover"
+            )
 
     def cohort(self, key: Key, round_: Any, num_clients: int) -> jax.Array:
         f = self.federation
@@ -299,11 +303,13 @@ class _Rounds:
         trained = self.method.client(tagged(key, "train"), received, client)
         _must_fit("the model that a client returns", trained.model, received.model)
         _must_fit("a client's memory must keep the form of init_memory", trained.memory, kept.memory)
+        if jax.tree.leaves(trained.stacked):
+            self._refuse_hiding_uploads()
         own_weight = self._weight(trained, client)
         upload = self._upload(state, trained)
         upload, residual = self.chain.client(tagged(key, "uploads"), upload, kept.residual)
         weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
-        weight = jax.tree.map(lambda w: jnp.where(reached, w, 0), weight)
+        weight = jax.tree.map(lambda w: jnp.where(reached & (own_weight > 0), w, 0), weight)
         if self.chain.fixed_divisor:
             weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
         # A client without samples has learned nothing, whatever its rule made of it.

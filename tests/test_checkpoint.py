@@ -79,7 +79,7 @@ def test_saving_a_round_again_replaces_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["fedmeta_per_metasgd", "fedper"])
 def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
-    method, key = fm.METHODS[name](task()), jax.random.key(5)
+    method, key = fm.federate(fm.METHODS[name](task())), jax.random.key(5)
     whole, _ = fm.simulate(method, data(), key=key, rounds=5, eval_every=2)
 
     def stop(state, record):

@@ -259,9 +259,9 @@ def test_a_builder_names_itself_and_records_every_option(name):
 def test_a_wrong_option_is_refused_under_the_name_that_was_called(name):
     builder, task = fm.METHODS[name], problems.task()
     option = list(inspect.signature(builder).parameters)[1]
-    with pytest.raises(TypeError, match=f"^{name} .*{option}x.*{option}"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) .*{option}x.*did you mean '{option}'"):
         builder(task, **{option + "x": 1})
-    with pytest.raises(TypeError, match=f"^{name} .*cohort_size.*Federation"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) .*cohort_size.*Federation"):
         builder(task, cohort_size=3)
     with pytest.raises(ValueError, match=f"^{name}'s first argument must be a Task"):
         builder(task.predict)

@@ -131,7 +131,7 @@ def test_rows_that_were_cut_off_on_disk_are_not_taken_for_whole(tmp_path):
         checkpoint.restore(tmp_path, odd, {})
     rows = next((path / "host").iterdir())
     rows.write_bytes(rows.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(ValueError, match="truncated"):
         checkpoint.restore(tmp_path, like, {})
 
 
@@ -213,13 +213,12 @@ def test_what_cannot_wait_is_refused(monkeypatch, tmp_path):
     known = Evaluator(rounds_done, data, known=True)
     with pytest.raises(ValueError, match="have 7 clients and the training 5"):
         simulate(algorithm, fewer, key=KEY, rounds=1, evaluators={"t": known}, store="memory")
-    keyed = fm.federated(
+    keyed = fm.Method(
         init=lambda key: {"w": jnp.zeros(2)},
-        client=None,
-        personalize=None,
-        predict=None,
-        personal={"w": False},
-        trainable={"w": True},
+        client=lambda key, received, data: fm.Trained(received.model, {}, received.memory),
+        personalize=fm.received_model,
+        predict=lambda model, x: x,
+        roles={"w": fm.masks.Role.SHARED},
         init_memory=lambda key, model, num_clients: key,
     )
     with pytest.raises(ValueError, match="PRNG key"):

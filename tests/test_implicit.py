@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import meta
-from fedjax_meta.data.federated import Batches
+from fedjax_meta.data import Batches
 from fedjax_meta.implicit import conjugate_gradient, implicit_gradient
 
 

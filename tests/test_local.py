@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from fedjax_meta import local
-from fedjax_meta.data import federate
+from fedjax_meta.data import from_partition
+from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task, weighted_mean
 from tests import problems
 
@@ -15,7 +16,7 @@ KEY = jax.random.key(5)
 SIZES = np.array([5, 12, 1, 8])
 STARTS = np.cumsum(SIZES) - SIZES
 X = np.random.default_rng(2).normal(1.0, 2.0, (SIZES.sum(), 3))
-DATA = federate(X, np.zeros(len(X), int), np.arange(len(X)), SIZES, num_classes=1)
+DATA = from_partition(X, np.zeros(len(X), int), np.arange(len(X)), SIZES, num_classes=1)
 START = {"w": jnp.array([1.0, -2.0, 0.5]), "frozen": jnp.array(3.0), "mean": jnp.zeros(3)}
 MOVES = {"w": True, "frozen": False, "mean": False}
 
@@ -56,8 +57,8 @@ def test_training_is_sgd_over_ragged_clients_and_partial_batches(momentum):
 
 def test_training_for_epochs_takes_their_batches_and_none_when_there_is_no_need():
     view, passes = DATA.client(1)["train"], {"epochs": 2, "batch_size": 5}
-    order_key, key = jax.random.split(KEY)
-    expected = local.train(key, _loss, START, view.epochs(order_key, 5, 2), optax.sgd(0.05), MOVES)
+    batches = view.epochs(tagged(KEY, "order"), 5, 2)
+    expected = local.train(tagged(KEY, "loss"), _loss, START, batches, optax.sgd(0.05), MOVES)
 
     @jax.jit
     def trained(needed):

@@ -175,9 +175,10 @@ def test_variables_may_be_a_single_array():
         ("path:[", "personal='path:.' is not a regular expression"),
         ("path:", "personal='path:' is unknown"),
         ("path:gru", "personal='path:gru' selects no leaf of this model"),
-        ({"params": True}, "personal has structure .* but the task's variables have"),
-        (lambda task: jax.tree.map(lambda leaf: 1, masks.variables_shape(task)), "must hold a Python bool"),
-        (lambda task: jax.tree.map(lambda leaf: np.True_, masks.variables_shape(task)), "must hold a Python bool"),
+        ({"params": True}, r"personal must have a Python bool at every leaf .* one value at \['params'\], where there are 12 leaves"),
+        ({"params": {}}, r"personal must have a Python bool at every leaf .* it has none at \['batch_stats'\]"),
+        (lambda task: jax.tree.map(lambda leaf: 1, masks.variables_shape(task)), "must hold Python bools, not arrays"),
+        (lambda task: jax.tree.map(lambda leaf: np.True_, masks.variables_shape(task)), "must hold Python bools, not arrays"),
     ],
 )
 def test_a_wrong_mask_is_refused_by_name(network, spec, message):
@@ -197,3 +198,13 @@ def test_a_task_without_layer_names_says_how_to_give_them():
         with pytest.raises(ValueError, match=r"give it layers=\(...\)"):
             masks.resolve(word, task)
     assert partial(masks.resolve, "path:w")(task) == {"w": True}
+
+
+def test_every_leaf_has_one_of_four_roles():
+    own, moves, still = ({"a": a, "b": b, "c": c, "d": d} for a, b, c, d in ((0, 1, 1, 0), (1, 1, 0, 0), (0, 0, 0, 0)))
+    own, moves, still = (jax.tree.map(bool, tree) for tree in (own, moves, still))
+    roles = masks.roles(own, moves, {**still, "a": True})
+    assert roles == {"a": "frozen", "b": "personal", "c": "personal", "d": "buffer"}
+    assert masks.having(roles, masks.Role.PERSONAL, masks.Role.FROZEN) == {"a": True, "b": True, "c": True, "d": False}
+    with pytest.raises(ValueError, match="a leaf cannot be personal and frozen"):
+        masks.roles(own, moves, {**still, "b": True})

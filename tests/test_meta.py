@@ -14,7 +14,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import meta
-from fedjax_meta.data.federated import Batches, ClientView
+from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.implicit import implicit_gradient
 from fedjax_meta.task import Batch, cross_entropy
 

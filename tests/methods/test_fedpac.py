@@ -1,0 +1,164 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import features, masks
+from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
+from fedjax_meta.simplex import mixtures
+from tests import problems
+from tests.methods.common import FULL, KEY, batch, build, of, personalized, run, start
+
+OPTIONS = {**FULL, "lr": 0.1, "head_lr": 0.3, "epochs": 2, "head_epochs": 1, "optimizer": optax.sgd}
+
+
+def fedpac(**options):
+    return build("fedpac", **(OPTIONS | options))
+
+
+def class_features(variables, client):
+    """(features, labels) of a client's train view, as arrays."""
+    samples = batch(client)
+    return np.asarray(problems.task().features(variables, samples.x)), np.asarray(samples.y)
+
+
+def reference_statistics(variables, client):
+    """v and h of the paper, class by class."""
+    z, y = class_features(variables, client)
+    spread, profile = 0.0, []
+    for k in range(3):
+        of_class, share = z[y == k], np.mean(y == k)
+        mean = of_class.mean(0) if len(of_class) else np.zeros(z.shape[1])
+        second = np.mean(np.sum(of_class**2, 1)) if len(of_class) else 0
+        spread += share * second - share**2 * mean @ mean
+        profile.append(share * mean)
+    return spread / len(y), np.concatenate(profile)
+
+
+def test_class_sums_and_statistics_are_those_of_the_paper():
+    variables = start(fedpac()).model
+    for client in (0, 3):
+        sums = features.class_sums(problems.task(), variables, problems.data().client(client)["train"], batch_size=7)
+        z, y = class_features(variables, client)
+        np.testing.assert_allclose(sums.number, np.bincount(y, minlength=3))
+        np.testing.assert_allclose(sums.total, [z[y == k].sum(0) for k in range(3)], atol=1e-12)
+        v, h = reference_statistics(variables, client)
+        stats = statistics(sums)
+        np.testing.assert_allclose(stats.variance, v, rtol=1e-12)
+        np.testing.assert_allclose(stats.profile, h, atol=1e-12)
+        assert v > 0
+
+
+def test_the_programme_from_the_gram_matrix_is_equation_11():
+    # P_jl = [j = l] v_j + Σ_k <h_i - h_j, h_i - h_l>, and `mixtures` minimises α' P α.
+    rng = np.random.default_rng(1)
+    v, h = rng.uniform(0.1, 1, 4), rng.normal(size=(4, 6))
+    stats = Statistics(jnp.asarray(v), jnp.asarray(h))
+    matrix = np.asarray(mixing_matrix(stats, jnp.ones(4, bool), least=0))
+    for i in range(4):
+        apart = h[i] - h
+        quadratic = np.diag(v) + apart @ apart.T
+        slope = 2 * quadratic @ matrix[i]
+        # Kuhn-Tucker: all weights that are not 0 have the same slope, the smallest one.
+        assert np.all(slope[matrix[i] > 0] < slope.min() + 1e-9)
+
+
+def test_small_weights_are_dropped_and_rows_sum_to_one():
+    h = jnp.array([[0.0], [0.0], [30.0]])
+    stats = Statistics(jnp.array([1.0, 1.0, 1.0]), h)
+    assert 0 < mixtures(h @ h.T, stats.variance)[0, 2] < 2e-3
+    matrix = mixing_matrix(stats, jnp.ones(3, bool), least=2e-3)
+    assert matrix[0, 2] == 0
+    np.testing.assert_allclose(jnp.sum(matrix, 1), 1, atol=1e-15)
+
+
+def test_heads_are_combined_by_statistics_from_before_training():
+    together, alone = run(fedpac(), 1), run(fedpac(collaborate=False), 1)
+    first = start(fedpac()).model
+    v, h = zip(*(reference_statistics(first, i) for i in range(7)), strict=True)
+    matrix = np.asarray(mixing_matrix(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)))
+    assert np.count_nonzero(matrix) > 7
+    expected = jax.tree.map(lambda leaf: np.tensordot(matrix, leaf, 1), alone.personal)
+    assert problems.distance(together.personal, expected) < 1e-9
+    assert problems.distance(together.model, alone.model) < 1e-12
+
+
+def test_centroids_are_the_class_means_over_all_samples():
+    # The extractor does not move here, so means weighted by class counts are the means of the pooled samples.
+    state = run(fedpac(lr=1e-30), 1)
+    parts = [class_features(state.model, client) for client in range(7)]
+    z, y = (np.concatenate(values) for values in zip(*parts, strict=True))
+    np.testing.assert_allclose(state.extra.mean, [z[y == k].mean(0) for k in range(3)], atol=1e-12)
+    assert bool(jnp.all(state.extra.known))
+
+
+def test_a_class_without_samples_has_no_centroid_and_does_no_harm():
+    clients = [(np.asarray(batch(i).x), np.asarray(batch(i).y)) for i in range(3)]
+    data = fm.from_clients([(x[y != 1], y[y != 1]) for x, y in clients], num_classes=3)
+    state = run(fedpac(cohort_size=3), 3, data=data)
+    assert state.extra.known.tolist() == [True, False, True]
+    assert not np.any(state.extra.mean[1])
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.model))
+
+
+def test_a_class_without_a_global_centroid_is_pulled_to_the_clients_own():
+    sums = features.ClassSums(jnp.array([2.0, 4.0]), jnp.array([[2.0, 4.0], [8.0, 0.0]]), jnp.zeros(2))
+    centroids = Centroids(jnp.array([[9.0, 9.0], [0.0, 0.0]]), jnp.array([True, False]))
+    np.testing.assert_array_equal(aligned(sums, centroids), [[9, 9], [2, 0]])
+
+
+def test_alignment_starts_in_the_second_round_and_pulls_features_to_the_centroids():
+    one_strong, one_none = run(fedpac(alignment=5.0), 1), run(fedpac(alignment=0.0), 1)
+    assert problems.distance(one_strong.model, one_none.model) < 1e-14
+    strong, none = run(fedpac(alignment=5.0), 6), run(fedpac(alignment=0.0), 6)
+
+    def spread(state):
+        parts = [class_features(state.model, client) for client in range(7)]
+        z, y = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return sum(np.sum((z[y == k] - z[y == k].mean(0)) ** 2) for k in range(3))
+
+    assert spread(strong) < 0.8 * spread(none)
+
+
+def test_without_weight_alignment_is_off_and_without_both_parts_it_is_fedrep():
+    off = run(fedpac(align=False, collaborate=False), 3)
+    zero = run(fedpac(alignment=0.0, collaborate=False), 3)
+    assert problems.distance((off.model, off.personal), (zero.model, zero.personal)) < 1e-12
+    other = build("fedrep", **FULL, lr=0.1, head_lr=0.3, head_epochs=1, body_epochs=2, optimizer=optax.sgd)
+    state = run(other, 3)
+    assert problems.distance((off.model, off.personal), (state.model, state.personal)) < 1e-12
+
+
+def test_noise_moves_centroids_and_not_the_extractor():
+    plain, noisy = run(fedpac(collaborate=False), 1), run(fedpac(collaborate=False, noise=0.5), 1)
+    assert problems.distance(plain.model, noisy.model) == 0
+    assert problems.distance(plain.extra.mean, noisy.extra.mean) > 1e-3
+
+
+def test_a_new_client_trains_the_servers_head_and_a_known_one_keeps_its_own():
+    algorithm = fedpac()
+    state = run(algorithm, 2)
+    head, body = masks.split(personalized(algorithm, state, 2), masks.resolve("head", problems.task()))
+    assert problems.leaves_equal(head, of(state.personal, 2))
+    new_head, new_body = masks.split(personalized(algorithm, state, None, of_client=2), masks.resolve("head", problems.task()))
+    assert problems.leaves_equal(new_body, body)
+    assert problems.distance(new_head, masks.split(state.model, masks.resolve("head", problems.task()))[0]) > 1e-4
+
+
+def test_wrong_arguments_are_named():
+    for wrong, text in (
+        ({"alignment": -1}, "alignment=-1"),
+        ({"noise": -0.1}, "noise=-0.1"),
+        ({"head_lr": 0}, "head_lr=0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"head": "tail"}, "head='tail'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fedpac(**wrong)
+    with pytest.raises(ValueError, match="no features and head"):
+        fm.METHODS["fedpac"](problems.task()._replace(features=None))
+    with pytest.raises(ValueError, match="cohort_size=9"):
+        algorithm = fedpac(cohort_size=9)
+        algorithm.round(KEY, start(algorithm), problems.data())

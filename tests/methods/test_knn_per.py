@@ -1,0 +1,84 @@
+import jax
+import numpy as np
+import pytest
+
+from tests import problems
+from tests.methods.common import batch, build, personalized, run, start
+
+OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
+
+
+def knn_per(**options):
+    return build("knn_per", **(OPTIONS | options))
+
+
+def test_without_neighbours_it_is_fedavg():
+    algorithm, average = knn_per(mixing=0.0), build("fedavg", **OPTIONS)
+    state = run(algorithm, 2)
+    assert problems.leaves_equal(state, run(average, 2))
+    x = batch(3).x
+    expected = jax.nn.softmax(average.predict(state.model, x))
+    np.testing.assert_allclose(np.exp(algorithm.predict(personalized(algorithm, state, 3), x)), expected, atol=1e-9)
+
+
+def neighbours_share(model, client, queries, count, scale, *, leave_out=False):
+    """p(c), query by query."""
+    task, samples = problems.task(), batch(client, "train")
+    stored, labels = np.asarray(task.features(model, samples.x)), np.asarray(samples.y)
+    result = np.zeros((len(queries), 3))
+    for row, z in enumerate(np.asarray(task.features(model, queries))):
+        distance = np.sum((stored - z) ** 2, 1) / (stored.shape[1] * scale)
+        if leave_out:
+            distance[row] = np.inf
+        for near in np.argsort(distance)[:count]:
+            result[row, labels[near]] += np.exp(-distance[near])
+    return result / result.sum(1, keepdims=True)
+
+
+def test_prediction_mixes_model_and_neighbours():
+    algorithm = knn_per(neighbours=5, scale=0.2, mixing=0.3)
+    state, x = run(build("fedavg", **OPTIONS), 2), batch(3, "test_query").x
+    # The largest client has more samples than this one, so part of the datastore is padding.
+    variables = personalized(algorithm, state, 3, "train")
+    model = jax.nn.softmax(problems.task().predict(state.model, x))
+    expected = 0.3 * neighbours_share(state.model, 3, x, 5, 0.2) + 0.7 * np.asarray(model)
+    np.testing.assert_allclose(np.exp(algorithm.predict(variables, x)), expected, atol=1e-9)
+    new = personalized(algorithm, state, None, "train", of_client=3)
+    np.testing.assert_allclose(np.exp(algorithm.predict(new, x)), expected, atol=1e-9)
+    small = personalized(algorithm, state, 0, "train")
+    assert int(small.real.sum()) < small.real.shape[0]
+    x = batch(0, "test_query").x
+    expected = 0.3 * neighbours_share(state.model, 0, x, 5, 0.2) + 0.7 * np.asarray(
+        jax.nn.softmax(problems.task().predict(state.model, x))
+    )
+    np.testing.assert_allclose(np.exp(algorithm.predict(small, x)), expected, atol=1e-9)
+
+
+def test_a_client_chooses_the_share_with_the_best_leave_one_out_likelihood():
+    algorithm = knn_per(neighbours=5, scale=0.2)
+    state = run(build("fedavg", **OPTIONS), 2)
+    for client in (0, 3):
+        samples = batch(client, "train")
+        near = neighbours_share(state.model, client, samples.x, 5, 0.2, leave_out=True)
+        model = np.asarray(jax.nn.softmax(problems.task().predict(state.model, samples.x)))
+        rows, y = np.arange(len(samples.y)), np.asarray(samples.y)
+        tries = np.arange(11) / 10
+        scores = [np.sum(np.log((m * near + (1 - m) * model)[rows, y] + 1e-12)) for m in tries]
+        chosen = personalized(algorithm, state, client, "train").mixing
+        np.testing.assert_allclose(chosen, tries[np.argmax(scores)], atol=1e-9)
+
+
+def test_a_client_with_fewer_samples_than_neighbours_uses_all_of_them():
+    algorithm = knn_per(neighbours=500, scale=0.2, mixing=1.0)
+    state, x = run(build("fedavg", **OPTIONS), 2), batch(0, "test_query").x
+    expected = neighbours_share(state.model, 0, x, 500, 0.2)
+    predicted = np.exp(algorithm.predict(personalized(algorithm, state, 0, "train"), x))
+    np.testing.assert_allclose(predicted, expected, atol=1e-9)
+
+
+def test_a_datastore_beyond_the_limit_is_refused_with_both_numbers():
+    algorithm = knn_per(capacity=20)
+    with pytest.raises(ValueError, match=r"up to \d+ samples, more than capacity=20"):
+        personalized(algorithm, start(algorithm), 0, "train")
+    with pytest.raises(ValueError, match="neighbours=0"):
+        knn_per(neighbours=0)

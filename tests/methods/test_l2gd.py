@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedjax_meta.keys import tagged
+from tests import problems
+from tests.methods.common import KEY, build, compiled, of, personalized, run, start
+
+OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8}
+
+
+def l2gd(**options):
+    return build("l2gd", **(OPTIONS | {"cohort_size": 7} | options))
+
+
+def coins(count, probability):
+    """Whether each round pulls, as the rounds of `run` see it."""
+    keys = [jax.random.fold_in(KEY, r) for r in range(count)]
+    return [bool(jax.random.bernoulli(tagged(tagged(key, "shared"), "coin"), probability)) for key in keys]
+
+
+def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothing():
+    algorithm, alone = l2gd(pull=0.0, cohort_size=4), build("local_only", cohort_size=4, **OPTIONS)
+    sides = coins(6, 0.5)
+    assert 0 < sum(sides) < 6
+    state, expected = start(algorithm), start(alone)
+    one, other = compiled(algorithm), compiled(alone)
+    for r, pulls in enumerate(sides):
+        key = jax.random.fold_in(KEY, r)
+        before = state
+        state, _ = one(key, state, problems.data())
+        if pulls:
+            assert problems.leaves_equal(before.personal, state.personal)
+        else:
+            expected, _ = other(key, expected, problems.data())
+    assert problems.distance(state.personal, expected.personal) < 1e-12
+
+
+def test_a_round_that_pulls_moves_every_model_towards_the_mean():
+    # Share α λ / (n p) = lr λ (1 - p) / p.
+    algorithm = l2gd(pull=6.0, new_client_epochs=0)
+    r = next(r for r, pulls in enumerate(coins(9, 0.5)) if pulls and r > 0)
+    state = run(algorithm, r)
+    after = run(algorithm, 1, state)
+    mean = jax.tree.map(lambda pool: jnp.mean(pool, 0, keepdims=True), state.personal)
+    expected = jax.tree.map(lambda x, m: x - 0.6 * (x - m), state.personal, mean)
+    assert problems.distance(state.personal, after.personal) > 1e-4
+    assert problems.distance(after.personal, expected) < 1e-12
+
+
+def test_a_new_client_starts_at_the_mean_and_a_known_one_has_its_own():
+    algorithm = l2gd(pull=0.5, new_client_epochs=0)
+    state = run(algorithm, 4)
+    assert problems.leaves_equal(personalized(algorithm, state, None, of_client=2), state.extra)
+    assert problems.leaves_equal(personalized(algorithm, state, 2), of(state.personal, 2))
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="probability=1"):
+        l2gd(probability=1)
+    with pytest.raises(ValueError, match="pull=100"):
+        l2gd(pull=100)
+    with pytest.raises(ValueError, match="pull=-1"):
+        l2gd(pull=-1)

@@ -1,0 +1,100 @@
+"""What methods of personalised federated learning do with new clients, and with clients that lack classes."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import features, masks
+from tests import problems
+from tests.methods.common import FULL, KEY, build, gradient, of, personalized, run, start, step
+
+PERSONALISED = [
+    *("apfl", "apfl_outputs", "ditto", "fedamp", "fedavg", "fedavg_ft", "fedbabu", "fedbn", "fedem", "fedfomo", "fedpac"),
+    *("fedper", "fedprox", "fedrep", "fedrod", "heur_fedamp", "knn_per", "l2gd", "lg_fedavg", "local_only", "moon", "mtfl"),
+    *("mtfl_fedavg_adam", "pfedhn", "pfedhn_pc", "pfedme", "scaffold"),
+]
+OPTIONS = {"cohort_size": 3, "devices": 1, "batch_size": 8, "lr": 0.1}
+
+
+@pytest.mark.parametrize("name", PERSONALISED)
+def test_its_documentation_says_what_a_new_client_does(name):
+    text = inspect.getdoc(fm.METHODS[name])
+    # A variant refers to the method that it varies.
+    base = re.search(r"errors: as in `(\w+)`", text)
+    text += inspect.getdoc(fm.METHODS[base[1]]) if base else ""
+    assert re.search(r"\b(new client|new one|never took part|every client|known or new|one that did not)", text, re.I)
+
+
+def test_a_new_client_of_fedper_fits_the_servers_head_on_the_shared_body():
+    algorithm = build("fedper", **FULL, lr=0.1, new_client_epochs=1, finetune="head")
+    state, head = run(algorithm, 2), masks.resolve("head", problems.task())
+    slope = jax.tree.map(lambda mine, leaf: leaf if mine else 0 * leaf, head, gradient(state.model, 3, "test_support"))
+    assert problems.distance(personalized(algorithm, state, None, of_client=3), step(state.model, 0.1, slope)) < 1e-12
+    assert problems.leaves_equal(masks.split(personalized(algorithm, state, 3), head)[0], of(state.personal, 3))
+
+
+def test_a_new_client_of_local_training_starts_at_the_initial_model_and_a_known_one_continues():
+    algorithm = build("local_only", **FULL, lr=0.1, new_client_epochs=1)
+    first, state = start(algorithm).model, run(algorithm, 2)
+    expected = step(first, 0.1, gradient(first, 3, "test_support"))
+    assert problems.distance(personalized(algorithm, state, None, of_client=3), expected) < 1e-12
+    expected = step(first, 0.1, gradient(first, 3))
+    expected = step(expected, 0.1, gradient(expected, 3))
+    assert problems.distance(personalized(algorithm, state, 3), expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["fedpac", "moon", "fedrod", "knn_per"])
+def test_a_task_without_features_is_refused_by_name(name):
+    for without in ({"features": None}, {"head": None}):
+        with pytest.raises(ValueError, match=f"{name} looks at features, but the task has no features and head"):
+            fm.METHODS[name](problems.task()._replace(**without))
+    with pytest.raises(ValueError, match="with_projection looks at features"):
+        features.with_projection(problems.task()._replace(features=None), 4, 3)
+
+
+@pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedpac", "pfedhn_pc", "fedavg_ft"])
+def test_a_task_without_named_layers_has_no_head(name):
+    with pytest.raises(ValueError, match="layers"):
+        fm.METHODS[name](problems.task()._replace(layers=()))
+
+
+def lacking():
+    """Client 0 has one class, client 1 two, and no client has class 2."""
+    rng = np.random.default_rng(0)
+    labels = (np.zeros(20, int), np.arange(30) % 2, np.arange(25) % 2)
+    return fm.from_clients([(rng.normal(size=(len(y), 5)), y) for y in labels], num_classes=3)
+
+
+@pytest.mark.parametrize("name", ["fedpac", "fedrod", "moon", "knn_per", "fedem"])
+def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_finite(name):
+    algorithm, data = build(name, **OPTIONS), lacking()
+    state = run(algorithm, 3, data=data)
+    assert all(
+        bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
+    result = jax.jit(lambda state: fm.evaluate(algorithm, KEY, state, data, support="train", query="test"))(state)
+    assert bool(jnp.all(jnp.isfinite(result.loss)))
+    if name in (
+        "fedpac",
+        "fedrod",
+        "knn_per",
+    ):  # These give client 0 a predictor of its own, which needs to know one class only.
+        assert float(fm.metrics.accuracy(result.confusion)[0]) == 1
+
+
+def test_a_cohort_larger_than_the_population_names_both_numbers():
+    for name in ("fedpac", "fedfomo", "fedamp", "pfedhn"):
+        algorithm = build(name, cohort_size=8)
+        with pytest.raises(ValueError, match="cohort_size=8 is more than the N=7"):
+            algorithm.round(KEY, jax.eval_shape(algorithm.init, KEY, problems.data()), problems.data())
+
+
+def test_every_method_of_the_comparison_is_among_them():
+    from experiments.fedpac import SYSTEMS as COMPARED
+
+    assert {system.algorithm for system in COMPARED.values()} <= set(PERSONALISED)

@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import masks
+from fedjax_meta.federation import Federation
+from tests import problems
+from tests.methods.common import KEY, buffered, build, compiled, loss, personalized, run
+
+OPTIONS = {"width": 8, "hidden": 1, "embedding_size": 3, "lr": 0.1, "batch_size": 8}
+FEDERATION = Federation(cohort_size=4, devices=1)
+
+
+def pfedhn(federation=FEDERATION, **options):
+    return build("pfedhn", federation=federation, **(OPTIONS | options))
+
+
+def one_client():
+    """A client whose batch is all of its samples, so that their order does not matter."""
+    x, y = problems.data().x[:24], problems.data().y[:24]
+    everything = (np.array([0]), np.array([24]))
+    return fm.from_clients([(x, y)], num_classes=3, views={"train": everything})
+
+
+@pytest.mark.parametrize("personal", ["none", "head"])
+def test_the_server_descends_the_gradient_through_the_hypernetwork(personal):
+    # After ONE local step Δθ = η (∇f(θ) + decay θ), so the product with the Jacobian is η times the gradient of f(h(v; φ)).
+    data = one_client()
+    federation = Federation(cohort_size=1, devices=1, server_optimizer=optax.sgd, server_lr=1.0)
+    algorithm = pfedhn(federation, local_steps=1, batch_size=24, new_client_steps=0, personal=personal)
+    state = algorithm.init(KEY, data)
+    memory = state.memory._replace(value=jax.random.normal(KEY, (1, 3)))
+    state = state._replace(memory=memory, seen=jnp.ones(1, bool))
+    after = run(algorithm, 1, state, data)
+    samples = data.client(0)["train"].take(jnp.arange(24), jnp.ones(24))
+
+    def generated(hyper, embedding):
+        memory = state.memory._replace(value=embedding[None])
+        model = state.model._replace(hyper=hyper)
+        return algorithm.personalize(KEY, state._replace(model=model, memory=memory), data.client(0)["train"], 0)
+
+    def objective(hyper, embedding):
+        theta = generated(hyper, embedding)
+        made = masks.split(theta, masks.resolve(personal, problems.task()))[1]
+        decay = 5e-5 / 2 * optax.tree.norm(made, squared=True)
+        return 0.1 * (problems.task().loss(theta, samples, KEY)[0] + decay)
+
+    gradients = jax.jit(jax.grad(objective, (0, 1)))(state.model.hyper, state.memory.value[0])
+    expected = jax.tree.map(jnp.subtract, state.model.hyper, gradients[0])
+    assert problems.distance(after.model.hyper, expected) < 1e-12
+    # Embeddings have the paper's server optimiser: rate 0.01, weight decay 1e-3.
+    value = state.memory.value[0] - 0.01 * (gradients[1] + 1e-3 * state.memory.value[0])
+    np.testing.assert_allclose(after.memory.value[0], value, atol=1e-12)
+    assert bool(jax.tree.leaves(after.personal)) == (personal == "head")
+
+
+def test_clients_start_with_embeddings_of_their_own_and_only_the_sampled_ones_move():
+    algorithm = pfedhn(local_steps=5, new_client_steps=40)
+    state = run(algorithm, 1)
+    seen = np.flatnonzero(state.seen)
+    assert len(np.unique(np.asarray(state.memory.value)[seen, 0])) == len(seen) == 4
+    after, info = compiled(algorithm)(KEY, state, problems.data())
+    moved = np.any(np.asarray(after.memory.value != state.memory.value), 1)
+    assert np.flatnonzero(moved).tolist() == sorted(info.ids.tolist())
+
+
+def test_a_new_client_fits_an_embedding_to_its_support_set():
+    algorithm = pfedhn(local_steps=5, new_client_steps=40)
+    state = run(algorithm, 3)
+    one, other = np.flatnonzero(state.seen)[:2].tolist()
+    fitted = loss(personalized(algorithm, state, None, of_client=3), 3, "test_support")
+    unfitted = pfedhn(local_steps=5, new_client_steps=0)
+    assert fitted < loss(personalized(unfitted, state, None, of_client=3), 3, "test_support") - 1e-3
+    known = personalized(algorithm, state, one)
+    assert problems.leaves_equal(known, personalized(unfitted, state, one))
+    assert problems.distance(known, personalized(algorithm, state, other)) > 1e-6
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="leaves nothing for the hypernetwork"):
+        pfedhn(personal="all")
+    with pytest.raises(ValueError, match="clip=0"):
+        pfedhn(clip=0)
+    with pytest.raises(ValueError, match="models without buffers"):
+        fm.METHODS["pfedhn"](buffered())
+
+
+def test_the_generated_leaves_travel_and_not_the_hypernetwork():
+    head = {"w": (4, 3), "b": (3,)}
+    body = {"w": (5, 4), "b": (4,)}
+    for personal, sent in (("none", {"body": body, "head": head}), ("head", {"body": body, "head": {"w": None, "b": None}})):
+        exchange = pfedhn(personal=personal).exchange(problems.data())
+        for tree in (exchange.down[0], exchange.averaged[0]):
+            assert jax.tree.map(lambda leaf: leaf.shape, tree) == sent

@@ -1,0 +1,95 @@
+"""Builders: arguments are checked at the call under the builder's own name, and recorded."""
+
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta.config import plain
+from fedjax_meta.federation import OPTIONS
+from tests import problems
+
+
+def test_the_config_holds_name_and_every_option_as_json():
+    algorithm = fm.federate(fm.fedadam(problems.task(), lr=np.float32(0.1)), fm.Federation(cohort_size=3))
+    config = json.loads(json.dumps(algorithm.config))
+    assert config["method"] == "fedadam" and config["rule"] == "adam" and config["lr"] == 0.1
+    assert config["optimizer"] == "optax._src.alias.sgd"
+    assert config["federation"]["cohort_size"] == 3 and set(config["federation"]) == set(OPTIONS)
+
+
+def test_a_traced_rate_is_recorded_as_traced():
+    found = []
+
+    def build(rate):
+        found.append(fm.fedavg(problems.task(), lr=rate).config["lr"])
+        return rate
+
+    jax.make_jaxpr(build)(0.1)
+    assert found == ["traced"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (True, True),
+        (np.int64(3), 3),
+        (jnp.float32(0.1), 0.1),
+        (jnp.arange(3), [0, 1, 2]),
+        ((1, "a"), [1, "a"]),
+        (fm.masks.Role.SHARED, "shared"),
+        ({"a": (1.5,)}, {"a": [1.5]}),
+        (optax.adam, "optax._src.alias.adam"),
+        (functools.partial(optax.sgd, momentum=0.9), "optax._src.alias.sgd(momentum=0.9)"),
+        (fm.uploads.clip(2.0), {"name": "clip", "norm": 2.0}),
+        (jax.random.key(7), [0, 7]),
+    ],
+)
+def test_plain_values(value, expected):
+    assert plain(value) == expected
+    json.dumps(plain(value))
+
+
+def test_a_variant_shows_its_own_name_docstring_and_defaults():
+    signature = inspect.signature(fm.fedper)
+    assert signature.parameters["personal"].default == "head"
+    assert signature.parameters["lr"].default == inspect.signature(fm.fedavg).parameters["lr"].default
+    assert fm.fedper.__name__ == "fedper" and fm.fedper.__module__ == "fedjax_meta.methods.fedavg"
+    assert fm.fedper.__doc__.startswith("FedPer: ") and "as in `fedavg`, with personal='head'" in fm.fedper.__doc__
+    assert "partial" not in repr(fm.fedadam)
+
+
+def test_a_variant_of_an_option_that_its_base_does_not_take_is_refused():
+    with pytest.raises(TypeError, match=r"fedavg\(\) takes no 'personel' \(did you mean 'personal'\?\)"):
+        fm.variant(fm.fedavg, personel="head")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda task: fm.reptile(task, lrr=0.1), TypeError, r"reptile\(\) takes no 'lrr'.*allowed are inner_lr, outer_lr"),
+        (lambda task: fm.fedavg(task, lanes=2), TypeError, r"fedavg\(\) takes no 'lanes', which belongs to Federation"),
+        (lambda task: fm.fedavg(task, new_client=print), TypeError, r"fedavg\(\) takes no 'new_client', which belongs to Fed"),
+        (lambda task: fm.fedavg(task, 0.1), TypeError, r"fedavg takes a task and, by name, lr, .*write fedavg\(task, lr=...\)"),
+        (lambda task: fm.fedavg(task.predict), ValueError, r"fedavg's first argument must be a Task, e.g. fm.classification\("),
+        (lambda task: fm.fedavg(), ValueError, "fedavg's first argument must be a Task"),
+        (
+            lambda task: fm.fedavg(task, optimizer=optax.sgd(0.1)),
+            ValueError,
+            "optimizer must be a factory `rate -> optax.GradientTransformation`",
+        ),
+        (lambda task: fm.fedavg(task, personal={"head": True}), ValueError, r"personal .*one value at \['head'\], where there"),
+        (lambda task: fm.fedavg(task, personal={"head": {"w": True}}), ValueError, r"personal .*it has none at \['body'\]\['b'\]"),
+    ],
+)
+def test_likely_mistakes_get_one_clear_line(call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call(problems.task())
+    assert "\n" not in str(caught.value)

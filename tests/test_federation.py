@@ -1,0 +1,54 @@
+"""A federation refuses at once what cannot work, by name."""
+
+from functools import partial
+
+import optax
+import pytest
+
+import fedjax_meta as fm
+from tests import problems
+
+BAD = {
+    "cohort": ({"cohort_size": 0}, "cohort_size=0 must be an integer of at least 1"),
+    "lanes": ({"lanes": 1.5}, "lanes=1.5 must be an integer of at least 1"),
+    "precision": ({"precision": "half"}, "precision='half' is unknown; allowed are float32, tf32, bfloat16"),
+    "weighting": ({"weighting": "size"}, "weighting='size' is unknown; allowed are samples, query, uniform"),
+    "participation": ({"participation": 0.5}, "participation=0.5 must be a function"),
+    "a built optimiser": ({"server_optimizer": optax.adam(0.1), "server_lr": 0.1}, "server_optimizer must be a factory"),
+    "an optimiser without rate": ({"server_optimizer": optax.adam}, "server_optimizer needs server_lr, its rate"),
+    "a rate of 0": ({"server_lr": 0.0}, "server_lr=0.0 must be finite and above 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_work_is_refused(case):
+    options, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        fm.Federation(**options)
+
+
+def test_a_rate_alone_does_not_silently_replace_a_methods_own_server_optimiser():
+    with pytest.raises(ValueError, match="fedadam has a server optimiser of its own: server_lr=0.1 alone would replace it"):
+        fm.federate(fm.fedadam(problems.task()), fm.Federation(server_lr=0.1))
+    fm.federate(fm.fedadam(problems.task()), fm.Federation(server_optimizer=partial(optax.sgd, momentum=0.9), server_lr=0.1))
+
+
+def test_only_a_method_and_a_federation_are_put_together():
+    with pytest.raises(TypeError, match=r"federate takes a method such as fm.fedavg\(task\), not fedavg"):
+        fm.federate(fm.fedavg)
+    with pytest.raises(TypeError, match="federate takes a Federation, not dict"):
+        fm.federate(fm.fedavg(problems.task()), {"cohort_size": 3})
+
+
+def test_roles_must_be_those_of_the_whole_model():
+    method = fm.Method(
+        init=problems.task().init,
+        client=lambda key, received, data: fm.Trained(received.model, {}),
+        personalize=fm.received_model,
+        predict=problems.task().predict,
+        roles={"body": fm.masks.Role.SHARED, "head": fm.masks.Role.SHARED},
+    )
+    import jax
+
+    with pytest.raises(ValueError, match=r"the roles of method must have one at every leaf .* one value at \['body'\]"):
+        fm.federate(method).init(jax.random.key(0), problems.data())
