@@ -394,16 +394,16 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
 
 
 NOTES = {
-    "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike, bit "
-    "for bit. Here `both` stays below `γβ`, where the paper has both about equal: UA 90.1 % against 98.0 (MNIST, W = 200, C = 0.5, "
-    "FedAvg, round 40, seed 1). Stale private statistics are not the reason: recomputed with the received model on all training "
-    "samples of a client (--statistics-epochs 2) they give 90.2. With private statistics the activations of every client have "
-    "mean 0 and deviation 1, whatever its classes; averaged statistics leave the offset that tells clients apart, and nearly all "
-    "additional errors are classes that a client does not hold. Private variances cost accuracy too, those of units that are "
-    "rarely active on the client's two classes. On 5,000 images (mnist_small, W = 20, C = 1, round 60, seed 1): γβ 98.3, γβ and "
-    "μ 98.3, γβ and σ 90.2, both 96.9; with the batch norm before the activation γβ 98.4, both 97.5; at a tenth of the rate 95.2 "
-    "and 92.8. FL also loses with private statistics: 95.9, with private μ and σ 81.7, recomputed 84.4 (W = 200). Momentum, "
-    "placement and test mode are those of the authors' code.",
+    "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike,"
+    " bit for bit. Here `both` stays below `γβ`, where the paper has them about equal: UA 90.1 % against 98.0 (MNIST, W = "
+    "200, C = 0.5, FedAvg, round 40, seed 1). Stale private statistics are not the reason: recomputed with the received "
+    "model on all training samples of a client (--statistics-epochs 2) they give 90.2. With private statistics the "
+    "activations of every client have mean 0 and deviation 1, whatever its classes; averaged statistics leave the offset "
+    "that tells clients apart, and nearly all additional errors are classes that a client does not hold. Private variances "
+    "cost accuracy too, those of units that are rarely active on the client's two classes. On 5,000 images (mnist_small, W "
+    "= 20, C = 1, round 60, seed 1): γβ 98.3, γβ and μ 98.3, γβ and σ 90.2, both 96.9; with the batch norm before the "
+    "activation γβ 98.4, both 97.5; at a tenth of the rate 95.2 and 92.8. FL also loses with private statistics: 95.9, with"
+    " private μ and σ 81.7, recomputed 84.4 (W = 200). Momentum, placement and test mode are those of the authors' code.",
     "baselines": "Per-FedAvg and pFedMe adapt to a fifth of a client's training samples before their user accuracy is measured; "
     "the other systems do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with the client "
     "and is never reset to the server's, one inner step is taken, and that model is tested. Running statistics never move in the "
