@@ -1,4 +1,4 @@
-"""MTFL's inequality (10), measured: how far activations move when the mean of all clients' models takes the place of theirs."""
+"""MTFL's inequality (10), measured: how far activations move when the mean of all clients' models replaces each model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,21 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import fedjax_meta as fm
 from fedjax_meta import masks, models, report
-from fedjax_meta.algorithm import Algorithm, State
-from fedjax_meta.data import FederatedData
-from fedjax_meta.engine import map_lanes
+from fedjax_meta.engine import map_clients
 from fedjax_meta.layers import BatchNorm
-from fedjax_meta.task import Task, Variables
+from fedjax_meta.types import Variables
 
 KINDS = ("federated", "γβ private", "all private")
 LESS = "γβ less"
 
 
 def normalised(net: models.Network, variables: Variables, x: jax.Array, rows: jax.Array, *, by: str) -> dict[str, jax.Array]:
-    """What the batch norms put out and the logits of samples `x [B, ...]`, each `[rows, channels]`.
+    """The outputs of the batch norms, and the logits, of samples `x [B, ...]`, each `[rows, channels]`.
 
-    They normalise by their "running" statistics, as in a test, or by those of the samples with `rows [B]` ("own").
+    Args:
+      net: the network.
+      variables: its parameters and running statistics.
+      x: the samples.
+      rows: bool `[B]`, which samples are no padding.
+      by: normalise by the "running" statistics, as in a test, or by those of the samples ("own").
     """
     logits, found = net.apply(
         variables,
@@ -35,17 +39,17 @@ def normalised(net: models.Network, variables: Variables, x: jax.Array, rows: ja
     return {name: values.reshape(-1, values.shape[-1]) for name, values in layers.items()}
 
 
-def moved_by_aggregation(
-    net: models.Network, task: Task, trained: Algorithm, state: State, data: FederatedData
+def moved_by_aggregation(  # long because two thirds are the docstring and functions of one client
+    net: models.Network, task: fm.Task, trained: fm.Algorithm, state: fm.State, data: fm.FederatedData
 ) -> dict[str, dict[str, Any]]:
     """How far aggregation moves activations on a client's own samples, with federated and with private batch norms.
 
-    All clients train from `state`, as `trained` personalises; then the mean of their models replaces each client's: whole
-    ("federated"), without gamma and beta ("γβ private"), or without its batch norms ("all private"). For each layer and channel
-    of a client |mean after - mean before| and the same of the standard deviation; the means over channels and clients, and the
-    share of (client, channel) pairs for which private gamma and beta move less than federated ones. The output of a batch norm
-    that normalises by the client's own samples has mean beta and deviation gamma, so there the inequality holds by construction
-    at the batch norms; with running statistics it need not.
+    All clients train from `state`, as `trained` personalises; then the mean of their models replaces each client's model: the
+    whole model ("federated"), without gamma and beta ("γβ private"), or without the batch norms ("all private"). For each layer
+    and each channel of a client this gives |mean after - mean before|, and the same for the standard deviation. The results are
+    means over channels and clients, and the share of (client, channel) pairs that private gamma and beta move less than
+    federated ones. The output of a batch norm that normalises by the client's own samples has mean beta and deviation gamma, so
+    that the inequality holds there by construction; with running statistics it need not hold.
 
     Returns:
       By "layer, by own statistics" or "layer, by running statistics", and in it by "mean" and "std".
@@ -56,7 +60,7 @@ def moved_by_aggregation(
     def local_model(i: jax.Array) -> Variables:
         return trained.personalize(jax.random.fold_in(jax.random.key(0), i), state, data.client(i)["train"], i)
 
-    models_ = map_lanes(local_model, ids)
+    models_ = map_clients(local_model, ids)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(sizes / jnp.sum(sizes), leaf, 1), models_)
     kinds = dict(zip(KINDS, (masks.resolve(mask, task) for mask in ("none", "bn_affine", "bn")), strict=True))
 
@@ -72,14 +76,14 @@ def moved_by_aggregation(
             return jnp.mean(values, 0, where=keep), jnp.std(values, 0, where=keep)
 
         def moved(by: str) -> dict[str, Any]:
-            stood = normalised(net, before, x, rows, by=by)
-            went = {name: normalised(net, model, x, rows, by=by) for name, model in after.items()}
+            old = normalised(net, before, x, rows, by=by)
+            new = {name: normalised(net, model, x, rows, by=by) for name, model in after.items()}
             return {
                 f"{layer}, by {by} statistics": {
-                    name: [jnp.abs(a - b) for a, b in zip(moments(values[layer]), moments(stood[layer]), strict=True)]
-                    for name, values in went.items()
+                    name: [jnp.abs(a - b) for a, b in zip(moments(values[layer]), moments(old[layer]), strict=True)]
+                    for name, values in new.items()
                 }
-                for layer in stood
+                for layer in old
             }
 
         return moved("own") | moved("running")
@@ -87,12 +91,12 @@ def moved_by_aggregation(
     def summary(by: dict[str, Any], k: int) -> dict[str, jax.Array]:
         return {name: jnp.mean(by[name][k]) for name in KINDS} | {LESS: jnp.mean(by[KINDS[1]][k] < by[KINDS[0]][k])}
 
-    found = map_lanes(one, (ids, models_))
+    found = map_clients(one, (ids, models_))
     return {layer: {what: summary(by, k) for k, what in enumerate(("mean", "std"))} for layer, by in found.items()}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """(headings, lines) of rows that hold "training", "round", "layer" and what `moved_by_aggregation` has for the layer."""
+    """(headings, lines) of rows that hold "training", "round", "layer" and what `moved_by_aggregation` returns for the layer."""
     columns = [(what, kind) for what in ("mean", "std") for kind in (*KINDS, LESS)]
     lines = [
         [row["training"], f"{row['round']}, {row['layer']}"]
@@ -103,7 +107,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 
 
 def draw(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The moved means and deviations by round, a column for each layer and kind of statistics."""
+    """How far means and deviations move, by round; a column for each layer and kind of statistics."""
     from matplotlib.figure import Figure
 
     layers, trainings = (list(dict.fromkeys(row[key] for row in rows)) for key in ("layer", "training"))

@@ -1,4 +1,4 @@
-"""Any system from its parts: an algorithm of the registry, a meta-gradient, what is personal, and the optimisers of both ends.
+"""Any system from its parts: a method, a meta-gradient, what is personal, optimisers, and the federation.
 
 `python -m experiments.compose --help` lists the parts and shows compositions that no paper reports.
 """
@@ -8,8 +8,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import optax
 import typer
 
@@ -22,11 +24,11 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "exact": meta.exact,
     "first_order": meta.first_order,
     "hessian_free": meta.hessian_free,
-    "implicit": implicit.implicit,
-    "reptile": meta.reptile,
+    "implicit": implicit.implicit_gradient,
+    "reptile": meta.reptile_gradient,
 }
-# What an estimator cannot do without, where the user says nothing.
 NEEDED: dict[str, dict[str, Any]] = {"implicit": {"prox_weight": 2.0}}
+"""Options that an estimator needs, with the values that they have when the user gives none."""
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": optax.sgd,
@@ -35,11 +37,31 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "yogi": optax.yogi,
     "adagrad": optax.adagrad,
 }
+UPLOADS: dict[str, Callable[[Any], fm.uploads.UploadTransform]] = {
+    "sparsify": fm.uploads.sparsify,
+    "quantize": fm.uploads.quantize,
+    "clip": fm.uploads.clip,
+    "noise": fm.uploads.noise,
+    "mask": fm.uploads.mask,
+}
+"""Upload transformations by flag, in the order of the chain; this order is legal for all of them together."""
+
+FLAGS = {
+    "uploads": "--sparsify, --quantize, --clip, --noise and --mask",
+    "aggregator": "--aggregator",
+    "participation": "--late and --crashed",
+    "server_optimizer": "--server-optimizer",
+    "devices": "--devices",
+    "schedule": "Python code",
+    "new_client": "Python code",
+}
+"""What to use for the options of a federation that are no plain values."""
+
 PROTOCOLS: dict[str, Callable[..., protocols.Protocol]] = {
-    "fedmeta_per": protocols.fedmeta_per,
-    "fedpac": protocols.fedpac,
-    "reptile": protocols.reptile,
-    "mtfl": protocols.mtfl,
+    "fedmeta_per": protocols.fedmeta_per_clients,
+    "fedpac": protocols.fedpac_clients,
+    "reptile": protocols.perfedavg_reptile_clients,
+    "mtfl": protocols.mtfl_clients,
 }
 
 
@@ -57,7 +79,7 @@ def assignments(words: Sequence[str], name: str) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not (equals and key.isidentifier()) or key in found:
-            raise ValueError(f"{name} {word!r} must read key=value, and no key may come twice")
+            raise ValueError(f"{name} {word!r} must read key=value, each key once")
         try:
             found[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -72,57 +94,86 @@ def compose(
     estimator: str | None = None,
     estimator_options: Mapping[str, Any] | None = None,
     outer_optimizer: str | None = None,
+    federation: Mapping[str, Any] | None = None,
     server_optimizer: str | None = None,
+    aggregator: str | None = None,
+    unreliable: Mapping[str, float] | None = None,
+    uploads: Mapping[str, Any] | None = None,
+    devices: int | None = None,
     **options: Any,
 ) -> fm.Algorithm:
-    """An algorithm of the registry with its parts given by name.
+    """A method of the registry in a federation, both with their parts given by name.
 
     Args:
       task: what is learned.
-      algorithm: name in `fedjax_meta.ALGORITHMS`.
+      algorithm: name in `fedjax_meta.METHODS`.
       estimator: name in `ESTIMATORS`, with `estimator_options`.
       outer_optimizer: name in `OPTIMIZERS`, of the clients' meta-updates.
+      federation: options of `fedjax_meta.Federation` that are plain values.
       server_optimizer: name in `OPTIMIZERS` and a rate, "adam:0.01".
-      **options: of the algorithm.
+      aggregator: "median", or "trimmed_mean" and a share, "trimmed_mean:0.2"; the weighted mean when not given.
+      unreliable: options of `participation.unreliable`; all clients return when not given.
+      uploads: by name in `UPLOADS`, the argument of each.
+      devices: how many devices share a cohort.
+      **options: of the method.
 
     Raises:
-      ValueError: an unknown name, an option that the algorithm or the estimator does not take, and what they refuse.
+      ValueError: an unknown name, an option that the method, the estimator or the federation does not take, and what they
+        refuse.
     """
-    checks.one_of("--algorithm", algorithm, fm.ALGORITHMS)
-    if estimator is not None:
-        checks.one_of("--estimator", estimator, ESTIMATORS)
-        chosen = {**NEEDED.get(estimator, {}), **(estimator_options or {})}
-        _check_options(f"the estimator {estimator}", ESTIMATORS[estimator], chosen)
-        options["estimator"] = functools.partial(ESTIMATORS[estimator], **chosen)
-    elif estimator_options:
-        raise ValueError("--estimator-set needs --estimator")
-    if outer_optimizer is not None:
-        checks.one_of("--outer-optimizer", outer_optimizer, OPTIMIZERS)
-        options["outer_optimizer"] = OPTIMIZERS[outer_optimizer]
-    if server_optimizer is not None:
-        name, _, rate = server_optimizer.partition(":")
-        checks.one_of("--server-optimizer", name, OPTIMIZERS)
-        (rate_value,) = runner.numbers(rate or "1.0", "--server-optimizer", float)
-        options["server_optimizer"] = OPTIMIZERS[name](rate_value)
+    checks.one_of("--algorithm", algorithm, fm.METHODS)
     try:
-        return fm.ALGORITHMS[algorithm](task, **options)
+        if estimator is not None:
+            checks.one_of("--estimator", estimator, ESTIMATORS)
+            chosen = {**NEEDED.get(estimator, {}), **(estimator_options or {})}
+            checks.options(estimator, chosen, _keywords(ESTIMATORS[estimator]), {})
+            options["estimator"] = functools.partial(ESTIMATORS[estimator], **chosen)
+        elif estimator_options:
+            raise ValueError("--estimator-set needs --estimator")
+        if outer_optimizer is not None:
+            checks.one_of("--outer-optimizer", outer_optimizer, OPTIMIZERS)
+            options["outer_optimizer"] = OPTIMIZERS[outer_optimizer]
+        shared = _plain_values(algorithm, federation or {})
+        if server_optimizer is not None:
+            name, shared["server_lr"] = _name_and_number("--server-optimizer", server_optimizer, OPTIMIZERS, 1.0)
+            shared["server_optimizer"] = OPTIMIZERS[name]
+        if aggregator is not None:
+            name, share = _name_and_number("--aggregator", aggregator, ("median", "trimmed_mean"), 0.1)
+            shared["aggregator"] = fm.aggregate.median if name == "median" else fm.aggregate.trimmed_mean(share)
+        if unreliable:
+            shared["participation"] = fm.participation.unreliable(**unreliable)
+        given = uploads or {}
+        shared["uploads"] = tuple(make(given[name]) for name, make in UPLOADS.items() if name in given)
+        shared["devices"] = devices
+        return fm.federate(fm.METHODS[algorithm](task, **options), fm.Federation(**shared))
+    # Builders raise TypeError for options that they do not take; here these come from the command line.
     except TypeError as error:
-        # Builders hand what they do not know to the next one, so only the last knows that nobody takes it.
-        unknown = [key for key in options if f"'{key}'" in str(error)]
-        if not unknown:
-            raise
-        raise ValueError(f"{algorithm} takes no option {unknown[0]!r}") from None
+        raise ValueError(str(error)) from error
 
 
-def _check_options(what: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    allowed = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    for key in options:
-        if key not in allowed:
-            raise ValueError(f"{what} takes no option {key!r}; it takes {', '.join(allowed)}")
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+
+def _plain_values(algorithm: str, federation: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `--federation`; refuses those that have flags of their own, and those of the method."""
+    checks.options("Federation", federation, fm.federation.OPTIONS, dict.fromkeys(_keywords(fm.METHODS[algorithm]), "--set"))
+    for name in federation:
+        if name in FLAGS:
+            raise ValueError(f"--federation cannot set {name}: use {FLAGS[name]}")
+    return dict(federation)
+
+
+def _name_and_number(flag: str, text: str, allowed: Sequence[str] | Mapping[str, Any], default: float) -> tuple[str, float]:
+    """The two parts of "name:number"."""
+    name, _, number = text.partition(":")
+    checks.one_of(flag, name, allowed)
+    (value,) = runner.numbers(number or str(default), flag, float)
+    return name, value
 
 
 def model(name: str | None, data: fm.FederatedData) -> fm.Task:
-    """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images and else the perceptron."""
+    """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron."""
     shape = data.x.shape[1:]
     color = len(shape) == 3 and shape[-1] == 3
     name = ("lenet" if color else "mlp") if name is None else name
@@ -133,12 +184,94 @@ def model(name: str | None, data: fm.FederatedData) -> fm.Task:
     return models.MODELS[name](image=shape if len(shape) == 3 else (*shape, 1), classes=data.num_classes)
 
 
+def make_plans(
+    systems: Mapping[str, Mapping[str, Any]],
+    task: fm.Task,
+    data: protocols.Protocol,
+    *,
+    rounds: int,
+    eval_every: int,
+    seeds: Sequence[int],
+    cohort_size: int,
+    devices: int | None,
+    store: str | None,
+    config: Mapping[str, Any],
+) -> list[runner.Plan]:
+    """One training run for every system and seed.
+
+    Args:
+      systems: by name, the arguments of `compose` but for the task.
+      task: what is learned.
+      data: the clients.
+      rounds, eval_every, seeds, store: see `fedjax_meta.simulate`.
+      cohort_size, devices: of the federation, where a system does not say otherwise.
+      config: what else the results depend on.
+    """
+    plans = []
+    for name, parts in systems.items():
+        federation = {"cohort_size": cohort_size, **parts.get("federation", {})}
+        algorithm = compose(task, **{**parts, "federation": federation}, devices=devices)
+        # Refuses a cohort that is larger than the population, before the run has a folder.
+        algorithm.cohort(jax.random.key(0), 0, data.train.num_clients)
+        title = parts["algorithm"] + ("*" if _changes(parts) else "")
+        tests = {f"{name}/local": runner.Test(title, "local", runner.evaluator(algorithm, data.train, devices=devices))}
+        if data.new is not None:
+            new = runner.evaluator(algorithm, data.new, devices=devices, support="support", query="query", known=False)
+            tests[f"{name}/new"] = runner.Test(title, "new", new)
+        plans += [
+            runner.Plan(
+                name=f"{name}_seed{seed}",
+                title=title,
+                algorithm=algorithm,
+                data=data.train,
+                tests=tests,
+                rounds=rounds,
+                eval_every=eval_every,
+                seed=seed,
+                config=config,
+                store=store,
+            )
+            for seed in seeds
+        ]
+    return plans
+
+
+def _changes(parts: Mapping[str, Any]) -> str:
+    """What a system changes about its method."""
+    changed = []
+    for key, value in parts.items():
+        if key == "algorithm" or value is None or value == {}:
+            continue
+        inner = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else f"{key}={value}"
+        changed.append(inner)
+    return ", ".join(changed)
+
+
+def write_report(folder: Path, title: str, changes: str, series: Sequence[report.Series]) -> None:
+    """Prints the table, and writes it as `report.md` with `figure.png`; `changes` explains the star."""
+    note = f"* {changes}" if changes else ""
+    headings = ("system", "clients", "accuracy", "mean ± std over clients", "macro F1")
+    rows = []
+    for key in dict.fromkeys((one.title, one.clients) for one in series):
+        runs = [one for one in series if (one.title, one.clients) == key]
+        scores = report.over_seeds(runs)
+        spread = f"{scores['accuracy_mean'][0]:.2f} ±{scores['accuracy_std'][0]:.2f}"
+        rows.append([*key, report.with_spread(scores["accuracy"], len(runs)), spread, f"{scores['f1_mean'][0]:.2f}"])
+    runner.show_table(f"{title} (percent)", headings, rows, text_columns=2)
+    runner.console.print(note, style="dim", markup=False)
+    report.save_figure(folder / "figure.png", series, title=title)
+    lines = [f"# {title}", "", report.markdown_table(headings, rows, text_columns=2), "", note.replace("*", "\\*"), ""]
+    lines += ["![Accuracy by round and its spread over clients](figure.png)", ""]
+    checkpoint.write_text(folder / "report.md", "\n".join([*lines, f"    {runner.command_line(folder)}", ""]))
+    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 @app.command()
-def main(
-    algorithm: Annotated[str, typer.Option(help="Of the registry: " + ", ".join(fm.ALGORITHMS) + ".")] = "fedmeta_maml",
+def main(  # long because every option brings its help text
+    algorithm: Annotated[str, typer.Option(help="Method: " + ", ".join(fm.METHODS) + ".")] = "fedmeta",
     estimator: Annotated[
         str | None, typer.Option(help="Meta-gradient: " + ", ".join(ESTIMATORS) + ".", show_default=False)
     ] = None,
@@ -150,46 +283,81 @@ def main(
         str | None, typer.Option(help="Leaves that stay with their client: " + fm.masks.ALLOWED + ".", show_default=False)
     ] = None,
     personal_rates: Annotated[
-        str | None, typer.Option(help="Learned inner rates that stay; needs --learned-rates.", show_default=False)
+        str | None,
+        typer.Option(help="Learned inner rates that stay with their client; needs --learned-rates.", show_default=False),
     ] = None,
     learned_rates: Annotated[bool, typer.Option("--learned-rates", help="Learn the inner rates (Meta-SGD).")] = False,
     adapts: Annotated[str | None, typer.Option(help="Leaves that adaptation moves (head: ANIL).", show_default=False)] = None,
     outer_optimizer: Annotated[
-        str | None, typer.Option(help="Of the clients' meta-updates: " + ", ".join(OPTIMIZERS) + ".", show_default=False)
-    ] = None,
-    server_optimizer: Annotated[
-        str | None, typer.Option(metavar="NAME:RATE", help="Of the server, e.g. adam:0.01.", show_default=False)
+        str | None,
+        typer.Option(help="Optimiser of the clients' meta-updates: " + ", ".join(OPTIMIZERS) + ".", show_default=False),
     ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any other option of the algorithm, e.g. inner_lr=0.01; may be repeated."
+            "--set", metavar="KEY=VALUE", help="Any other option of the method, e.g. inner_lr=0.01; may be repeated."
         ),
     ] = None,
-    compare: Annotated[str, typer.Option(help="Algorithms of the registry to run beside it, with commas between.")] = "",
+    federation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="An option of the federation: "
+            + ", ".join(name for name in fm.federation.OPTIONS if name not in FLAGS)
+            + "; may be repeated.",
+        ),
+    ] = None,
+    server_optimizer: Annotated[
+        str | None, typer.Option(metavar="NAME:RATE", help="Optimiser of the server, e.g. adam:0.01.", show_default=False)
+    ] = None,
+    aggregator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:SHARE", help="In place of the mean: `median` or e.g. `trimmed_mean:0.2`.", show_default=False
+        ),
+    ] = None,
+    late: Annotated[float, typer.Option(help="Probability that a client's upload is late.")] = 0.0,
+    crashed: Annotated[float, typer.Option(help="Probability that a client crashes in a round.")] = 0.0,
+    sparsify: Annotated[
+        float | None, typer.Option(help="Share of an upload's numbers that are sent, with error feedback.", show_default=False)
+    ] = None,
+    quantize: Annotated[int | None, typer.Option(help="Bits for each number of an upload.", show_default=False)] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of an upload.", show_default=False)] = None,
+    noise: Annotated[
+        float | None, typer.Option(help="Noise multiplier of differential privacy; needs --clip.", show_default=False)
+    ] = None,
+    mask: Annotated[
+        int | None,
+        typer.Option(help="Secure aggregation (simulated): binary digits after the point, e.g. 16.", show_default=False),
+    ] = None,
+    compare: Annotated[
+        str, typer.Option(help="Methods to run beside it, separated by commas; they have their default options.")
+    ] = "",
     dataset: Annotated[
         str, typer.Option(help="`mnist_small`, `digits`, an .npz, or a set of tensorflow-datasets.")
     ] = "mnist_small",
-    protocol: Annotated[str, typer.Option(help="Who holds what: " + ", ".join(PROTOCOLS) + ".")] = "fedmeta_per",
+    protocol: Annotated[str, typer.Option(help="How samples are divided: " + ", ".join(PROTOCOLS) + ".")] = "fedmeta_per",
     clients: Annotated[
-        int | None, typer.Option(min=1, help="Clients; the protocol's own when not given.", show_default=False)
+        int | None, typer.Option(min=1, help="Number of clients; the protocol's own when not given.", show_default=False)
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(
-            "--model", help=", ".join(models.MODELS) + "; mlp, for colour lenet, when not given.", show_default=False
+            "--model",
+            help=", ".join(models.MODELS) + "; when not given lenet for colour images, else mlp.",
+            show_default=False,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds R.")] = 40,
     eval_every: Annotated[int, typer.Option(min=1, help="Rounds between evaluations; the first and the last are added.")] = 20,
-    clients_per_round: Annotated[int, typer.Option(min=1)] = 5,
+    clients_per_round: Annotated[int, typer.Option(min=1, help="Cohort size C.")] = 5,
     seeds: Annotated[str, typer.Option(help="Seeds of training, e.g. 1,2,3.")] = "1",
     data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples.")] = 1,
     store: Annotated[
         str | None,
         typer.Option(
-            help="Where what clients keep waits, for more of them than a device holds: `memory` (the host's) or a folder; the "
-            "device when not given.",
+            help="Where to keep what clients keep, when a device has no room for all of it: `memory` (the host's) or a folder; "
+            "the device when not given.",
             show_default=False,
         ),
     ] = None,
@@ -200,104 +368,75 @@ def main(
     compile_cache: runner.CacheOption = True,
     debug: runner.DebugOption = False,
 ) -> None:
-    """Runs one composition, and those it is compared with, on any data set; prints a table and writes a report with a figure.
+    """Runs one composition, and methods to compare it with, on any data set; prints a table and writes a report with a figure.
 
     Local clients are tested on samples that they kept back; where the protocol has new clients, these are tested too.
 
     Compositions that no source paper reports:
 
-    `--algorithm fedmeta_per_maml --estimator implicit --set batch_size=None` (FedMeta-Per x iMAML; also `first_order`,
-    `reptile`, `hessian_free`)
+    `--algorithm fedmeta_per --estimator implicit --set batch_size=None` (FedMeta-Per x iMAML; also `first_order`, `reptile`,
+    `hessian_free`)
 
-    `--algorithm fedmeta_maml --personal head+bn_affine --model mtfl_mlp` (private batch norms beside the private head)
+    `--algorithm fedmeta --personal head+bn_affine --model mtfl_mlp` (private batch norms beside the private head)
 
-    `--algorithm fedmeta_maml --learned-rates --personal-rates all` (private rates, shared model), or `--personal head
+    `--algorithm fedmeta --learned-rates --personal-rates all` (private rates, shared model), or `--personal head
     --personal-rates none` (shared rates, private head)
 
-    `--algorithm fedmeta_per_maml --server-optimizer adam:0.001`
+    `--algorithm fedmeta_per --server-optimizer adam:0.001`
 
     `--algorithm reptile --personal bn --model mtfl_mlp --set weighting=samples --server-optimizer momentum:0.1`
+
+    `--algorithm fedper --federation cohort_size=10 --clip 1.0 --noise 0.5 --federation weighting=uniform`
     """
     with runner.one_line_errors(debug):
         checks.one_of("--protocol", protocol, PROTOCOLS)
-        chosen: dict[str, dict[str, Any]] = {
+        unreliable = {name: value for name, value in (("late", late), ("crashed", crashed)) if value != 0}
+        flags = {"sparsify": sparsify, "quantize": quantize, "clip": clip, "noise": noise, "mask": mask}
+        named = {"personal": personal, "personal_rates": personal_rates, "adapts": adapts}
+        named |= {"learned_rates": True if learned_rates else None}
+        systems: dict[str, dict[str, Any]] = {
             "composition": {
                 "algorithm": algorithm,
                 "estimator": estimator,
                 "estimator_options": assignments(estimator_set or (), "--estimator-set"),
                 "outer_optimizer": outer_optimizer,
+                "federation": assignments(federation or (), "--federation"),
                 "server_optimizer": server_optimizer,
+                "aggregator": aggregator,
+                "unreliable": unreliable,
+                "uploads": {name: value for name, value in flags.items() if value is not None},
                 **assignments(set_ or (), "--set"),
+                **{name: value for name, value in named.items() if value is not None},
             }
         }
-        named = {"personal": personal, "personal_rates": personal_rates, "adapts": adapts}
-        named |= {"learned_rates": True} if learned_rates else {}
-        for key, value in named.items():
-            if value is not None:
-                chosen["composition"][key] = value
         for name in filter(None, (name.strip() for name in compare.split(","))):
-            chosen[name] = {"algorithm": name}
+            systems[name] = {"algorithm": name}
         seed_list = runner.numbers(seeds, "--seeds")
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
         with runner.console.status(f"loading {dataset}"):
             source = sources.load(dataset, data_dir=data_dir)
-            more = {} if clients is None else {"num_clients": clients}
-            data = PROTOCOLS[protocol](source, seed=data_seed, **more)
-        task = model(network, data.train)
-        common = {"cohort_size": clients_per_round, "devices": shared}
-        config = {"experiment": "compose", "dataset": dataset, "protocol": protocol, "data_seed": data_seed, "model": network}
-        plans = []
-        for name, parts in chosen.items():
-            built = compose(task, **{**common, **parts})
-            title = _title(parts)
-            tests = {
-                f"{name}/local": runner.Test(title, "local", runner.evaluator(built, data.train, devices=shared)),
-            }
-            if data.new is not None:
-                new = runner.evaluator(built, data.new, devices=shared, support="support", query="query", known=False)
-                tests[f"{name}/new"] = runner.Test(title, "new", new)
-            plans += [
-                runner.Plan(
-                    name=f"{name}_seed{seed}",
-                    title=title,
-                    algorithm=built,
-                    data=data.train,
-                    tests=tests,
-                    rounds=rounds,
-                    eval_every=eval_every,
-                    seed=seed,
-                    config={**config, "parts": parts, "rounds": rounds, "eval_every": eval_every, "seed": seed, **common},
-                    store=store,
-                )
-                for seed in seed_list
-            ]
-        folder = runner.open_folder(out, f"compose-{algorithm}", resume=resume, options={**config, "systems": chosen})
-        results = runner.run_all(plans, folder, resume=resume)
-        title = f"{data.name}: round {rounds}"
-        headings = ("system", "clients", "accuracy", "mean ± std over clients", "macro F1")
-        series = runner.all_series(plans, results)
-        rows = []
-        for key in dict.fromkeys((one.title, one.clients) for one in series):
-            runs = [one for one in series if (one.title, one.clients) == key]
-            scores = report.over_seeds(runs)
-            spread = f"{scores['accuracy_mean'][0]:.2f} ±{scores['accuracy_std'][0]:.2f}"
-            rows.append([*key, report.with_spread(scores["accuracy"], len(runs)), spread, f"{scores['f1_mean'][0]:.2f}"])
-        runner.console.print(report.rich_table(f"{title} (percent)", headings, rows, text_columns=2))
-        report.save_figure(folder / "figure.png", series, title=title)
-        lines = [f"# {title}", "", report.markdown_table(headings, rows, text_columns=2), "", "![](figure.png)", ""]
-        checkpoint.write_text(folder / "report.md", "\n".join([*lines, f"    {runner.command_line(folder)}", ""]))
-        runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
-
-
-def _title(parts: Mapping[str, Any]) -> str:
-    """The algorithm and what was changed about it."""
-    changed = []
-    for key, value in parts.items():
-        if key == "algorithm" or value is None or value == {}:
-            continue
-        inner = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else f"{key}={value}"
-        changed.append(inner)
-    return parts["algorithm"] + (f" ({', '.join(changed)})" if changed else "")
+            data = PROTOCOLS[protocol](source, seed=data_seed, **({} if clients is None else {"num_clients": clients}))
+        config = {"experiment": "compose", "dataset": dataset, "protocol": protocol, "clients": clients}
+        config |= {"data_seed": data_seed, "model": network}
+        plans = make_plans(
+            systems,
+            model(network, data.train),
+            data,
+            rounds=rounds,
+            eval_every=eval_every,
+            seeds=seed_list,
+            cohort_size=clients_per_round,
+            devices=shared,
+            store=store,
+            config=config,
+        )
+        options = {**config, "systems": systems, "rounds": rounds, "eval_every": eval_every, "seeds": seed_list}
+        folder = runner.open_folder(
+            out, f"compose-{algorithm}", resume=resume, options=options, algorithms=runner.configs(plans)
+        )
+        results = runner.run_all(plans, folder)
+        changes = _changes(systems["composition"])
+        write_report(folder, f"{data.name}: round {rounds}", changes, runner.all_series(plans, results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A look at who holds what: a table of statistics and a figure of any data set under any partition.
+"""Any data set under any partition: a table of sizes and classes, and a figure.
 
-Run `python -m experiments.data --help`.
+See `python -m experiments.data --help`.
 """
 
 from collections.abc import Callable
@@ -12,23 +12,22 @@ import numpy as np
 import typer
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta.data import partition, protocols, sources, synthetic
-from fedjax_meta.data import FederatedData, federate
+from experiments import _runner as runner
+from fedjax_meta.data import FederatedData, from_partition, partition, protocols, sources, synthetic
 from fedjax_meta.data.protocols import Protocol
 
 INK, MUTED, BAR = "#1f2430", "#6b7280", "#3b6ea8"
 
 
 def _plain(part: Callable[..., partition.Partition]) -> Callable[..., Protocol]:
-    """A protocol of one partitioner: all samples of both splits, one view "train"."""
+    """A protocol of one partition rule: all samples of both splits, one view "train"."""
 
     def build(source: sources.Source, *, num_clients: int, seed: int, **options: Any) -> Protocol:
         x, y = source.pooled()
         held = part(y, num_clients, seed=seed, **options).shuffled(seed)
-        return Protocol(federate(x, y, *held, num_classes=source.num_classes), None, source.name, source.note)
+        return Protocol(from_partition(x, y, *held, num_classes=source.num_classes), None, source.name, source.note)
 
     return build
 
@@ -39,27 +38,32 @@ def _shards(labels: np.ndarray, num_clients: int, *, seed: int) -> partition.Par
 
 def _iid(source: sources.Source, *, num_clients: int, seed: int) -> Protocol:
     return Protocol(
-        protocols.fedmeta_per_iid(source, num_clients=num_clients, seed=seed), None, f"IID on {source.name}", source.note
+        protocols.fedmeta_per_iid_clients(source, num_clients=num_clients, seed=seed),
+        None,
+        f"IID on {source.name}",
+        source.note,
     )
 
 
-# For each partition: its builder, the number of clients it has when none is asked for, and the options it takes.
+# For each partition: its builder, its default number of clients, and the options that it takes.
 PARTITIONS: dict[str, tuple[Callable[..., Protocol], int, tuple[str, ...]]] = {
-    "fedmeta_per": (protocols.fedmeta_per, 50, ("pairing",)),
-    "fedpac": (protocols.fedpac, 20, ("share", "size")),
-    "reptile": (protocols.reptile, 50, ("concentration",)),
-    "mtfl": (protocols.mtfl, 200, ("noisy",)),
+    "fedmeta_per": (protocols.fedmeta_per_clients, 50, ("pairing",)),
+    "fedpac": (protocols.fedpac_clients, 20, ("share", "size")),
+    "reptile": (protocols.perfedavg_reptile_clients, 50, ("concentration",)),
+    "mtfl": (protocols.mtfl_clients, 200, ("noisy",)),
     "iid": (_iid, 50, ()),
     "shards": (_plain(_shards), 50, ()),
     "dirichlet_classes": (_plain(partition.dirichlet_classes), 50, ("concentration",)),
     "dirichlet_clients": (_plain(partition.dirichlet_clients), 50, ("concentration",)),
     "quantity_skew": (_plain(partition.quantity_skew), 50, ("concentration",)),
 }
+OWN_SEED = {"fedmeta_per", "fedpac", "reptile", "mtfl"}
+"""Protocols of papers, which have default seeds of their own."""
 NEEDS_CONCENTRATION = {"dirichlet_classes", "dirichlet_clients", "quantity_skew"}
 
 
 def build(source: sources.Source, name: str, *, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
-    """The protocol `name` on a data set; options that are `None` keep the protocol's own value.
+    """The protocol `name` on a data set; options that are `None` keep the protocol's default.
 
     Raises:
       ValueError: an unknown partition, an option that it does not take, and whatever the protocol refuses.
@@ -70,14 +74,14 @@ def build(source: sources.Source, name: str, *, num_clients: int | None, seed: i
     given = _given(f"partition {name!r}", options, takes)
     if name in NEEDS_CONCENTRATION:
         given.setdefault("concentration", 0.5)
-    if seed is not None or make not in (protocols.fedmeta_per, protocols.fedpac, protocols.reptile, protocols.mtfl):
+    if seed is not None or name not in OWN_SEED:
         given["seed"] = 1 if seed is None else seed
     protocol = make(source, num_clients=num_clients or default_clients, **given)
     return protocol if protocol.name != source.name else protocol._replace(name=f"{name} on {source.name}")
 
 
 def generated(*, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
-    """Synthetic(δ, θ): clients that are drawn, not dealt; δ and θ are 1 when not given.
+    """Synthetic(δ, θ), a generator of clients; δ and θ are 1 when not given.
 
     Raises:
       ValueError: an option of a partition, and whatever `synthetic.synthetic` refuses.
@@ -91,17 +95,19 @@ def generated(*, num_clients: int | None, seed: int | None, **options: Any) -> P
 
 
 def natural(dataset: str, *, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
-    """The clients that an .npz names itself, in a third array beside x and y.
+    """The clients that an .npz file itself names, in a third array beside x and y.
 
     Raises:
-      ValueError: another kind of data set, no such array, an option that is not for it, and whatever `partition.natural`
+      ValueError: another kind of data set, no such array, an option of another partition, and whatever `partition.natural`
         refuses.
     """
     asked = {"clients": num_clients, "seed": seed} | options
-    given = _given("partition 'natural'", asked, ("by", "least"))
+    given = _given("partition 'natural'", asked, ("by", "min_samples"))
     by = given.get("by", "client")
     if not dataset.endswith(".npz"):
-        raise ValueError(f"partition 'natural' needs an .npz that says who owns each sample, not the data set {dataset!r}")
+        raise ValueError(
+            f"partition 'natural' needs an .npz that names the client of each sample, not the data set {dataset!r}"
+        )
     source = sources.read_npz(dataset)
     with np.load(dataset, allow_pickle=False) as file:
         if not {"x", "y", by} <= set(file.files):
@@ -109,16 +115,16 @@ def natural(dataset: str, *, num_clients: int | None, seed: int | None, **option
         x, y, owner = file["x"], file["y"], file[by]
     if owner.shape != y.shape:
         raise ValueError(
-            f"{by} is {list(owner.shape)} in {dataset!r}, but there are labels {list(y.shape)}: one for each sample"
+            f"{by} has shape {list(owner.shape)} in {dataset!r}, but y has {list(y.shape)}: it needs one entry a sample"
         )
-    # In the order of the file, in which x, y and owner agree; a source sorts its samples.
+    # A source sorts its samples, but x, y and owner agree only in the order of the file.
     x = x.reshape(-1, *source.x_train.shape[1:])
-    held = partition.natural(owner, least=given.get("least", 1))
-    return Protocol(federate(x, y, *held, num_classes=source.num_classes), None, f"natural, by {by}, on {source.name}")
+    held = partition.natural(owner, min_samples=given.get("min_samples", 1))
+    return Protocol(from_partition(x, y, *held, num_classes=source.num_classes), None, f"natural, by {by}, on {source.name}")
 
 
 def _given(what: str, options: dict[str, Any], takes: tuple[str, ...]) -> dict[str, Any]:
-    """The options that are not `None`, none of which may be foreign."""
+    """The options that are not `None`. Raises `ValueError` for an option that is not taken."""
     given = {key: value for key, value in options.items() if value is not None}
     flags = {key: "--" + key.replace("_", "-") for key in (*given, *takes)}
     for key in given:
@@ -128,7 +134,7 @@ def _given(what: str, options: dict[str, Any], takes: tuple[str, ...]) -> dict[s
 
 
 def class_counts(data: FederatedData, view: str) -> np.ndarray:
-    """int64 `[N, K]`: samples of each class that each client has in a view."""
+    """int64 `[N, K]`: the number of samples of each class in each client's view."""
     start, size = np.asarray(data.start[view], np.int64), np.asarray(data.sizes(view), np.int64)
     where = np.repeat(start - (np.cumsum(size) - size), size) + np.arange(size.sum())
     cell = np.repeat(np.arange(len(size)), size) * data.num_classes + np.asarray(data.y)[where]
@@ -136,14 +142,14 @@ def class_counts(data: FederatedData, view: str) -> np.ndarray:
 
 
 def show(protocol: Protocol) -> None:
-    """Prints the table: one row a view."""
+    """Prints the table, with one row a view."""
     table = Table(title=protocol.name, caption=protocol.note or None)
     for heading in ("clients", "view"):
         table.add_column(heading, no_wrap=True)
     for heading in ("N", "samples", "min", "mean", "std", "max"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("classes each", justify="right")
-    for who, data in (("training", protocol.train), ("new", protocol.new)):
+    for group, data in (("training", protocol.train), ("new", protocol.new)):
         if data is None:
             continue
         for row, view in enumerate(data.views):
@@ -151,7 +157,7 @@ def show(protocol: Protocol) -> None:
             classes = (class_counts(data, view) > 0).sum(1)
             spread = str(classes.min()) if classes.min() == classes.max() else f"{classes.min()} to {classes.max()}"
             table.add_row(
-                who if row == 0 else "",
+                group if row == 0 else "",
                 view,
                 str(len(size)),
                 f"{size.sum():,}",
@@ -162,11 +168,11 @@ def show(protocol: Protocol) -> None:
                 spread,
                 end_section=row == len(data.views) - 1,
             )
-    Console().print(table)
+    runner.console.print(table)
 
 
 def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
-    """Saves the figure: sizes, class by client heat map, and sample images of a few clients."""
+    """Saves the figure: sizes, a heat map of class by client, and sample images of a few clients."""
     groups = [("training clients", protocol.train, "train")]
     if protocol.new is not None:
         groups.append(("new clients", protocol.new, "query"))
@@ -206,7 +212,7 @@ def _draw_group(figure: Any, axes: Any, title: str, data: FederatedData, view: s
     bars.set_ylim(0, 1.12 * size.max())
     bars.tick_params(labelbottom=False)
     shown = np.ma.masked_equal(counts.T, 0)
-    # On a linear scale one large cell would make all others look alike.
+    # On a linear scale, a single large cell would make all others look alike.
     norm = LogNorm(1, max(counts.max(), 2))
     drawn = heat.imshow(shown, aspect="auto", cmap="YlGnBu", interpolation="nearest", norm=norm)
     heat.set_facecolor("#ececef")
@@ -221,7 +227,7 @@ def _draw_group(figure: Any, axes: Any, title: str, data: FederatedData, view: s
 
 
 def _draw_images(figure: Any, groups: list, noisy: np.ndarray, faces: int) -> None:
-    """Rows of images: a few clients of each group, spread over the population."""
+    """Rows of images, one a client: a few clients of each group, spread over the population."""
     axes = figure.subplots(faces, len(groups), squeeze=False)
     columns = 16
     for column, (_, data, view) in enumerate(groups):
@@ -249,13 +255,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 
 @app.command()
-def main(
+def main(  # long because every option brings its help text
     dataset: Annotated[
         str,
         typer.Option(
-            help="`mnist_small` and `digits` ship with packages; `mnist`, `fashion_mnist`, `cifar10`, `cifar100`, "
-            "`emnist/byclass`, `emnist/letters` and other image sets come through tensorflow-datasets; the path of an .npz "
-            "with x and y; or `synthetic`, which draws its own clients."
+            help="`mnist_small` or `digits`, which come with packages; `mnist`, `fashion_mnist`, `cifar10`, `cifar100`, "
+            "`emnist/byclass`, `emnist/letters` or another image set of tensorflow-datasets; the path of an .npz with x and y; "
+            "or `synthetic`, which generates its clients."
         ),
     ] = "mnist_small",
     name: Annotated[
@@ -263,7 +269,7 @@ def main(
         typer.Option(
             "--partition",
             help="A paper's protocol: `fedmeta_per` (two classes a client, new clients), `fedpac` (dominant groups), "
-            "`reptile` (Dirichlet shares), `mtfl` (two shards a client); one rule on both splits pooled: "
+            "`reptile` (Dirichlet shares), `mtfl` (two shards a client); a single rule on both splits together: "
             + ", ".join(list(PARTITIONS)[4:])
             + "; or `natural`, the clients that an .npz names. `fedmeta_per` when not given.",
         ),
@@ -277,26 +283,30 @@ def main(
         bool | None, typer.Option("--share", help="fedpac: clients may share samples when a class runs out.")
     ] = None,
     noisy: Annotated[float | None, typer.Option(help="mtfl: share of clients with noisy training images.")] = None,
-    model_spread: Annotated[float | None, typer.Option(help="synthetic: how much the clients' models differ; 1.")] = None,
-    data_spread: Annotated[float | None, typer.Option(help="synthetic: how much their inputs differ; 1.")] = None,
-    by: Annotated[
-        str | None, typer.Option(help="natural: the array of the .npz that says whose each sample is; client.")
+    model_spread: Annotated[
+        float | None, typer.Option(help="synthetic: how much the clients' models differ; default 1.")
     ] = None,
-    least: Annotated[int | None, typer.Option(help="natural: samples that a client must have.", min=1)] = None,
+    data_spread: Annotated[float | None, typer.Option(help="synthetic: how much their inputs differ; default 1.")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(help="natural: the array of the .npz with the client of each sample; `client` when not given."),
+    ] = None,
+    min_samples: Annotated[int | None, typer.Option(help="natural: samples that a client must have.", min=1)] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where decoded images are kept.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where decoded images are cached.")] = None,
     download: Annotated[
         bool, typer.Option("--download", help="Download and prepare the set if needed; needs TensorFlow.")
     ] = False,
     out: Annotated[Path, typer.Option(help="The figure to write (.png, .pdf or .svg).")] = Path("results/data.png"),
+    debug: runner.DebugOption = False,
 ) -> None:
-    """Shows who holds what: prints sizes and classes of every view, and saves a figure.
+    """Shows how samples are divided: prints sizes and classes of every view, and saves a figure.
 
     The figure has the samples of each client, a heat map of class by client, and sample images of a few clients.
 
     Examples:
 
-    `python -m experiments.data` (the bundled set, two classes a client)
+    `python -m experiments.data` (5,000 images that come with a package, two classes a client)
 
     `python -m experiments.data --dataset cifar10 --data-dir DIR --partition dirichlet_classes --concentration 0.1`
 
@@ -304,7 +314,7 @@ def main(
 
     `python -m experiments.data --dataset synthetic --model-spread 0.5 --data-spread 0.5`
 
-    `python -m experiments.data --dataset letters.npz --partition natural --by writer --least 20`
+    `python -m experiments.data --dataset letters.npz --partition natural --by writer --min-samples 20`
     """
     options: dict[str, Any] = {
         "num_clients": clients,
@@ -317,9 +327,9 @@ def main(
         "model_spread": model_spread,
         "data_spread": data_spread,
         "by": by,
-        "least": least,
+        "min_samples": min_samples,
     }
-    try:
+    with runner.one_line_errors(debug):
         if dataset == "synthetic":
             protocol = generated(**options, partition=name)
         elif name == "natural":
@@ -329,10 +339,7 @@ def main(
             protocol = build(source, name or "fedmeta_per", **options)
         show(protocol)
         draw(protocol, out)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    typer.echo(f"figure: {out}")
+    runner.console.print(f"figure: {out}", soft_wrap=True)
 
 
 if __name__ == "__main__":

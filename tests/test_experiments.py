@@ -1,4 +1,4 @@
-"""The experiment scripts as a user meets them: tables of systems, errors, stopping, killing and resuming."""
+"""The experiments as a user runs them: tables of systems, errors, stopping, killing and resuming."""
 
 import json
 import os
@@ -26,7 +26,7 @@ HERE = ["--devices", "2", "--no-compile-cache"]
 
 @pytest.fixture(autouse=True)
 def as_users_run_it():
-    """The scripts run as they do from a shell, not with the stricter settings of the other tests."""
+    """The experiments run as from a shell, without the stricter settings of the other tests."""
     with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
         yield
 
@@ -43,7 +43,7 @@ def test_every_row_of_the_published_tables_is_a_system():
 
 
 def test_published_numbers_are_percentages_in_a_sensible_order():
-    """What a typing slip would break: means near accuracies, F1 not above accuracy by more than rounding and strays."""
+    """Finds typing errors: means must be near accuracies, and F1 at most a little above."""
     for rows in FEDMETA_PER.values():
         for row in rows.values():
             assert 0 < row.f1 < row.accuracy + 0.5 < 100.5
@@ -57,7 +57,7 @@ def test_every_training_has_step_sizes():
     assert set(quickstart.STEP_SIZES) == set(quickstart.TRAININGS)
     for systems, trainings in ((fedmeta_per.SYSTEMS, fedmeta_per.TRAININGS), (quickstart.SYSTEMS, quickstart.TRAININGS)):
         assert {system.training for system in systems.values()} == set(trainings)
-        assert {training.algorithm for training in trainings.values()} <= set(fm.METHODS)
+        assert {training.method for training in trainings.values()} <= set(fm.METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def test_one_training_serves_systems_that_differ_at_test_time(small):
     assert set(averaged.tests) == {f"{name}/{clients}" for name in names for clients in ("local", "new")}
 
 
-def test_local_and_new_clients_are_trained_for_apart_where_their_step_sizes_differ(small):
+def test_local_and_new_clients_have_trainings_of_their_own_where_step_sizes_differ(small):
     local, new = plans(small, ["fedmeta_per"])
     assert (list(local.tests), list(new.tests)) == (["fedmeta_per/local"], ["fedmeta_per/new"])
-    assert (local.config["step_sizes"], new.config["step_sizes"]) == ([0.001, 0.001], [0.001, 0.0003])
+    assert [plan.algorithm.config["outer_lr"] for plan in (local, new)] == [0.001, 0.0003]
     (both,) = plans(small, ["fedmeta"])
     assert set(both.tests) == {"fedmeta/local", "fedmeta/new"}
 
@@ -92,7 +92,7 @@ def test_all_plans_have_names_of_their_own(small):
 
 
 def test_controls_hold_all_samples(small):
-    """The IID clients and the one with everything share the samples of both splits; 75 and 80 % train."""
+    """The IID clients and the pooled client hold the samples of both splits; 75 and 80 % train."""
     assert small.iid.num_clients == small.federated.train.num_clients == 50
     assert small.pooled.num_clients == 1
     assert int(small.pooled.sizes("train")[0]) == 0.8 * 5000
@@ -110,14 +110,14 @@ def numbers_of(folder):
     """Everything in metrics.json but the times."""
     runs = json.loads((folder / "metrics.json").read_text())["runs"]
     for run in runs:
-        for row in run["rows"]:
+        for row in run["result"]:
             assert row.pop("seconds") >= 0
             assert row.pop("compile_seconds") >= 0
     return runs
 
 
 def test_a_whole_run_and_what_may_be_resumed(tmp_path):
-    """Table, report, figure and metrics; the same again is refused, --resume gives the same numbers, other options do not."""
+    """Table, report, figure and metrics; a second run is refused, --resume keeps the numbers, other options are refused."""
     out = tmp_path / "run"
     words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "2", "--eval-every", "1", *HERE]
     words += ["--out", str(out)]
@@ -128,9 +128,9 @@ def test_a_whole_run_and_what_may_be_resumed(tmp_path):
     assert {path.name for path in out.iterdir()} == {"config.json", "metrics.json", "figure.png", "report.md", "state"}
     assert "| FedAvg |" in (out / "report.md").read_text()
     runs = numbers_of(out)
-    assert [row["round"] for row in runs[0]["rows"]] == [1, 2]
-    assert ["confusion" in row["tests"]["fedavg/local"] for row in runs[0]["rows"]] == [False, True]
-    assert len(runs[0]["rows"][0]["tests"]["fedavg/new"]["accuracy"]) == 50
+    assert [row["round"] for row in runs[0]["result"]] == [1, 2]
+    assert ["confusion" in row["tests"]["fedavg/local"] for row in runs[0]["result"]] == [False, True]
+    assert len(runs[0]["result"][0]["tests"]["fedavg/new"]["accuracy"]) == 50
 
     again = invoke(fedmeta_per.app, *words)
     assert (again.exit_code, "add --resume" in again.stderr) == (1, True)
@@ -173,8 +173,7 @@ def test_quickstart(tmp_path, monkeypatch):
 )
 def test_errors_are_one_line(words, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if "--devices" in words:
-        monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # JAX has started, so that no more devices can be made
     given = ["--dataset", "mnist_small", "--no-compile-cache", "--devices", "2", *words]
     result = invoke(fedmeta_per.app, *given)
     assert result.exit_code == 1
@@ -202,6 +201,48 @@ def test_no_space_stops_in_one_line(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert re.search(r"^error: could not save round 1 to .*: No space left on device; .* intact$", result.stderr.strip())
     assert invoke(fedmeta_per.app, *words, "--resume").exit_code == 0
+
+
+# Shared by the experiments.
+
+
+def test_a_result_is_computed_once_and_belongs_to_its_config(tmp_path):
+    config = {"rounds": 3, "rates": (0.1, 0.2)}
+    assert _runner.remembered(tmp_path, "one", config, lambda: {"accuracy": [1.5]}) == {"accuracy": [1.5]}
+    assert _runner.remembered(tmp_path, "two", config, lambda: [2]) == [2]
+    assert _runner.remembered(tmp_path, "one", config, lambda: pytest.fail("computed again")) == {"accuracy": [1.5]}
+    with pytest.raises(ValueError, match=r"rounds was 3 when one in .*metrics.json was written and is 4 now"):
+        _runner.remembered(tmp_path, "one", {**config, "rounds": 4}, lambda: pytest.fail("computed again"))
+    parts = json.loads((tmp_path / "metrics.json").read_text())["runs"]
+    assert [(part["name"], part["config"]["rates"]) for part in parts] == [("one", [0.1, 0.2]), ("two", [0.1, 0.2])]
+
+
+def test_a_part_that_is_stopped_says_how_to_continue(tmp_path):
+    def stopped():
+        raise KeyboardInterrupt
+
+    _runner.remembered(tmp_path, "one", {}, lambda: 1)
+    with pytest.raises(_runner.Stopped, match=r"stopped in two; finished results saved: 1. Continue with:\n.*--resume"):
+        _runner.remembered(tmp_path, "two", {}, stopped)
+    assert _runner.remembered(tmp_path, "two", {}, lambda: 2) == 2
+
+
+def test_options_go_to_the_method_or_to_the_federation():
+    options = {"lr": 0.5, "server_lr": 0.2, "weighting": "uniform", "cohort_size": 3, "own_at_test": False}
+    config = _runner.build("fedavgm", models.mlp(), **options).config
+    assert (config["lr"], config["server_lr"], config["weighting"]) == (0.5, 0.2, "uniform")
+    federation = config["federation"]
+    assert (federation["cohort_size"], federation["own_at_test"], federation["server_lr"]) == (3, False, None)
+    with pytest.raises(
+        TypeError, match=r"fedavgm\(\) takes no 'cohort' \(did you mean 'cohort_size', which belongs to Federation"
+    ):
+        _runner.build("fedavgm", models.mlp(), cohort=3)
+
+
+def test_a_sweep_is_recorded_with_all_its_rates():
+    algorithms = [_runner.build("perfedavg", models.mlp(), inner_lr=rate, cohort_size=3) for rate in (0.1, 0.2)]
+    config = _runner.swept(algorithms)
+    assert (config["inner_lr"], config["outer_lr"], config["federation"]["cohort_size"]) == ([0.1, 0.2], 0.001, 3)
 
 
 def test_numbers():

@@ -1,4 +1,4 @@
-"""The runner of compositions: what it builds, and how it says what it cannot."""
+"""The composer: what it builds, and its error messages."""
 
 import jax
 import pytest
@@ -11,26 +11,37 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 compose = pytest.importorskip("experiments.compose", reason="the command line needs typer, rich and matplotlib")
 
 RUNNER = typer_testing.CliRunner()
-COMMON = {"cohort_size": 3, "devices": 1}
+COMMON = {"federation": {"cohort_size": 3}, "devices": 1}
 NORMED = models.mtfl_mlp(inputs=5, classes=3)
 
 # (task, parts, which leaves must be personal)
 COMPOSITIONS = {
     "FedMeta-Per x iMAML": (
         problems.task(),
-        {"algorithm": "fedmeta_per_maml", "estimator": "implicit", "batch_size": None},
+        {"algorithm": "fedmeta_per", "estimator": "implicit", "batch_size": None},
         "head",
     ),
-    "FedMeta-Per x FOMAML": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "first_order"}, "head"),
-    "FedMeta-Per x Reptile": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "reptile"}, "head"),
-    "FedMeta-Per x Hessian-free": (problems.task(), {"algorithm": "fedmeta_per_maml", "estimator": "hessian_free"}, "head"),
-    "private batch norms": (NORMED, {"algorithm": "fedmeta_maml", "personal": "bn"}, "bn"),
+    "FedMeta-Per x FOMAML": (problems.task(), {"algorithm": "fedmeta_per", "estimator": "first_order"}, "head"),
+    "FedMeta-Per x Reptile": (problems.task(), {"algorithm": "fedmeta_per", "estimator": "reptile"}, "head"),
+    "FedMeta-Per x Hessian-free": (problems.task(), {"algorithm": "fedmeta_per", "estimator": "hessian_free"}, "head"),
+    "private batch norms": (NORMED, {"algorithm": "fedmeta", "personal": "bn"}, "bn"),
     "private batch norms and head": (NORMED, {"algorithm": "fedmeta_metasgd", "personal": "head+bn_affine"}, "head+bn_affine"),
     "private rates": (problems.task(), {"algorithm": "fedmeta_metasgd", "personal_rates": "all"}, "none"),
     "shared rates": (
         problems.task(), {"algorithm": "fedmeta_metasgd", "personal": "head", "personal_rates": "none"}, "head",
     ),
     "server Adam": (problems.task(), {"algorithm": "fedmeta_per_metasgd", "server_optimizer": "adam:0.01"}, "head"),
+    "robust, compressed and private": (
+        problems.task(),
+        {
+            "algorithm": "fedper",
+            "federation": {"cohort_size": 3, "weighting": "uniform"},
+            "unreliable": {"late": 0.1, "crashed": 0.1},
+            "uploads": {"noise": 0.5, "clip": 1.0, "sparsify": 0.5, "quantize": 8, "mask": 16},
+        },
+        "head",
+    ),
+    "trimmed mean": (problems.task(), {"algorithm": "fedper", "aggregator": "trimmed_mean:0.2"}, "head"),
     "Reptile, weights, momentum, batch norms": (
         NORMED,
         {"algorithm": "reptile", "weighting": "samples", "server_optimizer": "momentum:0.1", "personal": "bn"},
@@ -47,10 +58,10 @@ COMPOSITIONS = {
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_a_composition_keeps_its_state_and_has_the_personal_leaves_that_were_asked_for(name):
-    # Traced and not compiled: what a round computes is tested for the parts.
+def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_leaves(name):
+    # Traced, not compiled: the tests of the parts check what a round computes.
     task, parts, personal = COMPOSITIONS[name]
-    algorithm = compose.compose(task, **COMMON, **parts)
+    algorithm = compose.compose(task, **{**COMMON, **parts})
     key, data = jax.random.key(0), problems.data()
     before = jax.eval_shape(algorithm.init, key, data)
     after, _ = jax.eval_shape(algorithm.round, key, before, data)
@@ -72,17 +83,22 @@ def test_a_composition_keeps_its_state_and_has_the_personal_leaves_that_were_ask
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"algorithm": "fedmetta"}, "--algorithm='fedmetta' is unknown; allowed are fedavg"),
-        ({"algorithm": "fedmeta_maml", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
+        ({"algorithm": "fedmetta"}, "--algorithm='fedmetta' is unknown; allowed are apfl"),
+        ({"algorithm": "fedmeta", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
         (
-            {"algorithm": "fedmeta_maml", "estimator": "exact", "estimator_options": {"cg_steps": 3}},
-            "the estimator exact takes no option 'cg_steps'; it takes steps",
+            {"algorithm": "fedmeta", "estimator": "exact", "estimator_options": {"step": 3}},
+            r"exact\(\) takes no 'step' \(did you mean 'steps'\?\)",
         ),
-        ({"algorithm": "fedmeta_maml", "estimator_options": {"cg_steps": 3}}, "--estimator-set needs --estimator"),
-        ({"algorithm": "fedmeta_maml", "outer_optimizer": "newton"}, "--outer-optimizer='newton' is unknown"),
-        ({"algorithm": "fedmeta_maml", "server_optimizer": "adam:fast"}, "--server-optimizer 'fast' must be numbers"),
-        ({"algorithm": "fedavg", "inner_lr": 0.1}, "fedavg takes no option 'inner_lr'"),
-        ({"algorithm": "fedmeta_metasgd", "estimator": "implicit"}, "implicit has no gradient for learned rates"),
+        ({"algorithm": "fedmeta", "estimator_options": {"cg_steps": 3}}, "--estimator-set needs --estimator"),
+        ({"algorithm": "fedmeta", "outer_optimizer": "newton"}, "--outer-optimizer='newton' is unknown"),
+        ({"algorithm": "fedmeta", "server_optimizer": "adam:fast"}, "--server-optimizer 'fast' must be numbers"),
+        ({"algorithm": "fedavg", "epoch": 2}, r"fedavg\(\) takes no 'epoch' \(did you mean 'epochs'\?\)"),
+        ({"algorithm": "fedavg", "cohort_size": 3}, r"fedavg\(\) takes no 'cohort_size', which belongs to Federation"),
+        ({"algorithm": "fedavg", "federation": {"lr": 3}}, r"Federation\(\) takes no 'lr', which belongs to --set"),
+        ({"algorithm": "fedavg", "federation": {"uploads": 3}}, "--federation cannot set uploads: use --sparsify"),
+        ({"algorithm": "fedavg", "aggregator": "mean"}, "--aggregator='mean' is unknown; allowed are median"),
+        ({"algorithm": "fedavg", "uploads": {"noise": 1.0}}, "noise needs a clip before it"),
+        ({"algorithm": "fedmeta_metasgd", "estimator": "implicit"}, "implicit_gradient has no gradient for learned rates"),
     ],
     ids=str,
 )
@@ -97,8 +113,15 @@ def test_options_must_read_key_value(words):
         compose.assignments(words, "--set")
 
 
-def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path):
+def test_an_error_on_the_command_line_is_one_line(tmp_path):
     result = RUNNER.invoke(compose.app, ["--protocol", "other", "--out", str(tmp_path / "run")], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "--protocol='other' is unknown" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cohort_that_is_too_large_leaves_no_folder(tmp_path):
+    words = ["--federation", "cohort_size=51", "--devices", "1", "--out", str(tmp_path / "run")]
+    result = RUNNER.invoke(compose.app, words, env={"COLUMNS": "200"})
+    assert (result.exit_code, "cohort_size=51 is more than the N=50" in result.output) == (1, True)
     assert not (tmp_path / "run").exists()

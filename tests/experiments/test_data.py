@@ -1,4 +1,4 @@
-"""The look at the data: its table, its figure, and its one-line errors."""
+"""The experiment on data: its table, its figure, and its one-line errors."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_every_partition_has_a_table_and_a_figure(name, own, tmp_path):
     assert (tmp_path / "f" / "look.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_table_counts_what_the_clients_hold(own, tmp_path):
+def test_the_table_counts_the_clients_samples(own, tmp_path):
     result = _run("--dataset", own, "--partition", "shards", "--clients", 25, "--out", tmp_path / "look.png")
     row = next(line for line in result.output.splitlines() if "train" in line and "1,000" in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
@@ -54,7 +54,7 @@ def test_class_counts_against_a_loop(own):
         begin += size
 
 
-def test_synthetic_clients_are_drawn(tmp_path):
+def test_synthetic_clients_are_generated(tmp_path):
     spreads = ["--model-spread", 0.5, "--data-spread", 2]
     result = _run("--dataset", "synthetic", *spreads, "--clients", 6, "--seed", 4, "--out", tmp_path / "look.png")
     assert result.exit_code == 0 and "synthetic(0.5, 2)" in result.output
@@ -63,31 +63,40 @@ def test_synthetic_clients_are_drawn(tmp_path):
     assert (tmp_path / "look.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_natural_clients_are_those_that_the_file_names(tmp_path):
+def test_natural_clients_are_those_named_in_the_file(tmp_path):
     rng = np.random.default_rng(0)
     writer = rng.choice(["ann", "bob", "cy", "dee"], 100, p=[0.6, 0.2, 0.15, 0.05])
     x, y = rng.integers(0, 256, (100, 6, 6), dtype=np.uint8), rng.integers(0, 3, 100)
     np.savez(tmp_path / "own.npz", x=x, y=y, writer=writer)
-    protocol = data.natural(str(tmp_path / "own.npz"), num_clients=None, seed=None, by="writer", least=10)
+    protocol = data.natural(str(tmp_path / "own.npz"), num_clients=None, seed=None, by="writer", min_samples=10)
     for client, name in enumerate(["ann", "bob", "cy"]):
         begin, size = (int(part[client]) for part in (protocol.train.start["train"], protocol.train.sizes("train")))
         assert np.array_equal(protocol.train.x[begin : begin + size, ..., 0], x[writer == name])
         assert np.array_equal(protocol.train.y[begin : begin + size], y[writer == name])
-    options = ["--partition", "natural", "--by", "writer", "--least", 10, "--out", tmp_path / "look.png"]
+    options = ["--partition", "natural", "--by", "writer", "--min-samples", 10, "--out", tmp_path / "look.png"]
     result = _run("--dataset", tmp_path / "own.npz", *options)
     assert result.exit_code == 0 and "natural, by writer, on own" in result.output
     assert (tmp_path / "look.png").read_bytes()[:4] == b"\x89PNG"
 
 
 BAD = {
-    "foreign option of a generator": (["--dataset", "synthetic", "--by", "x"], "takes no --by; it takes --model-spread"),
+    "another option for a generator": (["--dataset", "synthetic", "--by", "x"], "takes no --by; it takes --model-spread"),
     "a partition of a generator": (["--dataset", "synthetic", "--partition", "iid"], "'synthetic' takes no --partition"),
     "negative spread": (["--dataset", "synthetic", "--model-spread", "-1"], "model_spread=-1.0 must be"),
     "natural without owners": (["--partition", "natural"], "--by client needs x, y and client"),
-    "natural of a set": (["--dataset", "digits", "--partition", "natural"], "needs an .npz that says who owns each sample"),
-    "natural takes no count": (["--partition", "natural", "--clients", "3"], "takes no --clients; it takes --by, --least"),
+    "natural of a set": (
+        ["--dataset", "digits", "--partition", "natural"],
+        "needs an .npz that names the client of each sample",
+    ),
+    "natural takes no count": (
+        ["--partition", "natural", "--clients", "3"],
+        "takes no --clients; it takes --by, --min-samples",
+    ),
     "unknown partition": (["--partition", "random"], "partition 'random' is unknown; allowed are fedmeta_per"),
-    "foreign option": (["--partition", "mtfl", "--concentration", "1"], "takes no --concentration; it takes --noisy"),
+    "option of another one": (
+        ["--partition", "mtfl", "--concentration", "1"],
+        "takes no --concentration; it takes --noisy",
+    ),
     "too many clients": (["--partition", "iid", "--clients", "2000"], "num_clients=2000"),
     "alpha": (["--partition", "dirichlet_classes", "--concentration", "-1"], "concentration=-1.0 must be"),
     "unknown set": (["--dataset", "no-such-set"], "data set 'no-such-set' is unknown"),
@@ -98,10 +107,10 @@ BAD = {
 def test_errors_are_one_line_and_a_status(case, own, tmp_path):
     arguments, message = BAD[case]
     result = _run("--dataset", own, "--out", tmp_path / "look.png", *arguments)
-    assert result.exit_code == 2 and message in result.output
+    assert result.exit_code == 1 and message in result.output
     assert "Traceback" not in result.output and not (tmp_path / "look.png").exists()
 
 
-def test_help_teaches():
+def test_help_has_examples_and_names():
     result = _run("--help")
     assert result.exit_code == 0 and "Examples" in result.output and "dirichlet_classes" in result.output

@@ -1,3 +1,5 @@
+"""The comparison of FedPAC: its data, tuning, table and errors."""
+
 import jax
 import numpy as np
 import pytest
@@ -43,7 +45,7 @@ def test_every_system_can_be_built_and_its_rate_may_be_traced():
         assert shapes.seen.shape == (7,), name
 
 
-def test_tuning_takes_the_best_rate_on_held_back_samples_and_every_seed_runs():
+def test_tuning_takes_the_best_rate_on_held_back_samples_and_all_seeds_run():
     build = fedpac.builder(fedpac.SYSTEMS["fedper"], problems.task(), epochs=1, batch_size=8, cohort=7, devices=1)
     data = protocols.on_device(problems.data())
     options = {"tune_rounds": 2, "rounds": 3, "last": 2, "devices": 1}
@@ -53,7 +55,7 @@ def test_tuning_takes_the_best_rate_on_held_back_samples_and_every_seed_runs():
     assert outcome.known[0] != outcome.known[1]
 
 
-def test_waiting_asks_until_all_is_ready_so_that_it_can_be_interrupted():
+def test_waiting_can_be_interrupted():
     class Late:
         asked = 0
 
@@ -68,16 +70,9 @@ def test_waiting_asks_until_all_is_ready_so_that_it_can_be_interrupted():
     np.testing.assert_array_equal(fedpac.wait({"now": jax.numpy.arange(3)})["now"], [0, 1, 2])
 
 
-def test_results_are_saved_and_go_on_only_with_the_same_options(tmp_path):
+def test_the_table_has_means_and_spreads():
     outcome = fedpac.Outcome([0.1], [50.0], 0.1, [60.0, 61.0], [40.0, 42.0], 1.5)
-    results = {fedpac.Setting(100, 0.2, 1): {"fedper": outcome}, fedpac.Setting(50, 0.2, 2): {"fedpac": outcome}}
-    fedpac.save(tmp_path, {"rounds": 3}, results)
-    assert fedpac.restore(tmp_path, {"rounds": 3}) == results
-    with pytest.raises(ValueError, match="rounds=3, not 4"):
-        fedpac.restore(tmp_path, {"rounds": 4})
-    assert fedpac.table(results[fedpac.Setting(100, 0.2, 1)]) == [
-        ["FedPer", "0.1", "60.50 ±0.71", "41.00 ±1.41", "50.00", "0.0"]
-    ]
+    assert fedpac.table({"fedper": outcome}) == [["FedPer", "0.1", "60.50 ±0.71", "41.00 ±1.41", "50.00", "0.0"]]
 
 
 def test_a_rate_at_an_end_of_its_grid_has_a_star(tmp_path, capsys):

@@ -1,12 +1,12 @@
-"""MTFL's experiment: what its tables say, that its systems can be built, and how it refuses."""
+"""The experiment of MTFL: its tables, its systems, inequality (10) and its errors."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fedjax_meta.algorithms import mtfl as mtfl_algorithm
 
-from fedjax_meta import costs, evaluate, masks, models
+import fedjax_meta as fm
+from fedjax_meta import costs, masks, models
 from fedjax_meta.data import sources
 from tests import problems
 
@@ -15,12 +15,12 @@ mtfl = pytest.importorskip("experiments.mtfl", reason="the command line needs ty
 _mtfl_shift = pytest.importorskip("experiments._mtfl_shift")
 
 FLOAT = jnp.zeros(()).dtype.itemsize
-DEALING = {"noisy": 0.0, "data_seed": 1, "norm": "after", "momentum": 0.1}
+DIVISION = {"noisy": 0.0, "data_seed": 1, "norm": "after", "momentum": 0.1}
 
 
 @pytest.fixture(scope="module")
 def here():
-    (setting,) = mtfl.deal(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DEALING, "noisy": 0.2})
+    (setting,) = mtfl.make_settings(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DIVISION, "noisy": 0.2})
     return setting._replace(devices=1)
 
 
@@ -32,7 +32,7 @@ def system(title, **without):
     return mtfl.System(title, None, None, without=without)
 
 
-def test_a_target_never_reached_is_never_and_never_the_last_round():
+def test_a_target_that_is_not_reached_is_never():
     systems = {
         "fl": system("FL", FL="fl"),
         "own": system("own", FL="fl"),
@@ -49,7 +49,7 @@ def test_a_target_never_reached_is_never_and_never_the_last_round():
     assert headings[1:5] == ["rounds\nto 0.3", "FL /\nthis", "rounds\nto 0.5", "FL /\nthis"]
     cells = {row[0]: row[1:5] for row in rows}
     assert cells["FL"] == ["3.0 ± 0.0", "", "never", ""]
-    # FL reached the lower target in 3 rounds, this in 2; the higher one FL did not reach in 4.
+    # FL reaches the lower target in 3 rounds, this system in 2; FL does not reach the higher target in 4.
     assert cells["own"] == ["2.0 ± 0.0", "1.5", "2.0 ± 0.0", "> 2.0"]
     assert cells["late"] == ["never in 1 of 2", "-", "never in 1 of 2", "-"]
     assert cells["lost"] == ["never", "-", "never", "-"]
@@ -64,14 +64,14 @@ def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
     found = mtfl.outcome(here, own, [rows])
     assert len(here.protocol.noisy) == 2 and found.trained.tolist() == pytest.approx([0.8])
     assert found.user_accuracy.tolist() == [[0.1, 0.2, 0.3]]
-    # 199,610 parameters but for 200 scales and 200 shifts, each way; no running statistics.
+    # 199,610 parameters without 200 scales and 200 shifts, each way; no running statistics.
     assert found.traffic == (FLOAT * 199_210, FLOAT * 199_210)
 
 
 @pytest.mark.parametrize("name", mtfl.BASELINES)
 def test_every_baseline_runs_and_user_accuracy_is_taken(here, name):
     made = mtfl.baseline(here, name)
-    watched = evaluate.with_user_accuracy(made.algorithm, support=made.support, excluded=here.protocol.noisy, devices=1)
+    watched = fm.with_user_accuracy(made.algorithm, support=made.support, excluded=here.protocol.noisy, devices=1)
     data, key = here.protocol.train, jax.random.key(0)
     before = jax.eval_shape(watched.init, key, data)
     after, info = jax.eval_shape(watched.round, key, before, data)
@@ -79,14 +79,14 @@ def test_every_baseline_runs_and_user_accuracy_is_taken(here, name):
 
 
 def test_the_grid_of_systems_and_what_each_is_compared_with(here):
-    systems = mtfl.comparison(here, list(mtfl.PRIVATE), list(mtfl.OPTIMIZERS), lr=None, anew=0)
+    systems = mtfl.comparison(here, list(mtfl.PRIVATE), list(mtfl.OPTIMIZERS), lr=None, statistics_epochs=0)
     assert len(systems) == len({one.title for one in systems.values()}) == len({one.look for one in systems.values()}) == 12
     for name, one in systems.items():
         optimizer, private = name.split("/")
         assert one.without == {"FL": f"{optimizer}/none", "FedAvg": f"fedavg/{private}"}
 
 
-def test_own_means_or_variances_alone(here):
+def test_private_means_or_variances_alone(here):
     for part in ("mean", "var"):
         names = {"params/bn1/scale", "params/bn1/bias", f"batch_stats/bn1/{part}"}
         mask = masks.resolve(mtfl.MASKS[f"bn_affine_{part}"], here.task)
@@ -95,11 +95,12 @@ def test_own_means_or_variances_alone(here):
 
 
 def test_aggregation_moves_batch_norms_by_the_affine_leaves():
-    """By a client's own statistics a batch norm's outputs have mean beta: federated they move by |mean of betas - beta|."""
+    """With own statistics the outputs of a batch norm have mean beta: federated norms move it by |mean of betas - beta|."""
     net = models.Network((5,), 3, hidden=(4,), normed=("fc1",))
     task = models.flax_task(net, (5,), layers=("fc1", "head"), features="features", head="head")
     data, key = problems.data(), jax.random.key(0)
-    trained = mtfl_algorithm(task, lr=0.3, private="none", batch_size=16, finetune_epochs=2, devices=1)
+    method = fm.mtfl(task, lr=0.3, private="none", batch_size=16, finetune_epochs=2)
+    trained = fm.federate(method, fm.Federation(devices=1))
     state = jax.jit(trained.init)(key, data)
     found = jax.jit(lambda state: _mtfl_shift.moved_by_aggregation(net, task, trained, state, data))(state)
 
@@ -113,7 +114,7 @@ def test_aggregation_moves_batch_norms_by_the_affine_leaves():
     assert float(mean["federated"]) == pytest.approx(np.mean(np.abs(center - betas)), rel=1e-9)
     assert float(mean["γβ private"]) < 1e-12 and float(mean["all private"]) < 1e-12
     assert float(mean[_mtfl_shift.LESS]) == 1
-    # In training mode running statistics play no part.
+    # Running statistics are not used in training mode.
     logits = found["logits, by own statistics"]["mean"]
     assert float(logits["γβ private"]) == pytest.approx(float(logits["all private"]), rel=1e-12)
     assert {name.split(",")[0] for name in found} == {"bn1", "logits"}
@@ -126,7 +127,7 @@ def test_bad_settings():
         mtfl.check_sizes([0], [1.0])
     assert mtfl.check_sizes([400, 200], [1.0, 0.5]) == 100
     with pytest.raises(ValueError, match="--noisy 1 makes all 10 clients noisy"):
-        mtfl.deal(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DEALING, "noisy": 1.0})
+        mtfl.make_settings(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DIVISION, "noisy": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Per-FedAvg-Reptile's experiment: runs as an axis, tuning, and going on with a run."""
+"""The experiment of Per-FedAvg-Reptile: runs as an axis, tuning, and resuming."""
 
 import json
 
@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fedjax_meta.simulate import run_rounds
 
 import fedjax_meta as fm
+from fedjax_meta.simulation import run_rounds
 from tests import problems
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 reptile = pytest.importorskip("experiments.reptile", reason="the command line needs typer, rich and matplotlib")
 
-COMMON = {"interpolation": 0.1, "batch_size": 4, "cohort_size": 3, "devices": 1}
+COMMON = {"interpolation": 0.1, "batch_size": 4, "cohort_size": 3}
 QUICK = ["--datasets", "synthetic_0", "--systems", "fedavg", "--runs", "2", "--evaluations", "1", "--no-compile-cache"]
 
 
 def test_runs_as_an_axis_are_the_runs_one_by_one():
-    algorithm, data = reptile.SYSTEMS["reptile"].build(problems.task(), 0.1, **COMMON), problems.data()
+    algorithm, data = reptile.builder("reptile", problems.task(), **COMMON)(0.1), problems.data()
     stops, lines = reptile.curves(
         algorithm, data, seeds=(1, 2), rounds=3, eval_every=2, at_once=2, on_block=lambda done, accuracy: None
     )
@@ -27,13 +27,13 @@ def test_runs_as_an_axis_are_the_runs_one_by_one():
     for seed, line in zip((1, 2), lines, strict=True):
         init_key, run_key, test_key = jax.random.split(jax.random.key(seed), 3)
         state, _ = run_rounds(algorithm, run_key, algorithm.init(init_key, data), data, 3, most=3)
-        scores = fm.evaluate.evaluate(algorithm, jax.random.fold_in(test_key, 3), state, data, devices=1)
-        assert line[-1] == pytest.approx(100 * float(jnp.mean(fm.evaluate.accuracy(scores.confusion))))
+        scores = fm.evaluate(algorithm, jax.random.fold_in(test_key, 3), state, data, devices=1)
+        assert line[-1] == pytest.approx(100 * float(jnp.mean(fm.metrics.accuracy(scores.confusion))))
 
 
 def test_tuning_sees_no_test_sample_and_finds_a_rate_that_learns():
     data = problems.data()
-    build = lambda rate: reptile.SYSTEMS["fedavg"].build(problems.task(), rate, **COMMON)  # noqa: E731
+    build = reptile.builder("fedavg", problems.task(), **COMMON)
     scores = reptile.tune(build, data, rates=(1e-8, 0.3), rounds=4, at_once=1)
     assert scores[1] > scores[0]
     y = np.array(data.y)
@@ -50,14 +50,17 @@ def test_the_most_frequent_class_of_the_adaptation_samples():
     assert reptile.largest_class(data) == 100
 
 
-def test_a_run_writes_its_report_and_goes_on_only_with_the_same_options(tmp_path):
+def test_a_run_writes_its_report_and_resumes_only_with_the_same_options(tmp_path):
     def run(*words):
         return typer_testing.CliRunner().invoke(reptile.app, [*QUICK, "--out", str(tmp_path / "run"), *words])
 
     first = run("--rounds", "2", "--rates", "0.1")
     assert first.exit_code == 0, first.output
     saved = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert np.shape(saved["results"]["synthetic_0"]["fedavg"]["accuracy"])[0] == 2
+    assert [part["name"] for part in saved["runs"]] == ["synthetic_0_fedavg"]
+    assert np.shape(saved["runs"][0]["result"]["accuracy"])[0] == 2
+    algorithm = json.loads((tmp_path / "run" / "config.json").read_text())["algorithms"]["synthetic_0_fedavg"]
+    assert (algorithm["method"], algorithm["lr"]) == ("fedavg_one_step", 0.1)
     assert "FedAvg with one update" in (tmp_path / "run" / "report.md").read_text()
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
     again = run("--rounds", "2", "--rates", "0.1", "--resume")
@@ -65,7 +68,7 @@ def test_a_run_writes_its_report_and_goes_on_only_with_the_same_options(tmp_path
     assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == saved
     other = run("--rounds", "3", "--rates", "0.1", "--resume")
     assert other.exit_code == 1
-    assert "has rounds=2, not 3" in other.stderr
+    assert "rounds was 2 when synthetic_0_fedavg in" in other.stderr and "is 3 now" in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_a_run_writes_its_report_and_goes_on_only_with_the_same_options(tmp_path
         (["--resume"], "--resume needs --out"),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(words, message):
+def test_an_error_is_one_line(words, message):
     result = typer_testing.CliRunner().invoke(reptile.app, words)
     assert result.exit_code == 1
     assert message in result.stderr
