@@ -284,6 +284,7 @@ class _Rounds:
         theirs, common = masks.split(state.model, self.personal)
         model = masks.merge(_where(row.seen, row.personal, theirs), common)
         fresh = self.method.init_memory(tagged(key, "memory"), model, num_clients)
+        _must_fit(f"the state's memory is not that of {self.method.name}", row.memory, fresh)
         fresh = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), fresh, row.memory)
         return Received(model, _where(row.seen, row.memory, fresh), state.extra, state.round, row.seen, tagged(key, "shared"))
 
