@@ -135,10 +135,6 @@ class _Rounds:
         return masks.having(self.method.roles, *averaged)
 
     @cached_property
-    def frozen(self) -> Mask:
-        return masks.having(self.method.roles, Role.FROZEN)
-
-    @cached_property
     def chain(self) -> Chain:
         return Chain(self.federation.uploads)
 
