@@ -15,7 +15,8 @@ arXiv 2212.01197, Algorithm 1.
 Differs from the paper: "until convergence" means that the mean losses of the last `window` passes have a standard deviation
 below `tolerance`, or `most_passes` passes. All passes of a round go over the same random samples. The first round of a client,
 in which it has no local model, is the paper's round 1, whenever it comes. Lower layers take all of the global model, buffers
-too. Differs from the authors' code: there all clients are initialised in each round, here only those of the cohort.
+too. Differs from the authors' code (serverALA.py): there all clients are initialised in each round and tested with that model,
+here those of the cohort, and those that are tested fit their weights to the support view instead of train samples.
 """
 
 import dataclasses
@@ -36,13 +37,7 @@ from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
 
 class Own(NamedTuple):
-    """A client's memory.
-
-    Attributes:
-      model: higher layers of its local model after its last round.
-      weights: W_i of the same shape, in [0, 1].
-      converged: bool scalar, whether its weights have been trained to convergence once.
-    """
+    """A client's memory: the higher layers of its local model, their weights W in [0, 1], whether W has converged once."""
 
     model: PyTree
     weights: PyTree
@@ -50,7 +45,7 @@ class Own(NamedTuple):
 
 
 def some(key: Key, view: ClientView, batch_size: int, share: Scalar) -> Batches:
-    """One pass over a random share of a view: the first samples of a shuffled pass."""
+    """One pass over a random share of a view, the first samples of a shuffled pass; whole for a client that stops early too."""
     whole, size = view.epochs(key, batch_size), jnp.ceil(share * view.size - 1e-3).astype(jnp.int32)
 
     def get(step: Scalar, chunk: Scalar = 0) -> Batch:
@@ -82,7 +77,7 @@ def fedala(
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
     weighting: str = "samples",
 ) -> Method:
-    """FedALA. A known client tests with its initialised model, its weights fitted to its support set; a new one with the server's.
+    """FedALA. A known client tests with its initialised model, weights fitted to its support set; a new one with the server's.
 
     Args:
       task: what is learned.
@@ -121,7 +116,7 @@ def fedala(
             return task.loss(blend(weights), batch, key)[0], weights
 
         batches, loss_key = some(tagged(key, "ala"), view, batch_size, sample_share), tagged(key, "ala loss")
-        everything, sgd = jax.tree.map(lambda _: True, own.weights), clipped_sgd(weight_lr)
+        everything = jax.tree.map(lambda _: True, own.weights)
         most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
 
         def goes_on(carry: Any) -> jax.Array:
@@ -131,7 +126,7 @@ def fedala(
         def one_pass(carry: Any) -> Any:
             weights, recent, passes = carry
             key = jax.random.fold_in(loss_key, passes)
-            weights, value = local.train(key, loss, weights, batches, sgd, everything)
+            weights, value = local.train(key, loss, weights, batches, clipped_sgd(weight_lr), everything)
             return weights, recent.at[passes % window].set(value), passes + 1
 
         start = (own.weights, jnp.zeros(window), jnp.zeros((), jnp.int32))
@@ -140,13 +135,10 @@ def fedala(
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model, weights, passes = initialise(key, received, data["train"])
-        steps = {"epochs": epochs, "batch_size": batch_size}
-        model, value = local.train_epochs(key, task.loss, model, data["train"], optimizer(lr), trainable, **steps)
+        times = {"epochs": epochs, "batch_size": batch_size}
+        model, value = local.train_epochs(key, task.loss, model, data["train"], optimizer(lr), trainable, **times)
         own = Own(masks.split(model, higher)[0], weights, jnp.asarray(received.seen))
         return Trained(model, {"loss": value, "ala_passes": passes}, memory=own)
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        return initialise(key, received, support)[0]
 
     def init_memory(key: Key, model: PyTree, num_clients: int) -> Own:
         mine = masks.split(model, higher)[0]
@@ -155,7 +147,7 @@ def fedala(
     return Method(
         init=task.init,
         client=client,
-        personalize=personalize,
+        personalize=lambda key, received, support: initialise(key, received, support)[0],
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
@@ -163,4 +155,7 @@ def fedala(
     )
 
 
-REDUCES_TO = (Reduction("FedALA whose weights stay at 1 is FedAvg", "fedala", {"weight_lr": 0.0}, "fedavg", {}),)
+REDUCES_TO = (
+    Reduction("FedALA whose weights stay at 1 is FedAvg", "fedala", {"weight_lr": 0.0}, "fedavg", {}),
+    Reduction("FedALA without higher layers is FedAvg", "fedala", {"adapts": "none"}, "fedavg", {}),
+)
