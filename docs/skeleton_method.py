@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.method import Method, Received, Reduction, Trained
@@ -57,7 +56,7 @@ def skeleton(
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
     weighting: str = "samples",
 ) -> Method:
-    """NAME. All clients, new ones too, test with the server's model.
+    """NAME. Every client, known or new, tests with the server's model.
 
     Args:
       task: what is learned.
@@ -71,12 +70,7 @@ def skeleton(
     Raises:
       ValueError: a rate, weight or count out of range.
     """
-    checks.positive("lr", lr)
-    checks.not_negative("prox_weight", prox_weight)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
+    # Options of a usual name (`builders.USUAL`) have been checked by now. Check your own: checks.share("mixing", mixing).
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fedjax_meta.method import Method, Reduction
 from fedjax_meta.methods.apfl import apfl, apfl_outputs
 from fedjax_meta.methods.ditto import ditto
+from fedjax_meta.methods.fedala import fedala
 from fedjax_meta.methods.fedamp import fedamp, heur_fedamp
 from fedjax_meta.methods.fedavg import fedavg, fedavg_ft, fedavg_meta, fedavg_one_step, fedper, fedper_meta, local_only
 from fedjax_meta.methods.fedem import fedem
@@ -43,6 +44,7 @@ __all__ = [
     "ditto",
     "fedadagrad",
     "fedadam",
+    "fedala",
     "fedamp",
     "fedavg",
     "fedavg_adam",

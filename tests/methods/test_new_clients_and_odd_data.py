@@ -16,7 +16,7 @@ from tests.methods.common import FULL, KEY, build, gradient, of, personalized, r
 PERSONALISED = [
     *("apfl", "apfl_outputs", "ditto", "fedamp", "fedavg", "fedavg_ft", "fedbabu", "fedbn", "fedem", "fedfomo", "fedpac"),
     *("fedper", "fedprox", "fedrep", "fedrod", "heur_fedamp", "knn_per", "l2gd", "lg_fedavg", "local_only", "moon", "mtfl"),
-    *("mtfl_fedavg_adam", "pfedhn", "pfedhn_pc", "pfedme", "scaffold"),
+    *("fedala", "mtfl_fedavg_adam", "pfedhn", "pfedhn_pc", "pfedme", "scaffold"),
 ]
 OPTIONS = {"cohort_size": 3, "devices": 1, "batch_size": 8, "lr": 0.1}
 
@@ -57,7 +57,7 @@ def test_a_task_without_features_is_refused_by_name(name):
         features.with_projection(problems.task()._replace(features=None), 4, 3)
 
 
-@pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedpac", "pfedhn_pc", "fedavg_ft"])
+@pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedpac", "pfedhn_pc", "fedavg_ft", "fedala"])
 def test_a_task_without_named_layers_has_no_head(name):
     with pytest.raises(ValueError, match="layers"):
         fm.METHODS[name](problems.task()._replace(layers=()))

@@ -1,0 +1,161 @@
+"""FedALA: FedAvg whose clients blend their last local model with the global one, leaf by leaf, by weights that they learn.
+
+Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: adaptive local aggregation for personalized federated learning", AAAI 2023,
+arXiv 2212.01197, Algorithm 1.
+
+| paper | here | shape |
+|---|---|---|
+| Theta^{t-1} | `received.model` | like the model |
+| Theta_i^{t-1}, W_i | `Own.model`, `Own.weights` | the higher layers of the model |
+| hat Theta_i^t | what `initialise` makes | like the model |
+| p (higher layers) | `adapts` | mask |
+| eta, s % | `weight_lr`, `sample_share` | |
+| alpha | `lr` | |
+
+Differs from the paper: "until convergence" means that the mean losses of the last `window` passes have a standard deviation
+below `tolerance`, or `most_passes` passes. All passes of a round go over the same random samples. The first round of a client,
+in which it has no local model, is the paper's round 1, whenever it comes. Lower layers take all of the global model, buffers
+too. Differs from the authors' code (serverALA.py): there all clients are initialised in each round and tested with that model,
+here those of the cohort, and those that are tested fit their weights to the support view instead of train samples.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_meta import checks, local, masks
+from fedjax_meta.builders import method_builder
+from fedjax_meta.data import Batches, ClientData, ClientView
+from fedjax_meta.keys import tagged
+from fedjax_meta.method import Method, Received, Reduction, Trained
+from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
+
+
+class Own(NamedTuple):
+    """A client's memory: the higher layers of its local model, their weights W in [0, 1], whether W has converged once."""
+
+    model: PyTree
+    weights: PyTree
+    converged: jax.Array
+
+
+def some(key: Key, view: ClientView, batch_size: int, share: Scalar) -> Batches:
+    """One pass over a random share of a view, the first samples of a shuffled pass; whole for a client that stops early too."""
+    whole, size = view.epochs(key, batch_size), jnp.ceil(share * view.size - 1e-3).astype(jnp.int32)
+
+    def get(step: Scalar, chunk: Scalar = 0) -> Batch:
+        batch = whole.get(step, chunk)
+        return batch._replace(weight=batch.weight * (step * batch_size + jnp.arange(batch_size) < size))
+
+    return dataclasses.replace(whole, get=get, steps=(size + batch_size - 1) // batch_size)
+
+
+def clipped_sgd(rate: Rate) -> optax.GradientTransformation:
+    """w ← clip(w - rate * gradient, 0, 1)."""
+    inside = optax.stateless(lambda change, w: jax.tree.map(lambda c, w: jnp.clip(w + c, 0, 1) - w, change, w))
+    return optax.chain(optax.sgd(rate), inside)
+
+
+@method_builder
+def fedala(
+    task: Task,
+    *,
+    lr: Rate = 0.005,
+    weight_lr: Rate = 1.0,
+    sample_share: Rate = 0.8,
+    adapts: masks.MaskSpec = "head",
+    window: int = 10,
+    tolerance: Rate = 0.1,
+    most_passes: int = 100,
+    epochs: int = 1,
+    batch_size: int = 10,
+    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    weighting: str = "samples",
+) -> Method:
+    """FedALA. A known client tests with its initialised model, weights fitted to its support set; a new one with the server's.
+
+    Args:
+      task: what is learned.
+      lr: learning rate of local training; may be traced, as `weight_lr`, `sample_share` and `tolerance`.
+      weight_lr: eta, learning rate of the weights W; 0 keeps them at 1 and is FedAvg.
+      sample_share: share of the samples that the weights are learned on.
+      adapts: mask of the higher layers, which have weights; "last:2" is p = 2.
+      window: how many passes the test of convergence looks at.
+      tolerance: standard deviation of their losses below which the weights have converged.
+      most_passes: passes after which a client stops in any case.
+      epochs: passes over the train view in local training.
+      batch_size: samples a step, of the weights too.
+      optimizer: factory `rate -> optax.GradientTransformation` of local training, started afresh in each round.
+      weighting: "samples", "query" or "uniform".
+
+    Raises:
+      ValueError: a rate, share or count out of range, an unknown mask.
+    """
+    checks.not_negative("weight_lr", weight_lr)
+    checks.share("sample_share", sample_share)
+    checks.count("window", window, least=2)
+    checks.not_negative("tolerance", tolerance)
+    checks.count("most_passes", most_passes)
+    trainable = task.trainable(masks.variables_shape(task))
+    higher = masks.intersection(masks.resolve(adapts, task, name="adapts"), trainable)
+
+    def initialise(key: Key, received: Received, view: ClientView) -> tuple[Variables, PyTree, jax.Array]:
+        """(initialised model, W, passes over the samples); the model as received for a client without a local one."""
+        own = received.memory
+        sent, lower = masks.split(received.model, higher)
+
+        def blend(weights: PyTree) -> Variables:
+            return masks.merge(jax.tree.map(lambda v, g, w: v + (g - v) * w, own.model, sent, weights), lower)
+
+        def loss(weights: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
+            return task.loss(blend(weights), batch, key)[0], weights
+
+        batches, loss_key = some(tagged(key, "ala"), view, batch_size, sample_share), tagged(key, "ala loss")
+        everything = jax.tree.map(lambda _: True, own.weights)
+        most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
+
+        def goes_on(carry: Any) -> jax.Array:
+            _, recent, passes = carry
+            return (passes < most) & ((passes < window) | (jnp.std(recent) >= tolerance))
+
+        def one_pass(carry: Any) -> Any:
+            weights, recent, passes = carry
+            key = jax.random.fold_in(loss_key, passes)
+            weights, value = local.train(key, loss, weights, batches, clipped_sgd(weight_lr), everything)
+            return weights, recent.at[passes % window].set(value), passes + 1
+
+        start = (own.weights, jnp.zeros(window), jnp.zeros((), jnp.int32))
+        weights, _, passes = jax.lax.while_loop(goes_on, one_pass, start)
+        return blend(weights), weights, passes
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        model, weights, passes = initialise(key, received, data["train"])
+        times = {"epochs": epochs, "batch_size": batch_size}
+        model, value = local.train_epochs(key, task.loss, model, data["train"], optimizer(lr), trainable, **times)
+        own = Own(masks.split(model, higher)[0], weights, jnp.asarray(received.seen))
+        return Trained(model, {"loss": value, "ala_passes": passes}, memory=own)
+
+    def init_memory(key: Key, model: PyTree, num_clients: int) -> Own:
+        mine = masks.split(model, higher)[0]
+        return Own(mine, jax.tree.map(jnp.ones_like, mine), jnp.zeros((), bool))
+
+    return Method(
+        init=task.init,
+        client=client,
+        personalize=lambda key, received, support: initialise(key, received, support)[0],
+        predict=task.predict,
+        roles=masks.roles(masks.nothing(task), trainable),
+        weighting=weighting,
+        init_memory=init_memory,
+    )
+
+
+REDUCES_TO = (
+    Reduction("FedALA whose weights stay at 1 is FedAvg", "fedala", {"weight_lr": 0.0}, "fedavg", {}),
+    Reduction("FedALA without higher layers is FedAvg", "fedala", {"adapts": "none"}, "fedavg", {}),
+)
