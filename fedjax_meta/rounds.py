@@ -20,7 +20,7 @@ from fedjax_meta.engine import ClientUpdate, replicate, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
-from fedjax_meta.method import Cohort, Method, Population, Received, Trained
+from fedjax_meta.method import Cohort, Method, Population, Received, Trained, no_memory
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 from fedjax_meta.uploads import Chain, ServerContext
 
@@ -298,8 +298,7 @@ class _Rounds:
         received = self._receive(key, state, kept, data.total_clients)
         received = received._replace(shared_key=tagged(context.key, "shared"))
         trained = self.method.client(tagged(key, "train"), received, client)
-        _must_fit("the model that a client returns", trained.model, received.model)
-        _must_fit("a client's memory must keep the form of init_memory", trained.memory, kept.memory)
+        self._check(trained, received, kept)
         if jax.tree.leaves(trained.stacked):
             self._refuse_hiding_uploads()
         own_weight = self._weight(trained, client)
@@ -323,6 +322,15 @@ class _Rounds:
         outputs = Outputs(trained.metrics, trained.stacked, took_part, took_part & reached, separate)
         kept = Kept(kept.place, kept.seen, *new)
         return ClientUpdate(sums, kept, jax.tree.map(jnp.asarray, outputs))
+
+    def _check(self, trained: Any, received: Received, kept: Kept) -> None:
+        """Raises an error in one line for a client rule that returns something else than it should."""
+        if not isinstance(trained, Trained) or not isinstance(trained.metrics, dict):
+            raise TypeError(f"the client rule of {self.method.name} must return Trained(model, metrics), metrics being a dict")
+        _must_fit("the model that a client returns", trained.model, received.model)
+        if self.method.init_memory is no_memory and jax.tree.leaves(trained.memory):
+            raise ValueError(f"clients of {self.method.name} keep a memory: give Method(init_memory=...) its first value")
+        _must_fit("a client's memory must keep the form of init_memory", trained.memory, kept.memory)
 
     def _weight(self, trained: Trained, client: ClientData) -> jax.Array:
         if trained.weight is not None:

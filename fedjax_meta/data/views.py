@@ -54,7 +54,7 @@ class ClientView:
             x = (x.astype(jnp.result_type(float)) - self.offset) * self.scale
         return Batch(x, jnp.asarray(self.y).at[where].get(mode="clip"), weight.astype(jnp.result_type(float)))
 
-    def epochs(self, key: Key, batch_size: int, epochs: int = 1) -> Batches:
+    def epochs(self, key: Key, batch_size: int, epochs: int = 1, *, share: Scalar | None = None) -> Batches:
         """Shuffled passes over the view, `ceil(size / batch_size)` steps each; the last batch of a pass may be partial.
 
         Each pass contains every sample exactly once, in a new order.
@@ -63,9 +63,12 @@ class ClientView:
           key: consumed.
           batch_size: samples of a full batch.
           epochs: number of passes.
+          share: take only this random share of the samples in each pass, in [0, 1], rounded up; may be traced.
         """
         size = jnp.asarray(self.size, jnp.int32)
-        steps_per_epoch = (size + batch_size - 1) // batch_size
+        # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
+        count = size if share is None else jnp.ceil(share * size - 1e-3).astype(jnp.int32)
+        steps_per_epoch = (count + batch_size - 1) // batch_size
         max_steps_per_epoch = -(-self.max_size // batch_size)
         keys = permutation_keys(key, (epochs,))
 
@@ -74,7 +77,7 @@ class ClientView:
             # With one epoch the keys do not depend on the step, and XLA moves their arithmetic out of the loop.
             epoch, position = (0, step) if epochs == 1 else (step // steps_per_epoch, step % steps_per_epoch)
             index = position * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
-            return self.take(permute(keys[epoch], index, size), index < size)
+            return self.take(permute(keys[epoch], index, size), index < count)
 
         return Batches(get, self._performed(steps_per_epoch * epochs), max_steps_per_epoch * epochs)
 

@@ -19,7 +19,6 @@ too. Differs from the authors' code (serverALA.py): there all clients are initia
 here those of the cohort, and those that are tested fit their weights to the support view instead of train samples.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,11 +28,11 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.builders import method_builder
-from fedjax_meta.data import Batches, ClientData, ClientView
+from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.method import Method, Received, Reduction, Trained
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
 class Own(NamedTuple):
@@ -42,17 +41,6 @@ class Own(NamedTuple):
     model: PyTree
     weights: PyTree
     converged: jax.Array
-
-
-def some(key: Key, view: ClientView, batch_size: int, share: Scalar) -> Batches:
-    """One pass over a random share of a view, the first samples of a shuffled pass; whole for a client that stops early too."""
-    whole, size = view.epochs(key, batch_size), jnp.ceil(share * view.size - 1e-3).astype(jnp.int32)
-
-    def get(step: Scalar, chunk: Scalar = 0) -> Batch:
-        batch = whole.get(step, chunk)
-        return batch._replace(weight=batch.weight * (step * batch_size + jnp.arange(batch_size) < size))
-
-    return dataclasses.replace(whole, get=get, steps=(size + batch_size - 1) // batch_size)
 
 
 def clipped_sgd(rate: Rate) -> optax.GradientTransformation:
@@ -81,17 +69,14 @@ def fedala(
 
     Args:
       task: what is learned.
-      lr: learning rate of local training; may be traced, as `weight_lr`, `sample_share` and `tolerance`.
+      lr: learning rate of local training; may be traced, as the next two and `tolerance`.
       weight_lr: eta, learning rate of the weights W; 0 keeps them at 1 and is FedAvg.
       sample_share: share of the samples that the weights are learned on.
       adapts: mask of the higher layers, which have weights; "last:2" is p = 2.
       window: how many passes the test of convergence looks at.
       tolerance: standard deviation of their losses below which the weights have converged.
       most_passes: passes after which a client stops in any case.
-      epochs: passes over the train view in local training.
-      batch_size: samples a step, of the weights too.
-      optimizer: factory `rate -> optax.GradientTransformation` of local training, started afresh in each round.
-      weighting: "samples", "query" or "uniform".
+      epochs, batch_size, optimizer, weighting: as in `fedavg`; the weights are learned in batches of this size too.
 
     Raises:
       ValueError: a rate, share or count out of range, an unknown mask.
@@ -115,7 +100,7 @@ def fedala(
         def loss(weights: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
             return task.loss(blend(weights), batch, key)[0], weights
 
-        batches, loss_key = some(tagged(key, "ala"), view, batch_size, sample_share), tagged(key, "ala loss")
+        batches, loss_key = view.epochs(tagged(key, "ala"), batch_size, share=sample_share), tagged(key, "ala loss")
         everything = jax.tree.map(lambda _: True, own.weights)
         most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
 

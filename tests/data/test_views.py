@@ -100,3 +100,19 @@ def test_uint8_inputs_are_scaled_in_a_batch():
     assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([0, 0.2, 1])
     data = from_partition(x, [0, 0, 0], [0, 1, 2], [3], offset=np.array([51.0]), scale=np.array([0.5]))
     assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([-25.5, 0, 102])
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.3, 4), (1 / 3, 4), (0.5, 6), (1.0, 12)])
+def test_a_share_of_a_pass_is_a_random_part_of_the_samples_rounded_up(share, count):
+    x = jnp.arange(12, dtype=jnp.float32)[:, None]
+    view = ClientView(x, jnp.zeros(12, jnp.int32), None, None, 0, 12, 12)
+    drawn = []
+    for seed in (0, 1):
+        batches = view.epochs(jax.random.key(seed), 5, 2, share=share)
+        assert batches.steps == 2 * -(-count // 5)
+        for epoch in range(2):
+            steps = [batches.get(epoch * -(-count // 5) + step, 0) for step in range(-(-count // 5))]
+            rows = [float(row) for batch in steps for row in np.asarray(batch.x)[np.asarray(batch.weight) > 0, 0]]
+            assert len(rows) == len(set(rows)) == count
+            drawn.append(tuple(sorted(rows)))
+    assert len(set(drawn)) == (1 if count in (0, 12) else len(set(drawn))) and (count in (0, 12) or len(set(drawn)) > 1)

@@ -1,9 +1,7 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta.methods.fedala import some
 from tests import problems
 from tests.methods.common import FULL, KEY, build, compiled, gradient, of, personalized, run, start, step
 
@@ -62,16 +60,6 @@ def test_weights_train_to_convergence_once_and_then_for_one_pass():
     assert passes_of_rounds(fedala(window=4, most_passes=50, tolerance=9.0), 4) == [[0] * 7, [4] * 7, [1] * 7, [1] * 7]
     converging = np.array(passes_of_rounds(fedala(window=4, most_passes=500, tolerance=1e-4), 2)[1])
     assert np.all((converging > 4) & (converging < 500)) and len(set(converging.tolist())) > 1
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.8, 20), (0.5, 13), (1.0, 25), (0.0, 0)])
-def test_a_share_of_the_samples_is_drawn_without_repetition(share, count):
-    view = problems.data().client(4)["train"]
-    view = type(view)(view.x, jnp.arange(len(view.y)), None, None, 3, 25, view.max_size)
-    batches = some(KEY, view, 6, share)
-    drawn = [batches.get(t, 0) for t in range(int(batches.steps))]
-    found = [int(y) for batch in drawn for y, weight in zip(batch.y, batch.weight, strict=True) if weight]
-    assert len(set(found)) == len(found) == count and set(found) <= set(range(3, 28))
 
 
 def test_known_clients_test_with_their_initialised_model_and_new_ones_with_the_servers():

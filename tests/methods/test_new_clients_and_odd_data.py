@@ -13,15 +13,10 @@ from fedjax_meta import features, masks
 from tests import problems
 from tests.methods.common import FULL, KEY, build, gradient, of, personalized, run, start, step
 
-PERSONALISED = [
-    *("apfl", "apfl_outputs", "ditto", "fedamp", "fedavg", "fedavg_ft", "fedbabu", "fedbn", "fedem", "fedfomo", "fedpac"),
-    *("fedper", "fedprox", "fedrep", "fedrod", "heur_fedamp", "knn_per", "l2gd", "lg_fedavg", "local_only", "moon", "mtfl"),
-    *("fedala", "mtfl_fedavg_adam", "pfedhn", "pfedhn_pc", "pfedme", "scaffold"),
-]
 OPTIONS = {"cohort_size": 3, "devices": 1, "batch_size": 8, "lr": 0.1}
 
 
-@pytest.mark.parametrize("name", PERSONALISED)
+@pytest.mark.parametrize("name", fm.METHODS)
 def test_its_documentation_says_what_a_new_client_does(name):
     text = inspect.getdoc(fm.METHODS[name])
     # A variant refers to the method that it varies.
@@ -92,9 +87,3 @@ def test_a_cohort_larger_than_the_population_names_both_numbers():
         algorithm = build(name, cohort_size=8)
         with pytest.raises(ValueError, match="cohort_size=8 is more than the N=7"):
             algorithm.round(KEY, jax.eval_shape(algorithm.init, KEY, problems.data()), problems.data())
-
-
-def test_every_method_of_the_comparison_is_among_them():
-    from experiments.fedpac import SYSTEMS as COMPARED
-
-    assert {system.algorithm for system in COMPARED.values()} <= set(PERSONALISED)
