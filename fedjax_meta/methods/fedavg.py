@@ -21,8 +21,7 @@ from typing import Any
 
 import optax
 
-from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -53,7 +52,7 @@ def fedavg(
 
     Args:
       task: what is learned.
-      lr: learning rate of local training and of fine-tuning; may be traced.
+      lr: learning rate of local training and of fine-tuning; may be traced, like every `Rate`.
       optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
       epochs: passes over a client's train view in a round.
       batch_size: samples a step; the last batch of a pass may be smaller.
@@ -67,13 +66,6 @@ def fedavg(
     Raises:
       ValueError: a rate, size or count out of range, an unknown mask or weighting.
     """
-    checks.positive("lr", lr)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    for name, value in (("finetune_epochs", finetune_epochs), ("new_client_epochs", new_client_epochs or 0)):
-        checks.count(name, value, least=0)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS, combine
+from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView, FederatedData
@@ -212,38 +212,41 @@ def fedpac(
 
     Args:
       task: a classifier with `features` and `head`.
-      lr: learning rate of the extractor; may be traced, like `head_lr` and `alignment`.
-      head_lr: learning rate of the head.
-      alignment: lambda, weight of the alignment term.
+      lr, epochs: learning rate of the extractor, and passes over the train view for it.
+      head_lr, head_epochs: the same for the head, which is trained first.
+      alignment: lambda >= 0, weight of the alignment term.
       align: whether features are pulled towards the centroids; there are none yet in the first round.
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
-      epochs: passes over the train view for the extractor.
-      head_epochs: passes for the head, before.
-      batch_size: samples a step.
+      batch_size: as in `fedavg`.
       head: mask of the leaves that the head consists of.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each phase.
+      optimizer: as in `fedavg`, started afresh in each phase.
       noise: standard deviation of Gaussian noise on each feature mean that a client sends.
-      weighting: how clients count in the mean of the extractors: "samples", "query" or "uniform".
+      weighting: as in `fedavg`, in the mean of the extractors.
 
     Raises:
-      ValueError: a task without features, a negative weight or noise, a rate or count out of range, an unknown mask or
-        weighting.
+      ValueError: a task without features, an option out of range.
     """
     features.require_features(task, "fedpac")
-    checks.positive("lr", lr)
-    checks.positive("head_lr", head_lr)
     checks.not_negative("alignment", alignment)
     checks.not_negative("noise", noise)
-    counts: dict[str, Any] = {"epochs": epochs, "head_epochs": head_epochs, "batch_size": batch_size}
-    for name, value in counts.items():
-        checks.count(name, value)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
+    checks.count("head_epochs", head_epochs)
     own = masks.resolve(head, task, name="head")
     trainable = task.trainable(masks.variables_shape(task))
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
-    parts = {"alignment": alignment, "align": align, "collaborate": collaborate, "noise": noise}
-    rules = _FedPAC(task, head_leaves, body_leaves, optimizer(head_lr), optimizer(lr), **counts, **parts)
+    rules = _FedPAC(
+        task=task,
+        head=head_leaves,
+        body=body_leaves,
+        head_optimizer=optimizer(head_lr),
+        body_optimizer=optimizer(lr),
+        alignment=alignment,
+        align=align,
+        collaborate=collaborate,
+        epochs=epochs,
+        head_epochs=head_epochs,
+        batch_size=batch_size,
+        noise=noise,
+    )
     return Method(
         init=task.init,
         client=rules.client,

@@ -144,14 +144,14 @@ def knn_per(
     Args:
       task: a classifier with features.
       neighbours: k; where a client has fewer samples, all of them.
-      scale: sigma, width of the kernel; may be traced, like `mixing`.
+      scale: sigma, width of the kernel.
       mixing: lambda, from 0 (the model alone) to 1 (the neighbours alone); chosen by each client when not given.
       grid: what a client chooses from.
       capacity: largest number of samples of a client that will be stored.
       lr, optimizer, epochs, batch_size, weighting: as in `fedavg`, by which the model is trained.
 
     Raises:
-      ValueError: a task without features, values out of range; on `personalize`, a support view larger than `capacity`.
+      ValueError: a task without features, an option out of range; on `personalize`, a support view larger than `capacity`.
     """
     extract, head = features.require_features(task, "knn_per")
     checks.count("neighbours", neighbours)

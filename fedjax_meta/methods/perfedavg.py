@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, masks, meta
+from fedjax_meta import masks, meta
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -60,7 +60,7 @@ def perfedavg(
 
     Args:
       task: what is learned.
-      inner_lr, outer_lr: alpha and beta; may be traced.
+      inner_lr, outer_lr: alpha and beta.
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
       outer_optimizer: factory `outer_lr -> optax.GradientTransformation` of the local meta-steps, started afresh in each
         round.
@@ -72,12 +72,8 @@ def perfedavg(
       weighting: "uniform", "samples" or "query".
 
     Raises:
-      ValueError: a rate, size or count out of range, an unknown mask, and whatever else `fedmeta` refuses.
+      ValueError: an option out of range, options that exclude each other.
     """
-    checks.count("local_steps", local_steps)
-    checks.count("test_steps", test_steps)
-    if batch_size is not None:
-        checks.count("batch_size", batch_size)
 
     def draw(key: Key, data: ClientData, step: Any) -> tuple[meta.WithHessian, Batches]:
         b0, b1, b2 = independent_batches(jax.random.fold_in(key, step), data["train"], batch_size)
