@@ -72,7 +72,7 @@ def l2gd(
         return jax.random.bernoulli(tagged(shared_key, "coin"), probability)
 
     def train(key: Key, start: Variables, view: ClientView, passes: int, needed: jax.Array) -> tuple[Variables, jax.Array]:
-        how = {"epochs": passes, "batch_size": batch_size, "needed": needed}
+        how: dict[str, Any] = {"epochs": passes, "batch_size": batch_size, "needed": needed}
         return local.train_epochs(key, task.loss, start, view, optimizer(lr), trainable, **how)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:

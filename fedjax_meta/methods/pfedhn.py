@@ -178,8 +178,8 @@ def pfedhn(
 
     Args:
       task: what is learned, without buffers.
-      lr: learning rate of local training (momentum 0.9, weight decay 5e-5); may be traced, like the other rates.
-      server_lr: of hypernetwork and embeddings (momentum 0.9, weight decay 1e-3). A server optimiser of the federation
+      lr: learning rate of local training (momentum 0.9, weight decay 5e-5).
+      server_lr: of the hypernetwork and embeddings (momentum 0.9, weight decay 1e-3). A server optimiser of the federation
         replaces that of the hypernetwork.
       embedding_size: e; the paper's is 1 + N // 4.
       width, hidden: units, and layers after the first, of the hypernetwork.
@@ -190,22 +190,31 @@ def pfedhn(
       new_client_steps, new_client_lr: full gradient steps (Adam) that fit a new embedding, and their rate.
 
     Raises:
-      ValueError: a task with buffers, everything personal, a rate or count out of range.
+      ValueError: a task with buffers, everything personal, an option out of range.
     """
     features.require_no_buffers(task, "pfedhn")
-    for name, rate in (("lr", lr), ("server_lr", server_lr), ("clip", clip), ("new_client_lr", new_client_lr)):
+    for name, rate in (("clip", clip), ("new_client_lr", new_client_lr)):
         checks.positive(name, rate)
-    counts = {"embedding_size": embedding_size, "width": width, "hidden": hidden}
-    counts |= {"local_steps": local_steps, "batch_size": batch_size}
-    for name, value in counts.items():
+    for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden)):
         checks.count(name, value)
     checks.count("new_client_steps", new_client_steps, least=0)
     own = masks.resolve(personal, task, name="personal")
     if all(jax.tree.leaves(own)):
         raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to generate")
-    optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))
-    for_new = {"new_client_steps": new_client_steps, "new_client_lr": new_client_lr}
-    rules = _PFedHN(task, own, optimizer, _sgd(server_lr, 1e-3), clip=clip, **counts, **for_new)
+    rules = _PFedHN(
+        task=task,
+        own=own,
+        optimizer=optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5)),
+        embedding_optimizer=_sgd(server_lr, 1e-3),
+        embedding_size=embedding_size,
+        width=width,
+        hidden=hidden,
+        local_steps=local_steps,
+        batch_size=batch_size,
+        clip=clip,
+        new_client_steps=new_client_steps,
+        new_client_lr=new_client_lr,
+    )
     shape = jax.eval_shape(rules.init, jax.random.key(0))
     personal_leaves = Model(masks.nothing_like(shape.hyper), masks.everything_like(shape.own))
     return Method(

@@ -75,6 +75,7 @@ def pfedme(
     checks.not_negative("weight_decay", weight_decay)
     checks.count("local_rounds", local_rounds)
     checks.count("test_epochs", test_epochs)
+    step_size = outer_lr * prox_weight
     trainable = task.trainable(masks.variables_shape(task))
     interpolated = masks.everything_like(trainable) if keep_local else trainable
     optimizer = optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr))
@@ -92,7 +93,7 @@ def pfedme(
             theta, own, total = carry
             theta, loss = towards_theta(theta, own, batches.get(r, 0))
             # w_i ← w_i - η λ (w_i - θ): λ (w - θ) is the gradient of the envelope. Buffers follow θ.
-            own = jax.tree.map(lambda move, w, t: w - outer_lr * prox_weight * (w - t) if move else t, interpolated, own, theta)
+            own = jax.tree.map(lambda move, w, t: w - step_size * (w - t) if move else t, interpolated, own, theta)
             return theta, own, total + loss
 
         start = (received.model, received.memory if keep_local else received.model, jnp.zeros(()))
