@@ -9,7 +9,7 @@ Marfoq, Neglia, Bellet, Kameni, Vidal: "Federated multi-task learning under a mi
 | pi_t | a client's memory | `[M]` |
 | q_t(s, m) | `responsibilities` | `[B, M]` |
 
-Differs from the paper: responsibilities are computed anew for each batch from the models that the client received, instead of
+Differs from the paper: responsibilities are recomputed for each batch from the models that the client received, instead of
 being stored for all samples; they are the same numbers.
 """
 

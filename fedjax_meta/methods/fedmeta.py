@@ -179,7 +179,7 @@ class _FedMeta:
     def moved_buffers(self, key: Key, adapted: Params, buffers: PyTree, data: ClientData) -> PyTree:
         """The model's buffers after a round.
 
-        Running statistics stand still while the meta-gradient is taken. They serve predictions, which the adapted model makes of
+        Running statistics do not move while the meta-gradient is taken. They serve predictions, which the adapted model makes of
         samples that it has not seen: one pass of it over the query view moves them.
         """
         layout, task = self.layout, self.task
@@ -187,9 +187,8 @@ class _FedMeta:
             return buffers
         held = layout.variables(buffers)
         batches = data["query"].epochs(tagged(key, "buffer order"), self.batch_size or CHUNK)
-        still = optax.set_to_zero()
-        start = masks.merge(adapted, held)
-        moved, _ = local.train(tagged(key, "buffers"), task.loss, start, batches, still, layout.trainable_variables)
+        start, no_step = masks.merge(adapted, held), optax.set_to_zero()
+        moved, _ = local.train(tagged(key, "buffers"), task.loss, start, batches, no_step, layout.trainable_variables)
         moved = masks.split(moved, layout.trainable_variables)[1]
         return buffers._replace(params=moved) if layout.learned_rates else moved
 
@@ -278,7 +277,7 @@ def fedmeta(  # more than 80 lines, half of which explain the options of the who
       task: what is learned.
       inner_lr: alpha, the rate of adaptation; with `learned_rates` its initial value for every parameter.
       outer_lr: beta, the rate of the meta-update.
-      learned_rates: learn one inner rate a parameter (Meta-SGD); else MAML.
+      learned_rates: learn one inner rate per parameter (Meta-SGD); else MAML.
       inner_optimizer: factory `inner_lr -> optax.GradientTransformation` of adaptation, started afresh each time and
         differentiated through; gradient descent when not given.
       estimator: how the meta-gradient is found, a function of the inner optimiser: `meta.exact`, `meta.first_order`, ...
@@ -294,10 +293,10 @@ def fedmeta(  # more than 80 lines, half of which explain the options of the who
       batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
       inner_steps: passes over the support view, or full-batch steps when `batch_size` is `None`.
       meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
-      draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then speak of
-        tests alone. See `Draw`.
+      draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then apply
+        to tests only. See `Draw`.
       test_prox_weight: pulls a test client's adaptation back to where it starts, by `test_prox_weight / 2 ||phi - theta||^2` in
-        its loss (iMAML); nothing does when not given.
+        its loss (iMAML); no pull when not given.
       adapts: mask of the leaves that adaptation moves ("head" is ANIL).
       personal: mask of the leaves that stay with their client: "none" is FedMeta, "head" FedMeta-Per.
       personal_rates: mask of the learned rates that stay; those of the personal leaves when not given.
@@ -391,7 +390,7 @@ def _check_combination(
 
 @variant(fedmeta, learned_rates=True)
 def fedmeta_metasgd(task: Task) -> Method:
-    """FedMeta with Meta-SGD: one inner rate a parameter is learned with the model."""
+    """FedMeta with Meta-SGD: one inner rate per parameter is learned with the model."""
 
 
 @variant(fedmeta, estimator=meta.first_order)
@@ -431,7 +430,7 @@ REDUCES_TO = (
         {"outer_optimizer": optax.sgd},
     ),
     Reduction(
-        "first order is exact when adaptation stands still", "fedmeta_fomaml", {"inner_lr": 0.0}, "fedmeta", {"inner_lr": 0.0}
+        "without adaptation the first order is exact", "fedmeta_fomaml", {"inner_lr": 0.0}, "fedmeta", {"inner_lr": 0.0}
     ),
     Reduction(
         "an inner optimiser of plain SGD is MAML",

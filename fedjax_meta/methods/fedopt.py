@@ -159,11 +159,11 @@ def fedyogi(task: Task) -> Method:
     """FedYogi: v moves towards the squared pseudo-gradient by a step that does not depend on how far away it is."""
 
 
-_STILL = {"b1": 0.0, "b2": 1.0, "tau": 1.0, "initial": 0.0, "server_lr": 1.0}
-"""Moments that stand still at 0, so that the server's step is the pseudo-gradient itself."""
+_FEDAVG = {"b1": 0.0, "b2": 1.0, "tau": 1.0, "initial": 0.0, "server_lr": 1.0}
+"""v stays 0 and m is the pseudo-gradient, so that the server's step is the pseudo-gradient itself."""
 
 REDUCES_TO = (
     Reduction("FedAvgM without momentum is FedAvg", "fedavgm", {"momentum": 0.0}, "fedavg", {}),
-    Reduction("FedAdam with moments that stand still is FedAvg", "fedadam", _STILL, "fedavg", {}),
-    Reduction("FedYogi with moments that stand still is FedAvg", "fedyogi", _STILL, "fedavg", {}),
+    Reduction("FedAdam without moments is FedAvg", "fedadam", _FEDAVG, "fedavg", {}),
+    Reduction("FedYogi without moments is FedAvg", "fedyogi", _FEDAVG, "fedavg", {}),
 )

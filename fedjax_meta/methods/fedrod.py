@@ -103,7 +103,7 @@ def fedrod(
     optimizer: Callable[[Any], optax.GradientTransformation] = FEDROD_SGD,
     weighting: str = "samples",
 ) -> Method:
-    """Fed-RoD: a generic model, and a personal head a client on its features.
+    """Fed-RoD: a generic model, and on its features a personal head per client.
 
     A client that never took part predicts with the generic model or, with a hypernetwork, with the personal head that it
     generates from the class shares of the client's support set. A client of one class does not train the generic model: its

@@ -10,7 +10,7 @@ and global representations", arXiv 2001.01523, Algorithm 1.
 | ensemble of a new device | `Ensemble` | leaves `[N, ...]` |
 
 Differs from the authors' code: the first layers are personal, as in the paper (there, on CIFAR-10, the last ones are); clients
-count by their samples, as in the paper (there, alike: `weighting="uniform"`); training starts from scratch and no model is
+count by their samples, as in the paper (there, equally: `weighting="uniform"`); training starts from scratch and no model is
 chosen by its test accuracy.
 """
 

@@ -78,7 +78,7 @@ def moon(
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            towards, away = (extract(still, batch.x) for still in (received.model, received.memory))
+            towards, away = (extract(fixed, batch.x) for fixed in (received.model, received.memory))
             return contrast_weight * weighted_mean(contrast(z, towards, away, temperature), batch.weight)
 
         loss = features.penalised(task, penalty)

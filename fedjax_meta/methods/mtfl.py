@@ -134,12 +134,10 @@ class _MTFL:
 
     def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
         model = received.model
-        if self.statistics_epochs > 0:
-            still, passes = optax.set_to_zero(), {"epochs": self.statistics_epochs, "batch_size": self.batch_size}
-            variables, _ = local.train_epochs(
-                tagged(key, "statistics"), self.task.loss, model.variables, support, still, self.trainable, **passes
-            )
-            model = model._replace(variables=variables)
+        start, passes = model.variables, {"epochs": self.statistics_epochs, "batch_size": self.batch_size}
+        no_step, statistics_key = optax.set_to_zero(), tagged(key, "statistics")
+        variables, _ = local.train_epochs(statistics_key, self.task.loss, start, support, no_step, self.trainable, **passes)
+        model = model._replace(variables=variables)
         if self.finetune_epochs > 0:
             batches = support.epochs(tagged(key, "order"), self.batch_size, self.finetune_epochs)
             model, _ = self.descend(tagged(key, "loss"), model, batches)

@@ -59,17 +59,13 @@ def perfedavg(
     server's model; where leaves are personal, see `fedmeta`.
 
     Args:
-      task: what is learned.
+      task, outer_optimizer, outer_slots, adapts, personal, personal_rates, score, weighting: as in `fedmeta`.
       inner_lr, outer_lr: alpha and beta.
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
-      outer_optimizer: factory `outer_lr -> optax.GradientTransformation` of the local meta-steps, started afresh in each
-        round.
       local_steps: K, meta-steps of a client in a round.
       batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.
       test_steps: full-batch steps on a test client's support view.
-      learned_rates, inner_optimizer, outer_slots, adapts, personal, personal_rates, score: as in `fedmeta`. Learned rates need
-        an estimator that has a gradient for them.
-      weighting: "uniform", "samples" or "query".
+      learned_rates, inner_optimizer: as in `fedmeta`. Learned rates need an estimator that has a gradient for them.
 
     Raises:
       ValueError: an option out of range, options that exclude each other.

@@ -5,7 +5,7 @@ Dinh, Tran, Nguyen: "Personalized federated learning with Moreau envelopes", Neu
 | paper | here | shape |
 |---|---|---|
 | w, w_i,r | server's and client's model | |
-| theta_i | found anew for each batch, not kept | like the model |
+| theta_i | recomputed for each batch, not kept | like the model |
 | lambda, eta | `prox_weight`, `outer_lr` | scalars |
 | R, K | `local_rounds`, `inner_steps` | |
 | mu | `weight_decay` | scalar |
@@ -62,8 +62,8 @@ def pfedme(
       outer_lr: eta, rate of the local model.
       prox_weight: lambda > 0.
       inner_steps: K, steps towards theta on each batch.
-      local_rounds: R, batches a round.
-      test_epochs: passes over the support view, `inner_steps` steps a batch, before a client predicts.
+      local_rounds: R, batches per round.
+      test_epochs: passes over the support view, `inner_steps` steps per batch, before a client predicts.
       weight_decay: mu, of the steps that find theta.
       keep_local: let w_i stay with its client, as MTFL's authors did. A known client then tests w_i, a new one the server's
         model.
