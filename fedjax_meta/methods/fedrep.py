@@ -95,7 +95,8 @@ def fedrep(
         model, _ = phase(tagged(key, "known"), model, support, finetune_epochs, head_lr, moves_at_test, seen)
         return phase(tagged(key, "new"), model, support, new_client_epochs, head_lr, moves_at_test, ~seen)[0]
 
-    personal, frozen = masks.nothing(task) if share_head else in_head, head_leaves if share_head and head_epochs == 0 else None
+    personal = masks.nothing(task) if share_head else in_head
+    frozen = head_leaves if share_head and head_epochs == 0 else None
     return Method(
         init=task.init,
         client=client,

@@ -64,9 +64,9 @@ def votes(
     best, index = jax.lax.top_k(score, min(neighbours, store.key.shape[0]))
     # Relative to the nearest, so that neighbours that are all far away do not underflow together.
     weight = jnp.where(jnp.isfinite(best), jnp.exp(best - jnp.maximum(best[:, :1], jnp.finfo(best.dtype).min)), 0)
-    votes = jnp.einsum("bk,bkc->bc", weight, jax.nn.one_hot(store.label[index], classes))
-    total = jnp.sum(votes, -1, keepdims=True)
-    return jnp.where(total > 0, votes / jnp.maximum(total, 1e-30), 1 / classes)
+    by_class = jnp.einsum("bk,bkc->bc", weight, jax.nn.one_hot(store.label[index], classes))
+    total = jnp.sum(by_class, -1, keepdims=True)
+    return jnp.where(total > 0, by_class / jnp.maximum(total, 1e-30), 1 / classes)
 
 
 @method_builder
