@@ -1,4 +1,4 @@
-"""One file a paper. Each builder takes a task first, its hyper-parameters by name, and returns a `Method`."""
+"""One file per paper. Each builder takes a task first, its hyper-parameters by name, and returns a `Method`."""
 
 import importlib
 from collections.abc import Callable
@@ -97,4 +97,4 @@ REDUCTIONS: tuple[Reduction, ...] = tuple(
     for module in dict.fromkeys(builder.__module__ for builder in METHODS.values())
     for reduction in getattr(importlib.import_module(module), "REDUCES_TO", ())
 )
-"""What the files of methods declare in `REDUCES_TO`."""
+"""The identities that the files of this package declare in `REDUCES_TO`."""

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -60,8 +59,7 @@ class _Mixing:
         """v̄ = α v + (1 - α) w, as variables to predict with. Buffers are those of v, which are updated with v̄."""
         if self.outputs:
             return Mixture(own, shared, share)
-        mixed = jax.tree.map(lambda v, w: share * v + (1 - share) * w, own, shared)
-        return jax.tree.map(lambda mixes, a, v: a if mixes else v, self.trainable, mixed, own)
+        return jax.tree.map(lambda moves, v, w: share * v + (1 - share) * w if moves else v, self.trainable, own, shared)
 
     def predict(self, variables: Variables, x: Any) -> jax.Array:
         if not isinstance(variables, Mixture):
@@ -106,30 +104,21 @@ def apfl(
     """APFL. A client that never took part trains a v from the global model on its support set, at the initial share.
 
     Args:
-      task: what is learned.
-      lr: learning rate of both models; may be traced, as `share` and `share_lr`.
+      task, epochs, batch_size, new_client_epochs: as in `fedavg`.
+      lr: learning rate of both models.
       share: alpha before a client's first round, from 0 (the global model) to 1 (a personal one).
-      share_lr: rate at which clients learn their alpha, 0 keeps it; `lr` when not given.
+      share_lr: learning rate of alpha, 0 keeps it; `lr` when not given.
       mix: "weights" (paper) or "outputs" (authors' code).
-      epochs: passes over the train view.
-      batch_size: samples a step.
-      new_client_epochs: passes over the support view of a client that never took part.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round, for w and v each.
-      weighting: "uniform" as in the paper, "samples" or "query".
+      optimizer: as in `fedavg`, for w and v each.
+      weighting: as in `fedavg`; "uniform" is the paper's.
 
     Raises:
-      ValueError: a rate, share or count out of range, an unknown mix; mixed outputs of a model with buffers.
+      ValueError: an option out of range, mixed outputs of a model with buffers.
     """
     share_lr = lr if share_lr is None else share_lr
-    checks.positive("lr", lr)
     checks.not_negative("share_lr", share_lr)
     checks.between("share", share, 0, 1)
     checks.one_of("mix", mix, ("weights", "outputs"))
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    checks.count("new_client_epochs", new_client_epochs, least=0)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
     if mix == "outputs":
         features.require_no_buffers(task, "apfl with mix='outputs'")
     trainable = task.trainable(masks.variables_shape(task))
@@ -143,8 +132,8 @@ def apfl(
         slope = jax.grad(lambda share: mixing.loss(own.model, shared, share, batch, batch_key)[0])(own.share)
         share = jnp.clip(own.share - share_lr * slope, 0, 1)
         moving = (trainable, trainable)
-        pair, loss = local.train(loss_key, mixing.joint(share), (shared, own.model), batches, optimizer(lr), moving)
-        return Trained(pair[0], {"loss": loss, "share": share}, memory=Own(pair[1], share))
+        (shared, model), loss = local.train(loss_key, mixing.joint(share), (shared, own.model), batches, optimizer(lr), moving)
+        return Trained(shared, {"loss": loss, "share": share}, memory=Own(model, share))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         shared, (model, share) = received.model, received.memory

@@ -23,7 +23,6 @@ import jax
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.method import Method, Received, Reduction, Trained
@@ -47,28 +46,17 @@ def ditto(
     """Ditto. A known client tests with its v. One that never took part trains a v from the global model on its support set.
 
     Args:
-      task: what is learned.
-      lr: learning rate of the global model; may be traced, as the next two.
-      personal_lr: of the personal models; `lr` when not given.
-      prox_weight: lambda, how strongly v is pulled towards the global model; 0 trains v on local data alone.
-      epochs: passes over the train view for the global model.
-      personal_epochs: passes for the personal model; `epochs` when not given.
-      batch_size: samples a step.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
-      weighting: "samples", "query" or "uniform".
+      task, lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
+      personal_lr: learning rate of the personal models; `lr` when not given.
+      prox_weight: lambda >= 0, how strongly v is pulled towards the global model; 0 trains v on local data alone.
+      personal_epochs: passes over the train view for the personal model; `epochs` when not given.
 
     Raises:
-      ValueError: a negative weight, a rate or count out of range, an unknown weighting.
+      ValueError: an option out of range.
     """
     personal_lr = lr if personal_lr is None else personal_lr
     personal_epochs = epochs if personal_epochs is None else personal_epochs
-    checks.positive("lr", lr)
-    checks.positive("personal_lr", personal_lr)
-    checks.not_negative("prox_weight", prox_weight)
-    for name, value in (("epochs", epochs), ("personal_epochs", personal_epochs), ("batch_size", batch_size)):
-        checks.count(name, value)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
+    checks.count("personal_epochs", personal_epochs)
     trainable = task.trainable(masks.variables_shape(task))
 
     def train_personal(

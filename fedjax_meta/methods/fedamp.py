@@ -10,14 +10,12 @@ Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized cross-silo federated lear
 | alpha_k, lambda, sigma | `step`, `prox_weight`, `width` | scalars |
 | xi | `attention`, `cosine_attention` | `[C, C]` |
 
-Differs from the paper: the kernel's squared distances can be taken relative to their mean (`relative`), because those of
-networks make it underflow otherwise. A row whose weights exceed 1 is normalised, which leaves no weight for the client itself.
+Differs from the paper: the kernel's squared distances are taken relative to their mean unless `relative=False`, because those
+of networks make it underflow otherwise. A row whose weights exceed 1 is normalised, which leaves no weight for the client itself.
 Clients are sampled, and a mixture is over the models of its cohort.
 """
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +29,7 @@ from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Mask, PyTree, Rate, Scalar, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
 
 def attention(gram: jax.Array, valid: jax.Array, *, step: Scalar, width: Scalar, relative: bool) -> jax.Array:
@@ -67,55 +65,8 @@ def cosine_attention(gram: jax.Array, valid: jax.Array, *, width: Scalar, own_sh
     return (1 - own_share) * others + jnp.diag(jnp.where(any_other[:, 0], own_share, 1))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FedAMP:
-    """The rules of one FedAMP; fields that are not explained here are arguments of `fedamp`.
-
-    Attributes:
-      pull: weight of the proximal term.
-      trainable: mask of the leaves that gradients move.
-      weights: `(gram, valid) -> [C, C]`, the mixtures.
-      centred: whether the mean of all models is subtracted before the inner products are taken.
-    """
-
-    task: Task
-    trainable: Mask
-    optimizer: optax.GradientTransformation
-    pull: Rate
-    epochs: int
-    batch_size: int
-    new_client_epochs: int
-    weights: Callable[[jax.Array, jax.Array], jax.Array]
-    centred: bool
-
-    def train(
-        self, key: Key, start: Variables, cloud: Variables, view: ClientView, epochs: int, needed: Any = True
-    ) -> tuple[Variables, jax.Array]:
-        loss = local.proximal(self.task.loss, cloud, self.pull)
-        passes = {"epochs": epochs, "batch_size": self.batch_size, "needed": needed}
-        return local.train_epochs(key, loss, start, view, self.optimizer, self.trainable, **passes)
-
-    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
-        model, loss = self.train(key, received.model, received.memory, data["train"], self.epochs)
-        return Trained(model, {"loss": loss}, memory=received.memory, statistics=model)
-
-    def mix(self, key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
-        """Gives each client its mixture of the cohort's models, as its memory."""
-        del key, state, data
-        parameters = masks.split(cohort.personal, self.trainable)[0]
-        flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(parameters)], 1)
-        if self.centred:
-            # A common shift changes no distance, but it costs digits.
-            flat = flat - jnp.mean(flat, 0, keepdims=True)
-        return cohort.personal, combine(self.weights(flat @ flat.T, cohort.returned), cohort.personal)
-
-    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
-        seen, mean = received.seen, received.extra
-        start = jax.tree.map(lambda own, common: jnp.where(seen, own, common), received.model, mean)
-        return self.train(key, start, mean, support, self.new_client_epochs, ~seen)[0]
-
-
-def _update_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
+def keep_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
+    """A `Method.update_extra`: the mean of the last cohort's models, for clients that never took part."""
     del num_clients
     return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
@@ -142,48 +93,61 @@ def fedamp(
     cohort's models (from the initial model before there are any), and is pulled towards that mean.
 
     Args:
-      task: what is learned.
-      lr: learning rate; may be traced, like `step`, `prox_weight`, `width` and `own_share`.
+      task, lr, epochs, batch_size, new_client_epochs, optimizer: as in `fedavg`.
       step: alpha_k.
       prox_weight: lambda; the proximal term has weight lambda / alpha_k.
       width: sigma of the kernel; for "cosine", the factor of the cosines.
       relative: whether the kernel's distances are taken relative to their mean.
       kernel: "exponential" (FedAMP) or "cosine" (HeurFedAMP).
       own_share: weight of a client's own model with "cosine".
-      epochs: passes over the train view.
-      batch_size: samples a step.
-      new_client_epochs: passes over the support view of a client that never took part.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
 
     Raises:
-      ValueError: a negative weight, a rate, width or count out of range, an unknown kernel.
+      ValueError: an option out of range.
     """
-    checks.positive("lr", lr)
     checks.positive("step", step)
     checks.positive("width", width)
-    checks.not_negative("prox_weight", prox_weight)
     checks.one_of("kernel", kernel, ("exponential", "cosine"))
     checks.between("own_share", own_share, 0, 1)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    checks.count("new_client_epochs", new_client_epochs, least=0)
-    checks.optimizer_factory("optimizer", optimizer)
-    by_distance = partial(attention, step=step, width=width, relative=relative)
-    weights = by_distance if kernel == "exponential" else partial(cosine_attention, width=width, own_share=own_share)
     trainable = task.trainable(masks.variables_shape(task))
-    passes = {"epochs": epochs, "batch_size": batch_size, "new_client_epochs": new_client_epochs}
-    centred, pull = kernel == "exponential", prox_weight / step
-    rules = _FedAMP(task, trainable, optimizer(lr), pull, weights=weights, centred=centred, **passes)
+
+    def train(
+        key: Key, start: Variables, cloud: Variables, view: ClientView, passes: int, needed: Any = True
+    ) -> tuple[Variables, jax.Array]:
+        loss, how = local.proximal(task.loss, cloud, prox_weight / step), {"batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, loss, start, view, optimizer(lr), trainable, epochs=passes, **how)
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        model, loss = train(key, received.model, received.memory, data["train"], epochs)
+        return Trained(model, {"loss": loss}, memory=received.memory, statistics=model)
+
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """Gives each client its mixture of the cohort's models, as its memory."""
+        del key, state, data
+        parameters = jax.tree.leaves(masks.split(cohort.personal, trainable)[0])
+        flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in parameters], 1)
+        if kernel == "cosine":
+            weights = cosine_attention(flat @ flat.T, cohort.returned, width=width, own_share=own_share)
+        else:
+            # A common shift changes no distance, but it costs digits.
+            flat = flat - jnp.mean(flat, 0, keepdims=True)
+            weights = attention(flat @ flat.T, cohort.returned, step=step, width=width, relative=relative)
+        return cohort.personal, combine(weights, cohort.personal)
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        seen, mean = received.seen, received.extra
+        start = jax.tree.map(lambda own, common: jnp.where(seen, own, common), received.model, mean)
+        return train(key, start, mean, support, new_client_epochs, ~seen)[0]
+
     return Method(
         init=task.init,
-        client=rules.client,
-        personalize=rules.personalize,
+        client=client,
+        personalize=personalize,
         predict=task.predict,
         roles=masks.roles(masks.everything(task), trainable),
         init_memory=lambda key, model, num_clients: model,
         init_extra=lambda model, data: model,
-        update_extra=_update_mean,
-        collaborate=Collaboration(rules.mix, reads="personal", gives="memory"),
+        update_extra=keep_mean,
+        collaborate=Collaboration(mix, reads="personal", gives="memory"),
         # The mean is for new clients only.
         sends_extra=False,
     )

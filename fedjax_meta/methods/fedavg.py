@@ -21,8 +21,7 @@ from typing import Any
 
 import optax
 
-from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
+from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -53,27 +52,20 @@ def fedavg(
 
     Args:
       task: what is learned.
-      lr: learning rate of local training and of fine-tuning; may be traced.
+      lr: learning rate of local training and of fine-tuning; may be traced, like every `Rate`.
       optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
       epochs: passes over a client's train view in a round.
-      batch_size: samples a step; the last batch of a pass may be smaller.
+      batch_size: samples per step; the last batch of a pass may be smaller.
       finetune_epochs: passes over the support view before a client predicts; 0 tests the model as it is.
       finetune: mask of the leaves that fine-tuning moves.
-      finetune_full_batch: take that many steps on the whole support view instead (the "one update" of Xia and Cui).
-      new_client_epochs: passes of a client that never took part; `finetune_epochs` when not given.
+      finetune_full_batch: take `finetune_epochs` steps on the whole support view instead (the "one update" of Xia and Cui).
+      new_client_epochs: passes over the support view of a client that never took part; `finetune_epochs` when not given.
       personal: mask of the leaves that stay with their client; "all" is local-only training.
       weighting: "samples", "query" or "uniform".
 
     Raises:
-      ValueError: a rate, size or count out of range, an unknown mask or weighting.
+      ValueError: an option out of range.
     """
-    checks.positive("lr", lr)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    for name, value in (("finetune_epochs", finetune_epochs), ("new_client_epochs", new_client_epochs or 0)):
-        checks.count(name, value, least=0)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
@@ -124,8 +116,8 @@ def fedavg_ft(task: Task) -> Method:
 def fedper(task: Task) -> Method:
     """FedPer: FedAvg whose last layers stay with their client (arXiv 1912.00818).
 
-    The paper has no rule for new clients: one that never took part has the server's head, which nobody has trained, and should
-    be given `new_client_epochs` to fit it (with `finetune="head"`, on the shared body).
+    The paper has no rule for new clients: a client that never took part gets the initial, untrained head. Set
+    `new_client_epochs` so that it fits the head first (with `finetune="head"`, on the shared body).
     """
 
 
@@ -138,7 +130,7 @@ def fedper_meta(task: Task) -> Method:
 def local_only(task: Task) -> Method:
     """Every client trains by itself and nothing is averaged.
 
-    A client that never took part has nothing but the initial model, and `new_client_epochs` on its support set.
+    A client that never took part trains the initial model for `new_client_epochs` on its support set.
     """
 
 

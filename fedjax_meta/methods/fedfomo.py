@@ -15,7 +15,6 @@ tests with what it took over. A client compares with its own model as it is afte
 `exploration_decay` a round, to 0.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from fedjax_meta.engine import map_clients
 from fedjax_meta.keys import tagged
 from fedjax_meta.method import Cohort, Collaboration, Method, Population, Received, Trained, received_model
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Mask, PyTree, Rate, Scalar, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
 
 def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,71 +52,20 @@ def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[ja
     return weight, jnp.where(total > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FedFomo:
-    """The rules of one FedFomo; fields are arguments of `fedfomo`, `trainable` is the mask of what gradients move."""
+def compare(
+    task: Task, key: Key, own: Variables, others: PyTree, valid: jax.Array, view: ClientView, lanes: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """`takeover` of one client from other models, leaves `[M, ...]`, by their losses on its validation view."""
 
-    task: Task
-    trainable: Mask
-    optimizer: optax.GradientTransformation
-    epochs: int
-    batch_size: int
-    downloads: int | None
-    exploration: Scalar
-    exploration_decay: Scalar
-    train_view: str
-    validation_view: str
+    def validation_loss(model: Variables) -> jax.Array:
+        # The same key for all models, so that they are compared under the same dropout.
+        return view.full().mean(lambda batch: task.loss(model, batch, jax.random.clone(key))[0], 0)
 
-    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
-        view, passes = data[self.train_view], {"epochs": self.epochs, "batch_size": self.batch_size}
-        model, loss = local.train_epochs(key, self.task.loss, received.model, view, self.optimizer, self.trainable, **passes)
-        return Trained(model, {"loss": loss}, memory=received.memory)
+    def distance(model: Variables) -> jax.Array:
+        return optax.tree.norm(optax.tree.sub(model, own))
 
-    def compare(
-        self, key: Key, own: Variables, others: PyTree, valid: jax.Array, view: ClientView, lanes: int | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """`takeover` of one client from other models, leaves `[M, ...]`."""
-
-        def validation_loss(model: Variables) -> jax.Array:
-            # The same key for all models, so that they are compared under the same dropout.
-            return view.full().mean(lambda batch: self.task.loss(model, batch, jax.random.clone(key))[0], 0)
-
-        def distance(model: Variables) -> jax.Array:
-            return optax.tree.norm(optax.tree.sub(model, own))
-
-        loss, apart = map_clients(lambda model: (validation_loss(model), distance(model)), others, lanes=lanes)
-        return takeover(validation_loss(own) - loss, apart, valid)
-
-    def mix(self, key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
-        """Lets each client take over from the models that it downloads, and updates its preferences."""
-        count = cohort.ids.shape[0]
-        most = min(self.downloads or count, count)
-        epsilon = jnp.maximum(self.exploration - self.exploration_decay * state.round, 0)
-
-        def one(entry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            place, preference = entry
-            id_ = cohort.ids[place]
-            explores = jax.random.bernoulli(tagged(key, "explore", id_), epsilon)
-            # Ties, such as between all preferences at first, are broken at random.
-            chance = jax.random.uniform(tagged(key, "ties", id_), (count,))
-            valid = cohort.returned & (jnp.arange(count) != place)
-            chosen = jnp.lexsort((chance, jnp.where(explores, 0, preference[cohort.ids]), valid))[::-1][:most]
-            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
-            others = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
-            view = data.client(cohort.places[place])[self.validation_view]
-            usable = valid[chosen] & cohort.returned[place]
-            weight, share = self.compare(tagged(key, "loss", id_), own, others, usable, view, lanes=1)
-            row = jnp.zeros(count).at[chosen].set(share)
-            return row.at[place].add(1 - jnp.sum(share)), preference.at[cohort.ids[chosen]].add(weight)
-
-        matrix, preference = map_clients(one, (jnp.arange(count), cohort.memory), lanes=cohort.lanes)
-        return combine(matrix, cohort.personal), preference
-
-    def new_client(self, key: Key, population: Population, support: ClientView) -> Variables:
-        start, pool = population.model, population.personal
-        _, share = self.compare(tagged(key, "loss"), start, pool, population.seen, support, population.lanes)
-        keep = 1 - jnp.sum(share)
-        return jax.tree.map(lambda own, models: keep * own + jnp.tensordot(share, models, 1), start, pool)
+    loss, apart = map_clients(lambda model: (validation_loss(model), distance(model)), others, lanes=lanes)
+    return takeover(validation_loss(own) - loss, apart, valid)
 
 
 @method_builder
@@ -134,48 +82,62 @@ def fedfomo(
     validation_view: str = "support",
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
 ) -> Method:
-    """FedFomo.
-
-    A client that never took part weighs all clients' models on its support set, against the initial model.
+    """FedFomo. A client that never took part weighs all clients' models on its support set, against the initial model.
 
     Args:
-      task: what is learned.
-      lr: learning rate; may be traced.
-      epochs: passes over the train view.
-      batch_size: samples a step.
+      task, lr, epochs, batch_size, optimizer: as in `fedavg`.
       downloads: M, how many models a client downloads in a round; those of the whole cohort when not given.
       exploration: epsilon, the probability that a client draws its M models at random instead of by its preferences.
       exploration_decay: by how much that falls each round.
       train_view, validation_view: disjoint views, to train on and to weigh models on (the paper: 80 % and 20 %).
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
 
     Raises:
-      ValueError: a rate or count out of range; on `round`, a view that the data do not have.
+      ValueError: an option out of range; on `round`, a view that the data do not have.
     """
-    checks.positive("lr", lr)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
     checks.between("exploration", exploration, 0, 1)
     checks.between("exploration_decay", exploration_decay, 0, 1)
     if downloads is not None:
         checks.count("downloads", downloads)
-    checks.optimizer_factory("optimizer", optimizer)
     trainable = task.trainable(masks.variables_shape(task))
-    rules = _FedFomo(
-        task=task,
-        trainable=trainable,
-        optimizer=optimizer(lr),
-        epochs=epochs,
-        batch_size=batch_size,
-        downloads=downloads,
-        exploration=exploration,
-        exploration_decay=exploration_decay,
-        train_view=train_view,
-        validation_view=validation_view,
-    )
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        view, passes = data[train_view], {"epochs": epochs, "batch_size": batch_size}
+        model, loss = local.train_epochs(key, task.loss, received.model, view, optimizer(lr), trainable, **passes)
+        return Trained(model, {"loss": loss}, memory=received.memory)
+
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """Lets each client take over from the models that it downloads, and updates its preferences."""
+        count = cohort.ids.shape[0]
+        epsilon = jnp.maximum(exploration - exploration_decay * state.round, 0)
+
+        def one(entry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            place, preference = entry
+            id_ = cohort.ids[place]
+            explores = jax.random.bernoulli(tagged(key, "explore", id_), epsilon)
+            # Ties, such as between all preferences at first, are broken at random.
+            chance = jax.random.uniform(tagged(key, "ties", id_), (count,))
+            valid = cohort.returned & (jnp.arange(count) != place)
+            chosen = jnp.lexsort((chance, jnp.where(explores, 0, preference[cohort.ids]), valid))[::-1][:downloads]
+            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
+            others = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
+            view = data.client(cohort.places[place])[validation_view]
+            usable = valid[chosen] & cohort.returned[place]
+            weight, share = compare(task, tagged(key, "loss", id_), own, others, usable, view, lanes=1)
+            row = jnp.zeros(count).at[chosen].set(share)
+            return row.at[place].add(1 - jnp.sum(share)), preference.at[cohort.ids[chosen]].add(weight)
+
+        matrix, preference = map_clients(one, (jnp.arange(count), cohort.memory), lanes=cohort.lanes)
+        return combine(matrix, cohort.personal), preference
+
+    def new_client(key: Key, population: Population, support: ClientView) -> Variables:
+        start, pool = population.model, population.personal
+        _, share = compare(task, tagged(key, "loss"), start, pool, population.seen, support, population.lanes)
+        keep = 1 - jnp.sum(share)
+        return jax.tree.map(lambda own, models: keep * own + jnp.tensordot(share, models, 1), start, pool)
+
     return Method(
         init=task.init,
-        client=rules.client,
+        client=client,
         personalize=received_model,
         predict=task.predict,
         roles=masks.roles(masks.everything(task), trainable),
@@ -183,6 +145,6 @@ def fedfomo(
         weighting="uniform",
         init_memory=lambda key, model, num_clients: jnp.zeros(num_clients),
         # The preferences stay at the server.
-        collaborate=Collaboration(rules.mix, reads="personal", gives="personal"),
-        new_client=rules.new_client,
+        collaborate=Collaboration(mix, reads="personal", gives="personal"),
+        new_client=new_client,
     )

@@ -18,6 +18,8 @@ server optimiser.
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, masks
+from fedjax_meta import checks
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.method import Method, Reduction
 from fedjax_meta.methods.fedavg import fedavg
@@ -83,55 +85,43 @@ def adaptive(
     return optax.GradientTransformation(init, update)
 
 
-@method_builder
-def fedavgm(
-    task: Task,
-    *,
-    server_lr: Rate = 1.0,
-    momentum: Rate = 0.9,
-    lr: Rate = 0.01,
-    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
-    epochs: int = 1,
-    batch_size: int = 32,
-    finetune_epochs: int = 0,
-    finetune: masks.MaskSpec = "all",
-    new_client_epochs: int | None = None,
-    personal: masks.MaskSpec = "none",
-    weighting: str = "samples",
-) -> Method:
+def fedavg_with(server: Callable[..., optax.GradientTransformation]) -> Callable[..., Method]:
+    """Makes a builder of FedAvg with a server optimiser out of a function from options to that optimiser.
+
+    The builder has the options of the function and those of `fedavg`, and the function's name and docstring.
+    """
+    own, (first, *clients) = inspect.signature(server).parameters, inspect.signature(fedavg).parameters.values()
+
+    @functools.wraps(server)
+    def build(task: Task, **options: Any) -> Method:
+        given = {name: options.pop(name) for name in own if name in options}
+        return dataclasses.replace(fedavg(task, **options), server_optimizer=server(**given))
+
+    parameters = [first, *own.values(), *clients]
+    build.__signature__ = inspect.Signature(parameters, return_annotation=Method)  # type: ignore[attr-defined]
+    return method_builder(build)
+
+
+@fedavg_with
+def fedavgm(*, server_lr: Rate = 1.0, momentum: Rate = 0.9) -> optax.GradientTransformation:
     """FedAvgM: FedAvg with momentum at the server.
 
     A client that never took part does what it does in `fedavg`.
 
     Args:
-      task: what is learned.
-      server_lr: the server's rate; may be traced.
+      server_lr: the server's rate.
       momentum: in [0, 1].
-      lr, optimizer, epochs, batch_size, finetune_epochs, finetune, new_client_epochs, personal, weighting: as in `fedavg`.
+      The others: as in `fedavg`.
 
     Raises:
-      ValueError: a momentum out of range, and whatever `fedavg` refuses.
+      ValueError: an option out of range.
     """
-    checks.positive("server_lr", server_lr)
     checks.share("momentum", momentum)
-    clients = fedavg(
-        task,
-        lr=lr,
-        optimizer=optimizer,
-        epochs=epochs,
-        batch_size=batch_size,
-        finetune_epochs=finetune_epochs,
-        finetune=finetune,
-        new_client_epochs=new_client_epochs,
-        personal=personal,
-        weighting=weighting,
-    )
-    return dataclasses.replace(clients, server_optimizer=optax.sgd(server_lr, momentum=momentum))
+    return optax.sgd(server_lr, momentum=momentum)
 
 
-@method_builder
+@fedavg_with
 def fedopt(
-    task: Task,
     *,
     rule: str = "adam",
     server_lr: Rate = 0.1,
@@ -139,42 +129,19 @@ def fedopt(
     b2: Rate = 0.99,
     tau: Rate = 1e-3,
     initial: Rate | None = None,
-    lr: Rate = 0.01,
-    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
-    epochs: int = 1,
-    batch_size: int = 32,
-    finetune_epochs: int = 0,
-    finetune: masks.MaskSpec = "all",
-    new_client_epochs: int | None = None,
-    personal: masks.MaskSpec = "none",
-    weighting: str = "samples",
-) -> Method:
+) -> optax.GradientTransformation:
     """FedAvg with an adaptive server optimiser; what `fedadagrad`, `fedadam` and `fedyogi` have in common.
 
-    A client that never took part predicts with the server's model as it is, or fine-tuned for its `new_client_epochs`.
+    A client that never took part does what it does in `fedavg`.
 
     Args:
-      task: what is learned.
       rule, server_lr, b1, b2, tau, initial: as in `adaptive`.
-      lr, optimizer, epochs, batch_size, finetune_epochs, finetune, new_client_epochs, personal, weighting: as in `fedavg`.
+      The others: as in `fedavg`.
 
     Raises:
-      ValueError: what `adaptive` and `fedavg` refuse.
+      ValueError: an option out of range.
     """
-    server = adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial)
-    clients = fedavg(
-        task,
-        lr=lr,
-        optimizer=optimizer,
-        epochs=epochs,
-        batch_size=batch_size,
-        finetune_epochs=finetune_epochs,
-        finetune=finetune,
-        new_client_epochs=new_client_epochs,
-        personal=personal,
-        weighting=weighting,
-    )
-    return dataclasses.replace(clients, server_optimizer=server)
+    return adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial)
 
 
 @variant(fedopt, rule="adagrad", b1=0.0)
@@ -192,11 +159,11 @@ def fedyogi(task: Task) -> Method:
     """FedYogi: v moves towards the squared pseudo-gradient by a step that does not depend on how far away it is."""
 
 
-_STILL = {"b1": 0.0, "b2": 1.0, "tau": 1.0, "initial": 0.0, "server_lr": 1.0}
-"""Moments that stand still at 0, so that the server's step is the pseudo-gradient itself."""
+_FEDAVG = {"b1": 0.0, "b2": 1.0, "tau": 1.0, "initial": 0.0, "server_lr": 1.0}
+"""v stays 0 and m is the pseudo-gradient, so that the server's step is the pseudo-gradient itself."""
 
 REDUCES_TO = (
     Reduction("FedAvgM without momentum is FedAvg", "fedavgm", {"momentum": 0.0}, "fedavg", {}),
-    Reduction("FedAdam with moments that stand still is FedAvg", "fedadam", _STILL, "fedavg", {}),
-    Reduction("FedYogi with moments that stand still is FedAvg", "fedyogi", _STILL, "fedavg", {}),
+    Reduction("FedAdam without moments is FedAvg", "fedadam", _FEDAVG, "fedavg", {}),
+    Reduction("FedYogi without moments is FedAvg", "fedyogi", _FEDAVG, "fedavg", {}),
 )

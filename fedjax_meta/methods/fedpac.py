@@ -21,8 +21,8 @@ class that no client of a cohort holds keeps its last centroid. The norms of the
 code.
 """
 
-import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS, combine
+from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView, FederatedData
@@ -38,7 +38,7 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
 from fedjax_meta.simplex import mixtures
 from fedjax_meta.task import Batch, Task, weighted_mean
-from fedjax_meta.types import Key, Mask, PyTree, Rate, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
 class Centroids(NamedTuple):
@@ -99,80 +99,28 @@ def paper_sgd(rate: Rate) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.5))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FedPAC:
-    """The rules of one FedPAC; fields that are not explained here are arguments of `fedpac`.
+def aligned_loss(task: Task, before: features.ClassSums, centroids: Centroids, weight: Rate) -> local.Loss:
+    """The task's loss, with features pulled towards the centroids once there are any."""
+    strength = jnp.where(jnp.any(centroids.known), weight, 0)
+    target = aligned(before, centroids)
 
-    Attributes:
-      head, body: masks of the trainable leaves of each.
-      head_optimizer, body_optimizer: `optimizer` at `head_lr` and at `lr`.
-    """
+    def penalty(z: jax.Array, batch: Batch) -> jax.Array:
+        return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
 
-    task: Task
-    head: Mask
-    body: Mask
-    head_optimizer: optax.GradientTransformation
-    body_optimizer: optax.GradientTransformation
-    alignment: Rate
-    align: bool
-    collaborate: bool
-    epochs: int
-    head_epochs: int
-    batch_size: int
-    noise: float
+    return features.penalised(task, penalty)
 
-    def train_head(self, key: Key, start: Variables, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
-        passes = {"epochs": self.head_epochs, "batch_size": self.batch_size, "needed": needed}
-        return local.train_epochs(key, self.task.loss, start, view, self.head_optimizer, self.head, **passes)
 
-    def train_body(
-        self, key: Key, start: Variables, view: ClientView, before: features.ClassSums, centroids: Centroids
-    ) -> tuple[Variables, jax.Array]:
-        """Trains the extractor, pulled towards the centroids once there are any."""
-        loss = self.task.loss
-        if self.align:
-            strength = jnp.where(jnp.any(centroids.known), self.alignment, 0)
-            target = aligned(before, centroids)
+def noisy(key: Key, sums: features.ClassSums, deviation: float) -> features.ClassSums:
+    """With Gaussian noise on each feature mean."""
+    if not deviation:
+        return sums
+    noise = deviation * jax.random.normal(key, sums.total.shape)
+    return sums._replace(total=sums.total + sums.number[:, None] * noise)
 
-            def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-                return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
 
-            loss = features.penalised(self.task, penalty)
-        passes = {"epochs": self.epochs, "batch_size": self.batch_size}
-        return local.train_epochs(key, loss, start, view, self.body_optimizer, self.body, **passes)
-
-    def noisy(self, key: Key, sums: features.ClassSums) -> features.ClassSums:
-        """With Gaussian noise on each feature mean."""
-        if not self.noise:
-            return sums
-        noise = self.noise * jax.random.normal(key, sums.total.shape)
-        return sums._replace(total=sums.total + sums.number[:, None] * noise)
-
-    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
-        view = data["train"]
-        before = features.class_sums(self.task, received.model, view)
-        model, head_loss = self.train_head(tagged(key, "head"), received.model, view)
-        # The round's own key, so that without alignment the batches are those of FedRep.
-        model, loss = self.train_body(key, model, view, before, received.extra)
-        sent: Any = ()
-        if self.align:
-            after = self.noisy(tagged(key, "noise after"), features.class_sums(self.task, model, view))
-            sent = (after.total, after.number)
-        return Trained(
-            model,
-            {"loss": loss, "head_loss": head_loss},
-            statistics=sent,
-            # Sums of features are added up: a client has as much influence on a centroid as it has samples.
-            statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
-            stacked=statistics(self.noisy(tagged(key, "noise before"), before)) if self.collaborate else (),
-        )
-
-    def init_extra(self, model: Variables, data: FederatedData) -> Centroids:
-        classes, width = features.shape_in(self.task, model, data)
-        return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
-
-    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
-        return self.train_head(key, received.model, support, ~received.seen)[0]
+def _no_centroids(task: Task, model: Variables, data: FederatedData) -> Centroids:
+    classes, width = features.shape_in(task, model, data)
+    return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
 
 
 def _update_centroids(state: State, mean: PyTree, weight: PyTree, num_clients: int) -> Centroids:
@@ -212,46 +160,54 @@ def fedpac(
 
     Args:
       task: a classifier with `features` and `head`.
-      lr: learning rate of the extractor; may be traced, like `head_lr` and `alignment`.
-      head_lr: learning rate of the head.
-      alignment: lambda, weight of the alignment term.
+      lr, epochs: learning rate of the extractor, and passes over the train view for it.
+      head_lr, head_epochs: the same for the head, which is trained first.
+      alignment: lambda >= 0, weight of the alignment term.
       align: whether features are pulled towards the centroids; there are none yet in the first round.
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
-      epochs: passes over the train view for the extractor.
-      head_epochs: passes for the head, before.
-      batch_size: samples a step.
+      batch_size, optimizer, weighting: as in `fedavg`; the optimiser starts afresh for head and extractor.
       head: mask of the leaves that the head consists of.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each phase.
       noise: standard deviation of Gaussian noise on each feature mean that a client sends.
-      weighting: how clients count in the mean of the extractors: "samples", "query" or "uniform".
 
     Raises:
-      ValueError: a task without features, a negative weight or noise, a rate or count out of range, an unknown mask or
-        weighting.
+      ValueError: a task without features, an option out of range.
     """
     features.require_features(task, "fedpac")
-    checks.positive("lr", lr)
-    checks.positive("head_lr", head_lr)
     checks.not_negative("alignment", alignment)
     checks.not_negative("noise", noise)
-    counts: dict[str, Any] = {"epochs": epochs, "head_epochs": head_epochs, "batch_size": batch_size}
-    for name, value in counts.items():
-        checks.count(name, value)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
-    own = masks.resolve(head, task, name="head")
-    trainable = task.trainable(masks.variables_shape(task))
+    checks.count("head_epochs", head_epochs)
+    own, trainable = masks.resolve(head, task, name="head"), task.trainable(masks.variables_shape(task))
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
-    parts = {"alignment": alignment, "align": align, "collaborate": collaborate, "noise": noise}
-    rules = _FedPAC(task, head_leaves, body_leaves, optimizer(head_lr), optimizer(lr), **counts, **parts)
+
+    def train_head(key: Key, start: Variables, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
+        passes = {"epochs": head_epochs, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, task.loss, start, view, optimizer(head_lr), head_leaves, **passes)
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        view, passes = data["train"], {"epochs": epochs, "batch_size": batch_size}
+        before = features.class_sums(task, received.model, view)
+        model, head_loss = train_head(tagged(key, "head"), received.model, view)
+        loss = aligned_loss(task, before, received.extra, alignment) if align else task.loss
+        # The round's own key, so that without alignment the batches are those of FedRep.
+        model, value = local.train_epochs(key, loss, model, view, optimizer(lr), body_leaves, **passes)
+        after = noisy(tagged(key, "noise after"), features.class_sums(task, model, view), noise) if align else None
+        return Trained(
+            model,
+            {"loss": value, "head_loss": head_loss},
+            statistics=(after.total, after.number) if after else (),
+            # Sums of features are added up: a client has as much influence on a centroid as it has samples.
+            statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
+            stacked=statistics(noisy(tagged(key, "noise before"), before, noise)) if collaborate else (),
+        )
+
     return Method(
         init=task.init,
-        client=rules.client,
-        personalize=rules.personalize,
+        client=client,
+        personalize=lambda key, received, support: train_head(key, received.model, support, ~received.seen)[0],
         predict=task.predict,
         roles=masks.roles(own, trainable),
         weighting=weighting,
-        init_extra=rules.init_extra if align else no_extra,
+        init_extra=partial(_no_centroids, task) if align else no_extra,
         update_extra=_update_centroids if align else None,
         collaborate=Collaboration(_mix_heads, reads="personal", gives="personal") if collaborate else None,
         needs_classes=True,

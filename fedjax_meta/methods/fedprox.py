@@ -14,7 +14,7 @@ uniformly and count by their samples, as in the authors' code.
 
 import optax
 
-from fedjax_meta import checks, local, masks
+from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData
 from fedjax_meta.method import Method, Received, Reduction, Trained, received_model
@@ -36,10 +36,6 @@ def fedprox(
 
     All clients, known or new, test with the server's model and their own personal leaves, if there are any.
     """
-    checks.not_negative("prox_weight", prox_weight)
-    checks.positive("lr", lr)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:

@@ -24,7 +24,6 @@ import jax
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -57,33 +56,23 @@ def fedrep(
     """FedRep. A client that never took part fine-tunes the server's model, whose head is as it was initialised.
 
     Args:
-      task: what is learned.
-      lr: learning rate of the body; may be traced.
+      task, batch_size, finetune, weighting: as in `fedavg`.
+      lr: learning rate of the body.
       head_lr: of the head and of fine-tuning; `lr` when not given.
       head_epochs: passes over the train view for the head, first.
       body_epochs: passes for the body, second.
-      batch_size: samples a step.
       head: mask of the leaves that the head consists of.
       share_head: whether the head belongs to the server's model; otherwise it stays with its client. A shared head with
         `head_epochs=0` is frozen.
-      finetune: mask of the leaves that move before a client predicts.
-      finetune_epochs: passes over the support view of a client that took part.
-      new_client_epochs: passes over the support view of one that did not.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each phase.
-      weighting: "samples", "query" or "uniform".
+      finetune_epochs, new_client_epochs: passes over the support view of a client that took part, and of one that did not.
+      optimizer: as in `fedavg`, started afresh in each phase.
 
     Raises:
-      ValueError: a rate or count out of range, an unknown mask or weighting.
+      ValueError: an option out of range.
     """
     head_lr = lr if head_lr is None else head_lr
-    checks.positive("lr", lr)
-    checks.positive("head_lr", head_lr)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.count("batch_size", batch_size)
-    counts = {"head_epochs": head_epochs, "body_epochs": body_epochs}
-    for name, value in {**counts, "finetune_epochs": finetune_epochs, "new_client_epochs": new_client_epochs}.items():
-        checks.count(name, value, least=0)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
+    checks.count("head_epochs", head_epochs, least=0)
+    checks.count("body_epochs", body_epochs, least=0)
     trainable = task.trainable(masks.variables_shape(task))
     in_head = masks.resolve(head, task, name="head")
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (in_head, masks.complement(in_head)))
@@ -106,16 +95,14 @@ def fedrep(
         model, _ = phase(tagged(key, "known"), model, support, finetune_epochs, head_lr, moves_at_test, seen)
         return phase(tagged(key, "new"), model, support, new_client_epochs, head_lr, moves_at_test, ~seen)[0]
 
+    personal = masks.nothing(task) if share_head else in_head
+    frozen = head_leaves if share_head and head_epochs == 0 else None
     return Method(
         init=task.init,
         client=client,
         personalize=personalize,
         predict=task.predict,
-        roles=masks.roles(
-            masks.nothing(task) if share_head else in_head,
-            trainable,
-            head_leaves if share_head and head_epochs == 0 else None,
-        ),
+        roles=masks.roles(personal, trainable, frozen),
         weighting=weighting,
     )
 
@@ -137,21 +124,14 @@ def fedbabu(
     """FedBABU: the head is frozen, clients train the body alone, and every client fine-tunes before it predicts.
 
     Args:
-      task: what is learned.
-      lr: learning rate of the body; may be traced.
-      epochs: passes over the train view.
-      batch_size: samples a step.
+      task, lr, epochs, batch_size, finetune_epochs, optimizer, weighting: as in `fedavg`.
       finetune_lr: learning rate of fine-tuning; `lr` when not given.
-      finetune_epochs: passes over the support view before a client predicts.
       finetune: mask of the leaves that fine-tuning moves; "head" and "body" are the paper's ablations.
       head: mask of the leaves that are frozen.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
-      weighting: "uniform", "samples" or "query".
 
     Raises:
-      ValueError: a rate or count out of range, an unknown mask or weighting.
+      ValueError: an option out of range.
     """
-    checks.count("epochs", epochs)
     if finetune_lr is not None:
         checks.positive("finetune_lr", finetune_lr)
     return fedrep(

@@ -23,7 +23,6 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -104,7 +103,7 @@ def fedrod(
     optimizer: Callable[[Any], optax.GradientTransformation] = FEDROD_SGD,
     weighting: str = "samples",
 ) -> Method:
-    """Fed-RoD: a generic model, and a personal head a client on its features.
+    """Fed-RoD: a generic model, and on its features a personal head per client.
 
     A client that never took part predicts with the generic model or, with a hypernetwork, with the personal head that it
     generates from the class shares of the client's support set. A client of one class does not train the generic model: its
@@ -112,27 +111,19 @@ def fedrod(
 
     Args:
       task: a classifier with features, without buffers.
-      lr: learning rate; may be traced, as `balance`.
-      balance: gamma, how strongly the generic loss is balanced; 0 is FedAvg's loss.
+      lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
+      balance: gamma >= 0, how strongly the generic loss is balanced; 0 is FedAvg's loss.
       classes: K, for a hypernetwork; without it every client keeps its own head.
       hyper_width: hidden units of the hypernetwork.
-      epochs: passes over the train view.
-      batch_size: samples a step.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
-      weighting: "samples", "query" or "uniform".
 
     Raises:
-      ValueError: a task without features or with buffers, a negative exponent, a rate or count out of range.
+      ValueError: a task without features or with buffers, an option out of range.
     """
     extract, apply_head = features.require_features(task, "fedrod", buffers=False)
-    checks.positive("lr", lr)
     checks.not_negative("balance", balance)
-    checks.optimizer_factory("optimizer", optimizer)
-    for name, value in (("hyper_width", hyper_width), ("epochs", epochs), ("batch_size", batch_size)):
-        checks.count(name, value)
+    checks.count("hyper_width", hyper_width)
     if classes is not None:
         checks.count("classes", classes, least=2)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
     heads = _Heads(task, classes, hyper_width, apply_head)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:

@@ -69,8 +69,7 @@ def imaml(
     client that never took part starts from the server's model; where leaves are personal, see `fedmeta`.
 
     Args:
-      task: what is learned.
-      inner_lr, outer_lr: rates of adaptation and of the meta-update; may be traced, as the other rates and weights.
+      task, inner_lr, outer_lr: as in `fedmeta`.
       prox_weight: lambda > 0.
       test_prox_weight: lambda of a test client's adaptation; `prox_weight` when not given, 0 adapts freely.
       inner_epochs: passes over the support view, or full-batch steps when `batch_size` is `None`.
@@ -80,7 +79,7 @@ def imaml(
       inner_optimizer, outer_optimizer, outer_slots, outer_at, server_sum, adapts, personal, score, weighting: as in `fedmeta`.
 
     Raises:
-      ValueError: an argument out of range, an unknown mask or word, and whatever else `fedmeta` refuses.
+      ValueError: an option out of range, options that exclude each other.
     """
     checks.positive("prox_weight", prox_weight)
     checks.count("inner_epochs", inner_epochs)

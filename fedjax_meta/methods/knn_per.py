@@ -28,7 +28,7 @@ from fedjax_meta.data import ClientView
 from fedjax_meta.method import Method, Received, Reduction
 from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Rate, Scalar, Variables
+from fedjax_meta.types import Key, Rate, Variables
 
 
 class Datastore(NamedTuple):
@@ -49,76 +49,24 @@ class Datastore(NamedTuple):
     mixing: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _KnnPer:
-    """The rules of one kNN-Per; fields that are not explained here are arguments of `knn_per`.
+def votes(
+    store: Datastore, queries: jax.Array, classes: int, neighbours: int, scale: Rate, itself: jax.Array | None = None
+) -> jax.Array:
+    """p(c) ∝ Σ over the k nearest with label c of exp(-|z - z_k|² / (d σ)), `[B, K]`, for queries `[B, d]`.
 
-    Attributes:
-      extract, head: the two parts of the task.
-      base: FedAvg.
+    `itself` `[B]` is the place of each query in the datastore, which is then left out.
     """
-
-    extract: features.Extractor
-    head: features.Head
-    base: Method
-    neighbours: int
-    scale: Rate
-    mixing: Rate | None
-    grid: tuple[float, ...]
-    capacity: int
-
-    def votes(self, store: Datastore, queries: jax.Array, classes: int, itself: jax.Array | None = None) -> jax.Array:
-        """p(c) ∝ Σ over the k nearest with label c of exp(-|z - z_k|² / (d σ)), `[B, K]`.
-
-        `itself` `[B]` is the place of each query in the datastore, which is then left out.
-        """
-        square = jnp.sum(queries**2, -1)[:, None] + jnp.sum(store.key**2, -1)[None, :] - 2 * queries @ store.key.T
-        usable = store.real[None, :]
-        if itself is not None:
-            usable = usable & (jnp.arange(store.key.shape[0])[None, :] != itself[:, None])
-        score = jnp.where(usable, -jnp.maximum(square, 0) / (store.key.shape[-1] * self.scale), -jnp.inf)
-        best, index = jax.lax.top_k(score, min(self.neighbours, store.key.shape[0]))
-        # Relative to the nearest, so that neighbours that are all far away do not underflow together.
-        weight = jnp.where(jnp.isfinite(best), jnp.exp(best - jnp.maximum(best[:, :1], jnp.finfo(best.dtype).min)), 0)
-        votes = jnp.einsum("bk,bkc->bc", weight, jax.nn.one_hot(store.label[index], classes))
-        total = jnp.sum(votes, -1, keepdims=True)
-        return jnp.where(total > 0, votes / jnp.maximum(total, 1e-30), 1 / classes)
-
-    def both(self, store: Datastore, z: jax.Array, itself: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """The probabilities by the model and by the neighbours, both `[B, K]`."""
-        model = jax.nn.softmax(self.head(store.model, z))
-        return model, self.votes(store, z, model.shape[-1], itself)
-
-    def chosen_mixing(self, store: Datastore) -> jax.Array:
-        """The lambda of the grid with the largest likelihood of the client's samples, each left out of its own vote."""
-        model, near = self.both(store, store.key, jnp.arange(store.key.shape[0], dtype=jnp.int32))
-
-        def likelihood(mixing: jax.Array) -> jax.Array:
-            probability = jnp.take_along_axis(mixing * near + (1 - mixing) * model, store.label[:, None], 1)[:, 0]
-            return jnp.sum(jnp.where(store.real, jnp.log(probability + 1e-12), 0))
-
-        tries = jnp.asarray(self.grid, store.key.dtype)
-        return tries[jnp.argmax(jax.vmap(likelihood)(tries))]
-
-    def personalize(self, key: Key, received: Received, support: ClientView) -> Datastore:
-        if support.max_size > self.capacity:
-            raise ValueError(
-                f"a client's support view has up to {support.max_size} samples, more than capacity={self.capacity}"
-            )
-        model = self.base.personalize(key, received, support)
-        index = jnp.arange(support.max_size, dtype=jnp.int32)
-        real = index < support.size
-        samples = support.take(index, real)
-        # Padding may hold another client's samples, which must not enter this client's datastore.
-        keys = jnp.where(real[:, None], self.extract(model, samples.x), 0)
-        store = Datastore(model, keys, jnp.where(real, samples.y, 0), real, jnp.zeros(()))
-        mixing = self.chosen_mixing(store) if self.mixing is None else jnp.asarray(self.mixing, keys.dtype)
-        return store._replace(mixing=mixing)
-
-    def predict(self, variables: Datastore, x: Any) -> jax.Array:
-        """The logarithm of the mixed probabilities, `[B, K]`."""
-        model, near = self.both(variables, self.extract(variables.model, x))
-        return jnp.log(variables.mixing * near + (1 - variables.mixing) * model + 1e-12)
+    square = jnp.sum(queries**2, -1)[:, None] + jnp.sum(store.key**2, -1)[None, :] - 2 * queries @ store.key.T
+    usable = store.real[None, :]
+    if itself is not None:
+        usable = usable & (jnp.arange(store.key.shape[0])[None, :] != itself[:, None])
+    score = jnp.where(usable, -jnp.maximum(square, 0) / (store.key.shape[-1] * scale), -jnp.inf)
+    best, index = jax.lax.top_k(score, min(neighbours, store.key.shape[0]))
+    # Relative to the nearest, so that neighbours that are all far away do not underflow together.
+    weight = jnp.where(jnp.isfinite(best), jnp.exp(best - jnp.maximum(best[:, :1], jnp.finfo(best.dtype).min)), 0)
+    by_class = jnp.einsum("bk,bkc->bc", weight, jax.nn.one_hot(store.label[index], classes))
+    total = jnp.sum(by_class, -1, keepdims=True)
+    return jnp.where(total > 0, by_class / jnp.maximum(total, 1e-30), 1 / classes)
 
 
 @method_builder
@@ -136,33 +84,64 @@ def knn_per(
     batch_size: int = 32,
     weighting: str = "samples",
 ) -> Method:
-    """kNN-Per.
+    """kNN-Per, for known and new clients alike.
 
-    Known and new clients are alike. The datastore is made of the support set, so the evaluation should be given all of a
-    client's training samples as its support view.
+    The datastore is made of the support set, so the evaluation should be given all of a client's training samples as its
+    support view.
 
     Args:
       task: a classifier with features.
       neighbours: k; where a client has fewer samples, all of them.
-      scale: sigma, width of the kernel; may be traced, like `mixing`.
+      scale: sigma, width of the kernel.
       mixing: lambda, from 0 (the model alone) to 1 (the neighbours alone); chosen by each client when not given.
       grid: what a client chooses from.
       capacity: largest number of samples of a client that will be stored.
       lr, optimizer, epochs, batch_size, weighting: as in `fedavg`, by which the model is trained.
 
     Raises:
-      ValueError: a task without features, values out of range; on `personalize`, a support view larger than `capacity`.
+      ValueError: a task without features, an option out of range; on `personalize`, a support view larger than `capacity`.
     """
     extract, head = features.require_features(task, "knn_per")
     checks.count("neighbours", neighbours)
     checks.count("capacity", capacity)
     checks.positive("scale", scale)
-    values: dict[str, Scalar] = {"mixing": 0 if mixing is None else mixing, "grid": grid}
-    for name, value in values.items():
-        checks.between(name, value, 0, 1)
+    checks.between("mixing", 0 if mixing is None else mixing, 0, 1)
+    checks.between("grid", grid, 0, 1)
     base = fedavg(task, lr=lr, optimizer=optimizer, epochs=epochs, batch_size=batch_size, weighting=weighting)
-    rules = _KnnPer(extract, head, base, neighbours, scale, mixing, grid, capacity)
-    return dataclasses.replace(base, personalize=rules.personalize, predict=rules.predict, needs_classes=True)
+
+    def both(store: Datastore, z: jax.Array, itself: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The probabilities by the model and by the neighbours, both `[B, K]`."""
+        model = jax.nn.softmax(head(store.model, z))
+        return model, votes(store, z, model.shape[-1], neighbours, scale, itself)
+
+    def chosen_mixing(store: Datastore) -> jax.Array:
+        """The lambda of the grid with the largest likelihood of the client's samples, each left out of its own vote."""
+        model, near = both(store, store.key, jnp.arange(store.key.shape[0], dtype=jnp.int32))
+
+        def likelihood(mixing: jax.Array) -> jax.Array:
+            probability = jnp.take_along_axis(mixing * near + (1 - mixing) * model, store.label[:, None], 1)[:, 0]
+            return jnp.sum(jnp.where(store.real, jnp.log(probability + 1e-12), 0))
+
+        tries = jnp.asarray(grid, store.key.dtype)
+        return tries[jnp.argmax(jax.vmap(likelihood)(tries))]
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Datastore:
+        if support.max_size > capacity:
+            raise ValueError(f"a client's support view has up to {support.max_size} samples, more than capacity={capacity}")
+        model, index = base.personalize(key, received, support), jnp.arange(support.max_size, dtype=jnp.int32)
+        real = index < support.size
+        samples = support.take(index, real)
+        # Padding may hold another client's samples, which must not enter this client's datastore.
+        keys = jnp.where(real[:, None], extract(model, samples.x), 0)
+        store = Datastore(model, keys, jnp.where(real, samples.y, 0), real, jnp.zeros(()))
+        return store._replace(mixing=chosen_mixing(store) if mixing is None else jnp.asarray(mixing, keys.dtype))
+
+    def predict(variables: Datastore, x: Any) -> jax.Array:
+        """The logarithm of the mixed probabilities, `[B, K]`."""
+        model, near = both(variables, extract(variables.model, x))
+        return jnp.log(variables.mixing * near + (1 - variables.mixing) * model + 1e-12)
+
+    return dataclasses.replace(base, personalize=personalize, predict=predict, needs_classes=True)
 
 
 REDUCES_TO = (Reduction("kNN-Per without neighbours is FedAvg", "knn_per", {"mixing": 0.0}, "fedavg", {}),)

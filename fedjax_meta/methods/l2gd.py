@@ -15,7 +15,6 @@ minibatch SGD (the paper has one full gradient; other implementations have passe
 paper's cohort is all clients.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -30,62 +29,9 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained
+from fedjax_meta.methods.fedamp import keep_mean
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Mask, PyTree, Rate, Variables
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _L2GD:
-    """The rules of one L2GD; fields that are not explained here are arguments of `l2gd`.
-
-    Attributes:
-      trainable: mask of the leaves that gradients move.
-      share: by how much of its distance to the mean a model moves in a round that pulls.
-    """
-
-    task: Task
-    trainable: Mask
-    optimizer: optax.GradientTransformation
-    share: Rate
-    probability: Rate
-    epochs: int
-    batch_size: int
-    new_client_epochs: int
-
-    def pulls(self, shared_key: Key) -> jax.Array:
-        """The coin of a round, the same for all clients and the server."""
-        return jax.random.bernoulli(tagged(shared_key, "coin"), self.probability)
-
-    def train(
-        self, key: Key, start: Variables, view: ClientView, epochs: int, needed: jax.Array
-    ) -> tuple[Variables, jax.Array]:
-        passes: dict[str, Any] = {"epochs": epochs, "batch_size": self.batch_size, "needed": needed}
-        return local.train_epochs(key, self.task.loss, start, view, self.optimizer, self.trainable, **passes)
-
-    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
-        needed = ~self.pulls(received.shared_key)
-        model, loss = self.train(key, received.model, data["train"], self.epochs, needed)
-        return Trained(model, {"loss": loss}, statistics=model)
-
-    def mix(self, key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
-        """x_i ← x_i - αλ/(np) (x_i - x̄) in a round that pulls."""
-        del data
-        amount = jnp.where(self.pulls(key), self.share, 0)
-
-        def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
-            return own - amount.astype(own.dtype) * (own - mean[None])
-
-        return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
-
-    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
-        seen = received.seen
-        start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
-        return self.train(key, start, support, self.new_client_epochs, ~seen)[0]
-
-
-def _update_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
-    del num_clients
-    return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
 @method_builder
@@ -106,42 +52,59 @@ def l2gd(
     cohort's models.
 
     Args:
-      task: what is learned.
-      lr: learning rate of the local steps; may be traced, like `pull` and `probability`.
+      task, lr, batch_size, new_client_epochs, optimizer: as in `fedavg`.
       pull: lambda; 0 is local-only training in those rounds that train.
       probability: p, of a round that pulls models to their mean instead of training them.
       epochs: passes over the train view in a round that trains.
-      batch_size: samples a step.
-      new_client_epochs: passes over the support view of a client that never took part.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
 
     Raises:
-      ValueError: a rate, probability or count out of range, a pull so strong that models would overshoot the mean.
+      ValueError: an option out of range, a pull so strong that models would overshoot the mean.
     """
-    checks.positive("lr", lr)
     checks.not_negative("pull", pull)
     checks.fraction("probability", probability)
-    for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-        checks.count(name, value)
-    checks.count("new_client_epochs", new_client_epochs, least=0)
-    checks.optimizer_factory("optimizer", optimizer)
     share = lr * pull * (1 - probability) / probability
     if not isinstance(share, jax.core.Tracer) and np.any(np.asarray(share) > 1):
         raise ValueError(f"pull={pull} with lr={lr} and probability={probability} pulls by {share}, which must be at most 1")
     trainable = task.trainable(masks.variables_shape(task))
-    passes = {"epochs": epochs, "batch_size": batch_size, "new_client_epochs": new_client_epochs}
-    rules = _L2GD(task, trainable, optimizer(lr), share, probability, **passes)
+
+    def pulls(shared_key: Key) -> jax.Array:
+        """The coin of a round, the same for all clients and the server."""
+        return jax.random.bernoulli(tagged(shared_key, "coin"), probability)
+
+    def train(key: Key, start: Variables, view: ClientView, passes: int, needed: jax.Array) -> tuple[Variables, jax.Array]:
+        how: dict[str, Any] = {"epochs": passes, "batch_size": batch_size, "needed": needed}
+        return local.train_epochs(key, task.loss, start, view, optimizer(lr), trainable, **how)
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        model, loss = train(key, received.model, data["train"], epochs, ~pulls(received.shared_key))
+        return Trained(model, {"loss": loss}, statistics=model)
+
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """x_i ← x_i - αλ/(np) (x_i - x̄) in a round that pulls."""
+        del data
+        amount = jnp.where(pulls(key), share, 0)
+
+        def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
+            return own - amount.astype(own.dtype) * (own - mean[None])
+
+        return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        seen = received.seen
+        start = jax.tree.map(lambda own, mean: jnp.where(seen, own, mean), received.model, received.extra)
+        return train(key, start, support, new_client_epochs, ~seen)[0]
+
     return Method(
         init=task.init,
-        client=rules.client,
-        personalize=rules.personalize,
+        client=client,
+        personalize=personalize,
         predict=task.predict,
         roles=masks.roles(masks.everything(task), trainable),
         weighting="uniform",
         init_extra=lambda model, data: model,
-        update_extra=_update_mean,
+        update_extra=keep_mean,
         # The server needs the mean only, which arrives as a statistic.
-        collaborate=Collaboration(rules.mix, reads="", gives="personal"),
+        collaborate=Collaboration(mix, reads="", gives="personal"),
         sends_extra=False,
     )
 

@@ -10,7 +10,7 @@ and global representations", arXiv 2001.01523, Algorithm 1.
 | ensemble of a new device | `Ensemble` | leaves `[N, ...]` |
 
 Differs from the authors' code: the first layers are personal, as in the paper (there, on CIFAR-10, the last ones are); clients
-count by their samples, as in the paper (there, alike: `weighting="uniform"`); training starts from scratch and no model is
+count by their samples, as in the paper (there, equally: `weighting="uniform"`); training starts from scratch and no model is
 chosen by its test accuracy.
 """
 
@@ -87,11 +87,11 @@ def lg_fedavg(
       personal: mask of the leaves that stay with their client.
       vote: how the members' predictions are joined: "mean" of their probabilities, or "majority" of their classes.
       lr, optimizer, epochs, batch_size: as in `fedavg`.
-      finetune_epochs, finetune: as in `fedavg`, of known clients.
+      finetune_epochs, finetune: as in `fedavg`, for known clients.
       weighting: "samples" (the paper), "uniform" (the authors' code) or "query".
 
     Raises:
-      ValueError: as in `fedavg`; an unknown vote.
+      ValueError: an option out of range.
     """
     checks.one_of("vote", vote, ("mean", "majority"))
     own = masks.resolve(personal, task, name="personal")

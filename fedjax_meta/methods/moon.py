@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.method import Method, Received, Reduction, Trained
@@ -64,34 +63,22 @@ def moon(
 
     Args:
       task: a classifier with features; for the paper's model, `features.with_projection(task, ...)`.
-      lr: learning rate; may be traced, as the next two.
-      contrast_weight: mu; 0 is FedAvg.
-      temperature: tau.
-      epochs: passes over the train view.
-      batch_size: samples a step.
-      optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
-      finetune_epochs: passes over the support view before a client predicts.
-      finetune: mask of the leaves that fine-tuning moves.
-      weighting: "samples", "query" or "uniform".
+      contrast_weight: mu >= 0; 0 is FedAvg.
+      temperature: tau > 0.
+      lr, epochs, batch_size, optimizer, finetune_epochs, finetune, weighting: as in `fedavg`.
 
     Raises:
-      ValueError: a task without features, a negative weight, a rate, temperature or count out of range.
+      ValueError: a task without features, an option out of range.
     """
     extract, _ = features.require_features(task, "moon")
-    checks.positive("lr", lr)
     checks.not_negative("contrast_weight", contrast_weight)
     checks.positive("temperature", temperature)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    checks.count("finetune_epochs", finetune_epochs, least=0)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            towards, away = (extract(still, batch.x) for still in (received.model, received.memory))
+            towards, away = (extract(fixed, batch.x) for fixed in (received.model, received.memory))
             return contrast_weight * weighted_mean(contrast(z, towards, away, temperature), batch.weight)
 
         loss = features.penalised(task, penalty)

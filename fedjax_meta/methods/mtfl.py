@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -135,12 +134,10 @@ class _MTFL:
 
     def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
         model = received.model
-        if self.statistics_epochs > 0:
-            still, passes = optax.set_to_zero(), {"epochs": self.statistics_epochs, "batch_size": self.batch_size}
-            variables, _ = local.train_epochs(
-                tagged(key, "statistics"), self.task.loss, model.variables, support, still, self.trainable, **passes
-            )
-            model = model._replace(variables=variables)
+        start, passes = model.variables, {"epochs": self.statistics_epochs, "batch_size": self.batch_size}
+        no_step, statistics_key = optax.set_to_zero(), tagged(key, "statistics")
+        variables, _ = local.train_epochs(statistics_key, self.task.loss, start, support, no_step, self.trainable, **passes)
+        model = model._replace(variables=variables)
         if self.finetune_epochs > 0:
             batches = support.epochs(tagged(key, "order"), self.batch_size, self.finetune_epochs)
             model, _ = self.descend(tagged(key, "loss"), model, batches)
@@ -168,9 +165,7 @@ def mtfl(
     with the federation's `average_personal`). Only `statistics_epochs` and `finetune_epochs` fit them to it.
 
     Args:
-      task: what is learned.
-      lr: learning rate of the clients; may be traced.
-      optimizer: the clients', a factory `rate -> optax.GradientTransformation`.
+      task, lr, optimizer, weighting: as in `fedavg`.
       federated_slots: clients download the optimiser's slots, continue from them, and send them back to be averaged
         (FedAvg-Adam); else they start afresh in each round.
       private: mask of the leaves that stay with their client.
@@ -182,19 +177,11 @@ def mtfl(
         as support, a client is tested after its local training.
       statistics_epochs: passes over the support view before the fine-tuning. They move only the running statistics and no
         parameter, so that the statistics belong to the model that is tested. The paper has none.
-      weighting: "samples", "query" or "uniform".
 
     Raises:
-      ValueError: a rate, size or count out of range, an unknown weighting, a mask that selects nothing in this model (batch
-        norms where it has none).
+      ValueError: an option out of range, a mask that selects nothing in this model (batch norms where it has none).
     """
-    checks.positive("lr", lr)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    checks.count("finetune_epochs", finetune_epochs, least=0)
     checks.count("statistics_epochs", statistics_epochs, least=0)
-    checks.optimizer_factory("optimizer", optimizer)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
     if steps is not None:
         checks.count("steps", steps)
         if epochs != 1:

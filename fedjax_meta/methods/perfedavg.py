@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, masks, meta
+from fedjax_meta import masks, meta
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -59,25 +59,17 @@ def perfedavg(
     server's model; where leaves are personal, see `fedmeta`.
 
     Args:
-      task: what is learned.
-      inner_lr, outer_lr: alpha and beta; may be traced.
+      task, outer_optimizer, outer_slots, adapts, personal, personal_rates, score, weighting: as in `fedmeta`.
+      inner_lr, outer_lr: alpha and beta.
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
-      outer_optimizer: factory `outer_lr -> optax.GradientTransformation` of the local meta-steps, started afresh in each
-        round.
       local_steps: K, meta-steps of a client in a round.
       batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.
       test_steps: full-batch steps on a test client's support view.
-      learned_rates, inner_optimizer, outer_slots, adapts, personal, personal_rates, score: as in `fedmeta`. Learned rates need
-        an estimator that has a gradient for them.
-      weighting: "uniform", "samples" or "query".
+      learned_rates, inner_optimizer: as in `fedmeta`. Learned rates need an estimator that has a gradient for them.
 
     Raises:
-      ValueError: a rate, size or count out of range, an unknown mask, and whatever else `fedmeta` refuses.
+      ValueError: an option out of range, options that exclude each other.
     """
-    checks.count("local_steps", local_steps)
-    checks.count("test_steps", test_steps)
-    if batch_size is not None:
-        checks.count("batch_size", batch_size)
 
     def draw(key: Key, data: ClientData, step: Any) -> tuple[meta.WithHessian, Batches]:
         b0, b1, b2 = independent_batches(jax.random.fold_in(key, step), data["train"], batch_size)

@@ -11,7 +11,7 @@ Shamsian, Navon, Fetaya, Chechik: "Personalized federated learning using hyperne
 | Delta theta | received less trained | |
 | alpha, eta | `lr`, `server_lr` (embeddings and hypernetwork) | scalars |
 
-With `cohort_size=1` this is the paper's algorithm, one client a step. With more, the vector-Jacobian products of a cohort are
+With `cohort_size=1` this is the paper's algorithm, one client per step. With more, the vector-Jacobian products of a cohort are
 averaged into one step. The server of the paper holds the embeddings, sends the generated leaves and gets back by how much they
 moved; it computes the products, which this simulation computes with the client.
 
@@ -63,15 +63,6 @@ def _sgd(rate: Rate, decay: float) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9))
 
 
-def _outputs(hyper: Params, embedding: jax.Array) -> list[jax.Array]:
-    """A trunk of dense layers with ReLU between them, and a dense layer for each leaf."""
-    first, *rest = hyper["trunk"]
-    h = first["kernel"] @ embedding + first["bias"]
-    for dense in rest:
-        h = dense["kernel"] @ jax.nn.relu(h) + dense["bias"]
-    return [dense["kernel"] @ h + dense["bias"] for dense in hyper["leaves"]]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _PFedHN:
     """The rules of one pFedHN; fields that are not explained here are arguments of `pfedhn`.
@@ -108,10 +99,14 @@ class _PFedHN:
         return Model(hyper, masks.split(self.task.init(tagged(key, "own")), self.own)[0])
 
     def generate(self, hyper: Params, embedding: jax.Array) -> PyTree:
-        """h(v; φ): the leaves that the hypernetwork generates."""
+        """h(v; φ): a trunk of dense layers with ReLU between them, and on it a dense layer for each generated leaf."""
+        first, *rest = hyper["trunk"]
+        h = first["kernel"] @ embedding + first["bias"]
+        for dense in rest:
+            h = dense["kernel"] @ jax.nn.relu(h) + dense["bias"]
         forms, structure = jax.tree.flatten(self.generated)
-        leaves = _outputs(hyper, embedding)
-        return jax.tree.unflatten(structure, [leaf.reshape(form.shape) for leaf, form in zip(leaves, forms, strict=True)])
+        pairs = zip(hyper["leaves"], forms, strict=True)
+        return jax.tree.unflatten(structure, [(d["kernel"] @ h + d["bias"]).reshape(form.shape) for d, form in pairs])
 
     def init_memory(self, key: Key, model: Model, num_clients: int) -> Embedding:
         del model, num_clients
@@ -172,40 +167,47 @@ def pfedhn(
     new_client_steps: int = 50,
     new_client_lr: Rate = 0.1,
 ) -> Method:
-    """pFedHN.
-
-    For a client that never took part, a new embedding is fitted to its support set; the hypernetwork does not move.
+    """pFedHN. For a client that never took part, a new embedding is fitted to its support set; the hypernetwork does not move.
 
     Args:
-      task: what is learned, without buffers.
-      lr: learning rate of local training (momentum 0.9, weight decay 5e-5); may be traced, like the other rates.
-      server_lr: of hypernetwork and embeddings (momentum 0.9, weight decay 1e-3). A server optimiser of the federation
+      task: what is learned, a model without buffers.
+      lr: learning rate of local training (momentum 0.9, weight decay 5e-5).
+      server_lr: of the hypernetwork and embeddings (momentum 0.9, weight decay 1e-3). A server optimiser of the federation
         replaces that of the hypernetwork.
       embedding_size: e; the paper's is 1 + N // 4.
       width, hidden: units, and layers after the first, of the hypernetwork.
-      local_steps: K, batches a round.
-      batch_size: samples a step.
+      local_steps: K, batches per round.
+      batch_size: samples per step.
       personal: mask of the leaves that the hypernetwork does not generate; "head" is pFedHN-PC.
       clip: largest norm of a local gradient, and of what moves hypernetwork and embedding.
       new_client_steps, new_client_lr: full gradient steps (Adam) that fit a new embedding, and their rate.
 
     Raises:
-      ValueError: a task with buffers, everything personal, a rate or count out of range.
+      ValueError: a task with buffers, everything personal, an option out of range.
     """
     features.require_no_buffers(task, "pfedhn")
-    for name, rate in (("lr", lr), ("server_lr", server_lr), ("clip", clip), ("new_client_lr", new_client_lr)):
-        checks.positive(name, rate)
-    counts = {"embedding_size": embedding_size, "width": width, "hidden": hidden}
-    counts |= {"local_steps": local_steps, "batch_size": batch_size}
-    for name, value in counts.items():
+    checks.positive("clip", clip)
+    checks.positive("new_client_lr", new_client_lr)
+    for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden)):
         checks.count(name, value)
     checks.count("new_client_steps", new_client_steps, least=0)
     own = masks.resolve(personal, task, name="personal")
     if all(jax.tree.leaves(own)):
         raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to generate")
-    optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))
-    for_new = {"new_client_steps": new_client_steps, "new_client_lr": new_client_lr}
-    rules = _PFedHN(task, own, optimizer, _sgd(server_lr, 1e-3), clip=clip, **counts, **for_new)
+    rules = _PFedHN(
+        task=task,
+        own=own,
+        optimizer=optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5)),
+        embedding_optimizer=_sgd(server_lr, 1e-3),
+        embedding_size=embedding_size,
+        width=width,
+        hidden=hidden,
+        local_steps=local_steps,
+        batch_size=batch_size,
+        clip=clip,
+        new_client_steps=new_client_steps,
+        new_client_lr=new_client_lr,
+    )
     shape = jax.eval_shape(rules.init, jax.random.key(0))
     personal_leaves = Model(masks.nothing_like(shape.hyper), masks.everything_like(shape.own))
     return Method(

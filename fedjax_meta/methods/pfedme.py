@@ -5,7 +5,7 @@ Dinh, Tran, Nguyen: "Personalized federated learning with Moreau envelopes", Neu
 | paper | here | shape |
 |---|---|---|
 | w, w_i,r | server's and client's model | |
-| theta_i | found anew for each batch, not kept | like the model |
+| theta_i | recomputed for each batch, not kept | like the model |
 | lambda, eta | `prox_weight`, `outer_lr` | scalars |
 | R, K | `local_rounds`, `inner_steps` | |
 | mu | `weight_decay` | scalar |
@@ -24,7 +24,6 @@ the weight decay. There all clients start from w^0; here w_i starts, when its cl
 current model.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -32,72 +31,12 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.builders import method_builder
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.method import Method, Received, Trained
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Mask, PyTree, Rate, Variables
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _PFedMe:
-    """The rules of one pFedMe; fields that are not explained here are arguments of `pfedme`.
-
-    Attributes:
-      trainable: mask of the leaves that gradients move.
-      optimizer: of the steps that find theta.
-    """
-
-    task: Task
-    trainable: Mask
-    optimizer: optax.GradientTransformation
-    outer_lr: Rate
-    prox_weight: Rate
-    inner_steps: int
-    local_rounds: int
-    batch_size: int
-    test_epochs: int
-    keep_local: bool
-
-    def towards_theta(self, theta: Variables, centre: Variables, sample: tuple[Batch, Key]) -> tuple[Variables, jax.Array]:
-        """K steps θ ← θ - η_p (∇f(θ) + λ (θ - w) + μ θ) on one batch."""
-        batch, key = sample
-        again = Batches(lambda step, chunk: batch, self.inner_steps, self.inner_steps)
-        loss = local.proximal(self.task.loss, centre, self.prox_weight)
-        return local.train(key, loss, theta, again, self.optimizer, self.trainable)
-
-    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
-        view = data["train"]
-        batches = view.endless(tagged(key, "order"), self.batch_size, self.local_rounds).keyed(tagged(key, "loss"))
-        interpolated = masks.everything_like(self.trainable) if self.keep_local else self.trainable
-
-        def step(r: Any, carry: Any) -> Any:
-            theta, own, total = carry
-            theta, loss = self.towards_theta(theta, own, batches.get(r, 0))
-            # w_i ← w_i - η λ (w_i - θ): λ (w - θ) is the gradient of the envelope. Buffers follow θ.
-            moved = jax.tree.map(lambda w, t: w - self.outer_lr * self.prox_weight * (w - t), own, theta)
-            own = jax.tree.map(lambda move, new, follow: new if move else follow, interpolated, moved, theta)
-            return theta, own, total + loss
-
-        start = (received.model, received.memory if self.keep_local else received.model, jnp.zeros(()))
-        _, own, total = jax.lax.fori_loop(0, self.local_rounds, step, start)
-        return Trained(own, {"loss": total / self.local_rounds}, memory=own if self.keep_local else ())
-
-    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
-        if self.keep_local:
-            return received.memory
-        batches = support.epochs(tagged(key, "order"), self.batch_size, self.test_epochs).keyed(tagged(key, "loss"))
-
-        def step(t: Any, theta: Variables) -> Variables:
-            return self.towards_theta(theta, received.model, batches.get(t, 0))[0]
-
-        return jax.lax.fori_loop(0, batches.steps, step, received.model)
-
-    def init_memory(self, key: Key, model: Variables, num_clients: int) -> PyTree:
-        del key, num_clients
-        return model if self.keep_local else ()
+from fedjax_meta.types import Key, Rate, Variables
 
 
 @method_builder
@@ -115,44 +54,68 @@ def pfedme(
     keep_local: bool = False,
     weighting: str = "uniform",
 ) -> Method:
-    """pFedMe.
-
-    Every client, known or new, finds its personal model around the server's from its support set.
+    """pFedMe. Every client, known or new, finds its personal model around the server's from its support set.
 
     Args:
-      task: what is learned.
-      lr: rate of the steps that find theta; may be traced, like `outer_lr`, `prox_weight` and `weight_decay`.
+      task, batch_size, weighting: as in `fedavg`.
+      lr: learning rate of the steps that find theta.
       outer_lr: eta, rate of the local model.
-      prox_weight: lambda.
+      prox_weight: lambda > 0.
       inner_steps: K, steps towards theta on each batch.
-      local_rounds: R, batches a round.
-      batch_size: samples in a batch.
-      test_epochs: passes over the support view, `inner_steps` steps a batch, before a client predicts.
+      local_rounds: R, batches per round.
+      test_epochs: passes over the support view, `inner_steps` steps per batch, before a client predicts.
       weight_decay: mu, of the steps that find theta.
       keep_local: let w_i stay with its client, as MTFL's authors did. A known client then tests w_i, a new one the server's
         model.
-      weighting: "uniform" (the paper), "samples" (the authors' code) or "query".
 
     Raises:
-      ValueError: a rate or weight that is not positive, a count out of range, an unknown weighting.
+      ValueError: an option out of range.
     """
-    checks.positive("lr", lr)
-    checks.positive("outer_lr", outer_lr)
     checks.positive("prox_weight", prox_weight)
     checks.not_negative("weight_decay", weight_decay)
-    counts = {"inner_steps": inner_steps, "local_rounds": local_rounds, "batch_size": batch_size, "test_epochs": test_epochs}
-    for name, value in counts.items():
-        checks.count(name, value)
-    checks.one_of("weighting", weighting, WEIGHTINGS)
+    checks.count("local_rounds", local_rounds)
+    checks.count("test_epochs", test_epochs)
+    step_size = outer_lr * prox_weight
     trainable = task.trainable(masks.variables_shape(task))
-    descent = optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr))
-    rules = _PFedMe(task, trainable, descent, outer_lr, prox_weight, keep_local=keep_local, **counts)
+    interpolated = masks.everything_like(trainable) if keep_local else trainable
+    optimizer = optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr))
+
+    def towards_theta(theta: Variables, centre: Variables, sample: tuple[Batch, Key]) -> tuple[Variables, jax.Array]:
+        """K steps θ ← θ - η_p (∇f(θ) + λ (θ - w) + μ θ) on one batch."""
+        batch, key = sample
+        again = Batches(lambda step, chunk: batch, inner_steps, inner_steps)
+        return local.train(key, local.proximal(task.loss, centre, prox_weight), theta, again, optimizer, trainable)
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        batches = data["train"].endless(tagged(key, "order"), batch_size, local_rounds).keyed(tagged(key, "loss"))
+
+        def step(r: Any, carry: Any) -> Any:
+            theta, own, total = carry
+            theta, loss = towards_theta(theta, own, batches.get(r, 0))
+            # w_i ← w_i - η λ (w_i - θ): λ (w - θ) is the gradient of the envelope. Buffers follow θ.
+            own = jax.tree.map(lambda move, w, t: w - step_size * (w - t) if move else t, interpolated, own, theta)
+            return theta, own, total + loss
+
+        start = (received.model, received.memory if keep_local else received.model, jnp.zeros(()))
+        _, own, total = jax.lax.fori_loop(0, local_rounds, step, start)
+        return Trained(own, {"loss": total / local_rounds}, memory=own if keep_local else ())
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        if keep_local:
+            return received.memory
+        batches = support.epochs(tagged(key, "order"), batch_size, test_epochs).keyed(tagged(key, "loss"))
+
+        def step(t: Any, theta: Variables) -> Variables:
+            return towards_theta(theta, received.model, batches.get(t, 0))[0]
+
+        return jax.lax.fori_loop(0, batches.steps, step, received.model)
+
     return Method(
         init=task.init,
-        client=rules.client,
-        personalize=rules.personalize,
+        client=client,
+        personalize=personalize,
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
-        init_memory=rules.init_memory,
+        init_memory=lambda key, model, num_clients: model if keep_local else (),
     )

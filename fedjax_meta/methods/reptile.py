@@ -55,20 +55,15 @@ def reptile(
     `server_optimizer`, which replaces epsilon there.
 
     Args:
-      task: what is learned.
-      inner_lr: rate of adaptation; may be traced, as `outer_lr`.
+      task, inner_lr, adapts, personal, score, weighting: as in `fedmeta`.
       outer_lr: epsilon; personal leaves move by it too, at their client.
       inner_epochs: E, passes over a client's train view in a round, and over its support view in a test.
       batch_size: samples of an inner step.
-      adapts, personal, score: as in `fedmeta`.
-      weighting: "uniform", "samples" or "query".
 
     Raises:
-      ValueError: a rate, size or count out of range, an unknown mask, score or weighting.
+      ValueError: an option out of range.
     """
-    checks.positive("outer_lr", outer_lr)
     checks.count("inner_epochs", inner_epochs)
-    checks.count("batch_size", batch_size)
 
     def draw(key: Key, data: ClientData, step: Any) -> tuple[Batches, None]:
         return data["train"].epochs(jax.random.fold_in(key, step), batch_size, inner_epochs), None
@@ -111,23 +106,21 @@ def perfedavg_reptile(
     server's model; where leaves are personal, see `fedmeta`.
 
     Args:
-      task: what is learned.
-      inner_lr: rate of the minibatch steps, and of the steps in a test; may be traced, as `interpolation`.
+      task, adapts, personal, score: as in `fedmeta`.
+      inner_lr: rate of the minibatch steps, and of the steps in a test.
       interpolation: alpha, how far the model moves towards the result of a batch; 1 moves it all the way.
       outer_batches, inner_batches: tau_out and tau_in. Samples are divided as by `numpy.array_split`; minibatches that get no
         sample, because the client has too few, move nothing.
       test_steps: full-batch steps on a test client's support view.
       chunk_size: a minibatch is processed in chunks of at most this many samples, so that small clients need little padding.
-      adapts, personal, score: as in `fedmeta`.
-      weighting: "uniform" as in the paper, "samples" or "query".
+      weighting: as in `fedmeta`; "uniform" is the paper's.
 
     Raises:
-      ValueError: a rate or count out of range, an unknown mask, score or weighting.
+      ValueError: an option out of range.
     """
     checks.positive("interpolation", interpolation)
     checks.count("outer_batches", outer_batches)
     checks.count("inner_batches", inner_batches)
-    checks.count("test_steps", test_steps)
     checks.count("chunk_size", chunk_size)
 
     def draw(key: Key, data: ClientData, step: Any) -> tuple[Batches, None]:

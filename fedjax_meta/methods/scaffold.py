@@ -47,22 +47,13 @@ def scaffold(
     Local training is plain SGD and clients count equally: only then do the control variates average gradients.
 
     Args:
-      task: what is learned.
-      lr: local learning rate; may be traced.
-      epochs: passes over the train view.
-      batch_size: samples a step.
+      task, lr, epochs, batch_size, finetune_epochs, finetune: as in `fedavg`.
       control: how a client renews its control variate: "path", from the distance that it moved (option II), or "gradient", the
         full gradient at the server's model (option I).
-      finetune_epochs: passes over the support view before a client predicts.
-      finetune: mask of the leaves that fine-tuning moves.
 
     Raises:
-      ValueError: a rate or count out of range, an unknown control or mask.
+      ValueError: an option out of range.
     """
-    checks.positive("lr", lr)
-    checks.count("epochs", epochs)
-    checks.count("batch_size", batch_size)
-    checks.count("finetune_epochs", finetune_epochs, least=0)
     checks.one_of("control", control, ("path", "gradient"))
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)

@@ -97,7 +97,7 @@ def test_every_method_names_its_wrong_option(name, option):
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_an_option_that_no_method_has_is_refused_under_the_builders_name(name):
     for option in ("cohort_size", "upload_bits", "no_such_option"):
-        with pytest.raises(TypeError, match=f"{name} takes no option '{option}'"):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) takes no '{option}'"):
             fm.METHODS[name](_task(name), **{option: 1})
 
 
@@ -110,12 +110,12 @@ def test_the_record_of_a_method_holds_its_name_and_every_option(name):
 
 
 def test_a_near_name_is_suggested():
-    with pytest.raises(TypeError, match="fedavg takes no option 'epoch'; did you mean 'epochs'"):
+    with pytest.raises(TypeError, match=r"fedavg\(\) takes no 'epoch' \(did you mean 'epochs'\?\)"):
         fm.fedavg(problems.task(), epoch=1)
 
 
 def test_the_first_argument_is_a_task():
-    with pytest.raises(TypeError, match="fedavg's first argument must be a Task"):
+    with pytest.raises(ValueError, match="fedavg's first argument must be a Task"):
         fm.fedavg(lambda x: x)
     with pytest.raises(TypeError, match="fedavg takes a task and, by name, lr"):
         fm.fedavg(problems.task(), 0.1)
