@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, get_args
 
 from fedjax_meta import checks, federation
 from fedjax_meta.aggregate import WEIGHTINGS
@@ -64,6 +64,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    may_be_none = {p.name for p in signature.parameters.values() if type(None) in get_args(p.annotation)}
 
     @functools.wraps(function)
     def build(*args: P.args, **options: P.kwargs) -> Method:
@@ -76,7 +77,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         bound = signature.bind(task, **given)
         bound.apply_defaults()
         for option, value in bound.arguments.items():
-            if option in USUAL and value is not None:
+            if option in USUAL and not (value is None and option in may_be_none):
                 USUAL[option](option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
         return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})
