@@ -64,7 +64,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    may_be_none = {p.name for p in signature.parameters.values() if type(None) in get_args(p.annotation)}
+    may_be_none = {p.name for p in signature.parameters.values() if p.default is None or type(None) in get_args(p.annotation)}
 
     @functools.wraps(function)
     def build(*args: P.args, **options: P.kwargs) -> Method:

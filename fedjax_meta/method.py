@@ -158,6 +158,7 @@ class Method:
       new_client: `(key, population, support) -> variables` of a client that never took part; by default `personalize` from the
         server's model and a fresh memory.
       sends_extra: whether clients download the server's extra state in each round.
+      sends_statistics: whether clients upload their statistics; not where the server computes them from what `collaborate` reads.
       travels: `model -> (down, up)`, trees of what travels in place of the model's shared leaves and buffers (pFedHN sends the
         weights that it generates); by default these leaves both ways.
       needs_classes: whether the method works only with class labels.
@@ -180,6 +181,7 @@ class Method:
     collaborate: Collaboration | None = None
     new_client: Callable[[Key, Population, ClientView], Variables] | None = None
     sends_extra: bool = True
+    sends_statistics: bool = True
     travels: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None
     needs_classes: bool = False
     whole_population: bool = False

@@ -251,7 +251,8 @@ class _Rounds:
         if method.collaborate is not None:
             given, read = (_parts(kept, names) for names in (method.collaborate.gives, method.collaborate.reads))
         extra = state.extra if method.sends_extra else ()
-        return Exchange((down, extra, given), (up, trained.statistics), (trained.stacked, read), self.chain.message)
+        statistics = trained.statistics if method.sends_statistics else ()
+        return Exchange((down, extra, given), (up, statistics), (trained.stacked, read), self.chain.message)
 
     def _check_model(self, model: PyTree) -> None:
         wrong = checks.misplaced_leaf(self.method.roles, model)

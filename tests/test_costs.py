@@ -71,6 +71,11 @@ def test_a_hypernetwork_sends_the_weights_that_it_generates():
     assert costs.traffic(pfedhn(problems.task()), problems.data()) == Traffic(39 * FLOAT, 39 * FLOAT)
 
 
+@pytest.mark.parametrize("name", ["fedamp", "l2gd"])
+def test_a_model_that_serves_as_statistic_and_for_collaboration_is_sent_once(name):
+    assert costs.traffic(problems.build(name), problems.data()) == Traffic(39 * FLOAT, 39 * FLOAT)
+
+
 def rules(**overrides):
     task = problems.task()
     everything = masks.everything(task)

@@ -89,5 +89,12 @@ def ditto(
 
 
 REDUCES_TO = (
-    Reduction("the global model of Ditto is that of FedAvg, whatever lambda is", "ditto", {"prox_weight": 3.0}, "fedavg", {}),
+    Reduction(
+        "the global model of Ditto is that of FedAvg, whatever lambda is",
+        "ditto",
+        {"prox_weight": 3.0},
+        "fedavg",
+        {},
+        tests_alike=False,
+    ),
 )

@@ -148,8 +148,9 @@ def fedamp(
         init_extra=lambda model, data: model,
         update_extra=keep_mean,
         collaborate=Collaboration(mix, reads="personal", gives="memory"),
-        # The mean is for new clients only.
+        # The mean is for new clients only, and the server computes it from the models that it reads anyway.
         sends_extra=False,
+        sends_statistics=False,
     )
 
 

@@ -165,5 +165,6 @@ REDUCES_TO = (
         {"head": "none", "optimizer": optax.sgd},
         "fedavg",
         {"weighting": "uniform"},
+        tests_alike=False,
     ),
 )

@@ -169,5 +169,6 @@ REDUCES_TO = (
         {"balance": 0.0, "optimizer": optax.sgd},
         "fedavg",
         {},
+        tests_alike=False,
     ),
 )

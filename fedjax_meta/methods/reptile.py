@@ -180,6 +180,7 @@ REDUCES_TO = (
         {"outer_lr": 1.0, "inner_lr": 0.2, "batch_size": 128, "weighting": "samples"},
         "fedavg",
         {"lr": 0.2, "batch_size": 128, "epochs": 1},
+        tests_alike=False,
     ),
     Reduction(
         "Per-FedAvg-Reptile with alpha = 1 and one minibatch is an epoch of FedAvg on full batches with equal weights",
@@ -187,5 +188,6 @@ REDUCES_TO = (
         {"interpolation": 1.0, "outer_batches": 1, "inner_batches": 1, "inner_lr": 0.2},
         "fedavg",
         {"lr": 0.2, "batch_size": 128, "epochs": 1, "weighting": "uniform"},
+        tests_alike=False,
     ),
 )
