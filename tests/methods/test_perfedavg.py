@@ -155,5 +155,5 @@ def test_a_wrong_argument_is_refused_when_the_method_is_built(options, message):
 
 
 def test_the_step_at_the_server_belongs_to_the_federation():
-    with pytest.raises(TypeError, match="perfedavg .*takes no 'outer_at'"):
+    with pytest.raises(TypeError, match=r"perfedavg\(\) takes no 'outer_at'"):
         fm.perfedavg(problems.task(), outer_at="server")

@@ -137,5 +137,5 @@ def test_a_wrong_argument_is_refused_when_the_method_is_built(build, options, me
 
 @pytest.mark.parametrize("build", [fm.reptile, fm.perfedavg_reptile])
 def test_it_has_no_learned_rates(build):
-    with pytest.raises(TypeError, match=".*takes no 'learned_rates'"):
+    with pytest.raises(TypeError, match=r"\(\) takes no 'learned_rates'"):
         build(problems.task(), learned_rates=True)
