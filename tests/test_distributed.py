@@ -96,6 +96,7 @@ for devices in (2, 4, 8):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.long
 def test_a_lost_process_ends_the_run_with_a_message_and_a_state_to_go_on_from(tmp_path, alone):
     (code, output), (lost, _) = start(tmp_path, "7", "3")
     assert lost < 0 != code, output

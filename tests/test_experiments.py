@@ -282,6 +282,7 @@ def until_round(process, folder, done):
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(tmp_path):
     """Ctrl-C, then kill -9, then to the end: every number and every array equal those of a run left alone, bit for bit."""
     broken, whole = tmp_path / "broken", tmp_path / "whole"
