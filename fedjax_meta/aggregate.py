@@ -133,14 +133,15 @@ def trimmed_mean(share: float) -> Aggregator:
     if share == 0.5:
         raise ValueError("share=0.5 would leave out every client: it must be below 1/2; or use `median`")
 
-    def inner_mean(ordered: jax.Array, count: jax.Array) -> jax.Array:
-        # Tolerance: floor(0.29 * 100) must be 29, but the product is 28.999... in floating point.
-        cut = jnp.floor(share * count + 1e-3).astype(count.dtype)
-        rank = jnp.arange(ordered.shape[0]).reshape(-1, *[1] * (ordered.ndim - 1))
-        inside = (rank >= cut) & (rank < count - cut)
-        return jnp.sum(ordered, 0, where=inside) / jnp.maximum(count - 2 * cut, 1).astype(ordered.dtype)
+    return partial(_by_rank, partial(_inner_mean, share))
 
-    return partial(_by_rank, inner_mean)
+
+def _inner_mean(share: float, ordered: jax.Array, count: jax.Array) -> jax.Array:
+    # Tolerance: floor(0.29 * 100) must be 29, but the product is 28.999... in floating point.
+    cut = jnp.floor(share * count + 1e-3).astype(count.dtype)
+    rank = jnp.arange(ordered.shape[0]).reshape(-1, *[1] * (ordered.ndim - 1))
+    inside = (rank >= cut) & (rank < count - cut)
+    return jnp.sum(ordered, 0, where=inside) / jnp.maximum(count - 2 * cut, 1).astype(ordered.dtype)
 
 
 def _by_rank(choose: Callable[[jax.Array, jax.Array], jax.Array], stacked: PyTree, weight: jax.Array) -> PyTree:

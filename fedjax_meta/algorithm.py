@@ -89,6 +89,7 @@ class Algorithm:
       cohort: `(key of the round, round, N) -> ids [C]`. A round needs the rows and data of these clients only, so that the
         others need not be on a device. See `host_store`.
       config: the method's and the federation's name and hyper-parameters, as JSON values.
+      devices, lanes: of the federation; `evaluate` uses the same by default.
       needs_all_rows: whether a round reads the rows of clients outside its cohort, so that a host store is refused.
     """
 
@@ -99,6 +100,8 @@ class Algorithm:
     exchange: Callable[[FederatedData], Exchange]
     cohort: Callable[[Key, Any, int], jax.Array]
     config: Mapping[str, Any]
+    devices: int | None = None
+    lanes: int | None = None
     needs_all_rows: bool = False
 
 

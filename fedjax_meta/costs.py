@@ -14,6 +14,7 @@ import numpy as np
 from fedjax_meta import checks
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
+from fedjax_meta.federation import Federation
 from fedjax_meta.local import parameter_loss
 from fedjax_meta.masks import split, variables_shape
 from fedjax_meta.method import Method
@@ -44,9 +45,9 @@ def size_in_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def traffic(method: Method | Algorithm, data: FederatedData) -> Traffic:
+def traffic(method: Method | Algorithm, data: FederatedData, *, federation: Federation | None = None) -> Traffic:
     """Bytes down and up of a client in a round, after the federation's upload transformations; nothing is computed."""
-    down, averaged, separate, message = as_algorithm(method).exchange(data)
+    down, averaged, separate, message = as_algorithm(method, federation).exchange(data)
     up = sum(message(leaf).bytes for leaf in jax.tree.leaves(averaged))
     return Traffic(size_in_bytes(down), up + size_in_bytes(separate))
 

@@ -16,6 +16,7 @@ from fedjax_meta import checks, host_store, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
 from fedjax_meta.data import CHUNK, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
+from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.method import Method
 from fedjax_meta.rounds import as_algorithm
@@ -54,11 +55,13 @@ def evaluate(
     batch_size: int = CHUNK,
     lanes: int | None = None,
     devices: int | None = None,
+    federation: Federation | None = None,
 ) -> Evaluation:
     """Lets every client personalise on its support view and predict its query view.
 
     Args:
-      method, state: what was trained: the method, or the algorithm that holds it.
+      method: what was trained, or the algorithm that holds it.
+      state: its state.
       key: a JAX key; client i of the population gets `fold_in(key, i)`.
       data: the clients to test.
       support, query: names of the views; a client never sees labels of its query view.
@@ -66,13 +69,16 @@ def evaluate(
         otherwise none of the clients took part ("new" clients).
       ids: int32 `[N']`, which clients; all when not given.
       batch_size: the largest number of samples to predict at a time.
-      lanes, devices: as in `engine.run_cohort`.
+      lanes, devices: as in `engine.run_cohort`; those of the federation when not given.
+      federation: in which the method was trained, if its `own_at_test` or `new_client` was not the default.
 
     Raises:
       ValueError: a view that the data do not have; known clients that outnumber those of the training; ids out of range; targets
         that are no classes, or logits of another number of classes than the data have.
     """
-    algorithm = as_algorithm(method)
+    algorithm = as_algorithm(method, federation)
+    devices = algorithm.devices if devices is None else devices
+    lanes = algorithm.lanes if lanes is None else lanes
     checks.prng_key("key", key)
     population = state.seen.shape[0]
     if known and data.num_clients > population:
@@ -156,7 +162,7 @@ class _Test:
 
 
 def with_user_accuracy(
-    algorithm: Algorithm,
+    algorithm: Method | Algorithm,
     *,
     support: str = "test_support",
     query: str = "test",
@@ -181,6 +187,7 @@ def with_user_accuracy(
       ValueError: on `round`, all clients excluded, an id out of range, a view that the data do not have.
     """
     excluded = np.asarray(excluded, np.int64).reshape(-1)
+    algorithm = as_algorithm(algorithm)
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         clients = data.total_clients

@@ -36,7 +36,8 @@ class Federation:
       server_lr: its rate, may be traced; alone it is the rate of `optax.sgd`.
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; a new
         one starts from it (the reference code of FedMeta-Per tests FedPer so). It costs upload and gives personal leaves away.
-      own_at_test: known clients test with their own personal leaves and memory; else as clients that never took part.
+      own_at_test: known clients test with their own personal leaves and memory; else with the server's personal leaves and a
+        fresh memory.
       new_client: `(key, population, support) -> variables`, what a client does that never took part; the method's when not given.
       lanes: clients that run side by side on a device, see `engine.run_cohort`.
       devices: how many devices share a cohort; all by default.
@@ -89,6 +90,11 @@ class Federation:
             raise ValueError("noise is scaled to the mean and says nothing of another aggregator: leave one of them out")
         if self.aggregator is not None and "mask" in names:
             raise ValueError("an aggregator must see every upload, which mask hides: leave one of them out")
+
+    def __new__(cls, **options: Any) -> "Federation":
+        """Refuses an unknown option by the name of the nearest one."""
+        checks.options("Federation", options, [field.name for field in dataclasses.fields(cls)], {})
+        return super().__new__(cls)
 
     @property
     def config(self) -> Mapping[str, Any]:

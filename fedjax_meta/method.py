@@ -114,7 +114,8 @@ class Collaboration(NamedTuple):
     Attributes:
       mix: `(key, state, cohort, data) -> (personal, memory)`, both `[C, ...]`. `state` holds the new model and extra state; its
         rows of all clients are there only for a method with `whole_population`.
-      reads: "personal" or "memory" or both, joined by +, or "" : what clients upload for it (beside `stacked`).
+      reads: "personal" or "memory" or both, joined by +, or "": what clients upload for it (beside `stacked`). With "" the mix
+        may use a client's own rows for that client alone.
       gives: the same, what clients download afterwards.
     """
 
@@ -148,20 +149,23 @@ class Method:
       weighting: how much a client counts by default: "samples", "query" or "uniform" (`aggregate.WEIGHTINGS`).
       server_optimizer: what the server descends along the mean pseudo-gradient with; `optax.sgd(1.0)`, which
         replaces the model by the mean, when `None`.
-      sums_pseudo_gradients: whether the server adds pseudo-gradients up instead of taking their mean.
+      sums_pseudo_gradients: whether the server multiplies the mean pseudo-gradient by the number of clients that returned; with
+        uniform weights that is their sum.
       init_memory: `(key, model, num_clients) -> memory` of one client, called when it first takes part, with the model that it
         receives then.
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0.
       collaborate: what clients get of each other after a round.
-      new_client: `(key, population, support) -> variables` of a client that never took part; by default `personalize` from the
-        server's model and a fresh memory.
+      new_client: `(key, population, support) -> variables` of a client that is not one of the N clients; by default `personalize`
+        from the server's model and a fresh memory.
+      statistics_renew_extra: whether the statistics are new values of the extra state, in its structure, so that clipping and
+        sparsification act on how much these changed.
       sends_extra: whether clients download the server's extra state in each round.
       sends_statistics: whether clients upload their statistics; not where the server computes them from what `collaborate` reads.
       travels: `model -> (down, up)`, trees of what travels in place of the model's shared leaves and buffers (pFedHN sends the
         weights that it generates); by default these leaves both ways.
-      needs_classes: whether the method works only with class labels.
+      needs_classes: whether the method works only with class labels; data with real targets are then refused.
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
       config: the name and every hyper-parameter, filled in by the builder.
@@ -180,6 +184,7 @@ class Method:
     update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
     collaborate: Collaboration | None = None
     new_client: Callable[[Key, Population, ClientView], Variables] | None = None
+    statistics_renew_extra: bool = False
     sends_extra: bool = True
     sends_statistics: bool = True
     travels: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None

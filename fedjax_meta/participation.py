@@ -1,14 +1,16 @@
 """Clients of a round that do part of their work, return late or crash.
 
-A rule is a pure function `(key, client id) -> Participation`, an option of every method. Weights are renormalised over the
+A rule is a pure function `(key, client id) -> Participation`, an option of every federation. Weights are renormalised over the
 clients that return, because the server takes the mean of the uploads that reach it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from fedjax_meta import checks
@@ -20,7 +22,7 @@ class Participation(NamedTuple):
 
     Attributes:
       work: share of its training steps that the client does, in [0, 1], rounded up to whole steps; with 0 it does not take
-        part.
+        part. Methods with a fixed number of meta-steps in a round (Per-FedAvg) do all of these.
       returned: whether its upload reaches the server in time. A late client keeps its personal leaves and memory as trained.
       crashed: whether it fails: nothing reaches the server, and its personal leaves and memory stay as they were.
     """
@@ -47,12 +49,13 @@ def unreliable(*, late: Rate = 0.0, crashed: Rate = 0.0) -> Rule:
     for name, value in (("late", late), ("crashed", crashed)):
         checks.share(name, value)
 
-    def rule(key: Key, client: jax.Array) -> Participation:
-        del client
-        fails, misses = jax.random.uniform(key, (2,)) < jnp.array([crashed, late])
-        return Participation(returned=jnp.logical_not(misses), crashed=fails)
+    return functools.partial(_unreliable, late=late, crashed=crashed)
 
-    return rule
+
+def _unreliable(key: Key, client: jax.Array, *, late: Rate, crashed: Rate) -> Participation:
+    del client
+    fails, misses = jax.random.uniform(key, (2,)) < jnp.array([crashed, late])
+    return Participation(returned=jnp.logical_not(misses), crashed=fails)
 
 
 def stragglers(share: Rate, *, epochs: int) -> Rule:
@@ -71,13 +74,14 @@ def stragglers(share: Rate, *, epochs: int) -> Rule:
     checks.share("share", share)
     checks.count("epochs", epochs, least=2)
 
-    def rule(key: Key, client: jax.Array) -> Participation:
-        del client
-        slow_key, amount_key = jax.random.split(key)
-        done = jax.random.randint(amount_key, (), 1, epochs) / epochs
-        return Participation(work=jnp.where(jax.random.uniform(slow_key) < share, done, 1.0))
+    return functools.partial(_stragglers, share=share, epochs=epochs)
 
-    return rule
+
+def _stragglers(key: Key, client: jax.Array, *, share: Rate, epochs: int) -> Participation:
+    del client
+    slow_key, amount_key = jax.random.split(key)
+    done = jax.random.randint(amount_key, (), 1, epochs) / epochs
+    return Participation(work=jnp.where(jax.random.uniform(slow_key) < share, done, 1.0))
 
 
 def deadline(seconds: ArrayLike, *, limit: Rate, partial: bool) -> Rule:
@@ -94,11 +98,10 @@ def deadline(seconds: ArrayLike, *, limit: Rate, partial: bool) -> Rule:
     """
     checks.positive("seconds", seconds)
     checks.positive("limit", limit)
-    times = jnp.asarray(seconds)
+    return functools.partial(_deadline, seconds=np.asarray(seconds), limit=limit, stop_early=partial)
 
-    def rule(key: Key, client: jax.Array) -> Participation:
-        del key
-        share = jnp.minimum(limit / times[client], 1)
-        return Participation(work=share) if partial else Participation(returned=share >= 1)
 
-    return rule
+def _deadline(key: Key, client: jax.Array, *, seconds: np.ndarray, limit: Rate, stop_early: bool) -> Participation:
+    del key
+    share = jnp.minimum(limit / jnp.asarray(seconds)[client], 1)
+    return Participation(work=share) if stop_early else Participation(returned=share >= 1)

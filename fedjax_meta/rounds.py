@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, engine, masks
-from fedjax_meta.aggregate import client_weight, mean, weigh
+from fedjax_meta.aggregate import WEIGHTINGS, client_weight, mean, weigh
 from fedjax_meta.algorithm import ROWS, Algorithm, Exchange, RoundInfo, State, check_support, state_rows
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, replicate, run_cohort
@@ -52,6 +52,8 @@ def federate(method: Method, federation: Federation | None = None) -> Algorithm:
         exchange=rounds.exchange,
         cohort=rounds.cohort,
         config={**method.config, "federation": federation.config},
+        devices=federation.devices,
+        lanes=federation.lanes,
         needs_all_rows=method.whole_population,
     )
 
@@ -110,8 +112,15 @@ class _Rounds:
     federation: Federation
 
     def __post_init__(self) -> None:
-        if self.method.collaborate is not None and self.method.collaborate.reads:
-            self._refuse_hiding_uploads()
+        if self.method.collaborate is not None:
+            for words in (self.method.collaborate.reads, self.method.collaborate.gives):
+                _parts({"personal": (), "memory": ()}, words)
+            if self.method.collaborate.reads:
+                self._refuse_hiding_uploads()
+        if self.method.travels is not None and self.federation.uploads:
+            raise ValueError(
+                f"{self.method.name} sends other numbers than those that the simulation averages: uploads= cannot change them"
+            )
         f = self.federation
         if self.method.server_optimizer is not None and f.server_lr is not None and f.server_optimizer is None:
             raise ValueError(
@@ -144,14 +153,14 @@ class _Rounds:
         optimizer = optax.sgd(1.0) if self.method.server_optimizer is None else self.method.server_optimizer
         if f.server_lr is not None:
             optimizer = (optax.sgd if f.server_optimizer is None else f.server_optimizer)(f.server_lr)
-        if not self.method.sums_pseudo_gradients:
-            return optimizer
-        return optax.chain(optax.scale(f.cohort_size), optimizer)
+        return optimizer
 
     def init(self, key: Key, data: FederatedData) -> State:
         method, devices = self.method, self.federation.devices
         model = replicate(method.init(tagged(key, "model")), devices)
         self._check_model(model)
+        if method.needs_classes and data.num_classes == 0:
+            raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
         own = masks.split(model, self.personal)[0]
         fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
         residual = jax.eval_shape(self.chain.init_memory, self._upload_shape(model, data))
@@ -183,15 +192,26 @@ class _Rounds:
 
     def cohort(self, key: Key, round_: Any, num_clients: int) -> jax.Array:
         f = self.federation
-        return f.schedule(tagged(key, "cohort"), round_, num_clients, f.cohort_size)
+        ids = f.schedule(tagged(key, "cohort"), round_, num_clients, f.cohort_size)
+        if ids.shape != (f.cohort_size,) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"schedule must return cohort_size={f.cohort_size} ids, not {ids.dtype}{list(ids.shape)}")
+        return ids
 
     def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         f = self.federation
-        places = self.cohort(key, state.round, data.num_clients)
+        if data.ids is not None and data.num_clients == f.cohort_size:
+            # The data are those of a cohort that was drawn before, as a host store does.
+            places = jnp.arange(f.cohort_size, dtype=jnp.int32)
+        else:
+            places = self.cohort(key, state.round, data.num_clients)
         ids, rows = data.ids_of(places), state_rows(state, data, places)
         state = jax.tree.map(jnp.asarray, state)
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[places]
         before = Kept(places, *(jax.tree.map(lambda leaf: leaf[rows], getattr(state, name)) for name in Kept._fields[1:]))
+        if len(before.residual) != len(f.uploads):
+            raise ValueError(
+                f"the state is of a federation with {len(before.residual)} upload transformations, not {len(f.uploads)}"
+            )
         # Rows of the whole population stay out of what every client gets.
         context = _Context(_without_rows(state), data, ids, key)
         summed, kept, outputs = run_cohort(
@@ -205,9 +225,13 @@ class _Rounds:
             devices=f.devices,
             precision=f.precision,
         )
-        (average, statistics), weight = self._aggregate(key, summed, outputs, ids)
+        (average, statistics), weight = self._aggregate(key, summed, outputs, ids, data)
         # Noise comes in every round: a round without it would tell that no client returned.
         some = jnp.any(outputs.returned) | self.chain.fixed_divisor
+        if self.method.sums_pseudo_gradients:
+            count = f.cohort_size if self.chain.fixed_divisor else jnp.sum(outputs.returned)
+            moving, held = masks.split(average, self.shared)
+            average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
         moved = self._step_server(state, average, statistics, weight, data.total_clients, some)
         kept = self._collaborate(key, moved, kept, outputs, ids, data)
         after = kept._replace(seen=before.seen | outputs.took_part)
@@ -241,38 +265,42 @@ class _Rounds:
     def exchange(self, data: FederatedData) -> Exchange:
         method = self.method
         state = jax.eval_shape(self.init, jax.random.key(0), data)
-        trained = jax.eval_shape(partial(self._train_anyone, data=data), jax.random.key(0), state)
+        trained = jax.eval_shape(partial(self._train_anyone, data=data), jax.random.key(0), state.model)
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
         kept = dict(zip(("personal", "memory"), row, strict=True))
         common = masks.split(state.model, masks.having(method.roles, Role.SHARED, Role.BUFFER))[0]
         up = masks.split(state.model, masks.union(self.shared, self.buffers))[0]
-        down, up = (common, up) if method.travels is None else jax.eval_shape(method.travels, state.model)
+        if method.travels is not None:
+            common, sent = jax.eval_shape(method.travels, state.model)
+            own = masks.split(state.model, self.personal)[0] if self.federation.average_personal else ()
+            up = (sent, own)
         given, read = (), ()
         if method.collaborate is not None:
             given, read = (_parts(kept, names) for names in (method.collaborate.gives, method.collaborate.reads))
         extra = state.extra if method.sends_extra else ()
         statistics = trained.statistics if method.sends_statistics else ()
-        return Exchange((down, extra, given), (up, statistics), (trained.stacked, read), self.chain.message)
+        return Exchange((common, extra, given), (up, statistics), (trained.stacked, read), self.chain.message)
 
     def _check_model(self, model: PyTree) -> None:
         wrong = checks.misplaced_leaf(self.method.roles, model)
         if wrong is not None:
             raise ValueError(f"the roles of {self.method.name} must have one at every leaf of its model, but {wrong}")
 
-    def _train_anyone(self, key: Key, state: State, data: FederatedData) -> Trained:
-        """One client's round, for its shapes."""
-        row = jax.tree.map(lambda leaf: leaf[0], Kept(jnp.arange(1), *_rows(state)))
-        return self.method.client(key, self._receive(key, state, row, data.total_clients), data.client(0))
+    def _train_anyone(self, key: Key, model: PyTree, data: FederatedData) -> Trained:
+        """The first round of a client, for its shapes."""
+        method, memory_key = self.method, tagged(key, "memory")
+        memory = jax.tree.map(jnp.asarray, method.init_memory(memory_key, model, data.total_clients))
+        extra, round_ = method.init_extra(model, data), jnp.zeros((), jnp.int32)
+        received = Received(model, memory, extra, round_, jnp.zeros((), bool), tagged(key, "shared"))
+        return method.client(tagged(key, "train"), received, data.client(0))
 
     def _upload_shape(self, model: PyTree, data: FederatedData) -> PyTree:
         """Shapes of what a client sends to be averaged, needed where a transformation keeps something of it."""
         if not self.federation.uploads:
             return ()
-        chainless = dataclasses.replace(self, federation=dataclasses.replace(self.federation, uploads=()))
 
         def upload(key: Key, model: PyTree) -> PyTree:
-            state = chainless.init(key, data)._replace(model=model)
-            return self._upload(state, self._train_anyone(key, state, data))
+            return self._upload(model, self.method.init_extra(model, data), self._train_anyone(key, model, data))
 
         return jax.eval_shape(upload, jax.random.key(0), model)
 
@@ -303,24 +331,26 @@ class _Rounds:
         if jax.tree.leaves(trained.stacked):
             self._refuse_hiding_uploads()
         own_weight = self._weight(trained, client)
-        upload = self._upload(state, trained)
-        upload, residual = self.chain.client(tagged(key, "uploads"), upload, kept.residual)
-        weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
-        weight = jax.tree.map(lambda w: jnp.where(reached & (own_weight > 0), w, 0), weight)
-        if self.chain.fixed_divisor:
-            weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
         # A client without samples has learned nothing, whatever its rule made of it.
         took_part = (own_weight > 0) & did
+        returned = took_part & reached
+        upload = self._upload(state.model, state.extra, trained)
+        upload, residual, residual_if_lost = self.chain.client(tagged(key, "uploads"), upload, kept.residual)
+        residual = _where(returned, residual, residual_if_lost)
+        weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
+        weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
+        if self.chain.fixed_divisor:
+            weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
         new = (masks.split(trained.model, self.personal)[0], trained.memory, residual)
         new = _where(took_part, new, (kept.personal, kept.memory, kept.residual))
         sums: Any = ()
         if f.aggregator is None:
             sums = weigh(upload, weight)
             if self.chain.masks_uploads:
-                hidden = self.chain.encode(tagged(context.key, "masks"), sums, id_, context.ids)
-                sums = jax.tree.map(lambda leaf: jnp.where(took_part & reached, leaf, 0), hidden)
+                hidden = self.chain.encode(tagged(context.key, "masks"), sums, self._most(data), id_, context.ids)
+                sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), hidden)
         separate = () if f.aggregator is None else (upload, weight)
-        outputs = Outputs(trained.metrics, trained.stacked, took_part, took_part & reached, separate)
+        outputs = Outputs(trained.metrics, trained.stacked, took_part, returned, separate)
         kept = Kept(kept.place, kept.seen, *new)
         return ClientUpdate(sums, kept, jax.tree.map(jnp.asarray, outputs))
 
@@ -332,6 +362,9 @@ class _Rounds:
         if self.method.init_memory is no_memory and jax.tree.leaves(trained.memory):
             raise ValueError(f"clients of {self.method.name} keep a memory: give Method(init_memory=...) its first value")
         _must_fit("a client's memory must keep the form of init_memory", trained.memory, kept.memory)
+        if trained.pseudo_gradient is not None:
+            sent = (masks.split(tree, self.shared)[0] for tree in (trained.pseudo_gradient, received.model))
+            _must_fit("the pseudo-gradient of a client", *sent)
 
     def _weight(self, trained: Trained, client: ClientData) -> jax.Array:
         if trained.weight is not None:
@@ -340,15 +373,25 @@ class _Rounds:
         weight = client_weight(weighting, client)
         return weight if "train" not in client.views else jnp.where(client["train"].size > 0, weight, 0)
 
-    def _upload(self, state: State, trained: Trained) -> PyTree:
+    def _most(self, data: FederatedData) -> float:
+        """The largest weight that a client can have."""
+        view = WEIGHTINGS[self.federation.weighting or self.method.weighting]
+        return 1.0 if view is None else float(dict(data.max_size)[view])
+
+    def _upload(self, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:
         """(the model's part, statistics): shared leaves as a pseudo-gradient, buffers as values or by how much they fell."""
-        fell = jax.tree.map(jnp.subtract, state.model, trained.model)
+        fell = jax.tree.map(jnp.subtract, model, trained.model)
         descent = fell if trained.pseudo_gradient is None else trained.pseudo_gradient
         held = fell if self.chain.sends_differences else trained.model
         part = masks.merge(masks.split(descent, self.shared)[0], masks.split(held, self.buffers)[0])
-        return part, trained.statistics
+        statistics = trained.statistics
+        if self.chain.sends_differences and self.method.statistics_renew_extra:
+            statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)
+        return part, statistics
 
-    def _aggregate(self, key: Key, summed: Any, outputs: Outputs, ids: jax.Array) -> tuple[tuple[PyTree, PyTree], PyTree]:
+    def _aggregate(
+        self, key: Key, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
+    ) -> tuple[tuple[PyTree, PyTree], PyTree]:
         """((average of the model's part, average of the statistics), summed weight of the statistics)."""
         f = self.federation
         if f.aggregator is not None:
@@ -364,7 +407,7 @@ class _Rounds:
                     total=jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms),
                     weight=jax.tree.map(lambda _: jnp.result_type(float), summed.weight),
                 )
-                summed = self.chain.decode(tagged(key, "masks"), summed, ids, outputs.returned, like)
+                summed = self.chain.decode(tagged(key, "masks"), summed, self._most(data), ids, outputs.returned, like)
             if self.chain.fixed_divisor:
                 # The weights that came in would tell which clients did not return.
                 summed = dataclasses.replace(
@@ -390,7 +433,10 @@ class _Rounds:
         state = state._replace(model=model, optimizer=slots)
         if self.method.update_extra is None:
             return state
-        extra = self.method.update_extra(state, statistics, weight, num_clients)
+        if self.chain.sends_differences and self.method.statistics_renew_extra:
+            statistics = jax.tree.map(lambda change, old: old.astype(change.dtype) + change, statistics, state.extra)
+        extra = self.method.update_extra(_without_rows(state), statistics, weight, num_clients)
+        _must_fit(f"what update_extra of {self.method.name} returns", extra, state.extra)
         return state._replace(extra=_where(some, extra, state.extra))
 
     def _collaborate(self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData) -> Kept:

@@ -5,6 +5,7 @@ federation.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,11 +50,12 @@ def given(cohorts: Any) -> Schedule:
     if twice:
         raise ValueError(f"cohorts names a client twice in row {twice[0]}")
 
-    def schedule(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Array:
-        del key
-        if table.shape[1] != cohort_size:
-            raise ValueError(f"cohorts has rows of {table.shape[1]} clients, but cohort_size={cohort_size}")
-        checks.indices("cohorts", table, num_clients)
-        return jnp.asarray(table, jnp.int32)[round_ % table.shape[0]]
+    return partial(_given, table)
 
-    return schedule
+
+def _given(table: np.ndarray, key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Array:
+    del key
+    if table.shape[1] != cohort_size:
+        raise ValueError(f"cohorts has rows of {table.shape[1]} clients, but cohort_size={cohort_size}")
+    checks.indices("cohorts", table, num_clients)
+    return jnp.asarray(table, jnp.int32)[round_ % table.shape[0]]

@@ -50,6 +50,15 @@ def test_a_traced_rate_is_recorded_as_traced():
         (functools.partial(optax.sgd, momentum=0.9), "optax._src.alias.sgd(momentum=0.9)"),
         (fm.uploads.clip(2.0), {"name": "clip", "norm": 2.0}),
         (jax.random.key(7), [0, 7]),
+        (
+            fm.participation.unreliable(late=0.1),
+            "fedjax_meta.participation._unreliable(late=0.1, crashed=0.0)",
+        ),
+        (
+            fm.aggregate.trimmed_mean(0.1),
+            "fedjax_meta.aggregate._by_rank(fedjax_meta.aggregate._inner_mean(0.1))",
+        ),
+        (fm.schedules.given([[0, 1]]), "fedjax_meta.schedules._given([[0, 1]])"),
     ],
 )
 def test_plain_values(value, expected):
@@ -86,6 +95,17 @@ def test_a_variant_of_an_option_that_its_base_does_not_take_is_refused():
             lambda task: fm.fedavg(task.predict),
             ValueError,
             r"fedavg's first argument must be a Task, e.g. fm.classification\(",
+        ),
+        (
+            lambda task: fm.fedmeta(task, estimator=fm.meta.exact(fm.meta.sgd(0.1))),
+            ValueError,
+            "estimator must be a function of",
+        ),
+        (lambda task: fm.fedmeta(task, estimator="exact"), ValueError, "estimator must be a function of the inner optimiser"),
+        (
+            lambda task: fm.Federation(cohortsize=3),
+            TypeError,
+            r"Federation\(\) takes no 'cohortsize' \(did you mean 'cohort_size'",
         ),
         (lambda task: fm.fedavg(), ValueError, "fedavg's first argument must be a Task"),
         (

@@ -59,6 +59,14 @@ def test_a_run_with_a_host_store_is_the_run_on_the_device(name, where, tmp_path)
     assert all(isinstance(leaf, np.memmap if where == "files" else np.ndarray) for leaf in rows)
 
 
+def test_a_schedule_of_ones_own_runs_in_a_store_as_on_the_device():
+    table = np.array([[5, 1, 6, 0], [2, 4, 1, 3]])
+    algorithm = _algorithm("fedper", schedule=fm.schedules.given(table))
+    runs = [simulate(algorithm, problems.data(), key=KEY, rounds=5, store=store)[0] for store in ("memory", None)]
+    assert problems.distance(*(jax.tree.map(np.asarray, run) for run in runs)) < 1e-10
+    assert np.all(np.asarray(runs[0].seen))
+
+
 def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
     monkeypatch.setattr(host_store, "_PART_BYTES", 400)
     monkeypatch.setattr(fm.simulation, "_DRAWN_AHEAD", 3)

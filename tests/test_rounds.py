@@ -61,7 +61,8 @@ def _build(client=None, **options):
         "predict": lambda model, x: x,
         "roles": masks.roles(PERSONAL, TRAINABLE),
     }
-    federation = {"cohort_size": N, "devices": 1} | {name: options.pop(name) for name in OPTIONS if name in options}
+    federation = {"cohort_size": N, "devices": 1}
+    federation |= {name: options.pop(name) for name in OPTIONS if name in options and name != "weighting"}
     if "collaborate" in options:
         options["collaborate"] = Collaboration(options["collaborate"], reads="personal+memory", gives="personal+memory")
     return federate(Method(**(defaults | options)), Federation(**federation))
@@ -275,6 +276,15 @@ def test_a_pseudo_gradient_is_what_the_server_descends():
     np.testing.assert_allclose(state.personal["own"], 5 + _gain(np.arange(N)), rtol=1e-14)
 
 
+def test_a_sum_of_pseudo_gradients_is_over_those_that_returned():
+    gradient = lambda received, data, model: {**model, "shared": jnp.stack([_who(data), -2 * _who(data)])}  # noqa: E731
+    late = lambda key, id_: fm.Participation(returned=id_ != 3)  # noqa: E731
+    rules = {"weighting": "uniform", "sums_pseudo_gradients": True, "participation": late}
+    state, _ = _run(_build(_adds(pseudo_gradient=gradient), server_lr=0.1, **rules))
+    total = 0 + 1 + 2
+    np.testing.assert_allclose(state.model["shared"], [1 - 0.1 * total, -1 + 0.2 * total], rtol=1e-14)
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_statistics_are_averaged_with_weights_of_their_own(prefix):
     """Each part counts with its own weight; `update_extra` sees the moved model, the old extra and the summed weights."""
@@ -382,3 +392,34 @@ def test_a_rule_may_return_plain_numbers():
 def test_counts_are_checked_when_an_algorithm_is_built(options, message):
     with pytest.raises(ValueError, match=message):
         _build(**options)
+
+
+def test_server_rules_see_no_rows_and_must_keep_the_form_of_their_state():
+    def update_extra(state, mean, weight, clients):
+        assert state.personal is None and state.memory is None
+        return jnp.zeros(3)
+
+    algorithm = _build(init_extra=lambda *_: jnp.zeros(2), update_extra=update_extra)
+    with pytest.raises(ValueError, match=r"what update_extra of method returns: .* is float64\[3\], not float64\[2\]"):
+        algorithm.round(KEY, algorithm.init(KEY, DATA), DATA)
+
+
+def test_a_pseudo_gradient_of_another_form_is_refused():
+    algorithm = _build(_adds(pseudo_gradient=lambda received, data, model: {**model, "shared": jnp.zeros(())}))
+    with pytest.raises(ValueError, match=r"the pseudo-gradient of a client: \['shared'\] is float64\[\], not float64\[2\]"):
+        algorithm.round(KEY, algorithm.init(KEY, DATA), DATA)
+
+
+def test_a_state_of_other_uploads_is_refused():
+    state = _build(uploads=(fm.uploads.clip(1.0),)).init(KEY, DATA)
+    with pytest.raises(ValueError, match="the state is of a federation with 1 upload transformations, not 0"):
+        _build().round(KEY, state, DATA)
+
+
+def test_evaluation_uses_the_devices_of_its_federation_and_its_options():
+    algorithm = problems.build("fedper", cohort_size=3, devices=1)
+    state, _ = fm.simulate(algorithm, problems.data(), key=KEY, rounds=2)
+    own = fm.evaluate(algorithm, KEY, state, problems.data())
+    server = fm.Federation(own_at_test=False, devices=1)
+    other = fm.evaluate(fm.fedper(problems.task()), KEY, state, problems.data(), federation=server)
+    assert not np.array_equal(own.confusion, other.confusion)

@@ -98,3 +98,9 @@ def test_a_table_of_cohorts_is_replayed_from_its_start_again():
 def test_a_table_that_cannot_be_is_refused(table, size, message):
     with pytest.raises(ValueError, match=message):
         fm.schedules.given(table)(jax.random.key(0), 0, 7, size)
+
+
+def test_a_schedule_that_returns_another_number_of_ids_is_refused():
+    algorithm = problems.build("fedavg", cohort_size=3, schedule=lambda key, r, n, c: jnp.arange(2))
+    with pytest.raises(ValueError, match=r"schedule must return cohort_size=3 ids, not int\d+\[2\]"):
+        algorithm.round(jax.random.key(0), algorithm.init(jax.random.key(0), problems.data()), problems.data())

@@ -147,6 +147,7 @@ def fedamp(
         init_memory=lambda key, model, num_clients: model,
         init_extra=lambda model, data: model,
         update_extra=keep_mean,
+        statistics_renew_extra=True,
         collaborate=Collaboration(mix, reads="personal", gives="memory"),
         # The mean is for new clients only, and the server computes it from the models that it reads anyway.
         sends_extra=False,

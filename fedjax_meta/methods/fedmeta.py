@@ -21,6 +21,7 @@ one full-batch step: `batch_size=None`), and the outer step is one step of a fre
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -313,6 +314,7 @@ def fedmeta(  # more than 80 lines, half of which explain the options of the who
     checks.one_of("outer_at", outer_at, ("client", "server"))
     checks.one_of("outer_slots", outer_slots, ("fresh", "kept", "averaged"))
     checks.one_of("score", score, ("online", "fitted"))
+    _check_estimator(estimator)
     _check_combination(outer_at, outer_slots, meta_steps, server_sum, learned_rates, personal_rates, inner_optimizer)
     trainable = task.trainable(masks.variables_shape(task))
     own = masks.resolve(personal, task, name="personal")
@@ -361,8 +363,19 @@ def fedmeta(  # more than 80 lines, half of which explain the options of the who
         init_memory=init_memory,
         init_extra=(lambda model, data: rules.fresh_slots(model)[1]) if averaged else no_extra,
         update_extra=_average_slots if averaged else None,
+        statistics_renew_extra=averaged,
         new_client=rules.new_client if any(jax.tree.leaves(layout.personal)) else None,
     )
+
+
+def _check_estimator(estimator: Any) -> None:
+    """Raises `ValueError` unless `estimator` is a function of the inner optimiser."""
+    takes = list(inspect.signature(estimator).parameters) if callable(estimator) else []
+    if not callable(estimator) or takes[:2] == ["loss", "meta"]:
+        raise ValueError(
+            "estimator must be a function of the inner optimiser, e.g. estimator=fm.meta.exact or partial(fm.meta.hessian_free, "
+            "delta=1e-2), not its result or its name"
+        )
 
 
 def _check_combination(

@@ -103,6 +103,7 @@ def l2gd(
         weighting="uniform",
         init_extra=lambda model, data: model,
         update_extra=keep_mean,
+        statistics_renew_extra=True,
         # The server needs the mean only, which arrives as a statistic.
         collaborate=Collaboration(mix, reads="", gives="personal"),
         sends_extra=False,

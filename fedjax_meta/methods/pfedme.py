@@ -97,8 +97,8 @@ def pfedme(
             return theta, own, total + loss
 
         start = (received.model, received.memory if keep_local else received.model, jnp.zeros(()))
-        _, own, total = jax.lax.fori_loop(0, local_rounds, step, start)
-        return Trained(own, {"loss": total / local_rounds}, memory=own if keep_local else ())
+        _, own, total = jax.lax.fori_loop(0, batches.steps, step, start)
+        return Trained(own, {"loss": total / jnp.maximum(batches.steps, 1)}, memory=own if keep_local else ())
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         if keep_local:

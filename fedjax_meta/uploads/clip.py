@@ -42,6 +42,14 @@ def clipped(tree: PyTree, norm: Any) -> PyTree:
       >>> clipped({"a": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}, 1.0)["a"].round(3).tolist()
       [0.6, 0.0]
     """
-    length = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree))
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+    length = optax.tree.norm(wide)
     factor = jnp.minimum(1, norm / jnp.maximum(length, jnp.finfo(length.dtype).tiny))
-    return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(length), leaf * factor.astype(leaf.dtype), 0), tree)
+
+    def scaled(leaf: jax.Array, exact: jax.Array) -> jax.Array:
+        # Rounding to 16 bits may go up by half a unit in the last place: a whole one less keeps the bound.
+        narrow = 1 - jnp.finfo(leaf.dtype).eps if leaf.dtype.itemsize < 4 else 1
+        shrunk = jnp.where(factor < 1, factor * narrow, 1).astype(exact.dtype)
+        return jnp.where(jnp.isfinite(length), (exact * shrunk).astype(leaf.dtype), 0)
+
+    return jax.tree.map(scaled, tree, wide)

@@ -8,6 +8,8 @@ Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth: "Prac
 machine learning", CCS 2017, without key exchange and secret sharing: what a server computes, not a protocol that is secure.
 """
 
+import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -26,9 +28,10 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
     A cohort costs each client C masks and the server up to C^2 / 4 for those that dropped out.
 
     Args:
-      fraction_bits: binary digits after the point, from 1 to 30. A number is sent times the client's weight and rounded to a
-        multiple of `2^-fraction_bits`; what does not fit is cut to the range. The sum over the cohort must stay below
-        `2^(31 - fraction_bits)` in magnitude, else it wraps around: count clients uniformly, or use fewer bits.
+      fraction_bits: binary digits after the point, from 1 to 30. A number is sent times the client's share of the largest
+        weight that a client can have, and rounded to a multiple of `2^-fraction_bits`; what does not fit is cut to the range.
+        The sum over the cohort must stay below `2^(31 - fraction_bits)` in magnitude, else it wraps around: C numbers of
+        magnitude up to `2^(31 - fraction_bits) / C` are safe.
 
     Raises:
       ValueError: bits out of range.
@@ -37,9 +40,9 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
     checks.between("fraction_bits", fraction_bits, 1, 30)
     scale = 2.0**fraction_bits
 
-    def message(message: Message, dtype: Any) -> Message:
-        del dtype
-        return message._replace(bits=32)
+    def message(message: Message, leaf: Any) -> Message:
+        del leaf
+        return message._replace(bits=32, extra_bits=0)
 
     return UploadTransform(
         name="mask",
@@ -50,21 +53,30 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
     )
 
 
-def _encode(scale: float, key: Key, tree: PyTree, id_: jax.Array, ids: jax.Array) -> PyTree:
+def _scales(scale: float, sums: Any, bound: float, cohort_size: int) -> Any:
+    """What the parts of a weighted sum are multiplied by before they are rounded: `scale` a number, and a weight as finely as
+    the sum of C weights allows."""
+    of_weights = 2.0 ** (30 - math.ceil(math.log2(max(cohort_size, 2))))
+    total = jax.tree.map(lambda _: scale / bound, sums.total)
+    return dataclasses.replace(sums, total=total, weight=jax.tree.map(lambda _: of_weights / bound, sums.weight))
+
+
+def _encode(scale: float, key: Key, sums: Any, bound: float, id_: jax.Array, ids: jax.Array) -> PyTree:
     """What client `id_` of the cohort `ids` sends: fixed-point integers plus its masks, uint32."""
 
-    def integers(leaf: jax.Array) -> jax.Array:
+    def integers(leaf: jax.Array, factor: float) -> jax.Array:
         most = 2.0**31 - 2**8  # the largest float32 below 2^31 leaves room for rounding
-        fixed = jnp.clip(jnp.round(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * scale), -most, most)
+        fixed = jnp.clip(jnp.round(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * factor), -most, most)
         return jax.lax.bitcast_convert_type(jnp.nan_to_num(fixed).astype(jnp.int32), jnp.uint32)
 
     def add(place: Any, total: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, total, _pair_mask(key, id_, ids[place], total))
 
-    return jax.lax.fori_loop(0, ids.shape[0], add, jax.tree.map(integers, tree))
+    start = jax.tree.map(integers, sums, _scales(scale, sums, bound, ids.shape[0]))
+    return jax.lax.fori_loop(0, ids.shape[0], add, start)
 
 
-def _decode(scale: float, key: Key, total: PyTree, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
+def _decode(scale: float, key: Key, total: Any, bound: float, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
     """The sum of the uploads that returned, without the masks that they share with clients that did not."""
     count = ids.shape[0]
 
@@ -78,8 +90,11 @@ def _decode(scale: float, key: Key, total: PyTree, ids: jax.Array, returned: jax
         return jax.lax.cond(left, unmask, lambda total: total, total)
 
     total = jax.lax.fori_loop(0, count * count, remove, total)
-    signed = jax.tree.map(lambda leaf: jax.lax.bitcast_convert_type(leaf, jnp.int32), total)
-    return jax.tree.map(lambda leaf, form: (leaf / scale).astype(form), signed, like)
+
+    def number(leaf: jax.Array, factor: float, form: Any) -> jax.Array:
+        return (jax.lax.bitcast_convert_type(leaf, jnp.int32) / factor).astype(form)
+
+    return jax.tree.map(number, total, _scales(scale, total, bound, count), like)
 
 
 def _pair_mask(key: Key, one: jax.Array, other: jax.Array, like: PyTree) -> PyTree:

@@ -17,8 +17,10 @@ def noise(multiplier: Scalar) -> UploadTransform:
 
     The sum is divided by C even if some clients do not return, and all clients count equally, so that one client moves the
     average by at most S / C.
+
     The guarantee (epsilon, delta) covers the server's state, which all clients see. It does not cover personal leaves and
-    memories, which stay with their client, nor metrics, which a deployment would not send. Buffers and averaged optimiser
+    memories, which stay with their client, nor metrics, which a deployment would not send. Nor does it cover new-client rules
+    that hand personal leaves of trained clients to new ones (FedMeta-Per, LG-FedAvg, FedFomo). Buffers and averaged optimiser
     slots that must be positive (a variance) may turn negative under noise: let clients keep these.
 
     Args:

@@ -18,18 +18,19 @@ def quantize(bits: int) -> UploadTransform:
     """Sends each number with `bits` bits, and the smallest and largest number of each leaf in full.
 
     Args:
-      bits: at least 1.
+      bits: from 1 to 24, the digits of a float32.
 
     Raises:
-      ValueError: fewer than 1 bit.
+      ValueError: bits out of range.
     """
     checks.count("bits", bits)
+    checks.between("bits", bits, 1, 24)
 
     def client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
         return quantized(key, upload, bits), memory
 
-    def message(message: Message, dtype: Any) -> Message:
-        return message._replace(bits=bits, extra_bits=message.extra_bits + 2 * 8 * jnp.dtype(dtype).itemsize)
+    def message(message: Message, leaf: Any) -> Message:
+        return message._replace(bits=bits, extra_bits=message.extra_bits + 2 * 8 * leaf.dtype.itemsize)
 
     return UploadTransform(name="quantize", client=client, message=message, config={"bits": bits})
 
@@ -39,7 +40,7 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
 
     A number is rounded at random to one of the two nearest of `2^bits` evenly spaced levels between the smallest and the largest
     number of its leaf, such that its expectation is the number itself. No number leaves the range of its leaf, so variances
-    stay positive. Leaves of integers are sent as they are.
+    stay positive. Zeros stay zeros, so that a sparse upload stays sparse. Leaves of integers are sent as they are.
 
     Args:
       key: consumed.
@@ -54,6 +55,6 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
         low, high = jnp.min(leaf), jnp.max(leaf)
         width = jnp.where(high > low, (high - low) / steps, 1)
         level = jnp.floor((leaf - low) / width + jax.random.uniform(key, leaf.shape, leaf.dtype))
-        return jnp.clip(low + level * width, low, high)
+        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high))
 
     return per_leaf(one, key, tree)

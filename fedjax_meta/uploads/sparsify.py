@@ -21,7 +21,8 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
 
     Args:
       share: of the numbers of each leaf, in (0, 1]; at least one number of a leaf is sent.
-      feedback: whether a client keeps what it left out and adds it to its next upload. It takes memory for one upload a client.
+      feedback: whether a client keeps what it left out, or all of an upload that was lost, and adds it to its next upload. It
+        takes memory for one upload a client.
 
     Raises:
       ValueError: a share outside (0, 1].
@@ -31,15 +32,23 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
 
     def client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
         del key
-        whole = jax.tree.map(jnp.add, upload, memory) if feedback else upload
+        if not feedback:
+            return jax.tree.map(lambda leaf: _largest(leaf, kept(leaf.size, share)), upload), memory
+        whole = jax.tree.map(jnp.add, upload, memory)
         sent = jax.tree.map(lambda leaf: _largest(leaf, kept(leaf.size, share)), whole)
-        return sent, jax.tree.map(jnp.subtract, whole, sent) if feedback else memory
+        left = jax.tree.map(jnp.subtract, whole, sent)
+        return sent, _where_finite(upload, left, memory)
+
+    def lost(upload: PyTree, memory: PyTree) -> PyTree:
+        if not feedback:
+            return memory
+        return _where_finite(upload, jax.tree.map(jnp.add, upload, memory), memory)
 
     def init_memory(upload: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), upload) if feedback else ()
 
-    def message(message: Message, dtype: Any) -> Message:
-        del dtype
+    def message(message: Message, leaf: Any) -> Message:
+        del leaf
         count = kept(message.numbers, share)
         index_bits = max(math.ceil(math.log2(max(message.numbers, 2))), 1)
         return message._replace(numbers=count, extra_bits=message.extra_bits + count * index_bits)
@@ -47,12 +56,19 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
     return UploadTransform(
         name="sparsify",
         client=client,
+        lost=lost,
         init_memory=init_memory,
         message=message,
         has_feedback=feedback,
         sends_differences=True,
         config={"share": share, "feedback": feedback},
     )
+
+
+def _where_finite(upload: PyTree, new: PyTree, old: PyTree) -> PyTree:
+    """The new residual, or the old one after an upload with NaN or infinity, which would stay in it for ever."""
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(upload)]))
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
 def kept(size: int, share: float) -> int:

@@ -61,8 +61,8 @@ def _unchanged_server(key: Key, average: PyTree, context: ServerContext) -> PyTr
     return average
 
 
-def _unchanged_message(message: Message, dtype: Any) -> Message:
-    del dtype
+def _unchanged_message(message: Message, leaf: Any) -> Message:
+    del leaf
     return message
 
 
@@ -73,11 +73,13 @@ class UploadTransform:
     Attributes:
       name: for messages and records; the names in `ORDER_RULES` have rules.
       client: `(key, upload, memory) -> (upload, memory)`, on one client.
+      lost: `(upload, memory) -> memory`, what a client keeps when its upload does not reach the server.
       server: `(key, average, context) -> average`, on the average of the uploads.
       init_memory: `upload -> memory`, a client's first memory of this transformation, e.g. a residual of zeros.
-      message: `(message, dtype) -> message`, how the size of a floating-point leaf changes.
-      encode: `(key, weighted sum of one upload, id, ids) -> integers`, for secure aggregation: what one client sends.
-      decode: `(key, sum of the integers, ids, returned, like) -> weighted sum`, its inverse at the server.
+      message: `(message, leaf) -> message`, how the size of a floating-point leaf changes.
+      encode: `(key, weighted sum of one upload, bound, id, ids) -> integers`, for secure aggregation: what one client sends.
+        `bound` is the largest weight that a client can have, a Python number.
+      decode: `(key, sum of the integers, bound, ids, returned, like) -> weighted sum`, its inverse at the server.
       clip_norm: the bound on an upload's norm that this transformation guarantees, if it does.
       has_feedback: whether `memory` carries what was left out of one upload into the next.
       sends_differences: whether clients then send by how much buffers moved instead of their values.
@@ -87,6 +89,7 @@ class UploadTransform:
 
     name: str
     client: Callable[[Key, PyTree, PyTree], tuple[PyTree, PyTree]] = _unchanged_client
+    lost: Callable[[PyTree, PyTree], PyTree] = lambda upload, memory: memory
     server: Callable[[Key, PyTree, ServerContext], PyTree] = _unchanged_server
     init_memory: Callable[[PyTree], PyTree] = lambda upload: ()
     message: Callable[[Message, Any], Message] = _unchanged_message
@@ -103,7 +106,8 @@ ORDER_RULES = (
     "clip comes before noise: the noise is scaled to the clip norm",
     "nothing but noise and mask comes between or after clip and noise: it could raise the norm again",
     "error feedback does not come after clip: the residual would enter the next upload unclipped",
-    "quantize and sparsify come before mask: masks hide integers of a fixed size",
+    "sparsify comes before quantize: its residual would leave the grid of levels",
+    "sparsify and mask exclude each other: masks cancel only over the same coordinates",
     "mask comes last: nothing can read a masked upload",
     "clip, noise and mask come at most once",
 )
@@ -116,30 +120,32 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
         if not isinstance(transform, UploadTransform):
             raise ValueError(f"uploads must hold upload transformations such as fm.uploads.clip(1.0), not {transform!r}")
     names = [transform.name for transform in transforms]
-    for name in ("clip", "noise", "mask"):
-        if names.count(name) > 1:
-            raise ValueError(f"uploads={_shown(names)}: {name} may stand there once")
-    if "mask" in names and names[-1] != "mask":
-        raise ValueError(f"uploads={_shown(names)}: mask must come last, because nothing can read a masked upload")
-    if "clip" in names:
-        after = transforms[names.index("clip") + 1 :]
-        for transform in after:
-            if transform.has_feedback:
-                raise ValueError(
-                    f"uploads={_shown(names)}: {transform.name} with error feedback must come before clip, because its residual "
-                    "would enter the next upload unclipped"
-                )
-    if "noise" not in names:
+    where = f"uploads=({', '.join(names)})"
+    clips = [i for i, transform in enumerate(transforms) if transform.clip_norm is not None]
+    noises = [i for i, transform in enumerate(transforms) if transform.fixed_divisor]
+    masks = [i for i, transform in enumerate(transforms) if transform.encode is not None]
+    for places in (clips, noises, masks):
+        if len(places) > 1:
+            raise ValueError(f"{where}: {names[places[0]]} may stand there once")
+    if masks and masks[0] != len(transforms) - 1:
+        raise ValueError(f"{where}: mask must come last, because nothing can read a masked upload")
+    if "sparsify" in names and masks:
+        raise ValueError(f"{where}: sparsify and mask exclude each other, because masks cancel only over the same coordinates")
+    if "sparsify" in names and "quantize" in names[: names.index("sparsify")]:
+        raise ValueError(f"{where}: sparsify must come before quantize, because its residual would leave the grid of levels")
+    for transform in transforms[clips[0] + 1 :] if clips else ():
+        if transform.has_feedback:
+            raise ValueError(
+                f"{where}: {transform.name} with error feedback must come before clip, because its residual would enter the "
+                "next upload unclipped"
+            )
+    if not noises:
         return
-    if "clip" not in names[: names.index("noise")]:
-        raise ValueError(f"uploads={_shown(names)}: noise needs a clip before it, because it is scaled to the clip norm")
-    for name in names[names.index("clip") + 1 :]:
-        if name not in ("noise", "mask"):
-            raise ValueError(f"uploads={_shown(names)}: {name} must come before clip, because it could raise the norm again")
-
-
-def _shown(names: Sequence[str]) -> str:
-    return f"({', '.join(names)})"
+    if not clips or clips[0] > noises[0]:
+        raise ValueError(f"{where}: noise needs a clip before it, because it is scaled to the clip norm")
+    for i in range(clips[0] + 1, len(transforms)):
+        if i not in noises + masks:
+            raise ValueError(f"{where}: {names[i]} must come before clip, because it could raise the norm again")
 
 
 class Chain:
@@ -148,6 +154,9 @@ class Chain:
     def __init__(self, transforms: Sequence[UploadTransform]) -> None:
         check_order(transforms)
         self.transforms = tuple(transforms)
+        # A key depends on the name, and on how many of this name came before: other transformations change no draw.
+        names = [transform.name for transform in transforms]
+        self._numbers = [names[:i].count(name) for i, name in enumerate(names)]
         norms = [transform.clip_norm for transform in transforms if transform.clip_norm is not None]
         self.clip_norm = norms[-1] if norms else None
         self.sends_differences = any(transform.sends_differences for transform in transforms)
@@ -158,32 +167,35 @@ class Chain:
         """A client's first memory of each transformation."""
         return tuple(transform.init_memory(upload) for transform in self.transforms)
 
-    def client(self, key: Key, upload: PyTree, memory: tuple[PyTree, ...]) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """All client halves, first to last."""
-        after = []
-        for number, (transform, kept) in enumerate(zip(self.transforms, memory, strict=True)):
+    def client(
+        self, key: Key, upload: PyTree, memory: tuple[PyTree, ...]
+    ) -> tuple[PyTree, tuple[PyTree, ...], tuple[PyTree, ...]]:
+        """All client halves, first to last: (upload, memory, memory if the upload is lost)."""
+        sent, lost = [], []
+        for transform, number, kept in zip(self.transforms, self._numbers, memory, strict=True):
+            lost.append(transform.lost(upload, kept))
             upload, renewed = transform.client(tagged(key, transform.name, number), upload, kept)
-            after.append(renewed)
-        return upload, tuple(after)
+            sent.append(renewed)
+        return upload, tuple(sent), tuple(lost)
 
     def server(self, key: Key, average: PyTree, context: ServerContext) -> PyTree:
         """All server halves, last to first."""
-        for number, transform in reversed(list(enumerate(self.transforms))):
+        for transform, number in reversed(list(zip(self.transforms, self._numbers, strict=True))):
             average = transform.server(tagged(key, transform.name, number), average, context)
         return average
 
-    def encode(self, key: Key, sums: PyTree, id_: jax.Array, ids: jax.Array) -> PyTree:
+    def encode(self, key: Key, sums: PyTree, bound: float, id_: jax.Array, ids: jax.Array) -> PyTree:
         """What client `id_` sends in place of its weighted sum, see `UploadTransform.encode`."""
         for transform in self.transforms:
             if transform.encode is not None:
-                sums = transform.encode(key, sums, id_, ids)
+                sums = transform.encode(key, sums, bound, id_, ids)
         return sums
 
-    def decode(self, key: Key, total: PyTree, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
+    def decode(self, key: Key, total: PyTree, bound: float, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
         """The weighted sum of the uploads that returned, see `UploadTransform.decode`; `like` holds the dtype of each leaf."""
         for transform in self.transforms:
             if transform.decode is not None:
-                total = transform.decode(key, total, ids, returned, like)
+                total = transform.decode(key, total, bound, ids, returned, like)
         return total
 
     def message(self, leaf: Any) -> Message:
@@ -191,7 +203,7 @@ class Chain:
         message = Message(leaf.size, 8 * leaf.dtype.itemsize)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             for transform in self.transforms:
-                message = transform.message(message, leaf.dtype)
+                message = transform.message(message, leaf)
         return message
 
 
