@@ -12,6 +12,7 @@ from fedjax_meta import (
     algorithm,
     builders,
     checks,
+    contract,
     costs,
     data,
     engine,
@@ -24,7 +25,6 @@ from fedjax_meta import (
     local,
     masks,
     meta,
-    method,
     methods,
     metrics,
     participation,
@@ -38,10 +38,10 @@ from fedjax_meta import (
 )
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
 from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Received, Reduction, Trained, received_model
 from fedjax_meta.data import FederatedData, from_clients, from_partition, train_test_views
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
-from fedjax_meta.method import Cohort, Collaboration, Method, Population, Received, Reduction, Trained, received_model
 from fedjax_meta.methods import *  # noqa: F403
 from fedjax_meta.participation import Participation
 from fedjax_meta.rounds import federate
@@ -83,6 +83,7 @@ __all__ = [
     "checkpoint",
     "checks",
     "classification",
+    "contract",
     "costs",
     "data",
     "engine",
@@ -100,7 +101,6 @@ __all__ = [
     "local",
     "masks",
     "meta",
-    "method",
     "method_builder",
     "methods",
     "metrics",

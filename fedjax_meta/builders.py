@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, get_args
 from fedjax_meta import checks, federation
 from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.config import plain
-from fedjax_meta.method import Method
+from fedjax_meta.contract import Method
 from fedjax_meta.task import require_task
 
 P = ParamSpec("P")

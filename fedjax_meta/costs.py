@@ -13,11 +13,11 @@ import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.local import parameter_loss
 from fedjax_meta.masks import split, variables_shape
-from fedjax_meta.method import Method
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import PyTree

@@ -14,11 +14,11 @@ import optax
 
 from fedjax_meta import checks, host_store, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
+from fedjax_meta.contract import Method
 from fedjax_meta.data import CHUNK, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.types import Key, Variables
 

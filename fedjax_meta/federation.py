@@ -10,9 +10,9 @@ import optax
 from fedjax_meta import checks, schedules
 from fedjax_meta.aggregate import WEIGHTINGS, Aggregator
 from fedjax_meta.config import plain
+from fedjax_meta.contract import Population
 from fedjax_meta.data import ClientView
 from fedjax_meta.engine import PRECISIONS
-from fedjax_meta.method import Population
 from fedjax_meta.participation import Participation
 from fedjax_meta.types import Key, Rate, Variables
 from fedjax_meta.uploads import UploadTransform, check_order

@@ -15,12 +15,12 @@ import optax
 from fedjax_meta import checks, engine, masks
 from fedjax_meta.aggregate import WEIGHTINGS, client_weight, mean, weigh
 from fedjax_meta.algorithm import ROWS, Algorithm, Exchange, RoundInfo, State, check_support, state_rows
+from fedjax_meta.contract import Cohort, Method, Population, Received, Trained, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, replicate, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
-from fedjax_meta.method import Cohort, Method, Population, Received, Trained, no_memory
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 from fedjax_meta.uploads import Chain, ServerContext
 

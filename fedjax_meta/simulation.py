@@ -18,11 +18,11 @@ import numpy as np
 from fedjax_meta import checks, engine, runtime
 from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
+from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import capacity
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.types import Key
 
@@ -106,7 +106,7 @@ def schedule(rounds: int, eval_every: int) -> list[int]:
     return sorted({1, *range(eval_every, rounds, eval_every), rounds})
 
 
-def simulate(
+def simulate(  # over 80 lines: half of them explain the arguments
     method: Method | Algorithm,
     data: FederatedData,
     *,
@@ -148,7 +148,7 @@ def simulate(
     Raises:
       OSError: a store's folder cannot be written.
       RuntimeError: a run over several processes lost one of them.
-      TypeError: no method or algorithm; a federation beside an algorithm.
+      TypeError: no method or algorithm, or a federation beside an algorithm.
       ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do
         not fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say
         whether its clients are known, or that does not return a row for each of them.

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fedjax_meta import costs, masks, models, participation
+from fedjax_meta.contract import Collaboration, Method, Trained, received_model
 from fedjax_meta.costs import RASPBERRY_PIS, Device, Traffic
 from fedjax_meta.data import from_clients
 from fedjax_meta.federation import Federation
-from fedjax_meta.method import Collaboration, Method, Trained, received_model
 from fedjax_meta.methods import (
     fedavg,
     fedavg_adam,

@@ -17,7 +17,7 @@ LAYERS = (
     ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),
     ("aggregate",),
     ("engine",),
-    ("method",),
+    ("contract",),
     ("federation",),
     ("algorithm", "builders"),
     ("rounds", "methods"),

@@ -15,8 +15,8 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import aggregate, masks
 from fedjax_meta.aggregate import combine
+from fedjax_meta.contract import Collaboration, Method, Trained
 from fedjax_meta.federation import OPTIONS, Federation
-from fedjax_meta.method import Collaboration, Method, Trained
 from fedjax_meta.rounds import federate
 from tests import problems
 

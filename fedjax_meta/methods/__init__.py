@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-from fedjax_meta.method import Method, Reduction
+from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.methods.apfl import apfl, apfl_outputs
 from fedjax_meta.methods.ditto import ditto
 from fedjax_meta.methods.fedala import fedala

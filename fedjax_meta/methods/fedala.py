@@ -28,9 +28,9 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method, Received, Reduction, Trained
 from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
@@ -50,7 +50,7 @@ def clipped_sgd(rate: Rate) -> optax.GradientTransformation:
 
 
 @method_builder
-def fedala(
+def fedala(  # over 80 lines: its rules share ten options, which closures keep short
     task: Task,
     *,
     lr: Rate = 0.005,

@@ -26,8 +26,8 @@ from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
-from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
@@ -72,7 +72,7 @@ def keep_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -
 
 
 @method_builder
-def fedamp(
+def fedamp(  # over 80 lines: signature and explanation of eleven options are half of it
     task: Task,
     *,
     lr: Rate = 0.01,

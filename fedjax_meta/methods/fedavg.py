@@ -23,9 +23,9 @@ import optax
 
 from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method, Received, Reduction, Trained
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Params, Rate, Variables
 

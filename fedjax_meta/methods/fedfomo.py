@@ -26,10 +26,10 @@ from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Received, Trained, received_model
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import map_clients
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Cohort, Collaboration, Method, Population, Received, Trained, received_model
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 

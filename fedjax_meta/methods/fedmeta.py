@@ -32,10 +32,10 @@ import optax
 from fedjax_meta import checks, local, masks, meta
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.contract import Method, Population, Received, Reduction, Trained, no_extra
 from fedjax_meta.data import CHUNK, Batches, ClientData, ClientView
 from fedjax_meta.engine import map_clients
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method, Population, Received, Reduction, Trained, no_extra
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Updates, Variables
 
@@ -246,7 +246,7 @@ def _average_slots(state: State, average: PyTree, weight: Any, num_clients: int)
 
 
 @method_builder
-def fedmeta(  # more than 80 lines, half of which explain the options of the whole meta family
+def fedmeta(  # over 80 lines: half of them explain the arguments of the whole meta family
     task: Task,
     *,
     inner_lr: Rate = 0.001,

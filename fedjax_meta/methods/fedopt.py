@@ -29,7 +29,7 @@ import optax
 
 from fedjax_meta import checks
 from fedjax_meta.builders import method_builder, variant
-from fedjax_meta.method import Method, Reduction
+from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
 from fedjax_meta.types import Params, Rate, Updates

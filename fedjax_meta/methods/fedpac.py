@@ -33,9 +33,9 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
 from fedjax_meta.simplex import mixtures
 from fedjax_meta.task import Batch, Task, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate, Variables

@@ -16,8 +16,8 @@ import optax
 
 from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Received, Reduction, Trained, received_model
 from fedjax_meta.data import ClientData
-from fedjax_meta.method import Method, Received, Reduction, Trained, received_model
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate
 

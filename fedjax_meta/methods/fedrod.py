@@ -24,9 +24,9 @@ from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method, Received, Reduction, Trained
 from fedjax_meta.task import Batch, Task, cross_entropy
 from fedjax_meta.types import Key, Mask, Params, PyTree, Rate
 

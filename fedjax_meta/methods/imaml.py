@@ -24,9 +24,9 @@ import optax
 
 from fedjax_meta import checks, masks, meta
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.data import Batches, ClientData
 from fedjax_meta.implicit import implicit_gradient
-from fedjax_meta.method import Method, Reduction
 from fedjax_meta.methods.fedmeta import fedmeta, query_batches
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate

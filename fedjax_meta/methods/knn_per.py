@@ -24,8 +24,8 @@ import optax
 
 from fedjax_meta import checks, features
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Received, Reduction
 from fedjax_meta.data import ClientView
-from fedjax_meta.method import Method, Received, Reduction
 from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate, Variables

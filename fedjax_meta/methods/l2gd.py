@@ -26,9 +26,9 @@ import optax
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.methods.fedamp import keep_mean
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables

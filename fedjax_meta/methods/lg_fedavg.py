@@ -25,8 +25,8 @@ import optax
 
 from fedjax_meta import checks, masks
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Population, Reduction
 from fedjax_meta.data import ClientView
-from fedjax_meta.method import Method, Population, Reduction
 from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables

@@ -25,9 +25,9 @@ import optax
 
 from fedjax_meta import masks, meta
 from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
-from fedjax_meta.method import Method, Reduction
 from fedjax_meta.methods.fedmeta import fedmeta
 from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Rate

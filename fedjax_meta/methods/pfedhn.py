@@ -28,9 +28,9 @@ import optax
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method, Received, Trained
 from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Variables
 

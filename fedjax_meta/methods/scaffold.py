@@ -24,9 +24,9 @@ import optax
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.method import Method, Received, Trained
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Params, PyTree, Rate, Updates, Variables
 
