@@ -272,8 +272,7 @@ class _Rounds:
         up = masks.split(state.model, masks.union(self.shared, self.buffers))[0]
         if method.travels is not None:
             common, sent = jax.eval_shape(method.travels, state.model)
-            own = masks.split(state.model, self.personal)[0] if self.federation.average_personal else ()
-            up = (sent, own)
+            up = (sent, masks.split(state.model, self.personal)[0]) if self.federation.average_personal else sent
         given, read = (), ()
         if method.collaborate is not None:
             given, read = (_parts(kept, names) for names in (method.collaborate.gives, method.collaborate.reads))

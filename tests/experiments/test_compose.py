@@ -37,7 +37,7 @@ COMPOSITIONS = {
             "algorithm": "fedper",
             "federation": {"cohort_size": 3, "weighting": "uniform"},
             "unreliable": {"late": 0.1, "crashed": 0.1},
-            "uploads": {"noise": 0.5, "clip": 1.0, "sparsify": 0.5, "quantize": 8, "mask": 16},
+            "uploads": {"noise": 0.5, "clip": 1.0, "quantize": 8, "mask": 16},
         },
         "head",
     ),
