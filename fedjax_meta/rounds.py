@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, engine, masks
-from fedjax_meta.aggregate import WEIGHTINGS, client_weight, mean, weigh
+from fedjax_meta.aggregate import WEIGHTINGS, WeightedSum, client_weight, mean, weigh
 from fedjax_meta.algorithm import ROWS, Algorithm, Exchange, RoundInfo, State, check_support, state_rows
 from fedjax_meta.contract import Cohort, Method, Population, Received, Trained, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
@@ -314,15 +314,8 @@ class _Rounds:
 
     def _client_round(self, key: Key, id_: jax.Array, kept: Kept, context: "_Context") -> ClientUpdate:
         """What the engine runs for each client: the method's rule, and what becomes of its result."""
-        f, state, data = self.federation, context.state, context.data
-        client = data.client(jnp.where(id_ < 0, -1, kept.place))
-        did: Any = True
-        reached: Any = id_ >= 0
-        if f.participation is not None:
-            part = f.participation(tagged(key, "participation"), id_)
-            client = client.working(part.work)
-            did = jnp.logical_not(part.crashed) & (part.work > 0)
-            reached = reached & did & part.returned
+        state, data = context.state, context.data
+        client, works, arrives = self._fate(key, id_, data.client(jnp.where(id_ < 0, -1, kept.place)))
         received = self._receive(key, state, kept, data.total_clients)
         received = received._replace(shared_key=tagged(context.key, "shared"))
         trained = self.method.client(tagged(key, "train"), received, client)
@@ -331,27 +324,41 @@ class _Rounds:
             self._refuse_hiding_uploads()
         own_weight = self._weight(trained, client)
         # A client without samples has learned nothing, whatever its rule made of it.
-        took_part = (own_weight > 0) & did
-        returned = took_part & reached
+        took_part = (own_weight > 0) & works
+        returned = took_part & arrives
         upload = self._upload(state.model, state.extra, trained)
         upload, residual, residual_if_lost = self.chain.client(tagged(key, "uploads"), upload, kept.residual)
         residual = _where(returned, residual, residual_if_lost)
         weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
         weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
-        if self.chain.fixed_divisor:
-            weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
         new = (masks.split(trained.model, self.personal)[0], trained.memory, residual)
         new = _where(took_part, new, (kept.personal, kept.memory, kept.residual))
-        sums: Any = ()
-        if f.aggregator is None:
-            sums = weigh(upload, weight)
-            if self.chain.masks_uploads:
-                hidden = self.chain.encode(tagged(context.key, "masks"), sums, self._most(data), id_, context.ids)
-                sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), hidden)
-        separate = () if f.aggregator is None else (upload, weight)
+        sums, separate = self._sent(upload, weight, returned, id_, context)
         outputs = Outputs(trained.metrics, trained.stacked, took_part, returned, separate)
         kept = Kept(kept.place, kept.seen, *new)
         return ClientUpdate(sums, kept, jax.tree.map(jnp.asarray, outputs))
+
+    def _fate(self, key: Key, id_: jax.Array, client: ClientData) -> tuple[ClientData, Any, Any]:
+        """(the client with its share of the work, whether it works at all, whether its upload would arrive)."""
+        if self.federation.participation is None:
+            return client, True, id_ >= 0
+        part = self.federation.participation(tagged(key, "participation"), id_)
+        works = jnp.logical_not(part.crashed) & (part.work > 0)
+        return client.working(part.work), works, (id_ >= 0) & part.returned
+
+    def _sent(
+        self, upload: PyTree, weight: PyTree, returned: jax.Array, id_: jax.Array, context: "_Context"
+    ) -> tuple[PyTree, PyTree]:
+        """(what is added up over the cohort, what an aggregator gets of each client)."""
+        if self.chain.fixed_divisor:
+            weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
+        if self.federation.aggregator is not None:
+            return (), (upload, weight)
+        sums = weigh(upload, weight)
+        if self.chain.masks_uploads:
+            sums = self.chain.encode(tagged(context.key, "masks"), sums, self._most(context.data), id_, context.ids)
+            sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), sums)
+        return sums, ()
 
     def _check(self, trained: Any, received: Received, kept: Kept) -> None:
         """Raises an error in one line for a client rule that returns something else than it should."""
@@ -392,29 +399,30 @@ class _Rounds:
         self, key: Key, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
     ) -> tuple[tuple[PyTree, PyTree], PyTree]:
         """((average of the model's part, average of the statistics), summed weight of the statistics)."""
-        f = self.federation
-        if f.aggregator is not None:
-            uploads, weights = outputs.upload
-            total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-            aggregator = f.aggregator
-            average: Any = jax.tree.map(lambda w, part: aggregator(part, w), weights, uploads)
-        else:
-            if self.chain.masks_uploads:
-                forms = jax.tree.unflatten(jax.tree.structure(summed.total), summed.dtypes)
-                like = dataclasses.replace(
-                    summed,
-                    total=jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms),
-                    weight=jax.tree.map(lambda _: jnp.result_type(float), summed.weight),
-                )
-                summed = self.chain.decode(tagged(key, "masks"), summed, self._most(data), ids, outputs.returned, like)
-            if self.chain.fixed_divisor:
-                # The weights that came in would tell which clients did not return.
-                summed = dataclasses.replace(
-                    summed, weight=jax.tree.map(lambda w: jnp.full_like(w, f.cohort_size), summed.weight)
-                )
+        aggregator = self.federation.aggregator
+        if aggregator is None:
+            summed = self._total(key, summed, outputs.returned, ids, data)
             average, total = mean(summed), summed.weight[1]
-        context = ServerContext(f.cohort_size, self.chain.clip_norm, ids, outputs.returned)
+        else:
+            uploads, weights = outputs.upload
+            average = jax.tree.map(lambda w, part: aggregator(part, w), weights, uploads)
+            total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
+        context = ServerContext(self.federation.cohort_size, self.chain.clip_norm, ids, outputs.returned)
         return self.chain.server(tagged(key, "server uploads"), average, context), total
+
+    def _total(self, key: Key, summed: WeightedSum, returned: jax.Array, ids: jax.Array, data: FederatedData) -> WeightedSum:
+        """The weighted sum over the cohort, without masks and with the divisor that the upload transformations ask for."""
+        if self.chain.masks_uploads:
+            forms = jax.tree.unflatten(jax.tree.structure(summed.total), summed.dtypes)
+            total = jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms)
+            weight = jax.tree.map(lambda _: jnp.result_type(float), summed.weight)
+            like = dataclasses.replace(summed, total=total, weight=weight)
+            summed = self.chain.decode(tagged(key, "masks"), summed, self._most(data), ids, returned, like)
+        if self.chain.fixed_divisor:
+            # The weights that came in would tell which clients did not return.
+            weight = jax.tree.map(lambda w: jnp.full_like(w, self.federation.cohort_size), summed.weight)
+            summed = dataclasses.replace(summed, weight=weight)
+        return summed
 
     def _step_server(
         self, state: State, average: PyTree, statistics: PyTree, weight: PyTree, num_clients: int, some: jax.Array
