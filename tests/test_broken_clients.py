@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -125,13 +126,15 @@ def test_a_run_reports_who_broke_when_and_where(caplog):
 
 
 def test_a_server_that_diverges_is_reported(caplog):
-    federation = fm.Federation(cohort_size=N, devices=1, server_lr=1e308)
+    broken_step = {"server_optimizer": lambda rate: optax.scale(jnp.nan * rate), "server_lr": 1.0}
+    federation = fm.Federation(cohort_size=N, devices=1, **broken_step)
     _, records = fm.simulate(
         fm.fedavg(problems.task()), problems.data(), key=KEY, rounds=4, eval_every=4, federation=federation
     )
-    faults = [fault for record in records for fault in record.faults]
-    assert faults[-1].diverged and any(fault.what in {"server not finite", "clients left out"} for fault in faults)
-    assert "diverged" in caplog.text
+    first, second = (fault for record in records for fault in record.faults if fault.round <= 2)
+    assert (first.what, first.leaf, first.diverged) == ("server not finite", "['model']['body']['b']", True)
+    assert (second.what, second.clients, second.diverged) == ("clients left out", tuple(range(N)), True)
+    assert "round 1: server not finite" in caplog.text
 
 
 def test_broken_clients_may_be_let_in():
