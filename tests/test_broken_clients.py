@@ -131,7 +131,7 @@ def test_a_server_that_diverges_is_reported(caplog):
     _, records = fm.simulate(
         fm.fedavg(problems.task()), problems.data(), key=KEY, rounds=4, eval_every=4, federation=federation
     )
-    first, second = (fault for record in records for fault in record.faults if fault.round <= 2)
+    first, second, *_ = (fault for record in records for fault in record.faults)
     assert (first.what, first.leaf, first.diverged) == ("server not finite", "['model']['body']['b']", True)
     assert (second.what, second.clients, second.diverged) == ("clients left out", tuple(range(N)), True)
     assert "round 1: server not finite" in caplog.text
