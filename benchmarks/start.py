@@ -74,7 +74,7 @@ def starts(experiment: str, repeats: int) -> dict[str, np.ndarray]:
     return {state: np.array(times) for state, times in seconds.items()}
 
 
-class Clocked(simulation._Compiled):
+class Clocked(simulation.Compiled):
     """A compiled program of `simulate` that adds its run time, from the call to the results, to a total of all programs."""
 
     running = 0.0
@@ -107,7 +107,7 @@ def host_share(name: str, *, blocks: int, rounds: int, save: bool) -> dict[str, 
 
     clocks: list[tuple[float, float]] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(simulation, "_Compiled", Clocked))
+        stack.enter_context(mock.patch.object(simulation, "Compiled", Clocked))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
 
         def on_record(state: fm.State, record: fm.Record) -> None:

@@ -222,16 +222,16 @@ def simulate(  # over 80 lines: half of them explain the arguments
         faults: list[Fault] = []
         while done < stop:
             count, clock = min(stretch, stop - done), time.perf_counter() - run.compile_seconds
-            with _all_there(done):
+            with all_there(done):
                 log = run.train(count)
             lines.append(log.metrics)
-            faults += _faults_in(log, done, algorithm, data)
+            faults += faults_in(log, done, algorithm, data)
             done += count
             if on_progress is not None:
                 took = time.perf_counter() - run.compile_seconds - clock
                 stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
                 on_progress(done, lines[-1])
-        with _all_there(done):
+        with all_there(done):
             results = run.measure()
         metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
         compiled = run.compile_seconds - compiled
@@ -255,7 +255,7 @@ class _OnDevice:
         *,
         most: int,
     ) -> None:
-        init_key, round_key, measure_key = _run_keys(key)
+        init_key, round_key, measure_key = run_keys(key)
         initial = jax.jit(algorithm.init).lower(init_key, data)
         # `algorithm.init` decides where a state is placed; a given state and all that is read go to the same devices.
         begin = initial.compile()
@@ -276,8 +276,8 @@ class _OnDevice:
         def measure(state: State, data: Any, key: Key) -> Any:
             return {name: _measured(name, test, key, state, data[name]) for name, test in tests.items()}
 
-        self._block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
-        self._measure = _Compiled(jax.jit(measure, out_shardings=whole))
+        self._block = Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
+        self._measure = Compiled(jax.jit(measure, out_shardings=whole))
 
     def train(self, count: int) -> Log:
         """`count` rounds, to their end."""
@@ -307,7 +307,7 @@ class _OnHost:
         state: State | None,
         where: str | Path,
     ) -> None:
-        init_key, round_key, measure_key = _run_keys(key)
+        init_key, round_key, measure_key = run_keys(key)
         stores.check_algorithm(algorithm)
         for name, test in tests.items():
             _check_evaluator(name, test, data.num_clients)
@@ -341,9 +341,9 @@ class _OnHost:
 
         asked = jax.eval_shape(cohorts, 0, round_key)
         self._room = capacity(self._data, asked.shape[1])
-        self._cohorts = _Compiled(jax.jit(cohorts))
-        self._step = _Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
-        self._measures = {name: _Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
+        self._cohorts = Compiled(jax.jit(cohorts))
+        self._step = Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
+        self._measures = {name: Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
 
     def train(self, count: int) -> Log:
         """`count` rounds, to their end."""
@@ -417,13 +417,14 @@ def _measured(name: str, test: Evaluator, key: Key, state: State, data: Any) -> 
     return test.measure(tagged(key, name, state.round), state, data)
 
 
-def _run_keys(key: Key) -> tuple[Key, Key, Key]:
+def run_keys(key: Key) -> tuple[Key, Key, Key]:
     """The keys of a run's initial state, rounds and evaluations."""
     return tagged(key, "init"), tagged(key, "rounds"), tagged(key, "evaluations")
 
 
-def _faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData) -> list[Fault]:
-    """The faults of a few rounds, the first of which is round `done + 1`; each is also logged as a warning."""
+def faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData, *, run: str = "") -> list[Fault]:
+    """The faults of a few rounds, the first of which is round `done + 1`; they are also logged, with the name of the run."""
+    prefix = f"{run}: " if run else ""
     found: list[Fault] = []
     empty = np.zeros(len(log.some), bool)
     clients, server, diverged = (None, None, empty) if log.faults is None else log.faults
@@ -441,14 +442,14 @@ def _faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData) -
             found += [Fault(done + int(r) + 1, "loss not finite", (), name, bool(diverged[r])) for r in odd]
     found.sort(key=lambda fault: fault.round)
     for fault in found[:_MOST_WARNINGS]:
-        _log.warning("%s", fault)
+        _log.warning("%s%s", prefix, fault)
     if len(found) > _MOST_WARNINGS:
-        _log.warning("and %d more until round %d", len(found) - _MOST_WARNINGS, done + len(log.some))
+        _log.warning("%sand %d more until round %d", prefix, len(found) - _MOST_WARNINGS, done + len(log.some))
     return found
 
 
 @contextlib.contextmanager
-def _all_there(done: int) -> Iterator[None]:
+def all_there(done: int) -> Iterator[None]:
     """Explains the error that JAX raises when other processes of the run no longer answer."""
     try:
         yield
@@ -468,7 +469,7 @@ def _must_fit(state: State, wanted: Any) -> None:
         raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
 
 
-class _Compiled:
+class Compiled:
     """A jitted function that is compiled once and knows how long that took."""
 
     def __init__(self, jitted: Any) -> None:
@@ -477,6 +478,7 @@ class _Compiled:
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
+        """The result for these arguments, whose shapes must be those of the first call."""
         if self._executable is None:
             started = time.perf_counter()
             self._executable = self._jitted.lower(*arguments).compile()
