@@ -74,10 +74,9 @@ def grid(**values: Sequence[float]) -> list[dict[str, float]]:
 
 def sweep(  # over 80 lines: half of them explain the arguments
     build: Build,
-    points: Sequence[Mapping[str, float]],
+    members: Sequence[Member],
     data: FederatedData,
     *,
-    seeds: Sequence[int],
     rounds: int,
     federation: Federation | None = None,
     eval_every: int = 20,
@@ -87,16 +86,15 @@ def sweep(  # over 80 lines: half of them explain the arguments
     at_once: int | None = None,
     on_record: Callable[[State, int, list[Record]], None] | None = None,
     on_progress: Callable[[int, dict[str, np.ndarray]], None] | None = None,
-) -> tuple[State, list[Member], list[list[Record]]]:
+) -> tuple[State, list[list[Record]]]:
     """Trains a method at each point of a grid with each seed, and evaluates as `simulate` does.
 
     A member gets the keys that `simulate` gives the run of its seed, so that both find the same numbers up to rounding.
 
     Args:
       build: the method as a function of its numbers.
-      points: the grid, see `grid`; `[{}]` for seeds alone. All points name the same numbers.
+      members: what to train, e.g. `members(grid(lr=[0.1, 0.3]), seeds=[1, 2, 3])`; all name the same numbers.
       data: the clients that train.
-      seeds: at least one, each once.
       rounds, eval_every: as in `simulate`.
       federation: how rounds are run; its `devices` is ignored, because a member has one device.
       evaluators: by name, what to measure.
@@ -108,18 +106,18 @@ def sweep(  # over 80 lines: half of them explain the arguments
       on_progress: as in `simulate`, with metrics `[M, rounds]`.
 
     Returns:
-      (state, leaves `[M, ...]`; the M members, seeds varying fastest; the records of each member).
+      (state, leaves `[M, ...]`; the records of each member).
 
     Raises:
-      ValueError: no points or seeds, points of different names, a value that the method refuses, a state of another sweep, and
-        what `simulate` raises.
+      ValueError: no members, members of different names, a value that the method refuses, a state of another sweep, and what
+        `simulate` raises.
     """
-    members = _members(points, seeds)
+    _check_members(members)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
     # At the door, each point is tried with plain numbers: traced ones pass every check.
-    for point in points:
-        _algorithm(build, point, federation)
+    for point in {tuple(member.numbers.items()) for member in members}:
+        _algorithm(build, dict(point), federation)
     run = _Sweep(build, members, federation, data, evaluators or {}, devices, at_once, state, most=eval_every)
     done = int(np.asarray(run.state.round)[0])
     if done > rounds:
@@ -149,24 +147,43 @@ def sweep(  # over 80 lines: half of them explain the arguments
             history.append(Record(done, mine.metrics, result, seconds, compiled / len(members), faults))
         if on_record is not None:
             on_record(run.state, done, [history[-1] for history in records])
-    return run.state, members, records
+    return run.state, records
 
 
-def _members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list[Member]:
-    if not points or not len(seeds):
+def members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list[Member]:
+    """Every point with every seed, seeds varying fastest.
+
+    Raises:
+      ValueError: no points or seeds, a seed twice, points of different names.
+    """
+    made = [Member(dict(point), int(seed)) for point in points for seed in seeds]
+    _check_members(made)
+    return made
+
+
+def _check_members(members: Sequence[Member]) -> None:
+    if not members:
         raise ValueError("a sweep needs at least one point and one seed")
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds={list(seeds)} names a seed twice")
-    names = list(points[0])
-    for point in points:
-        if list(point) != names:
-            raise ValueError(f"all points must name the same numbers in the same order: {names}, but one has {list(point)}")
-    return [Member(dict(point), int(seed)) for point in points for seed in seeds]
+    names = list(members[0].numbers)
+    for member in members:
+        if list(member.numbers) != names:
+            raise ValueError(f"all members must name the same numbers in the same order: {names}, but one has {member}")
+    labels = [str(member) for member in members]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"a sweep has the member {label} twice")
 
 
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
     return as_algorithm(build(**numbers), dataclasses.replace(federation or Federation(), devices=1))
+
+
+def state_shapes(build: Build, members: Sequence[Member], data: FederatedData, federation: Federation | None = None) -> State:
+    """The shapes of a sweep's state, leaves `[M, ...]`; nothing is computed."""
+    algorithm = _algorithm(build, members[0].numbers, federation)
+    one = jax.eval_shape(algorithm.init, jax.random.key(0), data)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(members), *leaf.shape), leaf.dtype), one)
 
 
 class _Sweep:
@@ -235,9 +252,7 @@ class _Sweep:
         if state is None:
             self._state = Compiled(jax.jit(each(begin)))(self._who, None, self._data)
         else:
-            shapes = jax.eval_shape(each(begin), self._who, None, self._data)
-            like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), shapes)
-            odd = checks.mismatch(state, like)
+            odd = checks.mismatch(state, state_shapes(build, members, data, federation))
             if odd is not None:
                 raise ValueError(f"state does not fit: {odd}; is it of another sweep?")
             self._state = jax.device_put(jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], state), split)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.sweeps import Member, MemberEvaluator, grid, sweep
+from fedjax_meta.sweeps import Member, MemberEvaluator, grid, members, sweep
 from tests import problems
 
 FEDERATION = fm.Federation(cohort_size=3)
@@ -19,11 +19,12 @@ def ditto(lr, prox_weight):
     return fm.ditto(problems.task(), lr=lr, prox_weight=prox_weight, epochs=1, batch_size=16)
 
 
-def run(points=None, **options):
+def run(points=None, seeds=None, **options):
     points = grid(lr=[0.05, 0.2], prox_weight=[0.1]) if points is None else points
-    given = {"seeds": [1, 5], "rounds": 5, "eval_every": 2, "federation": FEDERATION}
+    given = {"rounds": 5, "eval_every": 2, "federation": FEDERATION}
+    chosen = members(points, seeds=[1, 5] if seeds is None else seeds)
     evaluators = {"local": MemberEvaluator(measured, problems.data())}
-    return sweep(ditto, points, problems.data(), evaluators=evaluators, **(given | options))
+    return chosen, *sweep(ditto, chosen, problems.data(), evaluators=evaluators, **(given | options))
 
 
 def alone(member: Member, rounds=5):
@@ -41,15 +42,15 @@ def on_host(tree):
 
 @pytest.mark.parametrize("layout", [{"devices": 1}, {"devices": 2}, {"devices": 2, "at_once": 2}], ids=str)
 def test_every_member_of_a_sweep_is_the_run_of_its_numbers_and_seed(layout):
-    state, members, records = run(**layout)
-    assert [str(member) for member in members] == [
+    who, state, records = run(**layout)
+    assert [str(member) for member in who] == [
         "lr=0.05, prox_weight=0.1, seed 1",
         "lr=0.05, prox_weight=0.1, seed 5",
         "lr=0.2, prox_weight=0.1, seed 1",
         "lr=0.2, prox_weight=0.1, seed 5",
     ]
     for m in (0, 3):
-        expected, history = alone(members[m])
+        expected, history = alone(who[m])
         assert problems.distance(jax.tree.map(lambda leaf, m=m: np.asarray(leaf)[m], state), on_host(expected)) < 1e-12
         assert [record.round for record in records[m]] == [record.round for record in history] == [1, 2, 4, 5]
         for mine, its in zip(records[m], history, strict=True):
@@ -59,13 +60,13 @@ def test_every_member_of_a_sweep_is_the_run_of_its_numbers_and_seed(layout):
 
 def test_members_that_do_not_divide_the_devices_are_complete():
     points = grid(lr=[0.05, 0.1, 0.2], prox_weight=[0.1])
-    state, members, records = run(points, seeds=[1], rounds=1, devices=2)
-    assert len(members) == len(records) == state.round.shape[0] == 3
-    assert problems.distance(jax.tree.map(lambda leaf: np.asarray(leaf)[2], state), on_host(alone(members[2], 1)[0])) < 1e-12
+    who, state, records = run(points, seeds=[1], rounds=1, devices=2)
+    assert len(who) == len(records) == state.round.shape[0] == 3
+    assert problems.distance(jax.tree.map(lambda leaf: np.asarray(leaf)[2], state), on_host(alone(who[2], 1)[0])) < 1e-12
 
 
 def test_a_sweep_resumes_bit_for_bit():
-    whole, _, history = run(devices=2)
+    _, whole, history = run(devices=2)
     saved = []
 
     def stop(state, done, records):
@@ -75,7 +76,7 @@ def test_a_sweep_resumes_bit_for_bit():
 
     with pytest.raises(KeyboardInterrupt):
         run(devices=2, on_record=stop)
-    again, _, rest = run(devices=2, state=saved[0])
+    _, again, rest = run(devices=2, state=saved[0])
     assert problems.leaves_equal(again, whole)
     assert [record.round for record in rest[0]] == [4, 5]
     assert problems.leaves_equal(rest[1][-1].evaluations, history[1][-1].evaluations)
@@ -90,7 +91,7 @@ def test_progress_is_told_for_all_members():
 BAD = {
     "no points": ({"points": []}, "at least one point and one seed"),
     "no seeds": ({"seeds": []}, "at least one point and one seed"),
-    "a seed twice": ({"seeds": [1, 1]}, r"seeds=\[1, 1\] names a seed twice"),
+    "a seed twice": ({"seeds": [1, 1]}, "a sweep has the member lr=0.05, prox_weight=0.1, seed 1 twice"),
     "points of other names": (
         {"points": [{"lr": 0.1, "prox_weight": 1.0}, {"lr": 0.1}]},
         "all points must name the same numbers",
@@ -107,6 +108,6 @@ def test_bad_input_gets_one_line(options, words):
 
 
 def test_a_state_of_another_sweep_is_refused():
-    state, _, _ = run(rounds=1, seeds=[1], points=grid(lr=[0.1], prox_weight=[0.1]))
+    _, state, _ = run(rounds=1, seeds=[1], points=grid(lr=[0.1], prox_weight=[0.1]))
     with pytest.raises(ValueError, match="state does not fit"):
         run(state=state)

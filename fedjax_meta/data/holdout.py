@@ -1,0 +1,83 @@
+"""Clients and samples that are kept out of training, for tests on new clients and for the choice of hyper-parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.data.builders import nested_views
+from fedjax_meta.data.federated import FederatedData
+
+Runs = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""(first sample, number of samples) of each view, `[N]` each."""
+
+
+def with_views(data: FederatedData, views: Runs) -> FederatedData:
+    """The same clients with other views; no sample is copied."""
+    return dataclasses.replace(
+        data,
+        start={name: start.astype(np.int32) for name, (start, _) in views.items()},
+        size={name: size.astype(np.int32) for name, (_, size) in views.items()},
+        max_size=tuple((name, int(size.max())) for name, (_, size) in views.items()),
+    )
+
+
+def as_population(data: FederatedData, clients: np.ndarray) -> FederatedData:
+    """Some clients as a population of their own, with ids from 0; no sample is copied.
+
+    Args:
+      data: clients whose ids are their positions.
+      clients: int `[N']`, positions.
+    """
+    views = {name: (np.asarray(data.start[name])[clients], np.asarray(data.size[name])[clients]) for name in data.views}
+    return with_views(data, views)
+
+
+def new_clients(
+    data: FederatedData, share: float, *, support: float = 0.2, seed: int
+) -> tuple[FederatedData, FederatedData | None]:
+    """Holds out a random share of the clients, who never train.
+
+    Args:
+      data: clients with the views of `train_test_views`.
+      share: of the clients, in [0, 1), rounded to a whole number.
+      support: share of a new client's samples to adapt on.
+      seed: of the draw.
+
+    Returns:
+      (the clients that train, the new ones with the views "support" and "query"; `None` if there are none).
+
+    Raises:
+      ValueError: a share out of range, or no client left to train.
+    """
+    checks.share("share", share)
+    count = round(share * data.num_clients)
+    if count == 0:
+        return data, None
+    if count == data.num_clients:
+        raise ValueError(f"share={share} of N={data.num_clients} clients leaves none to train")
+    order = np.random.default_rng(seed).permutation(data.num_clients)
+    held, rest = np.sort(order[:count]), np.sort(order[count:])
+    new = as_population(data, held)
+    start, size = new.start["train"], np.asarray(new.size["train"]) + np.asarray(new.size["test"])
+    first = np.clip((size * support + 1e-9).astype(np.int32), 1, np.maximum(size - 1, 1))
+    views = {"support": (np.asarray(start), first), "query": (np.asarray(start) + first, size - first)}
+    return as_population(data, rest), with_views(new, views)
+
+
+def validation_samples(data: FederatedData, share: float, *, support: float = 0.2) -> FederatedData:
+    """The same clients without their test samples: the last `share` of each train view is what they are tested on.
+
+    Args:
+      data: clients with the view "train".
+      share: of a client's train samples, in (0, 1); at least one sample, and at least one stays for training.
+      support: share of each part for adaptation.
+    """
+    checks.fraction("share", share)
+    start, size = np.asarray(data.start["train"]), np.asarray(data.size["train"])
+    if size.min() < 2:
+        raise ValueError(f"client {int(size.argmin())} has {size.min()} train samples: validation needs at least 2")
+    held = np.clip((size * share + 1e-9).astype(np.int64), 1, size - 1)
+    bounds = nested_views((size - held).astype(np.int64), held, support=support)
+    return with_views(data, {name: (start + begin, end - begin) for name, (begin, end) in bounds.items()})

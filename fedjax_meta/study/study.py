@@ -1,0 +1,222 @@
+"""A study: which systems are compared on which scenarios, and how they are tuned. It reads from and writes to YAML."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedjax_meta import checks
+from fedjax_meta.study.scenario import Scenario
+from fedjax_meta.study.system import System
+
+METRICS = ("accuracy", "accuracy_mean", "f1_mean")
+"""Scores by which hyper-parameters may be chosen, see `metrics.summary`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a point of a system's grid is chosen, the same for all systems.
+
+    Attributes:
+      rounds: of each trial; those of the study when not given.
+      seeds: of the trials.
+      metric: the score to maximise after the last round of a trial, on train samples that were held back from training.
+    """
+
+    rounds: int | None = None
+    seeds: Sequence[int] = (0,)
+    metric: str = "accuracy_mean"
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None:
+            checks.count("rounds", self.rounds)
+        _check_seeds("tuning.seeds", self.seeds)
+        checks.one_of("metric", self.metric, METRICS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A number that a paper prints.
+
+    Attributes:
+      system, scenario: names in the study.
+      clients: "known" or "new".
+      score: name in `metrics.summary`.
+      value: in percent.
+      note: where it is printed, and what is unclear about it.
+    """
+
+    system: str
+    scenario: str
+    value: float
+    clients: str = "known"
+    score: str = "accuracy"
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """Systems times scenarios times seeds.
+
+    Attributes:
+      title: of the report.
+      scenarios, systems: by name.
+      rounds, eval_every, seeds: of every run.
+      federation: options of every system that does not say otherwise.
+      tuning: how grids are searched.
+      published: numbers to print beside the measured ones.
+      notes: lines for the report.
+
+    Raises:
+      ValueError: nothing to compare, counts out of range, a published number of an unknown system or scenario.
+    """
+
+    title: str
+    scenarios: Mapping[str, Scenario]
+    systems: Mapping[str, System]
+    rounds: int = 100
+    eval_every: int = 20
+    seeds: Sequence[int] = (1,)
+    federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tuning: Tuning = dataclasses.field(default_factory=Tuning)
+    published: Sequence[Published] = ()
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        checks.count("rounds", self.rounds)
+        checks.count("eval_every", self.eval_every)
+        _check_seeds("seeds", self.seeds)
+        for kind in ("scenarios", "systems"):
+            if not getattr(self, kind):
+                raise ValueError(f"a study needs {kind}")
+            for name in getattr(self, kind):
+                if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+                    raise ValueError(f"{kind}: {name!r} must be made of letters, digits, _ and -")
+        titles = [self.title_of(name) for name in self.systems]
+        for title in titles:
+            if titles.count(title) > 1:
+                raise ValueError(f"two systems have the title {title!r}: give each its own")
+        for row in self.published:
+            checks.one_of("published.system", row.system, self.systems)
+            checks.one_of("published.scenario", row.scenario, self.scenarios)
+            checks.one_of("published.clients", row.clients, ("known", "new"))
+
+    def title_of(self, system: str) -> str:
+        """A system's title in tables."""
+        return self.systems[system].title or system
+
+    def system(self, name: str) -> System:
+        """A system with the federation's options of the study filled in."""
+        own = self.systems[name]
+        shared = {key: value for key, value in self.federation.items() if key not in own.grid}
+        return dataclasses.replace(own, federation={**shared, **own.federation})
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Study:
+    """Reads a study from a YAML file.
+
+    Args:
+      path: of the file.
+      overrides: `"systems.fedavg.options.epochs=5"`; a value is read as YAML.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: no YAML, a field that does not exist, and what `Study` refuses; the message names the field.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
+    for override in overrides:
+        _override(tree, override)
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> Study:
+    """A study from nested mappings, as YAML holds it.
+
+    Raises:
+      ValueError: see `load`.
+    """
+    tree = dict(tree)
+    for kind, of in (("scenarios", Scenario), ("systems", System)):
+        named = tree.get(kind)
+        if not isinstance(named, Mapping) or not named:
+            raise ValueError(f"{kind} must be a mapping of names")
+        tree[kind] = {name: _object(f"{kind}.{name}", of, value) for name, value in named.items()}
+    if "tuning" in tree:
+        tree["tuning"] = _object("tuning", Tuning, tree["tuning"])
+    if "published" in tree:
+        tree["published"] = [_object(f"published[{i}]", Published, row) for i, row in enumerate(tree["published"])]
+    return _object("study", Study, tree)
+
+
+def to_tree(study: Study) -> dict[str, Any]:
+    """Nested mappings of plain values, from which `from_tree` makes the same study."""
+    return _plain(dataclasses.asdict(study))
+
+
+def to_yaml(study: Study) -> str:
+    """The study as YAML, every field filled in."""
+    return yaml.safe_dump(to_tree(study), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _object(where: str, of: type, given: Any) -> Any:
+    """A dataclass from a mapping; its errors begin with where they are in the file."""
+    if dataclasses.is_dataclass(given):
+        return given
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {given!r}")
+    fields = {field.name: field for field in dataclasses.fields(of)}
+    for name in given:
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), fields, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{where} has no field {name!r}{hint}; allowed are {', '.join(fields)}")
+    needed = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
+    for name in needed:
+        if name not in given:
+            raise ValueError(f"{where} needs {name}")
+    try:
+        return of(**given)
+    except ValueError as error:
+        raise ValueError(str(error) if where == "study" else f"{where}: {error}") from None
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    path, equals, value = text.partition("=")
+    *parents, last = path.split(".")
+    if not equals or not all([*parents, last]):
+        raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
+    place = tree
+    for name in parents:
+        if place.get(name) is None:
+            place[name] = {}
+        place = place[name]
+        if not isinstance(place, dict):
+            raise ValueError(f"{text!r}: {name} is no mapping")
+    place[last] = yaml.safe_load(value)
+
+
+def _check_seeds(name: str, seeds: Any) -> None:
+    if not isinstance(seeds, (list, tuple)) or not seeds:
+        raise ValueError(f"{name}={seeds!r} must be a list of at least one seed")
+    for seed in seeds:
+        checks.count(name, seed, least=0)
+        if seed >= 2**32:
+            raise ValueError(f"{name}: {seed} must be below 2^32")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{name}={list(seeds)} names a seed twice")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,170 @@
+"""A system: a method and how it is run, with parts that are given by name so that a file can hold them."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optax
+
+from fedjax_meta import aggregate, checks, implicit, meta, participation, uploads
+from fedjax_meta import federation as federations
+from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.federation import Federation
+from fedjax_meta.methods import METHODS
+from fedjax_meta.rounds import federate
+from fedjax_meta.task import Task
+
+ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
+    "exact": meta.exact,
+    "first_order": meta.first_order,
+    "hessian_free": meta.hessian_free,
+    "implicit": implicit.implicit_gradient,
+    "reptile": meta.reptile_gradient,
+}
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": optax.sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "yogi": optax.yogi,
+    "adagrad": optax.adagrad,
+}
+AGGREGATORS: dict[str, Callable[..., Any]] = {
+    "median": lambda: aggregate.median,
+    "trimmed_mean": aggregate.trimmed_mean,
+}
+PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
+    "unreliable": participation.unreliable,
+    "stragglers": participation.stragglers,
+}
+UPLOADS: dict[str, Callable[..., uploads.UploadTransform]] = {
+    "sparsify": uploads.sparsify,
+    "quantize": uploads.quantize,
+    "clip": uploads.clip,
+    "noise": uploads.noise,
+    "mask": uploads.mask,
+}
+
+PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
+    "estimator": (ESTIMATORS, True),
+    "optimizer": (OPTIMIZERS, True),
+    "inner_optimizer": (OPTIMIZERS, True),
+    "outer_optimizer": (OPTIMIZERS, True),
+    "server_optimizer": (OPTIMIZERS, True),
+    "aggregator": (AGGREGATORS, False),
+    "participation": (PARTICIPATION, False),
+}
+"""Options that name a part: its registry, and whether the option wants the part as a factory that is called later."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System:
+    """A method in a federation, ready to be compared.
+
+    A part is written as its name (`outer_optimizer: adam`), or as a name with options (`estimator: {name: implicit,
+    prox_weight: 2.0}`).
+
+    Attributes:
+      method: name in `METHODS`.
+      options: of the method.
+      federation: of `Federation`; `uploads` is a list of parts.
+      grid: values to try, by the name of an option of the method or the federation.
+      title: for tables; the method's name when not given.
+
+    Raises:
+      ValueError: an unknown method, option or part, a grid without values, an option that is also in the grid.
+    """
+
+    method: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    grid: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    title: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of("method", self.method, METHODS)
+        taken, given = _keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(self.grid)}
+        try:
+            own = [name for name in given if name not in federations.OPTIONS or name in self.options]
+            checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"))
+            checks.options("federation", self.federation, federations.OPTIONS, dict.fromkeys(taken, "options"))
+        except TypeError as error:
+            raise ValueError(str(error).replace("() takes", " takes")) from None
+        for name, values in self.grid.items():
+            if name in self.options or name in self.federation:
+                raise ValueError(f"{name} has a value and a grid: leave one of them out")
+            numbers = isinstance(values, (list, tuple)) and values and all(_is_number(value) for value in values)
+            if not numbers or len(set(values)) < len(values):
+                raise ValueError(f"grid of {name} must be a list of different numbers, not {values!r}")
+        for name in (*self.options, *self.federation):
+            if name in PARTS:
+                part(name, {**self.options, **self.federation}[name])
+        for given_upload in self.federation.get("uploads", ()):
+            _made("uploads", UPLOADS, given_upload)
+
+    def build(self, task: Task, **numbers: Any) -> Algorithm:
+        """The algorithm, with numbers of the grid that may be traced.
+
+        Raises:
+          ValueError: what the method or the federation refuses.
+        """
+        takes = _keywords(METHODS[self.method])
+        options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
+        shared = {name: part(name, value) if name in PARTS else value for name, value in self.federation.items()}
+        if "uploads" in shared:
+            shared["uploads"] = tuple(_made("uploads", UPLOADS, one) for one in shared["uploads"])
+        for name, value in numbers.items():
+            (options if name in takes else shared)[name] = value
+        try:
+            return federate(METHODS[self.method](task, **options), Federation(**shared))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def part(option: str, given: Any) -> Any:
+    """A part from its name, or from a mapping with its `name` and options."""
+    if given is None:
+        return None
+    registry, as_factory = PARTS[option]
+    if not as_factory:
+        return _made(option, registry, given)
+    name, options = _name_and_options(option, given)
+    checks.one_of(option, name, registry)
+    if registry is ESTIMATORS:
+        _check(option, name, registry[name], options)
+    return functools.partial(registry[name], **options) if options else registry[name]
+
+
+def _made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) -> Any:
+    name, options = _name_and_options(option, given)
+    checks.one_of(option, name, registry)
+    _check(option, name, registry[name], options)
+    try:
+        return registry[name](**options)
+    except TypeError as error:
+        raise ValueError(f"{option} {name}: {error}") from None
+
+
+def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, str):
+        return given, {}
+    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+        return given["name"], {key: value for key, value in given.items() if key != "name"}
+    raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}")
+
+
+def _check(option: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        checks.options(f"{option} {name}", options, list(inspect.signature(function).parameters), {})
+    except TypeError as error:
+        raise ValueError(str(error).replace("() takes", " takes")) from None
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
