@@ -24,15 +24,15 @@ from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
-from fedjax_meta.rounds import as_algorithm
+from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Compiled, Log, Record, all_there, faults_in, run_keys, run_rounds, schedule
 from fedjax_meta.types import Key
 
 MEMBERS = "members"
 """Name of the mesh axis over which the members of a sweep are spread."""
 
-Build = Callable[..., Method | Algorithm]
-"""`(**numbers) -> method`, e.g. `lambda lr: fm.fedavg(task, lr=lr)`; the numbers are traced."""
+Build = Callable[..., Method | tuple[Method, Federation]]
+"""`(**numbers) -> method`, e.g. `lambda lr: fm.fedavg(task, lr=lr)`, or a method and its federation; the numbers are traced."""
 
 
 class Member(NamedTuple):
@@ -96,7 +96,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
       members: what to train, e.g. `members(grid(lr=[0.1, 0.3]), seeds=[1, 2, 3])`; all name the same numbers.
       data: the clients that train.
       rounds, eval_every: as in `simulate`.
-      federation: how rounds are run; its `devices` is ignored, because a member has one device.
+      federation: how rounds are run where `build` does not say it; its `devices` is ignored, because a member has one device.
       evaluators: by name, what to measure.
       state: where to resume: a state of this sweep, leaves `[M, ...]`.
       devices: how many devices share the members; all by default.
@@ -176,7 +176,9 @@ def _check_members(members: Sequence[Member]) -> None:
 
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
-    return as_algorithm(build(**numbers), dataclasses.replace(federation or Federation(), devices=1))
+    made = build(**numbers)
+    method, own = made if isinstance(made, tuple) else (made, federation or Federation())
+    return federate(method, dataclasses.replace(own, devices=1))
 
 
 def state_shapes(build: Build, members: Sequence[Member], data: FederatedData, federation: Federation | None = None) -> State:

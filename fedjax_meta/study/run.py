@@ -6,6 +6,7 @@ report.
 """
 
 import dataclasses
+import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -209,7 +210,7 @@ def _system(study: Study, scenario: str, name: str, clients: Clients, folder: Pa
         scenario=scenario,
         system=name,
         name="tuning",
-        build=partial(system.build, clients.task),
+        build=partial(system.parts, clients.task),
         rounds=study.tuning.rounds or study.rounds,
         eval_every=study.eval_every,
         data=clients.tuning,
@@ -238,7 +239,7 @@ def best(trials: Sequence[Trial], metric: str) -> dict[str, float]:
         score = trial.rows[-1]["tests"][VALIDATION]["scores"][metric]
         point: tuple[tuple[str, float], ...] = tuple(trial.numbers.items())
         scores.setdefault(point, []).append(-1.0 if score is None or np.isnan(score) else score)
-    return dict(max(scores, key=lambda point: float(np.mean(scores[point]))))
+    return dict(max(scores.items(), key=lambda item: float(np.mean(item[1])))[0])
 
 
 def _test(scenario: Scenario, data: Any) -> MemberEvaluator:
@@ -290,8 +291,9 @@ def _trials(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Wat
 def _train(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Watcher) -> list[Trial]:
     """Trains some members together, from their newest checkpoint on."""
     config = {**phase.config, "members": [str(member) for member in members]}
-    # A wave has a folder of its own: its members are not those of the wave before.
-    state_folder = folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{members[0]}"
+    # Other members, e.g. those of more seeds, have a folder of their own.
+    who = hashlib.blake2b(repr(config["members"]).encode(), digest_size=4).hexdigest()
+    state_folder = folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
     shapes = _Saved(sweeps.state_shapes(phase.build, members, phase.data), jax.ShapeDtypeStruct((), np.int32))
     saved = checkpoint.restore(state_folder, shapes, config)
     trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]

@@ -11,6 +11,7 @@ import optax
 from fedjax_meta import aggregate, checks, implicit, meta, participation, uploads
 from fedjax_meta import federation as federations
 from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.contract import Method
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.rounds import federate
@@ -105,7 +106,11 @@ class System:
             _made("uploads", UPLOADS, given_upload)
 
     def build(self, task: Task, **numbers: Any) -> Algorithm:
-        """The algorithm, with numbers of the grid that may be traced.
+        """The algorithm, see `parts`."""
+        return federate(*self.parts(task, **numbers))
+
+    def parts(self, task: Task, **numbers: Any) -> tuple[Method, Federation]:
+        """The method and its federation, with numbers of the grid that may be traced.
 
         Raises:
           ValueError: what the method or the federation refuses.
@@ -118,7 +123,7 @@ class System:
         for name, value in numbers.items():
             (options if name in takes else shared)[name] = value
         try:
-            return federate(METHODS[self.method](task, **options), Federation(**shared))
+            return METHODS[self.method](task, **options), Federation(**shared)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

@@ -1,0 +1,251 @@
+"""A study: what its file may say, what it runs, and what it reports."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import fedjax_meta as fm
+from fedjax_meta.study import Scenario, System, from_tree, load, results, run, to_tree, to_yaml
+from tests.study.common import TREE, Silent, study, tree
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run.run(study(), folder, watcher=Silent())
+
+
+def without_clocks(outcomes):
+    def clean(trial):
+        rows = [{key: value for key, value in row.items() if "seconds" not in key} for row in trial.rows]
+        return trial._replace(rows=rows)
+
+    return [one._replace(tuning=list(map(clean, one.tuning)), final=list(map(clean, one.final))) for one in outcomes]
+
+
+def test_a_study_survives_its_file(tmp_path):
+    (tmp_path / "study.yaml").write_text(to_yaml(study()), encoding="utf-8")
+    assert to_tree(load(tmp_path / "study.yaml")) == to_tree(study())
+    assert to_tree(load(tmp_path / "study.yaml", ["rounds=7"])) == to_tree(study(rounds=7))
+
+
+def test_every_member_is_the_run_that_simulate_makes(finished):
+    _, outcomes = finished
+    clients = study().scenarios["pairs"].build()
+    algorithm = study().system("fedavg").build(clients.task, **outcomes[0].chosen)
+    one_device = fm.federate(
+        fm.fedavg(clients.task, epochs=1, batch_size=20, **outcomes[0].chosen), fm.Federation(cohort_size=4, devices=1)
+    )
+    assert algorithm.config["lr"] == one_device.config["lr"]
+    state, _ = fm.simulate(one_device, clients.train, key=jax.random.key(2), rounds=4, eval_every=2)
+    found = fm.evaluate(one_device, jax.random.key(0), state, clients.train, support="train", query="test")
+    mine = outcomes[0].final[1]
+    assert mine.seed == 2
+    np.testing.assert_allclose(mine.rows[-1]["tests"]["known"]["accuracy"], fm.metrics.accuracy(found.confusion), atol=0.03)
+
+
+def test_the_point_is_chosen_on_held_back_samples_alone(finished):
+    _, (fedavg, local) = finished
+    scores = {trial.numbers["lr"]: trial.rows[-1]["tests"]["validation"]["scores"]["accuracy_mean"] for trial in fedavg.tuning}
+    assert set(scores) == {0.02, 0.2} and fedavg.chosen == {"lr": max(scores, key=scores.get)}
+    assert all(set(row["tests"]) == {"validation"} for trial in fedavg.tuning for row in trial.rows)
+    assert fedavg.at_edge == ["lr"] and local.tuning == [] and local.chosen == {}
+    clients = study().scenarios["pairs"].build()
+    for i in range(clients.train.num_clients):
+        whole, cut = (
+            range(int(data.start[view][i]), int(data.start[view][i]) + int(data.size[view][i]))
+            for data, view in ((clients.train, "train"), (clients.tuning, "train"))
+        )
+        asked = range(
+            int(clients.tuning.start["test"][i]), int(clients.tuning.start["test"][i] + clients.tuning.size["test"][i])
+        )
+        assert set(cut) | set(asked) == set(whole) and not set(cut) & set(asked)
+
+
+def test_new_clients_share_no_sample_with_those_that_train():
+    clients = study().scenarios["pairs"].build()
+    assert clients.train.num_clients == 8 and clients.new.num_clients == 2
+
+    def samples(data):
+        return {
+            position
+            for view in data.views
+            for start, size in zip(data.start[view], data.size[view], strict=True)
+            for position in range(int(start), int(start + size))
+        }
+
+    assert not samples(clients.train) & samples(clients.new)
+    assert len(samples(clients.train)) + len(samples(clients.new)) == len(clients.train.y) == 1797
+
+
+def test_a_stopped_study_goes_on_to_the_same_end(finished, tmp_path):
+    _, expected = finished
+    for stop in (2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            run.run(study(), tmp_path, watcher=Silent(stop_at=stop))
+    again = run.run(study(), tmp_path, watcher=Silent())
+    assert without_clocks(again) == without_clocks(expected)
+    frame, whole = results.load(tmp_path), results.load(finished[0])
+    order = ["scenario", "system", "phase", "seed", "round", "lr", "clients"]
+    first, second = (table.sort_values(order, ignore_index=True).drop(columns="seconds") for table in (frame, whole))
+    assert first.equals(second)
+
+
+def test_a_finished_study_takes_more_seeds_rounds_and_systems(finished, tmp_path):
+    run.run(study(), tmp_path, watcher=Silent())
+    watcher = Silent()
+    fedper = {"method": "fedper", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1, "personal": "biases"}}
+    more = run.run(study(seeds=[1, 2, 3], systems={**TREE["systems"], "fedper": fedper}), tmp_path, watcher=watcher)
+    assert [len(one.final) for one in more] == [3, 3, 3]
+    # Three records of seed 3 for two systems, and three of fedper: nothing that was finished is trained again.
+    assert watcher.records == 9
+    assert without_clocks(more)[0].final[:2] == without_clocks(finished[1])[0].final
+    longer = run.run(study(seeds=[1, 2, 3], rounds=6), tmp_path, watcher=Silent())
+    assert [row["round"] for row in longer[1].final[0].rows][-1] == 6
+
+
+def test_a_folder_of_another_study_is_refused_before_anything_is_written(finished):
+    folder, _ = finished
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = tree(systems={**TREE["systems"], "fedavg": {**TREE["systems"]["fedavg"], "options": {"epochs": 3}}})
+    with pytest.raises(ValueError, match=r"systems.fedavg.options.batch_size was 20 and is 'nothing' now"):
+        run.run(from_tree(other), folder, watcher=Silent())
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_table_says_who_lost_and_what_was_not_tuned(finished):
+    _, outcomes = finished
+    clients = study().scenarios["pairs"].build()
+    fedavg, local, majority, *_ = results.lines(study(), "pairs", clients, outcomes)
+    assert fedavg.remark == "best lr at the end of its grid" and local.remark == "not tuned"
+    assert local.behind == 0 and local.title == "Local only" and majority.title == "majority class"
+    known = np.array([trial.rows[-1]["tests"]["known"]["accuracy"] for trial in outcomes[0].final])
+    assert fedavg.known == pytest.approx((100 * known.mean(), 100 * known.mean(1).std(ddof=1)))
+    text = results.markdown(study(), {"pairs": clients}, outcomes, "fedjax-meta run x")
+    assert "Local only" in text and "2 seeds" in text
+
+
+def test_metrics_are_strict_json_and_a_data_frame(finished):
+    folder, _ = finished
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    frame = results.load(folder)
+    assert set(frame["clients"]) == {"known", "new", "validation"}
+    assert len(frame[(frame.system == "fedavg") & (frame.phase == "final") & (frame.clients == "known")]) == 2 * 3
+
+
+BAD = {
+    "no systems": (tree(systems={}), "systems must be a mapping of names"),
+    "an unknown field": (tree(round=3), "study has no field 'round' .did you mean 'rounds'"),
+    "an unknown method": (tree(systems={"a": {"method": "fedavgg"}}), "systems.a: method='fedavgg' is unknown"),
+    "an unknown option": (
+        tree(systems={"a": {"method": "fedavg", "options": {"epoch": 1}}}),
+        "systems.a: fedavg takes no 'epoch' .did you mean 'epochs'",
+    ),
+    "an option of the federation": (
+        tree(systems={"a": {"method": "fedavg", "options": {"cohort_size": 1}}}),
+        "systems.a: fedavg takes no 'cohort_size', which belongs to federation",
+    ),
+    "a value and a grid": (
+        tree(systems={"a": {"method": "fedavg", "options": {"lr": 0.1}, "grid": {"lr": [0.1, 0.2]}}}),
+        "systems.a: lr has a value and a grid",
+    ),
+    "an empty grid": (tree(systems={"a": {"method": "fedavg", "grid": {"lr": []}}}), "grid of lr must be a list of different"),
+    "words in a grid": (
+        tree(systems={"a": {"method": "fedavg", "grid": {"lr": ["x"]}}}),
+        "grid of lr must be a list of different",
+    ),
+    "an unknown part": (
+        tree(systems={"a": {"method": "fedmeta", "options": {"estimator": "exakt"}}}),
+        "systems.a: estimator='exakt' is unknown",
+    ),
+    "an option of a part": (
+        tree(systems={"a": {"method": "fedmeta", "options": {"estimator": {"name": "implicit", "cg_step": 3}}}}),
+        "systems.a: estimator implicit takes no 'cg_step' .did you mean 'cg_steps'",
+    ),
+    "an unknown partition": (tree(scenarios={"a": {"partition": "iiid"}}), "scenarios.a: partition='iiid' is unknown"),
+    "an option of a partition": (
+        tree(scenarios={"a": {"partition": "iid", "options": {"concentration": 1}}}),
+        "scenarios.a: partition iid takes no 'concentration'",
+    ),
+    "no clients": (tree(scenarios={"a": {"clients": 0}}), "scenarios.a: clients=0 must be an integer of at least 1"),
+    "no seeds": (tree(seeds=[]), "seeds=.* must be a list of at least one seed"),
+    "a seed twice": (tree(seeds=[1, 1]), "names a seed twice"),
+    "a seed of more than 32 bits": (tree(seeds=[2**40]), "must be below 2.32"),
+    "no rounds": (tree(rounds=0), "rounds=0 must be an integer of at least 1"),
+    "two systems of one title": (
+        tree(systems={name: {"method": "fedavg", "title": "A"} for name in "ab"}),
+        "two systems have the title 'A'",
+    ),
+    "a published number of nobody": (
+        tree(published=[{"system": "x", "scenario": "pairs", "value": 1.0}]),
+        "published.*system='x' is unknown",
+    ),
+    "an unknown score": (tree(tuning={"metric": "acc"}), "tuning: metric='acc' is unknown"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
+def test_bad_input_gets_one_line_that_names_the_field(given, words):
+    with pytest.raises(ValueError, match=words) as error:
+        from_tree(given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[1, 2]", "must hold a mapping"), ("a: [", "is no YAML"), ("", "must hold a mapping")],
+)
+def test_a_file_that_is_no_study_gets_one_line(tmp_path, text, words):
+    (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=words) as error:
+        load(tmp_path / "bad.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["rounds", "=3", "a..b=1", "rounds.x=2"])
+def test_an_override_that_names_no_field_is_refused(tmp_path, override):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    with pytest.raises(ValueError, match="must read field.field=value|is no mapping"):
+        load(tmp_path / "study.yaml", [override])
+
+
+@pytest.mark.parametrize("partition", ["iid", "shards", "classes", "dirichlet_classes", "dirichlet_clients", "quantity_skew"])
+def test_every_partition_yields_clients_with_all_views(partition):
+    options = {"concentration": 1.0} if partition in ("dirichlet_classes", "dirichlet_clients", "quantity_skew") else {}
+    if partition in ("dirichlet_classes", "quantity_skew"):
+        options["min_samples"] = 8
+    scenario = Scenario(dataset="digits", partition=partition, clients=12, options=options)
+    clients, again = scenario.build(), scenario.build()
+    assert (
+        clients.fingerprint == again.fingerprint != Scenario(dataset="digits", partition="iid", clients=11).build().fingerprint
+    )
+    assert set(clients.train.views) == set(clients.tuning.views) == {
+        "train", "support", "query", "test", "test_support", "test_query",
+    }  # fmt: skip
+    assert clients.train.num_clients + clients.new.num_clients == 12
+    assert all(np.min(clients.train.size[view]) > 0 for view in ("train", "test"))
+
+
+def test_too_few_samples_for_so_many_clients_are_refused():
+    with pytest.raises(ValueError, match="client .* has .* samples of digits"):
+        Scenario(dataset="digits", partition="iid", clients=900).build()
+
+
+def test_a_system_takes_its_parts_by_name():
+    task = study().scenarios["pairs"].build().task
+    system = System(
+        method="fedmeta",
+        options={"estimator": {"name": "implicit", "prox_weight": 2.0}, "outer_optimizer": "adam"},
+        federation={"uploads": [{"name": "clip", "norm": 1.0}, {"name": "noise", "multiplier": 0.5}], "cohort_size": 3},
+    )
+    config = system.build(task, outer_lr=0.01).config
+    assert config["outer_lr"] == 0.01 and config["federation"]["cohort_size"] == 3
+    assert "implicit" in json.dumps(config["estimator"]) and "clip" in json.dumps(config["federation"]["uploads"])
