@@ -32,6 +32,7 @@ from fedjax_meta import (
     runtime,
     schedules,
     simulation,
+    sweeps,
     task,
     types,
     uploads,
@@ -47,14 +48,15 @@ from fedjax_meta.participation import Participation
 from fedjax_meta.rounds import federate
 from fedjax_meta.runtime import use_all_cores
 from fedjax_meta.simulation import Evaluator, Record, simulate
+from fedjax_meta.sweeps import sweep
 from fedjax_meta.task import Batch, Task, classification
 
 if TYPE_CHECKING:
-    from fedjax_meta import checkpoint, layers, models, report
+    from fedjax_meta import checkpoint, layers, models, report, study
 
 __version__ = "0.1.0"
 
-_ON_DEMAND = ("checkpoint", "layers", "models", "report")
+_ON_DEMAND = ("checkpoint", "layers", "models", "report", "study")
 """Modules that are imported when they are first used: they need Flax or an extra."""
 
 __all__ = [
@@ -113,6 +115,9 @@ __all__ = [
     "schedules",
     "simulate",
     "simulation",
+    "study",
+    "sweep",
+    "sweeps",
     "task",
     "train_test_views",
     "types",

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import fedjax_meta as fm
 from fedjax_meta import checkpoint, checks, costs, models, report
-from fedjax_meta.study import results
+from fedjax_meta.study import page, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
@@ -81,11 +81,14 @@ def run(
         outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), data_dir=data_dir, command=command)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
-            _print_table(f"{scenario}: {clients.title}", results.HEADINGS, rows)
+            _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
+            others = [column for column in range(len(results.HEADINGS)) if column not in results.SCORES]
+            _print_table("How they were run", *_columns(rows, [0, *others]))
         console.print(escape(results.explanation(chosen)), style="dim")
         checkpoint.write_text(folder / "report.md", results.markdown(chosen, built, outcomes, command))
         report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
-        console.print(f"\nreport, figure, metrics and states: {escape(str(folder))}", soft_wrap=True)
+        page.write(folder / "report.html", chosen, built, outcomes, command)
+        console.print(f"\nopen {escape(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True)
         if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
             errors.print("error: every run diverged", style="red")
             raise typer.Exit(DIVERGED)
@@ -166,8 +169,12 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         _print_table("", headings, rows)
 
 
+def _columns(rows: Sequence[Sequence[str]], which: Sequence[int]) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows) of some columns of the results."""
+    return [results.HEADINGS[column] for column in which], [[row[column] for column in which] for row in rows]
+
+
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose last columns go to lines of their own where the terminal is too narrow for them."""
     console.print(report.rich_table(escape(title), headings, [[escape(cell) for cell in row] for row in rows]))
 
 

@@ -51,7 +51,7 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     local = next((one for one in mine if study.systems[one.system].method == "local_only"), None)
     alone = None if local is None else _by_client(local, KNOWN)
     table = [_line(study, outcome, clients, alone) for outcome in mine]
-    for title, groups in baselines(clients).items():
+    for title, groups in baselines(clients, study.seeds[0]).items():
         values = {group: 100 * float(np.mean(accuracy)) for group, accuracy in groups.items()}
         worst = 100 * _worst(groups[KNOWN])
         nan = float("nan")
@@ -85,6 +85,8 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
 
 
 HEADINGS = ("system", "known", "worst 10 %", "new", "behind local", "upload", "chosen", "remark")
+SCORES = (0, 1, 2, 3, 4)
+"""The columns of the table of scores; the others say how a system was run, in a table of their own on a terminal."""
 
 
 def words(line: Line) -> list[str]:

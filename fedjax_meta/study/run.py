@@ -20,7 +20,11 @@ import numpy as np
 from fedjax_meta import checkpoint, costs, report, runtime, sweeps
 from fedjax_meta.algorithm import State
 from fedjax_meta.evaluation import Evaluation, evaluate
-from fedjax_meta.simulation import Record
+from fedjax_meta.federation import Federation
+from fedjax_meta.methods import METHODS
+from fedjax_meta.metrics import accuracy
+from fedjax_meta.rounds import federate
+from fedjax_meta.simulation import Record, run_keys
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
 from fedjax_meta.study.study import Study, to_yaml
 from fedjax_meta.study.system import System
@@ -131,24 +135,28 @@ def points_of(system: System) -> list[dict[str, float]]:
     return sweeps.grid(**{name: [float(value) for value in values] for name, values in system.grid.items()})
 
 
-def baselines(clients: Clients) -> dict[str, dict[str, np.ndarray]]:
+def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
     """Accuracy of each client `[N]`, for known and new ones, without any training.
 
     Returns:
-      By name: "majority class" predicts the class that a client's own samples for training or adaptation have most of; by group
-      of clients.
+      By name: "majority class" predicts the class that a client's own samples for training or adaptation have most of, and
+      "untrained model" is the model as the seed initialises it; by group of clients.
     """
     groups = {KNOWN: (clients.train, "train", "test")}
     if clients.new is not None:
         groups[NEW] = (clients.new, "support", "query")
-    scores = {}
+    scores, untrained = {}, {}
+    algorithm = federate(METHODS["fedavg"](clients.task), Federation(cohort_size=1, devices=1))
+    state = algorithm.init(run_keys(jax.random.key(seed))[0], clients.train)
     for group, (data, seen, asked) in groups.items():
+        found = evaluate(algorithm, jax.random.key(0), state, data, support=seen, query=asked, known=False, devices=1)
+        untrained[group] = np.asarray(accuracy(np.asarray(found.confusion)))
         y, values = np.asarray(data.y), []
         for i in range(data.num_clients):
             mine, theirs = (y[int(data.start[v][i]) : int(data.start[v][i]) + int(data.size[v][i])] for v in (seen, asked))
             values.append(np.mean(theirs == np.bincount(mine).argmax()))
         scores[group] = np.array(values)
-    return {"majority class": scores}
+    return {"majority class": scores, "untrained model": untrained}
 
 
 def _check(system: System, clients: Clients) -> None:

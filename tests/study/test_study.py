@@ -97,10 +97,10 @@ def test_a_stopped_study_goes_on_to_the_same_end(finished, tmp_path):
 def test_a_finished_study_takes_more_seeds_rounds_and_systems(finished, tmp_path):
     run.run(study(), tmp_path, watcher=Silent())
     watcher = Silent()
-    fedper = {"method": "fedper", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1, "personal": "biases"}}
-    more = run.run(study(seeds=[1, 2, 3], systems={**TREE["systems"], "fedper": fedper}), tmp_path, watcher=watcher)
+    tuned = {"method": "fedavg_ft", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}}
+    more = run.run(study(seeds=[1, 2, 3], systems={**TREE["systems"], "tuned": tuned}), tmp_path, watcher=watcher)
     assert [len(one.final) for one in more] == [3, 3, 3]
-    # Three records of seed 3 for two systems, and three of fedper: nothing that was finished is trained again.
+    # Three records of seed 3 for two systems, and three of the third: nothing that was finished is trained again.
     assert watcher.records == 9
     assert without_clocks(more)[0].final[:2] == without_clocks(finished[1])[0].final
     longer = run.run(study(seeds=[1, 2, 3], rounds=6), tmp_path, watcher=Silent())

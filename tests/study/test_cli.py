@@ -1,0 +1,88 @@
+"""The command `fedjax-meta`."""
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedjax_meta.cli import app
+from fedjax_meta.study import from_tree, to_tree
+from tests.study.common import TREE, study
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "digits.yaml"
+    path.write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    return path
+
+
+def said(*words):
+    result = runner.invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_path):
+    code, text = said("run", file, "--out", tmp_path / "run", "--set", "rounds=2", "--set", "seeds=[1]")
+    assert code == 0
+    for word in ("known", "worst 10 %", "behind local", "majority class", "untrained model", "Local only", "not tuned"):
+        assert word in text
+    assert all(len(line) <= 80 for line in text.splitlines() if "report.html" not in line) and "…" not in text
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"report.md", "report.html", "figure.png", "metrics.jsonl", "run.json", "study.yaml"} <= names
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 6 and "Local only" in page and "--set rounds=2" in page
+    # The page needs no network: the only addresses are the names of SVG's own vocabularies.
+    assert not [
+        word for word in page.split("http")[1:] if not word.startswith(("://www.w3.org", "://purl.org", "s://matplotlib"))
+    ]
+
+
+def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, text = said("run", file, "--dry-run")
+    assert code == 0 and "8 known, 2 new" in text and "rounds in all" in text
+    # Two points for three rounds, and four rounds with two seeds.
+    assert " 14" in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_show_prints_a_study_that_runs_again(file):
+    code, text = said("show", file, "--set", "rounds=9")
+    assert code == 0 and to_tree(from_tree(yaml.safe_load(text))) == to_tree(study(rounds=9))
+
+
+@pytest.mark.parametrize("what", ["methods", "partitions", "models", "shifts", "parts", "datasets"])
+def test_list_names_everything_in_one_line_each(what):
+    code, text = said("list", what)
+    assert code == 0 and len(text.splitlines()) >= 3
+
+
+BAD = {
+    "no such file": (["run", "missing.yaml"], "No such file"),
+    "a field that is not there": (["run", "FILE", "--set", "round=3"], "study has no field 'round' (did you mean 'rounds'?)"),
+    "no override": (["show", "FILE", "--set", "rounds"], "must read field.field=value"),
+    "a data set that is not there": (["run", "FILE", "--set", "scenarios.pairs.dataset=mnixt"], "mnixt"),
+    "nothing to list": (["list", "people"], "what to list='people' is unknown"),
+    "a cohort that is too large": (
+        ["run", "FILE", "--set", "federation.cohort_size=99"],
+        "cohort_size=99 is more than the N=8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
+def test_bad_input_gets_one_line_and_leaves_nothing(words, message, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, [str(file) if word == "FILE" else word for word in words])
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["show"], ["list"]])
+def test_help_fits_80_columns(words):
+    code, text = said(*words, "--help")
+    assert code == 0 and all(len(line) <= 80 for line in text.splitlines())
