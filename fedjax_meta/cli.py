@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import fedjax_meta as fm
 from fedjax_meta import checkpoint, checks, costs, models, report
 from fedjax_meta.study import page, results
 from fedjax_meta.study import run as runs
@@ -71,7 +70,7 @@ def run(
     """
     with _one_line_errors(debug):
         chosen = load(study, set_ or ())
-        fm.use_all_cores()
+        runtime.use_all_cores()
         built = {name: scenario.build(data_dir) for name, scenario in chosen.scenarios.items()}
         _announce(chosen, built)
         if dry_run:
@@ -108,7 +107,7 @@ def list_(
 ) -> None:
     """Lists the names that a study may hold, each with one line."""
     kinds: dict[str, Mapping[str, Any]] = {
-        "methods": fm.METHODS,
+        "methods": METHODS,
         "partitions": {**PARTITIONS, **PAPERS},
         "models": models.MODELS,
         "shifts": SHIFTS,
@@ -207,7 +206,7 @@ class _Lines(runs.Watcher):
         loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
         self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left")
 
-    def record(self, done: int, records: Sequence[fm.Record]) -> None:
+    def record(self, done: int, records: Sequence[Record]) -> None:
         for record in records:
             for fault in record.faults[:1]:
                 console.print(f"  {escape(str(fault))}", style="yellow")

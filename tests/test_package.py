@@ -23,10 +23,14 @@ LAYERS = (
     ("rounds", "methods"),
     ("host_store", "evaluation", "costs"),
     ("simulation",),
+    ("sweeps",),
     ("report", "checkpoint"),
+    ("study",),
+    ("cli",),
+    ("__main__",),
 )
 # These run, measure or save any method, so that they must not import a particular one.
-METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "report", "checkpoint"}
+METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "sweeps", "report", "checkpoint"}
 
 OPTIONAL = (
     "tensorflow_datasets",
@@ -40,6 +44,8 @@ OPTIONAL = (
     "chex",
     "cv2",
     "PIL",
+    "pandas",
+    "yaml",
 )
 
 

@@ -11,6 +11,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -169,8 +170,6 @@ def _check(system: System, clients: Clients) -> None:
 
 def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> None:
     """Writes what the run is, or compares it with what the folder says."""
-    import fedjax_meta
-
     path = folder / "run.json"
     facts = {
         name: {
@@ -197,7 +196,7 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
                     f"{folder} holds another study: {kind}.{odd[0]} was {odd[1]!r} and is {odd[2]!r} now; give another folder"
                 )
         fixed = {kind: {**before[kind], **given} for kind, given in fixed.items()}
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": fedjax_meta.__version__}
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": version("fedjax_meta")}
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
     content = {"command": command, "versions": versions, "device": device, "clients": facts, "fixed": fixed}
     checkpoint.write_text(folder / "study.yaml", to_yaml(study))

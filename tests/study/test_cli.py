@@ -32,7 +32,7 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"report.md", "report.html", "figure.png", "metrics.jsonl", "run.json", "study.yaml"} <= names
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 6 and "Local only" in page and "--set rounds=2" in page
+    assert page.count("<svg") == 6 and "Local only" in page
     # The page needs no network: the only addresses are the names of SVG's own vocabularies.
     assert not [
         word for word in page.split("http")[1:] if not word.startswith(("://www.w3.org", "://purl.org", "s://matplotlib"))
