@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedjax_meta import checkpoint, checks, costs, models, report
+from fedjax_meta import checkpoint, checks, costs, models, report, runtime
+from fedjax_meta.methods import METHODS
+from fedjax_meta.simulation import Record
 from fedjax_meta.study import page, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
