@@ -20,6 +20,7 @@ from rich.table import Table
 from fedjax_meta import checkpoint, checks, costs, models, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record
+from fedjax_meta.study import compare as comparison
 from fedjax_meta.study import page, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
@@ -100,6 +101,30 @@ def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = Fals
     """Prints a study with every field filled in, as YAML that runs again."""
     with _one_line_errors(debug):
         print(to_yaml(load(study, set_ or ())), end="")
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    target: Annotated[
+        float | None, typer.Option(help="Accuracy in percent; adds the rounds to reach it.", show_default=False)
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Compares the systems of finished runs with the first of them, seed by seed.
+
+    `fedjax-meta compare runs/first runs/second --target 80`
+    """
+    with _one_line_errors(debug):
+        systems = comparison.finished(folders)
+        for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
+            mine = [one for one in systems if one.fingerprint == fingerprint]
+            _print_table(mine[0].scenario, *comparison.table(mine, target=target))
+        console.print(
+            "Accuracy in percent, ± half the 95 % confidence interval over seeds (Student's t). A star marks a difference over "
+            "the same seeds whose interval excludes 0.",
+            style="dim",
+        )
 
 
 @app.command("list")

@@ -134,6 +134,21 @@ _STUDENT_T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.
 _STUDENT_T += [2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045]
 
 
+def confidence_margin(values: ArrayLike) -> float:
+    """Half the 95 % confidence interval of the mean of independent values `[n]` (Student's t); NaN for fewer than two.
+
+    Example:
+      >>> round(confidence_margin([1.0, 2.0, 3.0]), 3)
+      2.484
+    """
+    numbers = np.asarray(values, float)
+    count = numbers.size
+    if count < 2:
+        return math.nan
+    quantile = _STUDENT_T[count - 2] if count - 2 < len(_STUDENT_T) else 1.96
+    return quantile * float(numbers.std(ddof=1)) / math.sqrt(count)
+
+
 def rounds_to_target(scores: ArrayLike, target: float, *, rounds: Sequence[int] | None = None) -> ToTarget:
     """The first round at which a score is at least `target`, over runs of several seeds.
 
@@ -164,10 +179,7 @@ def rounds_to_target(scores: ArrayLike, target: float, *, rounds: Sequence[int] 
     reached = np.array([number for number in first if number is not None], float)
     mean, margin, runs = math.inf, math.nan, len(first)
     if reached.size == runs:
-        mean = float(reached.mean())
-        if runs > 1:
-            quantile = _STUDENT_T[runs - 2] if runs - 2 < len(_STUDENT_T) else 1.96
-            margin = quantile * float(reached.std(ddof=1)) / math.sqrt(runs)
+        mean, margin = float(reached.mean()), confidence_margin(reached)
     return ToTarget(target, first, int(at[-1]), mean, margin)
 
 
