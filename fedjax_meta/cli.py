@@ -122,7 +122,8 @@ def compare(
             _print_table(mine[0].scenario, *comparison.table(mine, target=target))
         console.print(
             "Accuracy in percent, ± half the 95 % confidence interval over seeds (Student's t). A star marks a difference over "
-            "the same seeds whose interval excludes 0.",
+            'the same seeds whose interval excludes 0. "better": known clients that gain; "to": rounds to the target, never if '
+            "a seed did not reach it.",
             style="dim",
         )
 
@@ -201,7 +202,10 @@ def _columns(rows: Sequence[Sequence[str]], which: Sequence[int]) -> tuple[list[
 
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    console.print(report.rich_table(escape(title), headings, [[escape(cell) for cell in row] for row in rows]))
+    table = report.rich_table(escape(title), headings, [[escape(cell) for cell in row] for row in rows])
+    # Names from users may be long; numbers stay on one line.
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    console.print(table)
 
 
 def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Series]:

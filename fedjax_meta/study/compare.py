@@ -111,8 +111,8 @@ def table(systems: Sequence[Finished], *, target: float | None = None) -> tuple[
       systems: at least one, all of one fingerprint.
       target: accuracy of known clients in percent; adds a column with the rounds to reach it.
     """
-    headings = ["system", "seeds", "known, 95 %", "against the first", "clients better", "new, 95 %"]
-    headings += [f"rounds to {target:g} %"] if target is not None else []
+    headings = ["system", "seeds", "known", "minus first", "better", "new"]
+    headings += [f"to {target:g} %"] if target is not None else []
     rows = []
     for one in systems:
         against = difference(one, systems[0], KNOWN)
@@ -123,7 +123,8 @@ def table(systems: Sequence[Finished], *, target: float | None = None) -> tuple[
         if target is not None:
             curves = [[row["tests"][KNOWN]["scores"]["accuracy_mean"] for row in trial.rows] for trial in one.trials]
             rounds = [row["round"] for row in one.trials[0].rows]
-            row.append(str(metrics.rounds_to_target(100 * np.array(curves, float), target, rounds=rounds)))
+            reached = metrics.rounds_to_target(100 * np.array(curves, float), target, rounds=rounds)
+            row.append(str(reached) if None not in reached.rounds else "never")
         rows.append(row)
     return headings, rows
 
