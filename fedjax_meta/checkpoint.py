@@ -35,7 +35,7 @@ FORMAT = 3
 Json: TypeAlias = Any
 """A value that JSON can hold."""
 
-lock, write_text = disk.lock, disk.write_text
+LOCK, lock, write_text = disk.LOCK, disk.lock, disk.write_text
 
 _SUFFIX = ".ckpt"
 _NAME = "fedjax_meta checkpoint, format"

@@ -84,8 +84,11 @@ def lock(folder: str | os.PathLike) -> None:
     except ImportError:
         warnings.warn(f"this system has no file locks: do not start two runs in {folder}", stacklevel=2)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _make_folder(folder)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise OSError(f"could not write {folder / LOCK}: {error.strerror or error}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

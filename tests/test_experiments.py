@@ -125,7 +125,8 @@ def test_a_whole_run_and_what_may_be_resumed(tmp_path):
     assert first.exit_code == 0, first.output
     assert re.search(r"FedAvg +\d+\.\d\d ", first.output)
     assert "no published numbers" in first.output
-    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.json", "figure.png", "report.md", "state"}
+    made = {"config.json", "metrics.json", "figure.png", "report.md", "state", checkpoint.LOCK}
+    assert {path.name for path in out.iterdir()} == made
     assert "| FedAvg |" in (out / "report.md").read_text()
     runs = numbers_of(out)
     assert [row["round"] for row in runs[0]["result"]] == [1, 2]
@@ -168,7 +169,7 @@ def test_quickstart(tmp_path, monkeypatch):
         (["--resume", "--out", "nothing_here"], "there is no run to resume in nothing_here"),
         (["--devices", "64"], "JAX sees 2"),
         (["--dataset", "mnist", "--data-dir", "nothing_here"], "'mnist' is not prepared in nothing_here"),
-        (["--out", "/dev/null/run"], "could not write /dev/null/run/config.json"),
+        (["--out", "/dev/null/run"], "could not write /dev/null/run/.lock: Not a directory"),
     ],
 )
 def test_errors_are_one_line(words, expected, monkeypatch, tmp_path):
@@ -191,12 +192,16 @@ def test_debug_shows_the_traceback():
 def test_no_space_stops_in_one_line(tmp_path, monkeypatch):
     """A full disk while a state is saved: one line, and the folder can be resumed."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    whole = os.replace
+
+    def full(source, target):
+        if str(target).endswith(".ckpt"):
+            raise OSError(28, "No space left on device")
+        whole(source, target)
 
     words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "1", *HERE, "--out", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", full)
+        patch.setattr(os, "replace", full)
         result = invoke(fedmeta_per.app, *words)
     assert result.exit_code == 1
     assert re.search(r"^error: could not save round 1 to .*: No space left on device; .* intact$", result.stderr.strip())
@@ -222,7 +227,7 @@ def test_a_part_that_is_stopped_says_how_to_continue(tmp_path):
         raise KeyboardInterrupt
 
     _runner.remembered(tmp_path, "one", {}, lambda: 1)
-    with pytest.raises(_runner.Stopped, match=r"stopped in two; finished results saved: 1. Continue with:\n.*--resume"):
+    with pytest.raises(_runner.Stopped, match=r"stopped in two; finished results saved: 1. Continue with: .*--resume$"):
         _runner.remembered(tmp_path, "two", {}, stopped)
     assert _runner.remembered(tmp_path, "two", {}, lambda: 2) == 2
 
@@ -310,17 +315,9 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(tmp_pa
         _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said
     assert numbers_of(broken) == numbers_of(whole)
-    arrays = [dict(_arrays(folder / "state" / "fedper_seed1" / "400" / "state")) for folder in (broken, whole)]
-    assert arrays[0].keys() == arrays[1].keys()
+    arrays = [arrays_of(folder / "state" / "fedper_seed1" / "400.ckpt") for folder in (broken, whole)]
     assert len(arrays[0]) > 5
-    for name in arrays[0]:
-        assert arrays[0][name].tobytes() == arrays[1][name].tobytes()
-
-
-def _arrays(folder):
-    import orbax.checkpoint as ocp
-
-    return ocp.PyTreeCheckpointer().restore(folder).items()
+    assert arrays[0] == arrays[1]
 
 
 def test_every_experiment_explains_itself():
