@@ -19,6 +19,7 @@ from experiments import _runner, fedmeta_per, quickstart
 from experiments.published import FEDMETA_PER, FEDMETA_PER_OWN_HEADS
 from fedjax_meta import checkpoint, models
 from fedjax_meta.data import sources
+from tests.test_kills import arrays_of
 
 ROOT = Path(__file__).parent.parent
 HERE = ["--devices", "2", "--no-compile-cache"]
