@@ -373,10 +373,11 @@ def run_all(plans: Sequence[Plan], folder: Path, *, on_divergence: str = "contin
     """
     results: dict[str, Rows] = {}
     started = time.perf_counter()
-    with _display(len(plans)) as display, _warnings():
+    with _display(len(plans)) as display:
         for number, plan in enumerate(plans, 1):
             train = functools.partial(_train, plan, folder / "state" / plan.name, display, number, on_divergence)
-            results[plan.name] = remembered(folder, plan.name, plan.full_config, train)
+            with _shown_warnings():
+                results[plan.name] = remembered(folder, plan.name, plan.full_config, train)
             display.end(plan, results[plan.name])
     console.print(f"[dim]{len(plans)} training runs in {_clock(time.perf_counter() - started)}[/dim]")
     return results
@@ -410,7 +411,9 @@ def exit_if_diverged(systems: Sequence[bool]) -> None:
       typer.Exit: they did.
     """
     if systems and all(systems):
-        errors.print(Text("all systems diverged: no score of this run means anything; smaller step sizes may help"))
+        errors.print(
+            Text("all systems diverged: no score of this run means anything; smaller step sizes may help"), soft_wrap=True
+        )
         raise typer.Exit(3)
 
 
@@ -450,7 +453,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
     """The rows of a plan, from its newest checkpoint on where there is one."""
     like = fm.host_store.state_shapes(plan.algorithm, jax.random.key(plan.seed), plan.data)
     config = plan.full_config
-    saved = checkpoint.restore(folder, like, config, on_damage=lambda line: errors.print(Text(f"warning: {line}")))
+    saved = checkpoint.restore(folder, like, config, on_damage=_warn)
     # `part`: what is known of the rounds since the last evaluation, when a signal ended the run between two of them.
     known = {"rows": [], "part": None} if saved is None else saved.records
     rows: Rows = known["rows"]
@@ -501,15 +504,30 @@ def _diverged(plan: Plan, rows: Rows) -> bool:
     return bool(rows) and all(report.diverged(rows, key) is not None for key in plan.tests)
 
 
+def _warn(text: str) -> None:
+    errors.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+
+class _Warnings(logging.Handler):
+    """Shows the library's warnings, e.g. of what is not finite, above the live line; no more than a screen can hold."""
+
+    most = 20
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._shown = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._shown += 1
+        if self._shown <= self.most:
+            _warn(record.getMessage())
+        elif self._shown == self.most + 1:
+            _warn("no more of these are shown; metrics.json lists all faults of a finished run")
+
+
 @contextlib.contextmanager
-def _warnings() -> Iterator[None]:
-    """Shows the library's warnings, e.g. of what is not finite, above the live line."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            errors.print(Text(f"warning: {record.getMessage()}", style="yellow"), soft_wrap=True)
-
-    logger, handler = logging.getLogger("fedjax_meta"), Handler(logging.WARNING)
+def _shown_warnings() -> Iterator[None]:
+    logger, handler = logging.getLogger("fedjax_meta"), _Warnings()
     logger.addHandler(handler)
     try:
         yield
@@ -564,7 +582,7 @@ class _Display:
 
     def record(self, row: dict[str, Any], diverged: bool) -> None:
         if diverged and not self._diverged:
-            errors.print(Text(f"warning: {self._plan.title} has diverged at round {row['round']}", style="yellow"))
+            _warn(f"{self._plan.title} has diverged at round {row['round']}")
         self._diverged = diverged
         self._compiling += row["compile_seconds"]
         if row["round"] == 1 and self._clock is not None:
