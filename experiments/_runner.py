@@ -3,18 +3,12 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import json
 import logging
 import math
-import platform
-import shlex
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NamedTuple
@@ -29,13 +23,11 @@ from rich.table import Column
 from rich.text import Text
 
 import fedjax_meta as fm
+from experiments import _process
 from fedjax_meta import checkpoint, checks, report, runtime
 
-console = Console()
-errors = Console(stderr=True)
-
-Json = Any
-"""A value that JSON can hold."""
+console, errors, Stopped = _process.console, _process.errors, _process.Stopped
+one_line_errors, open_folder, command_line = _process.one_line_errors, _process.open_folder, _process.command_line
 
 Rows = list[dict[str, Any]]
 """The evaluations of a training run, see `report.compact`."""
@@ -110,98 +102,14 @@ class Plan(NamedTuple):
     rounds: int
     eval_every: int
     seed: int
-    config: Mapping[str, Json]
+    config: Mapping[str, Any]
     store: str | None = None
 
     @property
-    def full_config(self) -> dict[str, Json]:
+    def full_config(self) -> dict[str, Any]:
         """Everything that the results depend on; a resumed run must agree in all of it."""
         run = {"tests": list(self.tests), "rounds": self.rounds, "eval_every": self.eval_every, "seed": self.seed}
         return {**self.config, "algorithm": self.algorithm.config, **run}
-
-
-class Stopped(Exception):  # noqa: N818 - it is no error
-    """The user stopped the experiment; the message says what is saved.
-
-    Attributes:
-      number: of the signal.
-    """
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.number = number
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the process to end.
-
-    Attributes:
-      number: of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-_started: list[Path] = []
-"""What `open_folder` made for a run that has no result yet: its folder and those above it that are new."""
-
-
-@contextlib.contextmanager
-def one_line_errors(debug: bool) -> Iterator[None]:
-    """Turns errors that a user can correct into one line on stderr and exit code 1.
-
-    Ctrl-C (SIGINT) and SIGTERM save what a training run has reached, and end with one line and exit code 130 or 143. After an
-    error the folder of a run that had nothing to save is removed.
-    """
-    try:
-        with _signals(_interrupt):
-            yield
-    except (Stopped, KeyboardInterrupt) as stop:
-        # Lines of their own would break a path that is longer than the terminal is wide.
-        text = str(stop) if isinstance(stop, Stopped) else "stopped; everything that was saved is still there"
-        errors.print(Text(text, style="yellow"), soft_wrap=True)
-        raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        _remove_started()
-        if debug:
-            raise
-        errors.print(Text(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}"), soft_wrap=True)
-        raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles SIGINT and SIGTERM, but not what the parent process told this one to ignore (`nohup`, background jobs)."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # Python allows no other to do so
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, before[number])
-
-
-def _interrupt(number: int, _: FrameType | None) -> None:
-    raise Interrupted(number)
-
-
-def _remove_started() -> None:
-    if not _started:
-        return
-    (folder, *made), ours = _started, ("config.json", checkpoint.LOCK)
-    _started.clear()
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= set(ours):
-        for name in ours:
-            (folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others may have put something there
-            for path in made:
-                path.rmdir()
 
 
 def prepare(devices: int | None, compile_cache: bool, *, cohort_size: int) -> int:
@@ -241,7 +149,7 @@ def build(method: str, task: fm.Task, **options: Any) -> fm.Algorithm:
     return fm.federate(fm.METHODS[method](task, **options), fm.Federation(**federation))
 
 
-def swept(algorithms: Sequence[fm.Algorithm]) -> dict[str, Json]:
+def swept(algorithms: Sequence[fm.Algorithm]) -> dict[str, Any]:
     """The config that the algorithms of a sweep share, with lists of values where they differ."""
     configs = [algorithm.config for algorithm in algorithms]
     return {
@@ -250,73 +158,7 @@ def swept(algorithms: Sequence[fm.Algorithm]) -> dict[str, Json]:
     }
 
 
-def open_folder(
-    out: Path | None, default: str, *, resume: bool, options: Mapping[str, Json], algorithms: Mapping[str, Json]
-) -> Path:
-    """The folder of the experiment, with `config.json` in it.
-
-    Args:
-      out: as the user gave it; a new folder under runs/ when not given.
-      default: how the name of a new folder begins.
-      resume: whether the folder must have a run already.
-      options: of the experiment.
-      algorithms: the config of every algorithm by the name of its results, see `Algorithm.config`.
-
-    Raises:
-      ValueError: `--resume` without a folder that holds a run, or without `--resume` a folder that holds one.
-      OSError: the folder cannot be written, or another process has it.
-    """
-    if resume and out is None:
-        raise ValueError("--resume needs --out DIR, the folder of the run to continue")
-    _started.clear()
-    folder = out if out is not None else Path("runs") / f"{default}-{datetime.now():%Y%m%d-%H%M%S}"
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    if out is None:
-        folder = _unused(folder)
-        made = [folder, *(path for path in made if path in folder.parents)]
-    if (folder / checkpoint.LOCK).exists():
-        checkpoint.lock(folder)
-    if resume and not (folder / "config.json").is_file():
-        raise ValueError(f"there is no run to resume in {folder} (no config.json)")
-    if not resume and (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a run already: add --resume to continue it, or give another --out")
-    if resume:
-        checkpoint.lock(folder)
-        return folder  # its config.json says how the run began
-    _started[:] = [folder, *made]
-    checkpoint.lock(folder)
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": fm.__version__}
-    device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    config = {"options": dict(options), "algorithms": dict(algorithms)}
-    config |= {"versions": versions, "device": device, "command": command_line(folder)}
-    checkpoint.write_text(
-        folder / "config.json", json.dumps(report.strict(config), indent=2, default=str, allow_nan=False) + "\n"
-    )
-    return folder
-
-
-def _unused(folder: Path) -> Path:
-    """The folder, or one with a number after its name, made now: two runs that start in the same second get different ones."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError
-
-
-def command_line(folder: Path, *, resume: bool = False) -> str:
-    """The command that runs this experiment in `folder`, for a shell."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["python", "-m", spec.name] if spec else ["python", sys.argv[0]]
-    given = [word for word in sys.argv[1:] if word != "--resume"]
-    if not any(word == "--out" or word.startswith("--out=") for word in given):
-        given += ["--out", str(folder)]
-    return shlex.join([*program, *given, *(["--resume"] if resume else [])])
-
-
-def remembered(folder: Path, name: str, config: Mapping[str, Json], compute: Callable[[], Json]) -> Json:
+def remembered(folder: Path, name: str, config: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
     """The result of one part of an experiment: as `metrics.json` has it, else computed and saved there at once.
 
     A run that was stopped thus resumes with its first unfinished part, and a result is never taken for one of another config.
@@ -352,7 +194,7 @@ def remembered(folder: Path, name: str, config: Mapping[str, Json], compute: Cal
         command = command_line(folder, resume=True)
         number = getattr(stop, "number", signal.SIGINT)
         raise Stopped(f"stopped in {name}; {saved}. Continue with: {command}", number) from None
-    _started.clear()
+    _process.started.clear()
     parts[name] = {"name": name, "config": config, "result": result}
     lines = ",\n".join(json.dumps(report.strict(part), separators=(",", ":"), allow_nan=False) for part in parts.values())
     checkpoint.write_text(path, f'{{"runs": [\n{lines}\n]}}\n')
@@ -444,7 +286,7 @@ def times(results: Mapping[str, Rows]) -> tuple[float, float]:
     return sum(row["seconds"] for row in rows), sum(row["compile_seconds"] for row in rows)
 
 
-def configs(plans: Sequence[Plan]) -> dict[str, Json]:
+def configs(plans: Sequence[Plan]) -> dict[str, Any]:
     """The config of every plan's algorithm by plan name, for `open_folder`."""
     return {plan.name: plan.algorithm.config for plan in plans}
 
@@ -463,7 +305,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
     def on_signal(number: int, _: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > 1:  # the user does not want to wait for the round to end
-            raise Interrupted(number)
+            raise _process.Interrupted(number)
         display.stopping()
 
     def on_record(state: fm.State, record: fm.Record) -> None:
@@ -478,7 +320,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
 
     if ends_early():
         return rows
-    with _signals(on_signal):
+    with _process.signals(on_signal):
         state, records = fm.simulate(
             plan.algorithm,
             plan.data,
@@ -496,7 +338,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
             known["part"] = report.joined(known["part"], report.compact(records[-1]))
             checkpoint.save(folder, state, known, config)
     if signals:
-        raise Interrupted(signals[0])
+        raise _process.Interrupted(signals[0])
     return rows
 
 
@@ -565,7 +407,7 @@ class _Display:
             self._bar.update(self._task, score=_score(rows[-1], plan))
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
-        _started.clear()
+        _process.started.clear()
         now = time.perf_counter()
         left = ""
         if self._clock is None:
