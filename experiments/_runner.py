@@ -4,13 +4,13 @@ import contextlib
 import functools
 import inspect
 import json
-import platform
-import shlex
-import sys
+import logging
+import math
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -23,13 +23,11 @@ from rich.table import Column
 from rich.text import Text
 
 import fedjax_meta as fm
+from experiments import _process
 from fedjax_meta import checkpoint, checks, report, runtime
 
-console = Console()
-errors = Console(stderr=True)
-
-Json = Any
-"""A value that JSON can hold."""
+console, errors, Stopped = _process.console, _process.errors, _process.Stopped
+one_line_errors, open_folder, command_line = _process.one_line_errors, _process.open_folder, _process.command_line
 
 Rows = list[dict[str, Any]]
 """The evaluations of a training run, see `report.compact`."""
@@ -56,6 +54,15 @@ DevicesOption = Annotated[
 ]
 CacheOption = Annotated[
     bool, typer.Option("--compile-cache/--no-compile-cache", help="Keep compiled programs in the user's cache folder.")
+]
+ON_DIVERGENCE = ("continue", "stop")
+DivergenceOption = Annotated[
+    str,
+    typer.Option(
+        help="What to do when all systems of a training run have diverged: `continue` to the last round (they may recover), or "
+        "`stop` this training run and go on with the others. Either way they are marked in tables and figures, and the exit "
+        "code is 3 when all systems of all training runs have diverged."
+    ),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -95,36 +102,14 @@ class Plan(NamedTuple):
     rounds: int
     eval_every: int
     seed: int
-    config: Mapping[str, Json]
+    config: Mapping[str, Any]
     store: str | None = None
 
     @property
-    def full_config(self) -> dict[str, Json]:
+    def full_config(self) -> dict[str, Any]:
         """Everything that the results depend on; a resumed run must agree in all of it."""
         run = {"tests": list(self.tests), "rounds": self.rounds, "eval_every": self.eval_every, "seed": self.seed}
         return {**self.config, "algorithm": self.algorithm.config, **run}
-
-
-class Stopped(Exception):  # noqa: N818 - it is no error
-    """The user stopped the experiment; the message says what is saved."""
-
-
-@contextlib.contextmanager
-def one_line_errors(debug: bool) -> Iterator[None]:
-    """Turns errors that a user can correct into one line on stderr and exit code 1; exit code 130 after Ctrl-C."""
-    try:
-        yield
-    except Stopped as stop:
-        errors.print(Text(str(stop), style="yellow"), soft_wrap=True)
-        raise typer.Exit(130) from None
-    except KeyboardInterrupt:
-        errors.print(Text("stopped; everything that was saved is still there", style="yellow"))
-        raise typer.Exit(130) from None
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        if debug:
-            raise
-        errors.print(Text(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}"), soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 def prepare(devices: int | None, compile_cache: bool, *, cohort_size: int) -> int:
@@ -164,7 +149,7 @@ def build(method: str, task: fm.Task, **options: Any) -> fm.Algorithm:
     return fm.federate(fm.METHODS[method](task, **options), fm.Federation(**federation))
 
 
-def swept(algorithms: Sequence[fm.Algorithm]) -> dict[str, Json]:
+def swept(algorithms: Sequence[fm.Algorithm]) -> dict[str, Any]:
     """The config that the algorithms of a sweep share, with lists of values where they differ."""
     configs = [algorithm.config for algorithm in algorithms]
     return {
@@ -173,50 +158,7 @@ def swept(algorithms: Sequence[fm.Algorithm]) -> dict[str, Json]:
     }
 
 
-def open_folder(
-    out: Path | None, default: str, *, resume: bool, options: Mapping[str, Json], algorithms: Mapping[str, Json]
-) -> Path:
-    """The folder of the experiment, with `config.json` in it.
-
-    Args:
-      out: as the user gave it; a new folder under runs/ when not given.
-      default: how the name of a new folder begins.
-      resume: whether the folder must have a run already.
-      options: of the experiment.
-      algorithms: the config of every algorithm by the name of its results, see `Algorithm.config`.
-
-    Raises:
-      ValueError: `--resume` without a folder that holds a run, or without `--resume` a folder that holds one.
-      OSError: the folder cannot be written.
-    """
-    if resume and out is None:
-        raise ValueError("--resume needs --out DIR, the folder of the run to continue")
-    folder = out if out is not None else Path("runs") / f"{default}-{datetime.now():%Y%m%d-%H%M%S}"
-    if resume and not (folder / "config.json").is_file():
-        raise ValueError(f"there is no run to resume in {folder} (no config.json)")
-    if not resume and (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a run already: add --resume to continue it, or give another --out")
-    if resume:
-        return folder  # its config.json says how the run began
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": fm.__version__}
-    device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    config = {"options": dict(options), "algorithms": dict(algorithms)}
-    config |= {"versions": versions, "device": device, "command": command_line(folder)}
-    checkpoint.write_text(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-    return folder
-
-
-def command_line(folder: Path, *, resume: bool = False) -> str:
-    """The command that runs this experiment in `folder`, for a shell."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["python", "-m", spec.name] if spec else ["python", sys.argv[0]]
-    given = [word for word in sys.argv[1:] if word != "--resume"]
-    if not any(word == "--out" or word.startswith("--out=") for word in given):
-        given += ["--out", str(folder)]
-    return shlex.join([*program, *given, *(["--resume"] if resume else [])])
-
-
-def remembered(folder: Path, name: str, config: Mapping[str, Json], compute: Callable[[], Json]) -> Json:
+def remembered(folder: Path, name: str, config: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
     """The result of one part of an experiment: as `metrics.json` has it, else computed and saved there at once.
 
     A run that was stopped thus resumes with its first unfinished part, and a result is never taken for one of another config.
@@ -228,15 +170,15 @@ def remembered(folder: Path, name: str, config: Mapping[str, Json], compute: Cal
       compute: `() -> result`, a JSON value.
 
     Raises:
-      Stopped: on Ctrl-C.
+      Stopped: on Ctrl-C or SIGTERM.
       ValueError: the part was computed with another config; the message names the first difference and both values.
       OSError: the result cannot be written.
     """
     path = folder / "metrics.json"
-    parts = {part["name"]: part for part in json.loads(path.read_text())["runs"]} if path.is_file() else {}
+    parts = {part["name"]: part for part in report.load(path)} if path.is_file() else {}
     config = json.loads(json.dumps(config))
     if name in parts:
-        different = checkpoint.first_difference(parts[name]["config"], config)
+        different = checkpoint.first_difference(report.strict(parts[name]["config"]), report.strict(config))
         if different is not None:
             field, old, new = different
             raise ValueError(
@@ -246,32 +188,75 @@ def remembered(folder: Path, name: str, config: Mapping[str, Json], compute: Cal
         return parts[name]["result"]
     try:
         result = compute()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         state = checkpoint.latest_round(folder / "state" / name)
         saved = f"finished results saved: {len(parts)}" + (f", and round {state} of {name}" if state else "")
-        raise Stopped(f"stopped in {name}; {saved}. Continue with:\n  {command_line(folder, resume=True)}") from None
+        command = command_line(folder, resume=True)
+        number = getattr(stop, "number", signal.SIGINT)
+        raise Stopped(f"stopped in {name}; {saved}. Continue with: {command}", number) from None
+    _process.started.clear()
     parts[name] = {"name": name, "config": config, "result": result}
-    lines = ",\n".join(json.dumps(part, separators=(",", ":")) for part in parts.values())
+    lines = ",\n".join(json.dumps(report.strict(part), separators=(",", ":"), allow_nan=False) for part in parts.values())
     checkpoint.write_text(path, f'{{"runs": [\n{lines}\n]}}\n')
     return result
 
 
-def run_all(plans: Sequence[Plan], folder: Path) -> dict[str, Rows]:
+def run_all(plans: Sequence[Plan], folder: Path, *, on_divergence: str = "continue") -> dict[str, Rows]:
     """Trains every plan that is not finished, saves its state after every evaluation, and returns the rows by plan name.
 
+    Args:
+      plans: the training runs.
+      folder: of the experiment.
+      on_divergence: "continue", or "stop" to end a plan at the evaluation after which all of its tests have diverged.
+
     Raises:
-      Stopped: on Ctrl-C.
+      Stopped: on Ctrl-C or SIGTERM.
       ValueError, OSError: see `remembered` and `checkpoint`.
     """
     results: dict[str, Rows] = {}
     started = time.perf_counter()
     with _display(len(plans)) as display:
         for number, plan in enumerate(plans, 1):
-            train = functools.partial(_train, plan, folder / "state" / plan.name, display, number)
-            results[plan.name] = remembered(folder, plan.name, plan.full_config, train)
+            train = functools.partial(_train, plan, folder / "state" / plan.name, display, number, on_divergence)
+            with _shown_warnings():
+                results[plan.name] = remembered(folder, plan.name, plan.full_config, train)
             display.end(plan, results[plan.name])
     console.print(f"[dim]{len(plans)} training runs in {_clock(time.perf_counter() - started)}[/dim]")
     return results
+
+
+def check_titles(plans: Sequence[Plan]) -> None:
+    """Refuses systems that a table could not tell apart; call it before the run has a folder.
+
+    Raises:
+      ValueError: two tests of the same title, clients and seed.
+    """
+    report.check_titles(
+        [(test.title, f"{test.clients} clients", f"seed {plan.seed}") for plan in plans for test in plan.tests.values()]
+    )
+
+
+def exit_if_all_diverged(plans: Sequence[Plan], results: Mapping[str, Rows]) -> None:
+    """Ends the process with exit code 3 if all systems of all plans diverged; call it when all is reported.
+
+    Raises:
+      typer.Exit: they did.
+    """
+    rounds = [report.diverged(results[plan.name], key) for plan in plans for key in plan.tests]
+    exit_if_diverged([number is not None for number in rounds])
+
+
+def exit_if_diverged(systems: Sequence[bool]) -> None:
+    """Ends the process with exit code 3 if all systems diverged, each given as whether it did.
+
+    Raises:
+      typer.Exit: they did.
+    """
+    if systems and all(systems):
+        errors.print(
+            Text("all systems diverged: no score of this run means anything; smaller step sizes may help"), soft_wrap=True
+        )
+        raise typer.Exit(3)
 
 
 def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
@@ -301,39 +286,95 @@ def times(results: Mapping[str, Rows]) -> tuple[float, float]:
     return sum(row["seconds"] for row in rows), sum(row["compile_seconds"] for row in rows)
 
 
-def configs(plans: Sequence[Plan]) -> dict[str, Json]:
+def configs(plans: Sequence[Plan]) -> dict[str, Any]:
     """The config of every plan's algorithm by plan name, for `open_folder`."""
     return {plan.name: plan.algorithm.config for plan in plans}
 
 
-def _train(plan: Plan, folder: Path, display: "_Display", number: int) -> Rows:
+def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_divergence: str) -> Rows:
     """The rows of a plan, from its newest checkpoint on where there is one."""
-    rows: Rows = []
     like = fm.host_store.state_shapes(plan.algorithm, jax.random.key(plan.seed), plan.data)
     config = plan.full_config
-    saved = checkpoint.restore(folder, like, config, on_damage=lambda line: errors.print(Text(f"warning: {line}")))
-    if saved is not None:
-        rows = saved.records
+    saved = checkpoint.restore(folder, like, config, on_damage=_warn)
+    # `part`: what is known of the rounds since the last evaluation, when a signal ended the run between two of them.
+    known = {"rows": [], "part": None} if saved is None else saved.records
+    rows: Rows = known["rows"]
+    signals: list[int] = []
     display.begin(plan, number, rows)
 
-    def on_record(state: fm.State, record: fm.Record) -> None:
-        rows[:] = [*map(report.without_confusion, rows), report.compact(record)]
-        checkpoint.save(folder, state, rows, config)
-        display.record(rows[-1])
+    def on_signal(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:  # the user does not want to wait for the round to end
+            raise _process.Interrupted(number)
+        display.stopping()
 
-    fm.simulate(
-        plan.algorithm,
-        plan.data,
-        key=jax.random.key(plan.seed),
-        rounds=plan.rounds,
-        eval_every=plan.eval_every,
-        evaluators={key: test.evaluator for key, test in plan.tests.items()},
-        state=None if saved is None else saved.state,
-        store=plan.store,
-        on_record=on_record,
-        on_progress=display.progress,
-    )
+    def on_record(state: fm.State, record: fm.Record) -> None:
+        row = report.joined(known["part"], report.compact(record))
+        rows[:] = [*map(report.without_confusion, rows), row]
+        known["part"] = None
+        checkpoint.save(folder, state, known, config)
+        display.record(row, _diverged(plan, rows))
+
+    def ends_early() -> bool:
+        return on_divergence == "stop" and _diverged(plan, rows)
+
+    if ends_early():
+        return rows
+    with _process.signals(on_signal):
+        state, records = fm.simulate(
+            plan.algorithm,
+            plan.data,
+            key=jax.random.key(plan.seed),
+            rounds=plan.rounds,
+            eval_every=plan.eval_every,
+            evaluators={key: test.evaluator for key, test in plan.tests.items()},
+            state=None if saved is None else saved.state,
+            store=plan.store,
+            on_record=on_record,
+            on_progress=display.progress,
+            should_stop=lambda: bool(signals) or ends_early(),
+        )
+        if records and records[-1].round > (rows[-1]["round"] if rows else 0):
+            known["part"] = report.joined(known["part"], report.compact(records[-1]))
+            checkpoint.save(folder, state, known, config)
+    if signals:
+        raise _process.Interrupted(signals[0])
     return rows
+
+
+def _diverged(plan: Plan, rows: Rows) -> bool:
+    return bool(rows) and all(report.diverged(rows, key) is not None for key in plan.tests)
+
+
+def _warn(text: str) -> None:
+    errors.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+
+class _Warnings(logging.Handler):
+    """Shows the library's warnings, e.g. of what is not finite, above the live line; no more than a screen can hold."""
+
+    most = 20
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._shown = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._shown += 1
+        if self._shown <= self.most:
+            _warn(record.getMessage())
+        elif self._shown == self.most + 1:
+            _warn("no more of these are shown; metrics.json lists all faults of a finished run")
+
+
+@contextlib.contextmanager
+def _shown_warnings() -> Iterator[None]:
+    logger, handler = logging.getLogger("fedjax_meta"), _Warnings()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class _Display:
@@ -347,9 +388,10 @@ class _Display:
         self._compiling = self._pause = 0.0
         self._first = 0
         self._clock: float | None = None
+        self._diverged = False
 
     def begin(self, plan: Plan, number: int, rows: Rows) -> None:
-        self._plan, self._compiling = plan, 0.0
+        self._plan, self._compiling, self._diverged = plan, 0.0, False
         done = rows[-1]["round"] if rows else 0
         self._first, self._clock, self._pause = done, None, 0.0
         self._task = self._bar.add_task(
@@ -365,6 +407,7 @@ class _Display:
             self._bar.update(self._task, score=_score(rows[-1], plan))
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
+        _process.started.clear()
         now = time.perf_counter()
         left = ""
         if self._clock is None:
@@ -375,7 +418,14 @@ class _Display:
         loss = f"{metrics['loss'][-1]:.3f}" if "loss" in metrics else ""
         self._bar.update(self._task, completed=done, loss=loss, left=left)
 
-    def record(self, row: dict[str, Any]) -> None:
+    def stopping(self) -> None:
+        """Tells the user that a signal came and what the run waits for."""
+        self._bar.update(self._task, state="stopping after this piece of work; Ctrl-C again stops at once")
+
+    def record(self, row: dict[str, Any], diverged: bool) -> None:
+        if diverged and not self._diverged:
+            _warn(f"{self._plan.title} has diverged at round {row['round']}")
+        self._diverged = diverged
         self._compiling += row["compile_seconds"]
         if row["round"] == 1 and self._clock is not None:
             self._pause = time.perf_counter() - self._clock  # The first test is compiled between round 1 and the others.
@@ -385,7 +435,8 @@ class _Display:
         if self._task is not None:
             self._bar.update(self._task, visible=False)
         trained, compiled = times({"": rows})
-        text = f"{plan.title}: {_score(rows[-1], plan)}  [dim]{_clock(trained)}, compiled in {_clock(compiled)}[/dim]"
+        text = Text(f"{plan.title}: {_score(rows[-1], plan)}  ")
+        text.append(f"{_clock(trained)}, compiled in {_clock(compiled)}", style="dim")
         self._bar.console.print(text, soft_wrap=True)
 
 
@@ -393,7 +444,10 @@ def _score(row: Mapping[str, Any], plan: Plan) -> str:
     """The accuracy of the plan's first system on each group of clients."""
     first: dict[str, str] = {}
     for key, test in plan.tests.items():
-        first.setdefault(test.clients, f"{test.clients} {100 * row['tests'][key]['scores']['accuracy']:.1f} %")
+        accuracy = row["tests"][key]["scores"]["accuracy"]
+        first.setdefault(
+            test.clients, f"{test.clients} " + (f"{100 * accuracy:.1f} %" if math.isfinite(accuracy) else "not finite")
+        )
     measured = row["train"].get("user_accuracy")
     return ", ".join([*([f"UA {100 * measured[-1]:.1f} %"] if measured else []), *first.values()])
 

@@ -256,7 +256,15 @@ def write_report(folder: Path, title: str, changes: str, series: Sequence[report
         runs = [one for one in series if (one.title, one.clients) == key]
         scores = report.over_seeds(runs)
         spread = f"{scores['accuracy_mean'][0]:.2f} ±{scores['accuracy_std'][0]:.2f}"
-        rows.append([*key, report.with_spread(scores["accuracy"], len(runs)), spread, f"{scores['f1_mean'][0]:.2f}"])
+        rows.append(
+            [
+                report.marked(runs),
+                key[1],
+                report.with_spread(scores["accuracy"], len(runs)),
+                spread,
+                f"{scores['f1_mean'][0]:.2f}",
+            ]
+        )
     runner.show_table(f"{title} (percent)", headings, rows, text_columns=2)
     runner.console.print(note, style="dim", markup=False)
     report.save_figure(folder / "figure.png", series, title=title)
@@ -366,6 +374,7 @@ def main(  # long because every option brings its help text
     resume: runner.ResumeOption = False,
     devices: runner.DevicesOption = None,
     compile_cache: runner.CacheOption = True,
+    on_divergence: runner.DivergenceOption = "continue",
     debug: runner.DebugOption = False,
 ) -> None:
     """Runs one composition, and methods to compare it with, on any data set; prints a table and writes a report with a figure.
@@ -389,6 +398,7 @@ def main(  # long because every option brings its help text
     `--algorithm fedper --federation cohort_size=10 --clip 1.0 --noise 0.5 --federation weighting=uniform`
     """
     with runner.one_line_errors(debug):
+        checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)
         checks.one_of("--protocol", protocol, PROTOCOLS)
         unreliable = {name: value for name, value in (("late", late), ("crashed", crashed)) if value != 0}
         flags = {"sparsify": sparsify, "quantize": quantize, "clip": clip, "noise": noise, "mask": mask}
@@ -430,13 +440,15 @@ def main(  # long because every option brings its help text
             store=store,
             config=config,
         )
+        runner.check_titles(plans)
         options = {**config, "systems": systems, "rounds": rounds, "eval_every": eval_every, "seeds": seed_list}
         folder = runner.open_folder(
             out, f"compose-{algorithm}", resume=resume, options=options, algorithms=runner.configs(plans)
         )
-        results = runner.run_all(plans, folder)
+        results = runner.run_all(plans, folder, on_divergence=on_divergence)
         changes = _changes(systems["composition"])
         write_report(folder, f"{data.name}: round {rounds}", changes, runner.all_series(plans, results))
+        runner.exit_if_all_diverged(plans, results)
 
 
 if __name__ == "__main__":

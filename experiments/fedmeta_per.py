@@ -347,7 +347,7 @@ def comparison(
 ) -> tuple[list[list[str]], list[str]]:
     """Rows under `HEADINGS` of the systems measured on one group of clients, and the notes that the rows refer to."""
     rows, notes = [], []
-    for key, system in SYSTEMS.items():
+    for key in SYSTEMS:
         runs = measured.get(f"{key}/{clients}")
         if not runs:
             continue
@@ -365,7 +365,7 @@ def comparison(
         full = row if isinstance(row, Published) else None
         rows.append(
             [
-                system.title + (f" [{','.join(marks)}]" if marks else ""),
+                report.marked(runs) + (f" [{','.join(marks)}]" if marks else ""),
                 report.with_spread(scores["accuracy"], len(runs)),
                 "" if accuracy is None else f"{accuracy:.2f}",
                 "" if accuracy is None else f"{scores['accuracy'][0] - accuracy:+.2f}",
@@ -480,6 +480,7 @@ def main(  # long because every option brings its help text
     download: Annotated[bool, typer.Option("--download", help="Download and prepare the set if needed (TensorFlow).")] = False,
     devices: runner.DevicesOption = None,
     compile_cache: runner.CacheOption = True,
+    on_divergence: runner.DivergenceOption = "continue",
     debug: runner.DebugOption = False,
 ) -> None:
     """Runs FedMeta-Per and the systems of its paper, and prints the measured numbers beside the published ones.
@@ -503,6 +504,7 @@ def main(  # long because every option brings its help text
     `python -m experiments.fedmeta_per --dataset cifar10 --data-dir DIR --out runs/cifar --resume`
     """
     with runner.one_line_errors(debug):
+        checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)
         checks.one_of("--dataset", dataset, DATASETS)
         checks.one_of("--score", score, ("online", "fitted"))
         chosen = list(SYSTEMS) if systems == "all" else runner.names(systems, "--systems", ("all", *SYSTEMS))
@@ -533,8 +535,9 @@ def main(  # long because every option brings its help text
         folder = runner.open_folder(
             out, f"fedmeta_per-{dataset}", resume=resume, options=options, algorithms=runner.configs(plans)
         )
-        results = runner.run_all(plans, folder)
+        results = runner.run_all(plans, folder, on_divergence=on_divergence)
         write_report(folder, dataset, data.federated, plans, results)
+        runner.exit_if_all_diverged(plans, results)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def train_and_test(
 
     def accuracy(state: fm.State, data: fm.FederatedData, known: bool) -> jax.Array:
         result = fm.evaluate(algorithm, test_key, state, data, support="train", query="test", known=known, devices=devices)
-        return 100 * jnp.mean(metrics.accuracy(result.confusion))
+        return 100 * jnp.mean(metrics.where_finite(metrics.accuracy(result.confusion), result.loss))
 
     state = run_rounds(algorithm, key, algorithm.init(init_key, data), data, rounds - last, most=max(rounds - last, 1))[0]
 
@@ -261,8 +261,9 @@ def compare(
 
     held_back = validation_cut(train)
     runs = (jnp.full(len(rates), seeds[0], jnp.uint32), jnp.asarray(rates, jnp.result_type(float)))
-    validation = np.nan_to_num(wait(jax.jit(grid)(runs, held_back)))
-    rate = float(rates[int(np.argmax(validation))])
+    validation = wait(jax.jit(grid)(runs, held_back))
+    # A rate with which training diverges has NaN, and is chosen only where all do.
+    rate = float(rates[int(np.argmax(np.nan_to_num(validation, nan=-1.0)))])
 
     def final(runs: Any, train: fm.FederatedData, new: fm.FederatedData) -> Any:
         return jax.lax.map(lambda run: train_and_test(build, run, train, new, rounds=rounds, last=last, devices=devices), runs)
@@ -315,15 +316,20 @@ def table(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
         o = outcomes[name]
         rows.append(
             [
-                SYSTEMS[name].title,
+                SYSTEMS[name].title + (" (diverged)" if diverged(o) else ""),
                 f"{o.rate:g}" + ("*" if at_edge(o) else ""),
                 _spread(o.known),
                 _spread(o.new),
-                f"{max(o.validation):.2f}",
+                f"{max(o.validation, key=lambda score: (np.isfinite(score), score)):.2f}",
                 f"{o.seconds / 60:.1f}",
             ]
         )
     return rows
+
+
+def diverged(outcome: Outcome) -> bool:
+    """Whether the final run of a seed has an accuracy that is not finite."""
+    return not np.isfinite([*outcome.known, *outcome.new]).all()
 
 
 def at_edge(outcome: Outcome) -> bool:
@@ -510,14 +516,15 @@ def main(  # long because every option brings its help text
         about, found = NOTES.get(dataset, ((), ""))
         note = f"{source.note}\n\n{found}" if found and set(about) <= set(chosen) else source.note
         write_report(folder, f"FedPAC and other methods on {dataset}", note, results, how)
+        runner.exit_if_diverged([diverged(one) for outcomes in results.values() for one in outcomes.values()])
 
 
 if __name__ == "__main__":
     try:
         app()
     except SystemExit as ended:
-        if ended.code == 130:  # Otherwise Python waits for the running program, perhaps for hours.
+        if ended.code in (130, 143):  # Otherwise Python waits for the running program, perhaps for hours.
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(130)
+            os._exit(ended.code)
         raise

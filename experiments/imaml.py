@@ -159,20 +159,24 @@ HEADINGS = ("system", "E", "new clients", "logged", "local clients", "ms a round
 
 
 class Point(NamedTuple):
-    """One system at one number of inner epochs: mean accuracy over clients, in percent, as (mean, std) over seeds; and costs."""
+    """One system at one number of inner epochs: mean accuracy over clients, in percent, as (mean, std) over seeds; and costs.
+
+    `title` is that of the system, with a mark where it diverged.
+    """
 
     system: str
     epochs: int
     new: tuple[float, float]
     local: tuple[float, float]
     cost: Cost
+    title: str
 
 
 def table_rows(dataset: str, points: Sequence[Point], seeds: int) -> list[list[str]]:
     """Rows under `HEADINGS`."""
     return [
         [
-            SYSTEMS[p.system].title,
+            p.title,
             str(p.epochs),
             report.with_spread(p.new, seeds),
             _logged(dataset, p.epochs, p.system),
@@ -247,6 +251,7 @@ def main(  # long because every option brings its help text
     resume: runner.ResumeOption = False,
     devices: runner.DevicesOption = None,
     compile_cache: runner.CacheOption = True,
+    on_divergence: runner.DivergenceOption = "continue",
     debug: runner.DebugOption = False,
 ) -> None:
     """Trains every system at every number of inner epochs, and prints accuracy, time a round and peak memory.
@@ -265,6 +270,7 @@ def main(  # long because every option brings its help text
     `python -m experiments.imaml --dataset cifar10 --data-dir DIR --out runs/imaml-cifar10`
     """
     with runner.one_line_errors(debug):
+        checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)
         checks.one_of("--dataset", dataset, DATASETS)
         chosen = runner.names(systems, "--systems", SYSTEMS)
         epoch_list, seed_list = runner.numbers(epochs, "--epochs"), runner.numbers(seeds, "--seeds")
@@ -287,7 +293,7 @@ def main(  # long because every option brings its help text
         )
         options = {**config, "systems": chosen, "epochs": epoch_list, "seeds": seed_list, "rounds": rounds}
         folder = runner.open_folder(out, f"imaml-{dataset}", resume=resume, options=options, algorithms=runner.configs(plans))
-        results = runner.run_all(plans, folder)
+        results = runner.run_all(plans, folder, on_divergence=on_divergence)
         points = []
         for count in epoch_list:
             for name in chosen:
@@ -295,17 +301,18 @@ def main(  # long because every option brings its help text
                     folder, name, count, task, data.train, cohort_size=clients_per_round, repeats=repeats, config=config
                 )
                 key = f"{name}_E{count}"
-                new, local = (
-                    report.over_seeds(
-                        [
-                            report.series(SYSTEMS[name].title, group, seed, results[f"{key}_seed{seed}"], f"{key}/{group}")
-                            for seed in seed_list
-                        ]
-                    )["accuracy_mean"]
+                runs = {
+                    group: [
+                        report.series(SYSTEMS[name].title, group, seed, results[f"{key}_seed{seed}"], f"{key}/{group}")
+                        for seed in seed_list
+                    ]
                     for group in ("new", "local")
-                )
-                points.append(Point(name, count, new, local, cost))
+                }
+                new, local = (report.over_seeds(runs[group])["accuracy_mean"] for group in ("new", "local"))
+                title = next((title for title in map(report.marked, runs.values()) if title != SYSTEMS[name].title), None)
+                points.append(Point(name, count, new, local, cost, title or SYSTEMS[name].title))
         write_report(folder, dataset, data.name, points, rounds=rounds, seeds=len(seed_list))
+        runner.exit_if_all_diverged(plans, results)
 
 
 def timed(

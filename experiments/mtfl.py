@@ -111,12 +111,14 @@ class Outcome(NamedTuple):
       trained: `[seeds]`, accuracy of all clients after local training, at the end of the run.
       traffic: bytes that a client sends and receives in a round.
       time: a round on the modelled testbed.
+      mark: what follows the title of a system that diverged.
     """
 
     user_accuracy: np.ndarray
     trained: np.ndarray
     traffic: costs.Traffic
     time: costs.RoundTime
+    mark: str = ""
 
 
 def network(family: str, norm: str, momentum: float) -> models.Network:
@@ -274,11 +276,15 @@ def outcome(here: Setting, system: System, runs: Sequence[Sequence[Mapping[str, 
     traffic = costs.traffic(system.algorithm, data)
     flops = system.work * here.steps * costs.gradient_flops(here.task, data, 20)
     counted = np.setdiff1d(np.arange(here.clients), here.protocol.noisy)
+    series = [report.series("", "", seed, rows, "after") for seed, rows in enumerate(runs)]
+    lines = [[value for row in rows for value in row["train"]["user_accuracy"]] for rows in runs]
     return Outcome(
-        np.array([[value for row in rows for value in row["train"]["user_accuracy"]] for rows in runs]),
+        # A run that was stopped because it diverged has fewer rounds.
+        np.array([line + [np.nan] * (max(map(len, lines)) - len(line)) for line in lines]),
         np.array([np.mean(np.array(rows[-1]["tests"]["after"]["accuracy"])[counted]) for rows in runs]),
         traffic,
         costs.round_time(traffic, flops, costs.RASPBERRY_PIS, cohort_size=here.cohort_size),
+        report.marked(series),
     )
 
 
@@ -307,7 +313,7 @@ def table(
     ]
     rows = []
     for name, system in systems.items():
-        one, row = outcomes[name], [system.title]
+        one, row = outcomes[name], [system.title + outcomes[name].mark]
         for target in targets:
             reached = metrics.rounds_to_target(one.user_accuracy, target)
             missed = sum(first is None for first in reached.rounds)
@@ -340,7 +346,8 @@ def draw(
             at = unit * np.arange(1, curves.shape[1] + 1)
             axis.plot(at, curves.mean(0), line, color=report.COLORS[color], label=systems[name].title, linewidth=1.6)
             axis.fill_between(at, curves.min(0), curves.max(0), color=report.COLORS[color], alpha=0.15, linewidth=0)
-    low = 100 * min(float(one.user_accuracy[:, -1].min()) for one in outcomes.values())
+    last = np.concatenate([one.user_accuracy[:, -1] for one in outcomes.values()])
+    low = 100 * float(min(last[np.isfinite(last)], default=0.0))
     for axis, label in zip(axes, ("round", "minutes on the testbed"), strict=True):
         for target in targets:
             axis.axhline(100 * target, color=report.MUTED, linewidth=0.6)
@@ -463,6 +470,7 @@ def main(  # long because every option brings its help text
     download: Annotated[bool, typer.Option("--download", help="Download and prepare the set if needed (TensorFlow).")] = False,
     devices: runner.DevicesOption = None,
     compile_cache: runner.CacheOption = True,
+    on_divergence: runner.DivergenceOption = "continue",
     debug: runner.DebugOption = False,
 ) -> None:
     """Repeats the experiments of MTFL: private batch norms, federated optimisers, and rounds to a target user accuracy.
@@ -500,6 +508,7 @@ def main(  # long because every option brings its help text
     `python -m experiments.mtfl shift --data-dir DIR --rounds 20`
     """
     with runner.one_line_errors(debug):
+        checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)
         checks.one_of("command", what, KINDS)
         checks.one_of("--dataset", dataset, DATASETS)
         sets, rules = runner.names(private, "--private", PRIVATE | PARTS), runner.names(optimizers, "--optimizers", OPTIMIZERS)
@@ -545,7 +554,7 @@ def main(  # long because every option brings its help text
         # All systems with one seed before the next seed, so that a run that is stopped early has comparable results.
         order = sorted((plan for group in plans for runs in group.values() for plan in runs), key=lambda plan: plan.seed)
         folder = open_run(algorithms=runner.configs(order))
-        results = runner.run_all(order, folder)
+        results = runner.run_all(order, folder, on_divergence=on_divergence)
         for here, group, runs in zip(settings, groups, plans, strict=True):
             outcomes = {name: outcome(here, group[name], [results[plan.name] for plan in line]) for name, line in runs.items()}
             draw(folder / f"{here.name}.png", f"{here.protocol.name}: {here.title}", group, outcomes, goals)
@@ -553,6 +562,7 @@ def main(  # long because every option brings its help text
         how = f"{rounds} rounds, seeds {seeds}" + (f", {noisy:.0%} of the clients noisy" if noisy else "")
         how += ". Rounds to a target are means over seeds ± half the width of their 95 % confidence interval."
         finish(folder, title, f"{how} {NOTES.get(what, '')} {source.note}".strip(), sections)
+        runner.exit_if_all_diverged(order, results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 
 from experiments import _runner as runner
 from experiments.fedmeta_per import LOCAL, NEW, StepSizes, System, Training, load, make_plans
-from fedjax_meta import checkpoint, models, report
+from fedjax_meta import checkpoint, checks, models, report
 from fedjax_meta.data import protocols, sources
 
 TRAININGS = {
@@ -71,8 +71,8 @@ def write_report(
     for one in series:
         by_title.setdefault(one.title, {})[one.clients] = one
     rows = []
-    for title, groups in by_title.items():
-        row = [title]
+    for groups in by_title.values():
+        row = [report.marked([max(groups.values(), key=lambda one: one.diverged is not None)])]
         for clients in (LOCAL, NEW):
             scores = groups[clients].scores
             spread = f"{scores['accuracy_mean']:.1f} ±{scores['accuracy_std']:.1f}"
@@ -105,6 +105,7 @@ def main(  # long because every option brings its help text
     resume: runner.ResumeOption = False,
     devices: runner.DevicesOption = None,
     compile_cache: runner.CacheOption = True,
+    on_divergence: runner.DivergenceOption = "continue",
     debug: runner.DebugOption = False,
 ) -> None:
     """Compares six methods on 5,000 MNIST images, divided among 50 clients with two classes each.
@@ -115,6 +116,7 @@ def main(  # long because every option brings its help text
     Example: `python -m experiments.quickstart --rounds 100 --out runs/first`
     """
     with runner.one_line_errors(debug):
+        checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
         with runner.console.status("loading the images"):
             data = load(sources.load("mnist_small"), [], seed=1, pairing=None)
@@ -134,7 +136,9 @@ def main(  # long because every option brings its help text
         )
         options = {**config, "rounds": rounds, "seed": seed, "clients_per_round": clients_per_round, "eval_every": eval_every}
         folder = runner.open_folder(out, "quickstart", resume=resume, options=options, algorithms=runner.configs(plans))
-        write_report(folder, data.federated, plans, runner.run_all(plans, folder))
+        results = runner.run_all(plans, folder, on_divergence=on_divergence)
+        write_report(folder, data.federated, plans, results)
+        runner.exit_if_all_diverged(plans, results)
 
 
 if __name__ == "__main__":

@@ -98,9 +98,9 @@ def load(name: str, *, data_dir: Path | None, seed: int) -> tuple[protocols.Prot
 def mean_accuracy(
     algorithm: fm.Algorithm, key: Key, state: fm.State, data: fm.FederatedData, *, support: str, query: str
 ) -> jax.Array:
-    """Mean of the clients' accuracies, a scalar."""
+    """Mean of the clients' accuracies, a scalar; NaN if a model is not finite."""
     scores = fm.evaluate(algorithm, key, state, data, support=support, query=query, devices=1)
-    return jnp.mean(fm.metrics.accuracy(scores.confusion))
+    return jnp.mean(fm.metrics.where_finite(fm.metrics.accuracy(scores.confusion), scores.loss))
 
 
 def over(function: Callable[[Any], PyTree], xs: PyTree, at_once: int) -> PyTree:
@@ -197,6 +197,12 @@ def draw(path: Path, results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> 
     figure.savefig(path, dpi=150)
 
 
+def diverged(result: Mapping[str, Any]) -> int | None:
+    """The round of the first evaluation from which on the mean over the runs is not finite, `None` if the last one is finite."""
+    finite = np.isfinite(np.array(result["accuracy"], float).mean(0))
+    return None if finite[-1] else result["rounds"][max(np.flatnonzero(finite), default=-1) + 1]
+
+
 HEADINGS = ("system", "rate", "accuracy ± std", "published", "minutes")
 
 
@@ -210,7 +216,7 @@ def write_report(folder: Path, results: Mapping[str, Mapping[str, Mapping[str, A
             last, published = np.array(result["accuracy"])[:, -1], PUBLISHED.get(name, {}).get(key)
             rows.append(
                 [
-                    SYSTEMS[key].title,
+                    SYSTEMS[key].title + (f" (diverged at round {since})" if (since := diverged(result)) else ""),
                     f"{result['rate']:g}",
                     f"{last.mean():.2f} ±{last.std():.2f}",
                     "" if published is None else f"{published:.2f}",
@@ -317,6 +323,7 @@ def main(  # long because every option brings its help text
             last = np.array(found["accuracy"])[:, -1]
             runner.console.print(f"{part.title}: rate {found['rate']:g}, {last.mean():.2f} ±{last.std():.2f} %", markup=False)
         write_report(folder, results, interpolation=interpolation)
+        runner.exit_if_diverged([diverged(one) is not None for systems in results.values() for one in systems.values()])
 
 
 class Part(NamedTuple):
@@ -354,7 +361,8 @@ def measure(part: Part, *, at_once: int) -> dict[str, Any]:
     with runner.console.status(f"{part.title}: choosing a rate") as status:
         if len(rates) > 1:
             scores = tune(part.build, part.data, rates=rates, rounds=config["tune_rounds"], at_once=at_once).tolist()
-            rate = rates[int(np.nanargmax(scores))]
+            # A rate with which training diverges has NaN, and is chosen only where all do.
+            rate = rates[int(np.argmax(np.nan_to_num(scores, nan=-1.0)))]
         stops, lines = curves(
             part.build(rate),
             part.data,

@@ -1,15 +1,22 @@
 """Checkpoints: a run's state and records, saved so that a run killed at any moment resumes bit for bit.
 
-A checkpoint is a folder named by its round. It gets that name only when it is complete, and `restore` compares every file with
-a digest taken when it was saved. Orbax stores JAX arrays and is imported only when it is needed. NumPy arrays, which are the
-rows of a host store (see `host_store`) and may exceed the host's memory, are stored as plain files.
+A checkpoint is one file, named by its round:
+
+1. one line: the format, with a digest of that line, the same in all formats from 3 on;
+2. the bytes of each array, at multiples of 64;
+3. a JSON text: the round, the configuration, the records, and for each array its place, dtype, shape and digest;
+4. `_FOOTER_BYTES` bytes: the digest and the length of the JSON text.
+
+The file gets its name only when all of it is on the disk and has been read back, and `restore` compares everything that it reads
+with the digests. Arrays that are NumPy arrays, which are the rows of a host store (see `host_store`) and may exceed the host's
+memory, are mapped and not read when they are restored.
 """
 
-import contextlib
+import concurrent.futures
 import hashlib
 import json
 import os
-import shutil
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +26,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, disk, runtime
 from fedjax_meta.types import PyTree
 
-FORMAT = 2
+FORMAT = 3
 """The version of the format, which every checkpoint records. It changes when the meaning of the contents changes."""
 
 Json: TypeAlias = Any
 """A value that JSON can hold."""
 
-_WRITING = ".writing"
+LOCK, lock, write_text = disk.LOCK, disk.lock, disk.write_text
+
+_SUFFIX = ".ckpt"
+_NAME = "fedjax_meta checkpoint, format"
 _HOST = "host"
+_ALIGNED = 64
+_PIECE = 2**22
+_FOOTER_BYTES = 64 + 1 + 20 + 1
 
 
 class Checkpoint(NamedTuple):
@@ -37,7 +50,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       state: in the structure that `restore` was given. JAX arrays are on the default device; NumPy arrays are read-only maps of
-        their files.
+        the file.
       records: as saved with the state, after a round trip through JSON.
       round: rounds done.
     """
@@ -47,18 +60,25 @@ class Checkpoint(NamedTuple):
     round: int
 
 
+class _DamagedError(Exception):
+    """A file does not hold what was saved."""
+
+
 def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, *, keep: int = 2) -> Path:
-    """Saves a state with the records so far, and removes all but the newest checkpoints.
+    """Saves a state with the records so far, and removes older checkpoints.
+
+    When it returns, the checkpoint is on the disk (`fsync`) and has been read back. Several runs must not share a folder, see
+    `lock`. The arrays are fetched one after the other.
 
     Args:
-      folder: holds the checkpoints of ONE run; created if missing.
+      folder: holds the checkpoints of ONE run; created if missing. Any path will do.
       state: a method's state: a pytree with an integer attribute `round`. Typed PRNG keys are allowed.
       records: any JSON value.
       config: the configuration of the run, as a JSON value; `restore` refuses a different one.
-      keep: the number of checkpoints to keep, the newest ones.
+      keep: the number of checkpoints to keep: this one, and the newest of the others.
 
     Returns:
-      The folder of the new checkpoint.
+      The file of the new checkpoint.
 
     Raises:
       OSError: the checkpoint could not be written (no space, no permission); earlier checkpoints are intact.
@@ -66,44 +86,22 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     """
     checks.count("keep", keep)
     folder = Path(folder).absolute()
-    arrays: dict[str, np.ndarray] = {}
-    on_host: dict[str, np.ndarray] = {}
-    leaves = []
-    for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        array, kind = _as_array(leaf)
-        leaves.append({"path": jax.tree_util.keystr(path), "kind": kind, "form": _form(array)})
-        if array.size:  # orbax cannot store empty arrays
-            (on_host if kind == _HOST else arrays)[f"{number:04d}"] = array
-    run = {"format": FORMAT, "round": int(state.round), "config": config, "leaves": leaves, "records": records}
+    done = int(state.round)
+    run = {"format": FORMAT, "round": done, "config": config, "records": records}
     try:
         json.dumps(run)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"records and config must be JSON values: {error}") from None
-    target, writing = folder / str(int(state.round)), folder / _WRITING
-    checkpointer = _checkpointer()
+    path = folder / f"{done}{_SUFFIX}"
     try:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-        _try_space(writing / "space", sum(array.nbytes for array in (arrays | on_host).values()) + 2**16)
-        if arrays:
-            checkpointer.save(writing / "state", arrays)
-        (writing / _HOST).mkdir()
-        for name, array in on_host.items():
-            array.tofile(writing / _HOST / name)
-        text = json.dumps({**run, "files": _files(writing)})
-        (writing / "run.json").write_text(f"{_digest(text.encode())}\n{text}\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        writing.rename(target)
-        for old in _rounds(folder)[:-keep]:
-            shutil.rmtree(folder / str(old))
-    # Orbax reports a full disk by several exception types of its own.
-    except Exception as error:
-        shutil.rmtree(writing, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else _reason(error)
-        raise OSError(
-            f"could not save round {int(state.round)} to {folder}: {reason}; earlier checkpoints are intact"
-        ) from error
-    return target
+        disk.replace(path, _contents(run, state), check=_check_whole)
+        others = [old for old in _rounds(folder) if old != done]
+        for old in others[: len(others) + 1 - keep]:
+            os.unlink(folder / f"{old}{_SUFFIX}")
+    except (OSError, _DamagedError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"could not save round {done} to {folder}: {reason}; earlier checkpoints are intact") from error
+    return path
 
 
 def restore(
@@ -119,27 +117,26 @@ def restore(
 
     Raises:
       ValueError: `config` differs (the message names the first field), the state has another structure, shape or dtype (the
-        message names the first leaf), or all checkpoints are damaged.
+        message names the first leaf), a checkpoint has an older or a newer format, or all checkpoints are damaged.
     """
     folder = Path(folder).absolute()
+    _check_no_old_format(folder)
     damaged: list[str] = []
-    rounds = _rounds(folder)
-    for done in reversed(rounds):
-        path = folder / str(done)
+    for done in reversed(_rounds(folder)):
+        path = folder / f"{done}{_SUFFIX}"
         try:
             run = _read_run(path)
-        except (OSError, ValueError) as error:
-            damaged.append(_reason(error))
+            if run["round"] != done:
+                raise _DamagedError(f"{path} holds round {run['round']}, not the round of its name")
+            _check_config(run["config"], json.loads(json.dumps(config)), path)
+            _check_structure(run["leaves"], like, path)
+            state = _as_state(path, run["leaves"], like)
+        except OSError as error:
+            damaged.append(f"{path} cannot be read: {error.strerror or error}")
             continue
-        _check_config(run["config"], json.loads(json.dumps(config)), path)
-        _check_structure(run["leaves"], like, path)
-        try:
-            arrays = _checkpointer().restore(path / "state") if (path / "state").is_dir() else {}
-        # Orbax raises many exception types of its own.
-        except Exception as error:
-            damaged.append(f"{path / 'state'} cannot be read: {_reason(error)}")
+        except _DamagedError as error:
+            damaged.append(str(error))
             continue
-        state = _as_state(arrays, run["leaves"], like, path)
         for line in damaged:
             (on_damage or warnings.warn)(f"damaged checkpoint: {line}; resuming from the earlier round {done}")
         return Checkpoint(state, run["records"], done)
@@ -152,24 +149,6 @@ def latest_round(folder: str | os.PathLike) -> int | None:
     """The round of the newest checkpoint, intact or damaged; `None` when there is none."""
     rounds = _rounds(Path(folder))
     return rounds[-1] if rounds else None
-
-
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file atomically: if the process dies, the file has either its old or its new content.
-
-    Raises:
-      OSError: the file could not be written; an old file is intact.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
 def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
@@ -214,42 +193,137 @@ def _check_structure(leaves: list[dict[str, Json]], like: PyTree, path: Path) ->
         raise ValueError(f"cannot resume: {path} holds a state of another structure: {odd}")
 
 
-def _read_run(path: Path) -> dict[str, Json]:
-    """The content of `run.json`. Raises when the digest of a file differs from the saved one."""
-    digest, _, text = (path / "run.json").read_text(encoding="utf-8", errors="replace").partition("\n")
-    text = text.removesuffix("\n")
-    if _digest(text.encode()) != digest:
-        raise ValueError(f"{path / 'run.json'} has changed since it was saved (truncated?)")
-    run = json.loads(text)
-    if run["format"] != FORMAT:
-        raise ValueError(f"{path / 'run.json'} has format {run['format']}, not {FORMAT}")
-    found = _files(path)
-    for name, digest in run["files"].items():
-        if name not in found:
-            raise ValueError(f"{path / name} is missing")
-        if found[name] != digest:
-            raise ValueError(f"{path / name} has changed since it was saved (truncated?)")
-    return run
-
-
-def _as_state(arrays: dict[str, Any], leaves: list[dict[str, Json]], like: PyTree, path: Path) -> PyTree:
-    shapes, structure = jax.tree.flatten(like)
-    values: list[Any] = []
-    for number, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
-        is_key = leaf["kind"] not in ("array", _HOST)
-        plain = jax.eval_shape(jax.random.key_data, shape) if is_key else shape
-        if leaf["form"] != _form(plain):
+def _check_no_old_format(folder: Path) -> None:
+    for path in folder.glob("*/run.json") if folder.is_dir() else ():
+        if path.parent.name.isdecimal():
             raise ValueError(
-                f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain)}"
+                f"cannot resume: {path.parent} is a checkpoint of format 2, which an earlier version of fedjax_meta wrote; this "
+                f"version reads format {FORMAT}: finish the run with that version, or delete {folder} to start this run again"
             )
-        if leaf["kind"] == _HOST and plain.size:
-            values.append(np.memmap(path / _HOST / f"{number:04d}", plain.dtype, "r", shape=plain.shape))
-            continue
-        array = np.asarray(arrays[f"{number:04d}"]) if plain.size else np.zeros(plain.shape, plain.dtype)
+
+
+# The file of a checkpoint.
+
+
+def _first_line(number: int) -> bytes:
+    text = f"{_NAME} {number}"
+    return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:16]}\n".encode()
+
+
+def _contents(run: dict[str, Json], state: PyTree) -> Iterator[Any]:
+    """The bytes of a checkpoint, piece by piece."""
+    leaves: list[dict[str, Json]] = []
+    line = _first_line(FORMAT)
+    yield line
+    place = len(line)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            array, kind = _as_array(leaf)
+            content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            digest = pool.submit(_digest, content)  # computed while the bytes are written
+            yield bytes(-place % _ALIGNED)
+            place += -place % _ALIGNED
+            yield content
+            leaves.append(
+                {
+                    "path": jax.tree_util.keystr(path),
+                    "kind": kind,
+                    "form": _form(array),
+                    "place": place,
+                    "bytes": array.nbytes,
+                    "digest": digest.result(),
+                }
+            )
+            place += array.nbytes
+    text = json.dumps({**run, "leaves": leaves}).encode()
+    yield text
+    yield f"{_digest(text)} {len(text):020d}\n".encode()
+
+
+def _read_run(path: Path) -> dict[str, Json]:
+    """The JSON text of a checkpoint, compared with its digest."""
+    with path.open("rb") as file:
+        line = file.readline(200)
+        found = re.fullmatch(rf"{_NAME} (\d+), .*\n", line.decode(errors="replace"))
+        if found is None or line != _first_line(int(found[1])):
+            raise _changed(path)
+        if int(found[1]) != FORMAT:
+            writer = "a newer" if int(found[1]) > FORMAT else "an earlier"
+            raise ValueError(
+                f"cannot resume: {path} was written by {writer} version of fedjax_meta (format {found[1]}; this version reads "
+                f"format {FORMAT}): use that version, or another folder"
+            )
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(size - _FOOTER_BYTES, 0))
+        footer = file.read().decode(errors="replace")
+        parts = re.fullmatch(r"([0-9a-f]{64}) (\d{20})\n", footer)
+        if parts is None or int(parts[2]) > size - _FOOTER_BYTES:
+            raise _changed(path)
+        file.seek(size - _FOOTER_BYTES - int(parts[2]))
+        text = file.read(int(parts[2]))
+    if _digest(text) != parts[1]:
+        raise _changed(path)
+    return json.loads(text)
+
+
+def _as_state(path: Path, leaves: list[dict[str, Json]], like: PyTree) -> PyTree:
+    shapes, structure = jax.tree.flatten(like)
+    plain = []
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        plain.append(jax.eval_shape(jax.random.key_data, shape) if leaf["kind"] not in ("array", _HOST) else shape)
+        if leaf["form"] != _form(plain[-1]):
+            raise ValueError(
+                f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain[-1])}"
+            )
+
+    def value(leaf: dict[str, Json], shape: Any) -> Any:
+        if leaf["kind"] == _HOST and leaf["bytes"]:
+            _check_bytes(path, leaf)
+            return np.memmap(path, shape.dtype, "r", leaf["place"], shape.shape)
+        array = np.empty(shape.shape, shape.dtype)
+        _check_bytes(path, leaf, array.reshape(-1).view(np.uint8).data)
         # Copy: JAX could otherwise share the NumPy array's memory, and a run donates the buffers of its state.
-        value = jnp.array(array)
-        values.append(jax.random.wrap_key_data(value, impl=leaf["kind"]) if is_key else value)
+        return jnp.array(array) if leaf["kind"] != _HOST else array
+
+    with _readers() as pool:
+        values = list(pool.map(value, leaves, plain))
+    for number, leaf in enumerate(leaves):
+        if leaf["kind"] not in ("array", _HOST):
+            values[number] = jax.random.wrap_key_data(values[number], impl=leaf["kind"])
     return jax.tree.unflatten(structure, values)
+
+
+def _check_whole(path: Path) -> None:
+    """Reads a checkpoint and compares all of it with its digests."""
+    leaves = _read_run(path)["leaves"]
+    with _readers() as pool:
+        list(pool.map(lambda leaf: _check_bytes(path, leaf), leaves))
+
+
+def _check_bytes(path: Path, leaf: dict[str, Json], into: memoryview | None = None) -> None:
+    """Reads the bytes of an array, `into` a buffer of their length if given, and compares them with their digest."""
+    digest, left = hashlib.sha256(), leaf["bytes"]
+    buffer = memoryview(bytearray(min(_PIECE, left))) if into is None else into
+    with path.open("rb", buffering=0) as file:
+        file.seek(leaf["place"])
+        while left:
+            piece = buffer[: min(_PIECE, left)]
+            count = file.readinto(piece)
+            if not count:
+                break
+            digest.update(piece[:count])
+            left -= count
+            buffer = buffer if into is None else buffer[count:]
+    if left or digest.hexdigest() != leaf["digest"]:
+        raise _DamagedError(f"{path} has changed since it was saved: {leaf['path']}")
+
+
+def _readers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(min(runtime.cores(), 8))
+
+
+def _changed(path: Path) -> _DamagedError:
+    return _DamagedError(f"{path} has changed since it was saved (truncated?)")
 
 
 def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
@@ -266,48 +340,13 @@ def _form(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """The digest of every file of a checkpoint except `run.json`, by relative path."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / "run.json")
-    digests = {}
-    for path in paths:
-        with path.open("rb") as file:
-            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, _new_digest).hexdigest()
-    return digests
-
-
-def _digest(content: bytes) -> str:
-    digest = _new_digest()
-    digest.update(content)
-    return digest.hexdigest()
-
-
-def _new_digest() -> Any:
-    return hashlib.blake2b(digest_size=16)
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _rounds(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
-
-
-def _try_space(path: Path, size: int) -> None:
-    """Raises `OSError` when `size` bytes do not fit on the disk. Orbax would print tracebacks to stderr instead."""
-    with path.open("wb") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        else:
-            file.write(bytes(size))
-    path.unlink()
-
-
-def _checkpointer() -> Any:
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError:
-        raise ValueError("checkpoints need orbax: pip install 'fedjax_meta[experiments]'") from None
-    return ocp.PyTreeCheckpointer()
+    """The rounds of the checkpoints in a folder, in order."""
+    if not folder.is_dir():
+        return []
+    names = [name.removesuffix(_SUFFIX) for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))

@@ -246,7 +246,7 @@ class _Lines(runs.Watcher):
 
     def end(self, outcome: runs.Outcome) -> None:
         scores = [trial.rows[-1]["tests"][runs.KNOWN]["scores"]["accuracy_mean"] for trial in outcome.final]
-        score = "diverged" if any(value is None for value in scores) else f"{100 * np.mean(scores):.2f} %"
+        score = "diverged" if np.isnan(scores).any() else f"{100 * np.mean(scores):.2f} %"
         numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
         title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
         self._clear()

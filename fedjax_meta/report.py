@@ -1,8 +1,11 @@
 """Reports of a run: compact records of every client at every evaluation, tables and figures.
 
-matplotlib and rich are imported only when they are needed. Axis letters: E evaluations, N clients, K classes.
+What is not finite counts as NaN in every score, and tables and figures mark it. matplotlib and rich are imported only when they
+are needed. Axis letters: E evaluations, N clients, K classes.
 """
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,7 +47,8 @@ def compact(record: Record) -> dict[str, Any]:
     Returns:
       `round`, `seconds`, `compile_seconds`, `train` (each training metric by round), and `tests`: for each evaluator
       `accuracy`, `f1` (as FedMeta-Per takes it, see `metrics.within_own_classes`) and `loss` of each client `[N]`, `scores` as
-      in `metrics.summary`, and `confusion [N, K, K]`.
+      in `metrics.summary`, and `confusion [N, K, K]`. `faults` lists what was not finite since the record before, see
+      `simulation.Fault`. Accuracy and F1 are NaN where the loss is not finite.
     """
     return {
         "round": record.round,
@@ -52,7 +56,17 @@ def compact(record: Record) -> dict[str, Any]:
         "compile_seconds": round(record.compile_seconds, 4),
         "train": {name: _numbers(values) for name, values in record.metrics.items()},
         "tests": {name: _test(evaluation) for name, evaluation in record.evaluations.items()},
+        "faults": [fault._asdict() for fault in record.faults],
     }
+
+
+def joined(first: Mapping[str, Any] | None, then: dict[str, Any]) -> dict[str, Any]:
+    """A row of `compact`, preceded by that of a record which ended between evaluations (`should_stop` of `simulate`)."""
+    if first is None:
+        return then
+    sums = {name: round(first[name] + then[name], 4) for name in ("seconds", "compile_seconds")}
+    train = {name: [*first["train"][name], *values] for name, values in then["train"].items()}
+    return {**then, **sums, "train": train, "faults": [*first["faults"], *then["faults"]]}
 
 
 def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
@@ -62,11 +76,11 @@ def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _test(evaluation: Evaluation) -> dict[str, Any]:
-    confusion = np.asarray(evaluation.confusion)
+    confusion, loss = np.asarray(evaluation.confusion), np.asarray(evaluation.loss)
     return {
-        "accuracy": _numbers(metrics.accuracy(confusion)),
-        "f1": _numbers(metrics.macro_f1(metrics.within_own_classes(confusion))),
-        "loss": _numbers(evaluation.loss),
+        "accuracy": _numbers(metrics.where_finite(metrics.accuracy(confusion), loss)),
+        "f1": _numbers(metrics.where_finite(metrics.macro_f1(metrics.within_own_classes(confusion)), loss)),
+        "loss": _numbers(loss),
         "scores": metrics.summary(confusion, evaluation.loss),
         "confusion": confusion.tolist(),
     }
@@ -75,6 +89,68 @@ def _test(evaluation: Evaluation) -> dict[str, Any]:
 def _numbers(values: ArrayLike) -> list[float]:
     """float32 values `[n]` as the shortest decimals that round to the same float32."""
     return [float(str(value)) for value in np.asarray(values, np.float32)]
+
+
+def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:
+    """The round from which on a run has diverged, `None` if it has not.
+
+    A run has diverged when its last evaluation is not finite, or when a round since the evaluation before counts as diverged (see
+    `algorithm.Faults`). It has diverged since the first of the evaluations, up to the last, of which that is true. A run that
+    recovers has not diverged.
+
+    Args:
+      rows: one for each evaluation, in order (see `compact`).
+      test: name of the evaluator.
+    """
+    since = None
+    for row in rows:
+        rounds = [fault["round"] for fault in row.get("faults", ()) if fault["diverged"]]
+        if rounds or not all(math.isfinite(value) for value in row["tests"][test]["scores"].values()):
+            since = min([*rounds, row["round"]]) if since is None else since
+        else:
+            since = None
+    return since
+
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def strict(value: Any) -> Any:
+    """A JSON value without numbers that are not finite, which JSON does not know: they become strings, as `load` reads them.
+
+    Example:
+      >>> strict({"loss": [0.5, float("nan"), float("-inf")]})
+      {'loss': [0.5, 'NaN', '-Infinity']}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(text for text, number in _NOT_FINITE.items() if str(number) == str(value))
+    if isinstance(value, Mapping):
+        return {name: strict(part) for name, part in value.items()}
+    return [strict(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def load(path: str | Path) -> list[dict[str, Any]]:
+    """The parts of a `metrics.json`: for each its `name`, `config` and `result`, the rows of `compact` for a training run.
+
+    The file is strict JSON. Its strings "NaN", "Infinity" and "-Infinity" are numbers, and become numbers here.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is no such file.
+    """
+    try:
+        return numbers_again(json.loads(Path(path).read_text(encoding="utf-8"))["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no metrics file: {error}") from error
+
+
+def numbers_again(value: Any) -> Any:
+    """The inverse of `strict`."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: numbers_again(part) for name, part in value.items()}
+    return [numbers_again(part) for part in value] if isinstance(value, list) else value
 
 
 class Series(NamedTuple):
@@ -88,6 +164,7 @@ class Series(NamedTuple):
       accuracy: over all samples, in percent `[E]`.
       by_client: each client's accuracy at the last evaluation, in percent `[N]`.
       scores: `metrics.summary` of the last evaluation, accuracies and F1 in percent.
+      diverged: the round from which on the run has diverged, `None` if it has not; see `diverged`.
     """
 
     title: str
@@ -97,6 +174,7 @@ class Series(NamedTuple):
     accuracy: np.ndarray
     by_client: np.ndarray
     scores: dict[str, float]
+    diverged: int | None = None
 
 
 def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str) -> Series:
@@ -126,7 +204,41 @@ def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]
         100 * np.array([one["scores"]["accuracy"] for one in tests]),
         100 * np.array(tests[-1]["accuracy"]),
         {name: value if name == "loss" else 100 * value for name, value in last.items()},
+        diverged(rows, test),
     )
+
+
+def marked(runs: Sequence[Series]) -> str:
+    """The title of a method's runs, with a mark if some of them diverged.
+
+    Example:
+      >>> one = Series("FedAvg", "local", 1, [1, 20], [9.0, math.nan], [math.nan], {})
+      >>> marked([one]), marked([one._replace(diverged=20)]), marked([one._replace(diverged=20), one._replace(seed=2)])
+      ('FedAvg', 'FedAvg (diverged at round 20)', 'FedAvg (1 of 2 seeds diverged at round 20)')
+    """
+    rounds = sorted(run.diverged for run in runs if run.diverged is not None)
+    if not rounds:
+        return runs[0].title
+    who = f"{len(rounds)} of {len(runs)} seeds " if len(runs) > 1 else ""
+    when = f"{rounds[0]}" if rounds[0] == rounds[-1] else f"{rounds[0]} to {rounds[-1]}"
+    return f"{runs[0].title} ({who}diverged at round {when})"
+
+
+def check_titles(titles: Sequence[tuple[Any, ...]]) -> None:
+    """Refuses two runs that a table or a figure could not tell apart.
+
+    Args:
+      titles: of each run its title, its clients and its seed.
+
+    Raises:
+      ValueError: two of them are equal.
+    """
+    for number, one in enumerate(titles):
+        if one in titles[:number]:
+            raise ValueError(
+                f"two systems have the title {one[0]!r} ({', '.join(map(str, one[1:]))}): a table could not tell them apart; "
+                "leave one out, or give them titles of their own"
+            )
 
 
 def over_seeds(runs: Sequence[Series]) -> dict[str, tuple[float, float]]:
@@ -158,7 +270,8 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, te
       | FedAvg | 82.1 |
     """
     marks = [":---" if column < text_columns else "---:" for column in range(len(headings))]
-    lines = [" | ".join(headings).replace("\n", " "), "|".join(marks), *(" | ".join(row) for row in rows)]
+    cells = [[cell.replace("\n", " ").replace("|", "\\|") for cell in row] for row in (headings, *rows)]
+    lines = [" | ".join(cells[0]), "|".join(marks), *(" | ".join(row) for row in cells[1:])]
     return "\n".join(f"|{line}|" if number == 1 else f"| {line} |" for number, line in enumerate(lines))
 
 
@@ -166,12 +279,14 @@ def rich_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]
     """The same table as `markdown_table`, for a terminal."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Text, so that nothing in it is taken for markup.
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if column < text_columns else "right", no_wrap=True, vertical="bottom")
+        table.add_column(Text(heading), justify="left" if column < text_columns else "right", no_wrap=True, vertical="bottom")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -192,7 +307,11 @@ def save_figure(
       all_series: at least one; several seeds of a method are drawn as their mean and range.
       title: of the figure.
       published: published accuracy over samples, in percent, by (title of the method, clients); drawn as a diamond.
+
+    Raises:
+      ValueError: two series of the same title, clients and seed.
     """
+    check_titles([(one.title, one.clients, f"seed {one.seed}") for one in all_series])
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -215,8 +334,8 @@ def save_figure(
         figure = Figure(figsize=(max(6.2 * len(groups), 8.0), height), layout="constrained")
         axes = figure.subplots(2, len(groups), squeeze=False, height_ratios=[3.4, 0.8 + 0.42 * len(titles)])
         # Every method starts near chance level; including that first evaluation would flatten the curves.
-        low = min(float(min(one.accuracy[1:], default=one.accuracy[0])) for one in all_series)
-        worst = min([float(one.by_client.min()) for one in all_series] + list((published or {}).values()))
+        low = _least([one.accuracy[1:] if len(one.accuracy) > 1 else one.accuracy for one in all_series])
+        worst = _least([*(one.by_client for one in all_series), np.array(list((published or {}).values()))])
         for column, clients in enumerate(groups):
             mine = [one for one in all_series if one.clients == clients]
             _draw_curves(axes[0, column], mine, colors, f"{clients} clients", low)
@@ -227,15 +346,28 @@ def save_figure(
         figure.savefig(path, dpi=150)
 
 
+def _least(values: Sequence[np.ndarray]) -> float:
+    """The smallest of the finite values; 0 if there are none."""
+    found = np.concatenate(values)
+    return float(min(found[np.isfinite(found)], default=0.0))
+
+
 def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str], title: str, low: float) -> None:
     for name, color in colors.items():
         mine = [one for one in runs if one.title == name]
         if not mine:
             continue
-        lines = np.stack([one.accuracy for one in mine])
-        axis.plot(mine[0].rounds, lines.mean(0), color=color, linewidth=1.8, solid_capstyle="round")
+        rounds = max((one.rounds for one in mine), key=len)
+        # NaN, which is not drawn, where a run diverged, or was stopped because it did.
+        lines = np.stack([np.pad(one.accuracy, (0, len(rounds) - len(one.rounds)), constant_values=np.nan) for one in mine])
+        axis.plot(rounds, lines.mean(0), color=color, linewidth=1.8, solid_capstyle="round")
         if len(mine) > 1:
-            axis.fill_between(mine[0].rounds, lines.min(0), lines.max(0), color=color, alpha=0.18, linewidth=0)
+            axis.fill_between(rounds, lines.min(0), lines.max(0), color=color, alpha=0.18, linewidth=0)
+        for one in mine:
+            if one.diverged is not None:
+                drawn = np.flatnonzero(np.isfinite(one.accuracy))
+                place = (one.rounds[drawn[-1]], one.accuracy[drawn[-1]]) if drawn.size else (one.diverged, max(low, 0))
+                axis.plot(*place, "x", color=color, markersize=9, markeredgewidth=2.2, clip_on=False)
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
     axis.set_xlabel("round")
     axis.set_ylabel("accuracy over samples, %")
@@ -262,6 +394,11 @@ def _draw_spread(
             axis.text(middle, place, "not measured", color=MUTED, fontsize=8, ha="center", va="center", style="italic")
             continue
         values = np.concatenate([one.by_client for one in mine])
+        values = values[np.isfinite(values)]
+        if any(one.diverged is not None for one in mine):
+            axis.text(103, place + 0.36, marked(mine)[len(name) + 2 : -1], color=INK, fontsize=7, style="italic", ha="right")
+        if not values.size:
+            continue
         axis.scatter(
             values, place + jitter.uniform(-0.24, 0.24, values.size), s=11, color=color, alpha=0.4, linewidth=0, zorder=2
         )
@@ -269,7 +406,16 @@ def _draw_spread(
         axis.plot([first, third], [place, place], color=color, linewidth=6, alpha=0.45, solid_capstyle="butt", zorder=3)
         accuracy = float(np.mean([one.accuracy[-1] for one in mine]))
         axis.plot([accuracy, accuracy], [place - 0.34, place + 0.34], color=INK, linewidth=1.8, zorder=4)
-        axis.text(103, place, f"{accuracy:.1f}", color=INK, fontsize=9, va="center", ha="left", clip_on=False)
+        axis.text(
+            103,
+            place,
+            f"{accuracy:.1f}" if np.isfinite(accuracy) else "–",
+            color=INK,
+            fontsize=9,
+            va="center",
+            ha="left",
+            clip_on=False,
+        )
         if (name, mine[0].clients) in published:
             shown = True
             axis.scatter(

@@ -167,6 +167,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
     store: str | Path | None = None,
     on_record: Callable[[State, Record], None] | None = None,
     on_progress: Callable[[int, dict[str, np.ndarray]], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> tuple[State, list[Record]]:
     """Trains, and evaluates after round 1, every `eval_every` rounds and at the end.
 
@@ -186,6 +187,9 @@ def simulate(  # over 80 lines: half of them explain the arguments
         that it gets: copy what you keep.
       on_progress: called with (finished rounds, training metrics of the rounds since the last call) about once a second. Blocks
         are then split into pieces of about a second, which changes no number.
+      should_stop: asked about once a second, between rounds (in pieces as with `on_progress`), and after each evaluation. The run
+        ends where it returns true. If that is between two evaluations, a last record, which `on_record` does not get, holds what
+        is known of the rounds since the last evaluation; it has no `evaluations`.
       store: where the rows of all clients are if not on the device: "memory" of the host, or a folder for files that are mapped
         into memory. A device then holds only the rows of a cohort and, where `data` are NumPy arrays, its samples. The leaves
         `[N, ...]` of a state are NumPy arrays, and every round changes these same objects. See `host_store`.
@@ -215,7 +219,9 @@ def simulate(  # over 80 lines: half of them explain the arguments
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
     records = []
-    stretch = eval_every if on_progress is None else 1
+    in_pieces = on_progress is not None or should_stop is not None
+    stretch = 1 if in_pieces else eval_every
+    stopped = False
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
         started, compiled = time.perf_counter(), run.compile_seconds
         lines: list[dict[str, np.ndarray]] = []
@@ -227,18 +233,24 @@ def simulate(  # over 80 lines: half of them explain the arguments
             lines.append(log.metrics)
             faults += faults_in(log, done, algorithm, data)
             done += count
-            if on_progress is not None:
+            if in_pieces:
                 took = time.perf_counter() - run.compile_seconds - clock
                 stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
+            if on_progress is not None:
                 on_progress(done, lines[-1])
+            stopped = should_stop is not None and should_stop()
+            if stopped:
+                break
         with all_there(done):
-            results = run.measure()
+            results = run.measure() if done == stop else {}
         metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
         compiled = run.compile_seconds - compiled
         seconds = time.perf_counter() - started - compiled
         records.append(Record(done, metrics, results, seconds, compiled, tuple(faults)))
-        if on_record is not None:
+        if on_record is not None and done == stop:
             on_record(run.state, records[-1])
+        if stopped or (should_stop is not None and should_stop()):
+            break
     return run.state, records
 
 

@@ -1,6 +1,13 @@
-"""Checkpoints: exact, atomic, and checked for damage when they are restored."""
+"""Checkpoints: exact, atomic, on the disk, and checked for damage when they are written and restored."""
 
+import errno
+import hashlib
+import os
 import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +16,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint
+from fedjax_meta import checkpoint, disk
 from tests.problems import data, leaves_equal, task
 
 CONFIG = {"seed": 3, "rates": {"lr": 0.1}}
@@ -65,8 +72,45 @@ def test_restore_is_none_when_nothing_was_saved(tmp_path):
 def test_the_newest_two_are_kept(tmp_path):
     for done in (1, 2, 10, 9):
         checkpoint.save(tmp_path, state(done), [], CONFIG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10.ckpt", "9.ckpt"]
     assert checkpoint.latest_round(tmp_path) == 10
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, ["3"]), (2, ["10", "3"]), (3, ["10", "2", "3"]), (9, ["10", "2", "3"])])
+def test_an_older_round_than_the_newest_is_not_removed_by_its_own_saving(keep, left, tmp_path):
+    for done in (2, 10):
+        checkpoint.save(tmp_path, state(done), [], CONFIG)
+    assert checkpoint.save(tmp_path, state(3), [], CONFIG, keep=keep).is_file()
+    assert sorted(path.stem for path in tmp_path.iterdir()) == left
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*b", "what?", "{x,y}", "a\\b", "[!a]", "naïve 名", " ", "%s", "~", "$HOME"])
+def test_any_path_works(name, tmp_path):
+    """Also those that are patterns for a shell or for a library of file systems."""
+    for done in (1, 2, 3):
+        checkpoint.save(tmp_path / name / "deeper", state(done), [done], CONFIG)
+    saved = checkpoint.restore(tmp_path / name / "deeper", like(state()), CONFIG)
+    assert (saved.round, saved.records) == (3, [3])
+    assert same(saved.state, state(3))
+    assert sorted(path.name for path in (tmp_path / name / "deeper").iterdir()) == ["2.ckpt", "3.ckpt"]
+
+
+def test_arrays_of_numpy_are_mapped(tmp_path):
+    """Rows of a host store: also those that are not contiguous, of other types, or maps themselves."""
+    rng = np.random.default_rng(0)
+    rows = {"a": rng.normal(size=(100, 7)), "b": rng.normal(size=(20, 9)).T, "c": np.zeros((0, 4)), "d": np.arange(5) > 2}
+    rows["e"] = np.asarray(jnp.arange(6, dtype=jnp.bfloat16))
+    given = State(rows, (), jax.random.key(0), jnp.int32(1))
+    for _ in range(2):  # the second time from maps
+        checkpoint.save(tmp_path, given, [], CONFIG)
+        saved = checkpoint.restore(tmp_path, like(state())._replace(model=rows, empty=(), key=jax.random.key(0)), CONFIG)
+        for name, values in rows.items():
+            found = saved.state.model[name]
+            assert isinstance(found, np.memmap if values.size else np.ndarray)
+            assert (found.dtype, found.shape) == (values.dtype, values.shape)
+            np.testing.assert_array_equal(np.asarray(found), values)
+        assert not saved.state.model["a"].flags.writeable
+        given = saved.state
 
 
 def test_saving_a_round_again_replaces_it(tmp_path):
@@ -140,58 +184,300 @@ def damage_cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def damage_flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
 def damage_remove(path):
-    path.unlink()
+    path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_remove])
+def damage_of_another_run(path):
+    path.write_bytes(path.with_name("1.ckpt").read_bytes())
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_remove, damage_of_another_run])
 def test_damage_is_reported_and_the_checkpoint_before_is_used(damage, tmp_path):
-    """For each file of the newest checkpoint: a line names the damaged file, and the checkpoint before it is restored."""
     checkpoint.save(tmp_path, state(1, seed=1), ["one"], CONFIG)
     newest = checkpoint.save(tmp_path, state(2, seed=2), ["two"], CONFIG)
-    victims = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 0]
-    assert len(victims) > 2
-    for victim in victims:
-        content = victim.read_bytes()
-        damage(victim)
+    damage(newest)
+    lines = []
+    saved = checkpoint.restore(tmp_path, like(state()), CONFIG, on_damage=lines.append)
+    assert (saved.round, saved.records) == (1, ["one"])
+    assert same(saved.state, state(1, seed=1))
+    assert len(lines) == 1
+    assert str(newest) in lines[0]
+    assert "resuming from the earlier round 1" in lines[0]
+
+
+def test_no_flipped_bit_goes_unseen(tmp_path):
+    """Any bit of any byte: the checkpoint counts as damaged, or the bit is one of the zeros that fill up to multiples of 64."""
+    small = State({"w": jnp.arange(3.0)}, (), jax.random.key(1), jnp.int32(2))
+    checkpoint.save(tmp_path, small._replace(round=jnp.int32(1)), ["one"], CONFIG)
+    newest = checkpoint.save(tmp_path, small, ["two"], CONFIG)
+    content = newest.read_bytes()
+    unseen = 0
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        newest.write_bytes(changed)
         lines = []
-        saved = checkpoint.restore(tmp_path, like(state()), CONFIG, on_damage=lines.append)
-        assert (saved.round, saved.records) == (1, ["one"])
-        assert same(saved.state, state(1, seed=1))
-        assert len(lines) == 1
-        assert str(victim) in lines[0]
-        assert "resuming from the earlier round 1" in lines[0]
-        victim.write_bytes(content)
-    assert checkpoint.restore(tmp_path, like(state()), CONFIG).records == ["two"]
+        saved = checkpoint.restore(tmp_path, like(small), CONFIG, on_damage=lines.append)
+        assert saved.records == (["one"] if lines else ["two"])
+        assert lines or content[place] == 0
+        assert same(saved.state._replace(round=small.round), small)
+        unseen += not lines
+    assert unseen < 3 * 64
 
 
 def test_damage_is_a_warning_without_on_damage(tmp_path):
     checkpoint.save(tmp_path, state(1), [], CONFIG)
-    damage_cut(checkpoint.save(tmp_path, state(2), [], CONFIG) / "run.json")
+    damage_cut(checkpoint.save(tmp_path, state(2), [], CONFIG))
     with pytest.warns(UserWarning, match="damaged checkpoint"):
         assert checkpoint.restore(tmp_path, like(state()), CONFIG).round == 1
 
 
 def test_the_error_says_what_to_do_when_all_checkpoints_are_damaged(tmp_path):
-    damage_cut(checkpoint.save(tmp_path, state(1), [], CONFIG) / "run.json")
+    damage_cut(checkpoint.save(tmp_path, state(1), [], CONFIG))
     with pytest.raises(ValueError, match=r"no intact one is left: delete .* to start this run again"):
         checkpoint.restore(tmp_path, like(state()), CONFIG)
 
 
-def test_a_half_written_checkpoint_is_ignored(tmp_path):
+def dead_process():
+    """The id of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_what_dead_writers_left_is_ignored_and_removed(tmp_path):
     checkpoint.save(tmp_path, state(1), [], CONFIG)
-    half = tmp_path / ".writing"
-    half.mkdir()
-    (half / "run.json").write_text("half")
+    left = tmp_path / f".2.ckpt.{dead_process()}-0123abcd.writing"
+    other = tmp_path / f".2.ckpt.{os.getppid()}-0123abcd.writing"  # of a process that lives
+    own = tmp_path / ".2.ckpt.notes"
+    for path in (left, other, own):
+        path.write_text("half")
     assert checkpoint.restore(tmp_path, like(state()), CONFIG).round == 1
     checkpoint.save(tmp_path, state(2), [], CONFIG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert {path.name for path in tmp_path.iterdir()} == {"1.ckpt", "2.ckpt", other.name, own.name}
+    metrics = tmp_path / "metrics.json"
+    left = tmp_path / f".metrics.json.{dead_process()}-0123abcd.writing"
+    left.write_text("half")
+    checkpoint.write_text(metrics, "whole")
+    assert metrics.read_text() == "whole"
+    assert not left.exists()
+
+
+# Formats.
+
+
+def test_a_newer_format_is_refused_as_newer(tmp_path):
+    """Whatever follows the first line, which carries a digest of its own: other formats need not look like this one."""
+    checkpoint.save(tmp_path, state(1), [], CONFIG)
+    text = f"fedjax_meta checkpoint, format {checkpoint.FORMAT + 4}"
+    line = f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:16]}\n"
+    for rest in (b"", b"something else"):
+        (tmp_path / "2.ckpt").write_bytes(line.encode() + rest)
+        with pytest.raises(
+            ValueError, match=r"2.ckpt was written by a newer version of fedjax_meta \(format 7; .* format 3\)"
+        ):
+            checkpoint.restore(tmp_path, like(state()), CONFIG)
+    # The same number without its digest is damage.
+    (tmp_path / "2.ckpt").write_text(line.replace("7", "8"))
+    with pytest.warns(UserWarning, match=r"damaged checkpoint: .*2.ckpt has changed"):
+        assert checkpoint.restore(tmp_path, like(state()), CONFIG).round == 1
+
+
+def test_the_format_before_is_refused_by_its_name(tmp_path):
+    """Format 2 had a folder for each round."""
+    (tmp_path / "20").mkdir()
+    (tmp_path / "20" / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"20 is a checkpoint of format 2, which an earlier version .* or delete .* again"):
+        checkpoint.restore(tmp_path, like(state()), CONFIG)
+
+
+# Dying, and full disks.
+
+
+WRITES = ("open", "write", "fsync", "close", "replace", "mkdir", "unlink", "listdir")
+"""The functions of `os` through which `disk` changes files."""
+
+
+def rows(done):
+    """A state of NumPy arrays, which a forked process can save although it cannot use JAX."""
+    return State({"w": np.arange(5000.0) + done}, (), np.uint32([1, 2]), np.int32(done))
+
+
+CHILD = """
+import os, signal, sys
+import tests.test_checkpoint as case
+from fedjax_meta import checkpoint, disk
+
+class Os:
+    "The module os, in which the process dies at the n-th call; a write writes half of its bytes before."
+    calls = 0
+    def __getattr__(self, name):
+        whole = getattr(os, name)
+        if name not in case.WRITES:
+            return whole
+        def counted(*arguments, **options):
+            Os.calls += 1
+            if Os.calls == last:
+                if name == "write":
+                    whole(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                elif when == "after":
+                    whole(*arguments, **options)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(*arguments, **options)
+        return counted
+
+disk.os = checkpoint.os = Os()
+for line in sys.stdin:  # each line in a process of its own, which starts in no time
+    folder, done, last, when = line.split()
+    done, last = int(done), int(last)
+    process = os.fork()
+    if process == 0:
+        checkpoint.save(folder, case.rows(done), [done], case.CONFIG)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture
+def dying():
+    """`(folder, round, call, when) -> exit code` of a process that saves a round and dies at a call, before or after it."""
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "JAX_ENABLE_X64": "true", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+
+        def save(folder, done, call, when):
+            process.stdin.write(f"{folder} {done} {call} {when}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield save
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_dying_at_any_call_of_save_loses_at_most_that_save(when, tmp_path, dying):
+    """Killed before or after each call that touches the disk, or in the middle of a write; also while it replaces a round."""
+    calls = 0
+    for done in (3, 2):  # a new round, and one that is there
+        for call in range(1, 100):
+            folder = tmp_path / f"{done}_{call}"
+            for before in (1, 2):
+                checkpoint.save(folder, rows(before), [-before], CONFIG)
+            code = dying(folder, done, call, when)
+            saved = checkpoint.restore(folder, rows(0), CONFIG, on_damage=pytest.fail)
+            if code == 0:
+                assert saved.records == [done]
+                break
+            assert code == -signal.SIGKILL
+            assert saved.records in ([-2], [done])
+            assert same(saved.state, rows(saved.round))
+            # The next save works and tidies up.
+            checkpoint.save(folder, rows(4), [4], CONFIG)
+            assert checkpoint.restore(folder, rows(0), CONFIG).records == [4]
+            assert not list(folder.glob(".*"))
+            calls += 1
+        assert call > 10
+    assert calls > 30
+
+
+def test_dying_in_the_first_save_leaves_nothing_that_harms(tmp_path, dying):
+    for call in range(1, 100):
+        folder = tmp_path / str(call) / "deeper"
+        code = dying(folder, 1, call, "before")
+        saved = checkpoint.restore(folder, rows(0), CONFIG, on_damage=pytest.fail)
+        assert saved is None or saved.records == [1]
+        if code == 0:
+            break
+        checkpoint.save(folder, rows(2), [2], CONFIG)
+        assert checkpoint.restore(folder, rows(0), CONFIG).records == [2]
+    assert 10 < call < 99
+
+
+class Watched:
+    """The module os, which notes the calls that touch the disk, and fails at the n-th of them with an error."""
+
+    def __init__(self, fails=0, code=errno.ENOSPC):
+        self.calls, self.fails, self.code = [], fails, code
+
+    def __getattr__(self, name):
+        whole = getattr(os, name)
+        if name not in WRITES:
+            return whole
+
+        def noted(*arguments, **options):
+            self.calls.append((name, *map(str, arguments[:2])) if name == "replace" else (name, arguments[0]))
+            if len(self.calls) == self.fails:
+                raise OSError(self.code, os.strerror(self.code))
+            return whole(*arguments, **options)
+
+        return noted
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_an_error_at_any_call_of_save_is_one_line_and_damages_nothing(code, tmp_path, monkeypatch):
+    failed = 0
+    for call in range(1, 100):
+        folder = tmp_path / str(call)
+        for before in (1, 2):
+            checkpoint.save(folder, state(before), [before], CONFIG)
+        watched = Watched(call, code)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "os", watched)
+            patch.setattr(checkpoint, "os", watched)
+            try:
+                checkpoint.save(folder, state(3), [3], CONFIG)
+            except OSError as error:
+                failed += 1
+                assert str(error) == f"could not save round 3 to {folder}: {os.strerror(code)}; earlier checkpoints are intact"
+        saved = checkpoint.restore(folder, like(state()), CONFIG, on_damage=pytest.fail)
+        assert saved.records in ([2], [3])
+        assert not list(folder.glob(".*"))
+        if len(watched.calls) < call:
+            break
+    assert 10 < failed == call - 1
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """The file before it gets its name, the folder after it, and what is older is removed only then."""
+    for done in (1, 2):
+        checkpoint.save(tmp_path / "run", state(done), [], CONFIG)
+    watched = Watched()
+    monkeypatch.setattr(disk, "os", watched)
+    monkeypatch.setattr(checkpoint, "os", watched)
+    checkpoint.save(tmp_path / "run", state(3), [], CONFIG)
+    names = [call[0] for call in watched.calls]
+    assert names.count("fsync") == 2
+    last_write = max(number for number, name in enumerate(names) if name == "write")
+    file, folder = (number for number, name in enumerate(names) if name == "fsync")
+    assert last_write < file < names.index("replace") < folder < names.index("unlink")
+    opened = [call[1] for call in watched.calls if call[0] == "open"]
+    assert [Path(path).name.endswith(".writing") for path in opened] == [True, False]
+    assert opened[1] == tmp_path / "run"
+    # New folders are brought to the disk too, each with the one above it.
+    watched.calls.clear()
+    checkpoint.save(tmp_path / "new" / "run", state(1), [], CONFIG)
+    assert [call[0] for call in watched.calls][:8] == ["mkdir", "open", "fsync", "close"] * 2
+
+
+def test_what_was_written_wrongly_is_never_given_a_name(tmp_path, monkeypatch):
+    """A disk that changes a byte on its way: `save` reads back, says so, and keeps the checkpoint before."""
+    checkpoint.save(tmp_path, state(1), ["one"], CONFIG)
+
+    def write(file, content):
+        if len(content) > 10000:
+            content = bytes(content[:-1]) + bytes([content[-1] ^ 1])
+        return os.write(file, content)
+
+    watched = Watched()
+    watched.write = write
+    monkeypatch.setattr(disk, "os", watched)
+    with pytest.raises(OSError, match=r"could not save round 2 .* has changed since it was saved: .model\['w'\]; earlier"):
+        checkpoint.save(tmp_path, state(2), ["two"], CONFIG)
+    assert checkpoint.restore(tmp_path, like(state()), CONFIG).records == ["one"]
+    assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"]
 
 
 @pytest.fixture
@@ -224,3 +510,27 @@ def test_bad_records_and_counts_are_refused(tmp_path):
         checkpoint.save(tmp_path, state(), [np.zeros(3)], CONFIG)
     with pytest.raises(ValueError, match="keep=0"):
         checkpoint.save(tmp_path, state(), [], CONFIG, keep=0)
+
+
+# Two processes.
+
+
+HOLD = "import sys; from fedjax_meta import checkpoint; checkpoint.lock(sys.argv[1]); print('has it', flush=True); input()"
+
+
+def test_a_folder_belongs_to_one_process_until_it_dies(tmp_path):
+    """A second process is told who has the folder, and has it as soon as the first was killed."""
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "has it\n"
+        before = (folder / disk.LOCK).read_bytes()
+        with pytest.raises(OSError, match=rf"run is in use by process {process.pid}: wait until it ends, or use another"):
+            checkpoint.lock(folder)
+        assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [(disk.LOCK, before)]
+        process.kill()
+        process.wait()
+        for _ in range(2):
+            checkpoint.lock(folder)
+    assert (folder / disk.LOCK).read_text() == f"{os.getpid()}\n"

@@ -11,7 +11,7 @@ import fedjax_meta
 # A module imports only from its own line and the lines above it. A folder counts as one module.
 LAYERS = (
     ("types",),
-    ("checks", "runtime", "keys", "config"),
+    ("checks", "runtime", "keys", "config", "disk"),
     ("task", "masks", "layers", "models", "simplex", "metrics"),
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),
@@ -36,7 +36,6 @@ OPTIONAL = (
     "tensorflow_datasets",
     "tensorflow",
     "matplotlib",
-    "orbax",
     "typer",
     "rich",
     "sklearn",

@@ -1,6 +1,8 @@
 """Reports: compact records against scores computed from labels, tables and figures."""
 
+import io
 import json
+import math
 
 import matplotlib.image
 import numpy as np
@@ -10,7 +12,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from fedjax_meta import report
 from fedjax_meta.evaluation import Evaluation
-from fedjax_meta.simulation import Record
+from fedjax_meta.simulation import Fault, Record
 
 CLIENTS, CLASSES = 6, 5
 
@@ -125,3 +127,119 @@ def test_figure_shows_every_method(clients, seeds, tmp_path):
 def test_figure_of_a_single_evaluation(tmp_path):
     report.save_figure(tmp_path / "figure.svg", [a_series("A", "local", accuracy=(50.0,))], title="One point")
     assert (tmp_path / "figure.svg").stat().st_size > 1000
+
+
+# What is not finite.
+
+
+def test_a_client_without_a_finite_loss_counts_as_nan_in_every_score(predictions):
+    """Its predictions are the argmax of NaN, class 0: they must enter neither its own accuracy nor a mean."""
+    one = record(predictions)
+    losses = np.array(one.evaluations["a/local"].loss)
+    for bad in (np.nan, np.inf):
+        losses[2] = bad
+        broken = one._replace(evaluations={"a/local": one.evaluations["a/local"]._replace(loss=losses)})
+        test = report.compact(broken)["tests"]["a/local"]
+        for score in ("accuracy", "f1"):
+            assert np.flatnonzero(np.isnan(test[score])).tolist() == [2]
+        assert all(math.isnan(value) for name, value in test["scores"].items() if name != "loss")
+        assert not math.isfinite(test["scores"]["loss"])
+
+
+def test_metrics_are_strict_json_and_load_gives_the_numbers_back(tmp_path):
+    values = {"a": [0.1, math.nan, (math.inf, -math.inf)], "b": None, "c": True, "d": "text", "e": 3}
+    text = json.dumps({"runs": report.strict([{"name": "x", "result": values}])}, allow_nan=False)
+    json.loads(text, parse_constant=pytest.fail)
+    path = tmp_path / "metrics.json"
+    path.write_text(text)
+    (part,) = report.load(path)
+    a = part["result"].pop("a")
+    assert part == {"name": "x", "result": {"b": None, "c": True, "d": "text", "e": 3}}
+    np.testing.assert_array_equal([*a[:2], *a[2]], [0.1, np.nan, np.inf, -np.inf])
+    for bad in ("{", "[]", '{"other": 1}'):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match="no metrics file"):
+            report.load(path)
+
+
+def rows_of(predictions, losses, faults=()):
+    """Rows of `compact` at rounds 10, 20, ... with these losses of the first client, and faults by round."""
+    rows = []
+    for number, loss in enumerate(losses, 1):
+        one = record(predictions, 10 * number)
+        evaluation = one.evaluations["a/local"]
+        mine = tuple(fault for fault in faults if 10 * (number - 1) < fault.round <= 10 * number)
+        evaluation = evaluation._replace(loss=np.array([loss, *evaluation.loss[1:]], np.float32))
+        rows.append(report.compact(one._replace(evaluations={"a/local": evaluation}, faults=mine)))
+    return json.loads(json.dumps(rows))
+
+
+@pytest.mark.parametrize(
+    ("losses", "faults", "expected"),
+    [
+        ([1, 1, 1], [], None),
+        ([1, math.nan, math.inf], [], 20),
+        ([math.nan, 1, math.nan], [], 30),
+        ([math.nan, math.nan, 1], [], None),  # recovered
+        ([1, 1, 1], [Fault(7, "clients left out", (1,), "w", False)], None),  # a client left out is no divergence
+        ([1, 1, 1], [Fault(7, "server not finite", (), "w", True)], None),  # recovered
+        ([1, 1, 1], [Fault(25, "clients left out", (0, 1), "w", True)], 25),
+        ([1, math.nan, math.nan], [Fault(14, "server not finite", (), "w", True), Fault(15, "x", (), "w", True)], 14),
+    ],
+)
+def test_the_round_of_divergence(predictions, losses, faults, expected):
+    rows = rows_of(predictions, losses, faults)
+    assert report.diverged(rows, "a/local") == expected
+    assert report.series("A", "local", 1, rows, "a/local").diverged == expected
+
+
+def test_rows_of_a_broken_off_block_precede_the_next_one(predictions):
+    """Metrics and faults are joined in order, times added, and tests are those of the second row."""
+    faults = [Fault(number, "clients left out", (number,), "w", False) for number in (1, 2)]
+    first = report.compact(record(predictions, 1, seconds=1.0)._replace(evaluations={}, faults=(faults[0],)))
+    then = report.compact(record(predictions, 2, seconds=2.0)._replace(faults=(faults[1],)))
+    whole = report.joined(first, then)
+    assert (whole["round"], whole["seconds"], whole["compile_seconds"], whole["tests"]) == (2, 3.0, 0.5, then["tests"])
+    assert whole["train"]["loss"] == first["train"]["loss"] + then["train"]["loss"]
+    assert [fault["round"] for fault in whole["faults"]] == [1, 2]
+    assert report.joined(None, then) is then
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_figure_marks_what_diverged(seeds, all_of_them, tmp_path):
+    """NaN scores, runs of unequal length, and a system of which nothing is finite."""
+    nan = math.nan
+    drawn = [a_series("A", "local", seed) for seed in range(seeds) if not all_of_them]
+    drawn += [
+        a_series("B", "local", 0, (nan, nan), (nan, nan, nan))._replace(diverged=1),
+        a_series("C", "local", 0, (20.0, 30.0, nan), (40.0, nan, 60.0))._replace(diverged=35),
+    ]
+    drawn += [a_series("C", "local", 1)] * (seeds - 1)
+    report.save_figure(tmp_path / "figure.svg", drawn, title="T", published={("B", "local"): 50.0})
+    text = (tmp_path / "figure.svg").read_text()
+    assert "diverged at round 1" in text
+    assert ("1 of 2 seeds diverged at round 35" if seeds == 2 else "diverged at round 35") in text
+
+
+def test_equal_titles_are_refused(tmp_path):
+    """They would be merged into one row of a table and one line of a figure."""
+    twice = [a_series("A", "local", 1), a_series("A", "new", 1), a_series("A", "local", 2), a_series("A", "local", 1)]
+    report.save_figure(tmp_path / "figure.svg", twice[:3], title="T")
+    with pytest.raises(ValueError, match=r"two systems have the title 'A' \(local, seed 1\)"):
+        report.save_figure(tmp_path / "other.svg", twice, title="T")
+    assert not (tmp_path / "other.svg").exists()
+
+
+def test_nothing_in_a_table_is_taken_for_markup():
+    from rich.console import Console
+
+    cells = ["[bold]a[/bold]", "x|y\nz", "[/]"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.rich_table("[red]t[/red]", cells, [cells]))
+    shown = console.export_text()
+    assert shown.count("[bold]a[/bold]") == shown.count("[/] ") == 2
+    assert "[red]t[/red]" in shown
+    lines = report.markdown_table(cells, [cells]).splitlines()
+    assert len(lines) == 3
+    assert lines[2] == "| [bold]a[/bold] | x\\|y z | [/] |"

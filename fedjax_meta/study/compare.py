@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_meta import metrics
+from fedjax_meta import metrics, report
 from fedjax_meta.study.run import KNOWN, NEW, Trial
 from fedjax_meta.study.study import load
 
@@ -80,7 +80,7 @@ def finished(folders: Sequence[str | Path]) -> list[Finished]:
                 if not path.is_file():
                     continue
                 content = json.loads(path.read_text(encoding="utf-8"))
-                trials = [Trial(**trial) for trial in content["trials"].values()]
+                trials = [Trial(**trial) for trial in report.numbers_again(content["trials"]).values()]
                 one = Finished(study.title_of(system), scenario, content["config"]["data"], trials)
                 found.append((one, folder.name))
         if len(found) == before:

@@ -89,7 +89,7 @@ def _published(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
     rows = []
     for row in study.published:
         found = [one for one in outcomes if (one.system, one.scenario) == (row.system, row.scenario)]
-        values = [100 * (_score(trial, row.clients, row.score) or float("nan")) for one in found for trial in one.final]
+        values = [100 * _score(trial, row.clients, row.score) for one in found for trial in one.final]
         measured = f"{np.mean(values):.2f}" if values else "not run"
         rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, f"{row.value:.2f}", measured, row.note])
     headings = ("system", "scenario", "clients", "score", "published", "measured", "note")
@@ -263,8 +263,8 @@ def _text(words: Any) -> str:
     return html.escape(str(words))
 
 
-def _score(trial: Trial, group: str, name: str) -> float | None:
-    return trial.rows[-1]["tests"].get(group, {}).get("scores", {}).get(name)
+def _score(trial: Trial, group: str, name: str) -> float:
+    return trial.rows[-1]["tests"].get(group, {}).get("scores", {}).get(name, float("nan"))
 
 
 def _scores(trial: Trial, group: str) -> np.ndarray:
@@ -279,4 +279,4 @@ def _last(trial: Trial, group: str) -> np.ndarray:
 
 def _tuned(trial: Trial, metric: str) -> float:
     value = trial.rows[-1]["tests"][VALIDATION]["scores"][metric]
-    return float("-inf") if value is None else 100 * value
+    return float("-inf") if np.isnan(value) else 100 * value

@@ -139,7 +139,7 @@ def load(folder: str | Path) -> "pandas.DataFrame":
     path = Path(folder) / "metrics.jsonl"
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = report.numbers_again(json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
         numbers = line["numbers"]

@@ -43,7 +43,7 @@ class Trial(NamedTuple):
       numbers: its hyper-parameters.
       seed: of the run.
       rows: its evaluations, see `report.compact`.
-      diverged: the round from which on it counts as diverged; `None` if it never did.
+      diverged: the round from which on it counts as diverged, see `report.diverged`; `None` if it does not.
     """
 
     numbers: dict[str, float]
@@ -122,6 +122,7 @@ def run(study: Study, folder: Path, *, watcher: Watcher, data_dir: str | None = 
     for clients in built.values():
         for name in study.systems:
             _check(study.system(name), clients)
+    checkpoint.lock(folder)
     _open(study, folder, built, command)
     outcomes = []
     for scenario, clients in built.items():
@@ -245,7 +246,7 @@ def best(trials: Sequence[Trial], metric: str) -> dict[str, float]:
     for trial in trials:
         score = trial.rows[-1]["tests"][VALIDATION]["scores"][metric]
         point: tuple[tuple[str, float], ...] = tuple(trial.numbers.items())
-        scores.setdefault(point, []).append(-1.0 if score is None or np.isnan(score) else score)
+        scores.setdefault(point, []).append(-1.0 if np.isnan(score) else score)
     return dict(max(scores.items(), key=lambda item: float(np.mean(item[1])))[0])
 
 
@@ -290,7 +291,7 @@ def _trials(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Wat
         trained = _train(phase, some, folder, watcher)
         finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
         lines = {label: trial._asdict() for label, trial in finished.items()}
-        content = {"config": phase.config, "rounds": phase.rounds, "trials": lines}
+        content = report.strict({"config": phase.config, "rounds": phase.rounds, "trials": lines})
         checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
     return [finished[str(member)] for member in members]
 
@@ -305,18 +306,18 @@ def _train(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Watc
     saved = checkpoint.restore(state_folder, shapes, config)
     trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
     if saved is not None:
-        trials = [Trial(**one) for one in saved.records]
+        trials = [Trial(**one) for one in report.numbers_again(saved.records)]
     watcher.begin(phase.scenario, phase.system, phase.name, len(members), phase.rounds, 0 if saved is None else saved.round)
 
     def on_record(state: State, done: int, records: list[Record]) -> None:
         for i, (member, record) in enumerate(zip(members, records, strict=True)):
             row = report.compact(record)
-            diverged = next((fault.round for fault in record.faults if fault.diverged), None)
             rows = [*map(report.without_confusion, trials[i].rows), row]
-            trials[i] = trials[i]._replace(rows=rows, diverged=trials[i].diverged or diverged)
+            trials[i] = trials[i]._replace(rows=rows, diverged=report.diverged(rows, next(iter(phase.tests))))
             where = {"scenario": phase.scenario, "system": phase.system, "phase": phase.name}
             _append(folder / "metrics.jsonl", {**where, **member._asdict(), **report.without_confusion(row)})
-        checkpoint.save(state_folder, _Saved(state, np.int32(done)), [trial._asdict() for trial in trials], config, keep=1)
+        records_ = report.strict([trial._asdict() for trial in trials])
+        checkpoint.save(state_folder, _Saved(state, np.int32(done)), records_, config, keep=1)
         watcher.record(done, records)
 
     if saved is None or saved.round < phase.rounds:
@@ -348,7 +349,7 @@ def _finished(path: Path, phase: _Phase) -> dict[str, Trial]:
         raise ValueError(f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now")
     # A run of other rounds is continued from its last state.
     same = content["rounds"] == phase.rounds
-    return {label: Trial(**trial) for label, trial in content["trials"].items()} if same else {}
+    return {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()} if same else {}
 
 
 def _at_once(phase: _Phase, members: Sequence[Member]) -> int:
@@ -360,4 +361,4 @@ def _at_once(phase: _Phase, members: Sequence[Member]) -> int:
 
 def _append(path: Path, line: Mapping[str, Json]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
+        file.write(json.dumps(report.strict(line), allow_nan=False) + "\n")

@@ -98,3 +98,14 @@ def test_wrong_options_are_one_line(options, text):
     result = CliRunner().invoke(fedpac.app, options)
     assert result.exit_code == 1
     assert text in result.output
+
+
+def test_a_rate_that_diverges_is_not_chosen_and_a_final_run_that_does_is_marked():
+    nan = float("nan")
+    fine = fedpac.Outcome([0.1, 9.0], [50.0, nan], 0.1, [60.0], [40.0], 1.5)
+    broken = fedpac.Outcome([0.1], [nan], 0.1, [60.0, nan], [40.0, 41.0], 1.5)
+    assert (fedpac.diverged(fine), fedpac.diverged(broken)) == (False, True)
+    rows = fedpac.table({"fedavg": fine, "fedper": broken})
+    by_title = {row[0]: row for row in rows}
+    assert by_title["FedAvg"][4] == "50.00"
+    assert by_title["FedPer (diverged)"][2:5] == ["nan ±nan", "40.50 ±0.71", "nan"]

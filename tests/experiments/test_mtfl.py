@@ -60,12 +60,38 @@ def test_a_target_that_is_not_reached_is_never():
 def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
     own = mtfl.mtfl_system(here, "own", "bn", "fedavg")
     accuracy = np.where(np.isin(np.arange(10), here.protocol.noisy), 0.0, 0.8).tolist()
-    rows = [{"train": {"user_accuracy": part}, "tests": {"after": {"accuracy": accuracy}}} for part in ([0.1], [0.2, 0.3])]
+    tests = {"after": {"accuracy": accuracy, "scores": {"accuracy": 0.8}}}
+    rows = [{"round": 1, "train": {"user_accuracy": [0.1]}, "tests": tests}]
+    rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3]}, "tests": tests}]
     found = mtfl.outcome(here, own, [rows])
     assert len(here.protocol.noisy) == 2 and found.trained.tolist() == pytest.approx([0.8])
     assert found.user_accuracy.tolist() == [[0.1, 0.2, 0.3]]
+    assert found.mark == ""
     # 199,610 parameters without 200 scales and 200 shifts, each way; no running statistics.
     assert found.traffic == (FLOAT * 199_210, FLOAT * 199_210)
+
+
+def test_a_run_that_was_stopped_because_it_diverged_is_marked(here):
+    """It has fewer rounds than the others; the missing ones are NaN, which no target and no mean mistakes for a number."""
+    own = mtfl.mtfl_system(here, "own", "bn", "fedavg")
+
+    def rows(scores):
+        return [
+            {
+                "round": at,
+                "train": {"user_accuracy": [score]},
+                "tests": {"after": {"accuracy": [score] * 10, "scores": {"accuracy": score}}},
+            }
+            for at, score in enumerate(scores, 1)
+        ]
+
+    found = mtfl.outcome(here, own, [rows([0.1, 0.2, 0.9]), rows([0.1, np.nan])])
+    np.testing.assert_array_equal(found.user_accuracy, [[0.1, 0.2, 0.9], [0.1, np.nan, np.nan]])
+    np.testing.assert_allclose(found.trained, [0.9, np.nan])
+    headings, (row,) = mtfl.table({"own": own}, {"own": found}, [0.5])
+    assert row[0] == "own (1 of 2 seeds diverged at round 2)"
+    assert row[headings.index("rounds\nto 0.5")] == "never in 1 of 2"
+    assert row[headings.index("UA, %\nlast")] == "nan"
 
 
 @pytest.mark.parametrize("name", mtfl.BASELINES)

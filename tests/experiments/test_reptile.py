@@ -85,3 +85,14 @@ def test_an_error_is_one_line(words, message):
     assert result.exit_code == 1
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("means", "expected"),
+    [([1, 2, 3], None), ([1, None, None], 20), ([None, 1, 2], None), ([None, 1, None], 30), ([None] * 3, 10)],
+)
+def test_the_round_of_divergence(means, expected):
+    runs = [[float("nan") if mean is None else mean + run for mean in means] for run in range(2)]
+    assert reptile.diverged({"rounds": [10, 20, 30], "accuracy": runs}) == expected
+    one_of_two = [[1.0, 2.0, 3.0], runs[0]]
+    assert reptile.diverged({"rounds": [10, 20, 30], "accuracy": one_of_two}) == expected
