@@ -94,7 +94,7 @@ BAD = {
     "a seed twice": ({"seeds": [1, 1]}, "a sweep has the member lr=0.05, prox_weight=0.1, seed 1 twice"),
     "points of other names": (
         {"points": [{"lr": 0.1, "prox_weight": 1.0}, {"lr": 0.1}]},
-        "all points must name the same numbers",
+        "all members must name the same numbers",
     ),
     "a rate that is refused": ({"points": grid(lr=[0.1, -1.0], prox_weight=[0.1])}, "lr=-1.0 must be finite and above 0"),
     "no rounds": ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),
