@@ -125,7 +125,7 @@ class RoundTime(NamedTuple):
 def client_times(bytes_: Traffic, flops: float, testbed: DeviceTestbed) -> list[RoundTime]:
     """What a client of each class of devices spends in a round of `flops` operations; without the server's part."""
     checks.positive("flops", flops)
-    checks.positive("rates", [rate for device in testbed.devices for rate in device[1:]])
+    checks.positive("rates", [rate for device in testbed.devices for rate in device[1:]], each=True)
     return [
         RoundTime(bytes_.down / device.down, flops / device.flops, bytes_.up / device.up, 0.0) for device in testbed.devices
     ]

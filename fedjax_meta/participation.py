@@ -96,7 +96,7 @@ def deadline(seconds: ArrayLike, *, limit: Rate, partial: bool) -> Rule:
     Raises:
       ValueError: a time that is not above 0.
     """
-    checks.positive("seconds", seconds)
+    checks.positive("seconds", seconds, each=True)
     checks.positive("limit", limit)
     return functools.partial(_deadline, seconds=np.asarray(seconds), limit=limit, stop_early=partial)
 

@@ -96,7 +96,7 @@ def add_noise(
     Raises:
       ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs.
     """
-    checks.not_negative("std", std)
+    checks.not_negative("std", std, each=True)
     std = np.broadcast_to(np.asarray(std, np.float32), (data.num_clients,))
     if data.x.dtype == np.uint8 and clip is None:
         raise ValueError("clip=None needs floating-point inputs: uint8 cannot hold values outside [0, 1]")
