@@ -55,8 +55,8 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """Marks a builder of methods.
 
     The first argument must be a `Task`. A keyword that the builder does not take is refused under the builder's name, with the
-    nearest name that it takes. Options with the names of `USUAL` are checked; a builder checks only what is its own. The method's
-    `config` holds the builder's name and every option, defaults included.
+    nearest name that it takes. Options with the names of `USUAL`, and bools, are checked; a builder checks only what is its own.
+    The method's `task` is the first argument, and its `config` holds the builder's name and every option, defaults included.
 
     Raises (the builder, when called):
       TypeError: an unknown option, an option that belongs to `Federation`.
@@ -64,6 +64,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    flags = {p.name for p in signature.parameters.values() if p.annotation is bool}
     may_be_none = {p.name for p in signature.parameters.values() if p.default is None or type(None) in get_args(p.annotation)}
 
     @functools.wraps(function)
@@ -77,10 +78,11 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         bound = signature.bind(task, **given)
         bound.apply_defaults()
         for option, value in bound.arguments.items():
-            if option in USUAL and not (value is None and option in may_be_none):
-                USUAL[option](option, value)
+            check = checks.flag if option in flags else USUAL.get(option)
+            if check is not None and not (value is None and option in may_be_none):
+                check(option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
-        return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})
+        return dataclasses.replace(function(*args, **options), task=task, config={"method": name, **recorded})
 
     return build
 

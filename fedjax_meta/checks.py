@@ -138,6 +138,19 @@ def indices(name: str, values: Any, count: int) -> None:
         raise ValueError(f"{name}={shown(values)} must be integers in [0, {count})")
 
 
+def numeric(name: str, values: Any, *, integers: bool = False) -> np.ndarray:
+    """Concrete `values` as one NumPy array of real numbers.
+
+    Raises:
+      ValueError: ragged lists, text, objects, complex numbers, bools; with `integers`, anything but integers.
+    """
+    array = _numbers(values)
+    if array is not None and (not integers or np.issubdtype(array.dtype, np.integer) or not array.size):
+        return array.astype(np.int64) if integers and not array.size else array
+    form = _shown(values) if isinstance(values, (np.ndarray, jax.Array)) else shown(values)
+    raise ValueError(f"{name} must be one array of {'integers' if integers else 'real numbers'}, not {form}")
+
+
 def nearest(value: Any, allowed: Iterable[Any]) -> str:
     """The hint after an unknown name, e.g. " (did you mean 'head'?)"; empty when no allowed name is near.
 
@@ -175,9 +188,9 @@ def function(name: str, value: Any, takes: Sequence[str], example: str) -> None:
       ...
       ValueError: schedule must be a function (key, round), but <lambda> takes (rounds); write e.g. schedules.given(table)
     """
-    wanted = f"{name} must be a function ({', '.join(takes)})"
+    wanted = f"must be a function ({', '.join(takes)})"
     if not callable(value):
-        raise ValueError(f"{wanted}, not {shown(value)}; write e.g. {example}")
+        raise ValueError(f"{name}={shown(value)} {wanted}; write e.g. {example}")
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # some built-in functions have none
@@ -190,7 +203,7 @@ def function(name: str, value: Any, takes: Sequence[str], example: str) -> None:
             for p in signature.parameters.values()
         )
         called = getattr(value, "__name__", type(value).__name__)
-        raise ValueError(f"{wanted}, but {called} takes ({given}); write e.g. {example}") from None
+        raise ValueError(f"{name} {wanted}, but {called} takes ({given}); write e.g. {example}") from None
 
 
 def optimizer_factory(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from fedjax_meta.algorithm import ROWS, Algorithm, Exchange, RoundInfo, State, c
 from fedjax_meta.contract import Cohort, Method, Population, Received, Trained, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, replicate, run_cohort
-from fedjax_meta.federation import Federation
+from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.types import Key, Mask, PyTree, Variables
@@ -157,10 +157,9 @@ class _Rounds:
 
     def init(self, key: Key, data: FederatedData) -> State:
         method, devices = self.method, self.federation.devices
+        check_data(method, self.federation, data)
         model = replicate(method.init(tagged(key, "model")), devices)
         self._check_model(model)
-        if method.needs_classes and data.num_classes == 0:
-            raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
         own = masks.split(model, self.personal)[0]
         fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
         residual = jax.eval_shape(self.chain.init_memory, self._upload_shape(model, data))

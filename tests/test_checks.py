@@ -55,7 +55,7 @@ REFUSED = {
     "an array for a word": (lambda: checks.one_of("how", np.array(["a", "b"]), ("a",)), "is unknown; allowed are a"),
     "no function": (
         lambda: checks.function("schedule", 3, ("key", "round"), "uniform"),
-        r"schedule must be a function \(key, round\), not 3; write e\.g\. uniform",
+        r"schedule=3 must be a function \(key, round\); write e\.g\. uniform",
     ),
     "a factory that was not called": (
         lambda: checks.function("rule", lambda *, late=0.0: late, ("key", "client"), "unreliable(late=0.1)"),
