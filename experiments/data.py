@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments import _runner as runner
-from fedjax_meta.data import FederatedData, from_partition, partition, protocols, sources, synthetic
+from fedjax_meta.data import FederatedData, from_partition, npz, partition, protocols, sources, synthetic
 from fedjax_meta.data.protocols import Protocol
 
 INK, MUTED, BAR = "#1f2430", "#6b7280", "#3b6ea8"
@@ -109,10 +109,10 @@ def natural(dataset: str, *, num_clients: int | None, seed: int | None, **option
             f"partition 'natural' needs an .npz that names the client of each sample, not the data set {dataset!r}"
         )
     source = sources.read_npz(dataset)
-    with np.load(dataset, allow_pickle=False) as file:
-        if not {"x", "y", by} <= set(file.files):
-            raise ValueError(f"{dataset!r} holds {', '.join(file.files)}; --by {by} needs x, y and {by}")
-        x, y, owner = file["x"], file["y"], file[by]
+    arrays = npz.read(dataset)
+    if not {"x", "y", by} <= set(arrays):
+        raise ValueError(f"{dataset!r} holds {', '.join(arrays)}; --by {by} needs x, y and {by}")
+    x, y, owner = arrays["x"], arrays["y"], arrays[by]
     if owner.shape != y.shape:
         raise ValueError(
             f"{by} has shape {list(owner.shape)} in {dataset!r}, but y has {list(y.shape)}: it needs one entry a sample"

@@ -19,6 +19,21 @@ LARGEST_COUNT = 2**31 - 1
 """Counts and positions are 32-bit integers on a device."""
 
 
+MOST_CLASSES = 10**6
+"""A label beyond is taken for an id of something else: scores take a matrix of K x K numbers for each client."""
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is one of real numbers; a bool is no number."""
+    return bool(np.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, jnp.floating))
+
+
+def instance(name: str, value: Any, wanted: type, example: str) -> None:
+    """Raises `ValueError` unless `value` is a `wanted`; `example` says how to make one."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name} must be a {wanted.__name__}, e.g. {example}, not {shown(value)}")
+
+
 def _concrete(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
@@ -48,8 +63,7 @@ def _numbers(value: Any) -> np.ndarray | None:
     # NumPy and JAX refuse ragged lists, keys and objects by exceptions of several types.
     except Exception:
         return None
-    real = np.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, jnp.floating)
-    return array if real else None
+    return array if is_real(array.dtype) else None
 
 
 def _check_numbers(name: str, value: Any, each: bool, holds: Callable[[np.ndarray], Any], wanted: str) -> None:
