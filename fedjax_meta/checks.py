@@ -24,8 +24,8 @@ MOST_CLASSES = 10**6
 
 
 def is_real(dtype: Any) -> bool:
-    """Whether a dtype is one of real numbers; a bool is no number."""
-    return bool(np.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, jnp.floating))
+    """Whether a dtype is one of real numbers that JAX has; a bool is no number."""
+    return getattr(dtype, "itemsize", 0) <= 8 and bool(np.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, jnp.floating))
 
 
 def instance(name: str, value: Any, wanted: type, example: str) -> None:

@@ -123,6 +123,7 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
         participation for another number of clients; a model with complex leaves, with fewer outputs than there are classes, or
         that does not take such samples.
     """
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     if method.needs_classes and data.num_classes == 0:
         raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
     view = WEIGHTINGS[federation.weighting or method.weighting]

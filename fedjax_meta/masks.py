@@ -223,7 +223,11 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
     structure: Any = jax.tree.structure(variables)
     # A model that is itself callable, as in Equinox, has callable masks too.
     is_tree = structure == jax.tree.structure(spec) and not any(map(callable, jax.tree.leaves(spec)))
-    mask = spec if is_tree or not callable(spec) else spec(task)
+    if not is_tree and callable(spec):
+        checks.function(name, spec, ("task",), "'head', 'last:2' or masks.by_path(select)")
+        mask = spec(task)
+    else:
+        mask = spec
     odd = checks.misplaced_leaf(mask, variables)
     if odd is not None:
         raise ValueError(f"{name} must have a Python bool at every leaf of the task's variables, but {odd}")
@@ -239,19 +243,21 @@ def _named(word: str, task: Task, name: str) -> Mask:
     if kind == "path" and argument:
         try:
             pattern = re.compile(argument)
-        except re.error as error:
-            raise ValueError(f"{name}={word!r} is not a regular expression: {error}") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            reason = checks.first_line(error)
+            raise ValueError(f"{name}={checks.shown(word)} is not a regular expression: {reason}") from None
         build = by_path(lambda names: pattern.search("/".join(names)) is not None)
     elif word in _NAMED:
         build = _NAMED[word]
-    elif kind in ("last", "first") and argument.isdecimal():
+    elif kind in ("last", "first") and argument.isdecimal() and len(argument) < 10:
         build = (last if kind == "last" else first)(int(argument))
     else:
-        raise ValueError(f"{name}={word!r} is unknown; allowed are {ALLOWED}, and several joined by +")
+        hint = checks.nearest(word, _NAMED)
+        raise ValueError(f"{name}={checks.shown(word)} is unknown{hint}; allowed are {ALLOWED}, and several joined by +")
     try:
         mask = build(task)
     except ValueError as error:
-        raise ValueError(f"{name}={word!r}: {error}") from None
+        raise ValueError(f"{name}={checks.shown(word)}: {error}") from None
     if word != "none" and not any(jax.tree.leaves(mask)):
-        raise ValueError(f"{name}={word!r} selects no leaf of this model")
+        raise ValueError(f"{name}={checks.shown(word)} selects no leaf of this model")
     return mask

@@ -14,7 +14,6 @@ import numpy as np
 
 from fedjax_meta import checks, runtime
 
-
 LONGEST_HEADER = 10_000
 """Bytes; the header of an array takes about a hundred."""
 
