@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments import _runner as runner
+from fedjax_meta import checks, escape
 from fedjax_meta.data import FederatedData, from_partition, npz, partition, protocols, sources, synthetic
 from fedjax_meta.data.protocols import Protocol
 
@@ -68,8 +69,7 @@ def build(source: sources.Source, name: str, *, num_clients: int | None, seed: i
     Raises:
       ValueError: an unknown partition, an option that it does not take, and whatever the protocol refuses.
     """
-    if name not in PARTITIONS:
-        raise ValueError(f"partition {name!r} is unknown; allowed are {', '.join(PARTITIONS)}, natural")
+    checks.one_of("--partition", name, (*PARTITIONS, "natural"))
     make, default_clients, takes = PARTITIONS[name]
     given = _given(f"partition {name!r}", options, takes)
     if name in NEEDS_CONCENTRATION:
@@ -143,7 +143,7 @@ def class_counts(data: FederatedData, view: str) -> np.ndarray:
 
 def show(protocol: Protocol) -> None:
     """Prints the table, with one row a view."""
-    table = Table(title=protocol.name, caption=protocol.note or None)
+    table = Table(title=escape.console(protocol.name), caption=escape.console(protocol.note) or None)
     for heading in ("clients", "view"):
         table.add_column(heading, no_wrap=True)
     for heading in ("N", "samples", "min", "mean", "std", "max"):
@@ -195,9 +195,20 @@ def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
             _draw_group(parts[0], axes[:, column], f"{title}, view “{view}”", data, view)
         if images:
             _draw_images(parts[1], groups, protocol.noisy, faces)
-        figure.suptitle(protocol.name, fontsize=13, fontweight="bold")
+        figure.suptitle(escape.label(protocol.name), fontsize=13, fontweight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
+
+
+def check_figure(path: Path) -> None:
+    """Raises before any work, not after it, where a figure cannot be written.
+
+    Raises:
+      ValueError: an ending that is none of a figure.
+      OSError: a folder that cannot be written.
+    """
+    checks.one_of("the ending of --out", path.suffix, (".png", ".pdf", ".svg"))
+    checks.writable("--out", path)
 
 
 def _draw_group(figure: Any, axes: Any, title: str, data: FederatedData, view: str) -> None:
@@ -330,6 +341,9 @@ def main(  # long because every option brings its help text
         "min_samples": min_samples,
     }
     with runner.one_line_errors(debug):
+        check_figure(out)
+        if seed is not None:
+            checks.seed("--seed", seed, bits=32)
         if dataset == "synthetic":
             protocol = generated(**options, partition=name)
         elif name == "natural":
@@ -339,7 +353,7 @@ def main(  # long because every option brings its help text
             protocol = build(source, name or "fedmeta_per", **options)
         show(protocol)
         draw(protocol, out)
-    runner.console.print(f"figure: {out}", soft_wrap=True)
+    runner.console.print(f"figure: {out}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

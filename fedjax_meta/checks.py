@@ -5,7 +5,9 @@ Rates may be traced, because a sweep over rates is one vmapped program. A traced
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -241,6 +243,24 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type where it has none."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip()[:200] if lines else type(error).__name__
+
+
+def writable(name: str, path: str | os.PathLike) -> None:
+    """Raises `OSError` unless a file can be written at `path`; makes its folder, and changes nothing else.
+
+    Call it before the work whose result goes there.
+    """
+    path = Path(path)
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise OSError(f"{name}={shown(str(path), most=200)} cannot be written: {reason}") from None
 
 
 def prng_key(name: str, value: Any) -> None:

@@ -37,6 +37,18 @@ class Role(enum.StrEnum):
     FROZEN = "frozen"
 
 
+def _aligned(function: Callable[..., Any], first: PyTree, *others: PyTree) -> PyTree:
+    """`jax.tree.map`, with one line for trees of different structure in place of JAX's."""
+    try:
+        return jax.tree.map(function, first, *others)
+    except (TypeError, ValueError):
+        for other in others:
+            odd = checks.misplaced_leaf(first, other)
+            if odd is not None:
+                raise ValueError(f"the first tree must have a value at every leaf of the second, but {odd}") from None
+        raise
+
+
 def split(tree: PyTree, mask: Mask) -> tuple[PyTree, PyTree]:
     """Splits a tree into (leaves where the mask is true, the others), each with `None` in place of the missing leaves.
 
@@ -44,8 +56,8 @@ def split(tree: PyTree, mask: Mask) -> tuple[PyTree, PyTree]:
       >>> split({"body": 1, "head": 2}, {"body": False, "head": True})
       ({'body': None, 'head': 2}, {'body': 1, 'head': None})
     """
-    selected = jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree)
-    rest = jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
+    selected = _aligned(lambda keep, leaf: leaf if keep else None, mask, tree)
+    rest = _aligned(lambda keep, leaf: None if keep else leaf, mask, tree)
     return selected, rest
 
 
@@ -56,7 +68,13 @@ def merge(selected: PyTree, rest: PyTree) -> PyTree:
       >>> merge({"body": None, "head": 2}, {"body": 1, "head": None})
       {'body': 1, 'head': 2}
     """
-    return jax.tree.map(lambda a, b: b if a is None else a, selected, rest, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(_given, selected, rest, is_leaf=lambda leaf: leaf is None)
+
+
+def _given(a: Any, b: Any) -> Any:
+    if a is not None and b is not None:
+        raise ValueError("the halves of a split have the same leaf twice: one of them must be None there")
+    return b if a is None else a
 
 
 def complement(mask: Mask) -> Mask:
@@ -66,7 +84,7 @@ def complement(mask: Mask) -> Mask:
 
 def union(a: Mask, b: Mask) -> Mask:
     """True where either mask is."""
-    return jax.tree.map(lambda x, y: x or y, a, b)
+    return _aligned(lambda x, y: x or y, a, b)
 
 
 def everything_like(mask: Mask) -> Mask:
@@ -76,7 +94,7 @@ def everything_like(mask: Mask) -> Mask:
 
 def intersection(a: Mask, b: Mask) -> Mask:
     """True where both masks are."""
-    return jax.tree.map(lambda x, y: x and y, a, b)
+    return _aligned(lambda x, y: x and y, a, b)
 
 
 def roles(personal: Mask, trainable: Mask, frozen: Mask | None = None) -> Roles:
@@ -102,7 +120,7 @@ def roles(personal: Mask, trainable: Mask, frozen: Mask | None = None) -> Roles:
             return Role.PERSONAL
         return Role.SHARED if moves else Role.BUFFER
 
-    return jax.tree.map(role, personal, trainable, nothing_like(personal) if frozen is None else frozen)
+    return _aligned(role, personal, trainable, nothing_like(personal) if frozen is None else frozen)
 
 
 def having(roles: Roles, *wanted: Role) -> Mask:

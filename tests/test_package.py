@@ -11,7 +11,7 @@ import fedjax_meta
 # A module imports only from its own line and the lines above it. A folder counts as one module.
 LAYERS = (
     ("types",),
-    ("checks", "runtime", "keys", "config"),
+    ("checks", "runtime", "keys", "config", "escape"),
     ("task", "masks", "layers", "models", "simplex", "metrics"),
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),

@@ -42,6 +42,14 @@ COMPOSITIONS = {
         "head",
     ),
     "trimmed mean": (problems.task(), {"algorithm": "fedper", "aggregator": "trimmed_mean:0.2"}, "head"),
+    "trimmed mean, stragglers": (
+        problems.task(),
+        {"algorithm": "fedper", "aggregator": "trimmed_mean:share=0.2", "participation": "stragglers:share=0.5,epochs=5"},
+        "head",
+    ),
+    "deadline": (
+        problems.task(), {"algorithm": "fedper", "participation": f"deadline:seconds={[2.0] * 7},limit=1,partial=True"}, "head",
+    ),
     "Reptile, weights, momentum, batch norms": (
         NORMED,
         {"algorithm": "reptile", "weighting": "samples", "server_optimizer": "momentum:0.1", "personal": "bn"},
@@ -83,7 +91,7 @@ def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_l
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"algorithm": "fedmetta"}, "--algorithm='fedmetta' is unknown; allowed are apfl"),
+        ({"algorithm": "fedmetta"}, r"--algorithm='fedmetta' is unknown \(did you mean 'fedmeta'\?\); allowed are apfl"),
         ({"algorithm": "fedmeta", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
         (
             {"algorithm": "fedmeta", "estimator": "exact", "estimator_options": {"step": 3}},
@@ -91,12 +99,38 @@ def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_l
         ),
         ({"algorithm": "fedmeta", "estimator_options": {"cg_steps": 3}}, "--estimator-set needs --estimator"),
         ({"algorithm": "fedmeta", "outer_optimizer": "newton"}, "--outer-optimizer='newton' is unknown"),
-        ({"algorithm": "fedmeta", "server_optimizer": "adam:fast"}, "--server-optimizer 'fast' must be numbers"),
+        (
+            {"algorithm": "fedmeta", "server_optimizer": "adam:fast"},
+            "--server-optimizer 'adam:fast' must read adam:RATE with a number",
+        ),
         ({"algorithm": "fedavg", "epoch": 2}, r"fedavg\(\) takes no 'epoch' \(did you mean 'epochs'\?\)"),
         ({"algorithm": "fedavg", "cohort_size": 3}, r"fedavg\(\) takes no 'cohort_size', which belongs to Federation"),
         ({"algorithm": "fedavg", "federation": {"lr": 3}}, r"Federation\(\) takes no 'lr', which belongs to --set"),
         ({"algorithm": "fedavg", "federation": {"uploads": 3}}, "--federation cannot set uploads: use --sparsify"),
-        ({"algorithm": "fedavg", "aggregator": "mean"}, "--aggregator='mean' is unknown; allowed are median"),
+        (
+            {"algorithm": "fedavg", "server_optimizer": "adam:-1"},
+            "--server-optimizer adam: rate=-1.0 must be finite and above 0",
+        ),
+        ({"algorithm": "fedavg", "aggregator": "middle"}, "--aggregator='middle' is unknown; allowed are mean, median"),
+        (
+            {"algorithm": "fedavg", "aggregator": "trimmed_mean:shear=0.2"},
+            r"takes no 'shear' \(did you mean 'share'\?\); it takes",
+        ),
+        ({"algorithm": "fedavg", "aggregator": "trimmed_mean:0.7"}, r"--aggregator trimmed_mean: share=0\.7 must lie in"),
+        ({"algorithm": "fedavg", "aggregator": "median:0.2"}, "--aggregator median takes no options, not '0.2'"),
+        ({"algorithm": "fedavg", "participation": "stragglers:share=0.5"}, "--participation stragglers needs epochs"),
+        (
+            {"algorithm": "fedavg", "participation": "unreliable:late=2"},
+            "--participation unreliable: late=2 must lie between 0 and 1",
+        ),
+        (
+            {"algorithm": "fedavg", "participation": "unreliable:"},
+            r"must read unreliable:key=value,key=value; it takes late, crashed",
+        ),
+        (
+            {"algorithm": "fedavg", "participation": "unreliable:late=0.1", "unreliable": {"late": 0.1}},
+            "--participation replaces --late and --crashed",
+        ),
         ({"algorithm": "fedavg", "uploads": {"noise": 1.0}}, "noise needs a clip before it"),
         ({"algorithm": "fedmeta_metasgd", "estimator": "implicit"}, "implicit_gradient has no gradient for learned rates"),
     ],
