@@ -200,17 +200,6 @@ def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
         figure.savefig(path, dpi=150)
 
 
-def check_figure(path: Path) -> None:
-    """Raises before any work, not after it, where a figure cannot be written.
-
-    Raises:
-      ValueError: an ending that is none of a figure.
-      OSError: a folder that cannot be written.
-    """
-    checks.one_of("the ending of --out", path.suffix, (".png", ".pdf", ".svg"))
-    checks.writable("--out", path)
-
-
 def _draw_group(figure: Any, axes: Any, title: str, data: FederatedData, view: str) -> None:
     counts = class_counts(data, view)
     size, clients = counts.sum(1), np.arange(len(counts))
@@ -341,7 +330,7 @@ def main(  # long because every option brings its help text
         "min_samples": min_samples,
     }
     with runner.one_line_errors(debug):
-        check_figure(out)
+        checks.writable("--out", out, endings=checks.FIGURES)
         if seed is not None:
             checks.seed("--seed", seed, bits=32)
         if dataset == "synthetic":

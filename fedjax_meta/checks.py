@@ -245,12 +245,25 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip()[:200] if lines else type(error).__name__
 
 
-def writable(name: str, path: str | os.PathLike) -> None:
-    """Raises `OSError` unless a file can be written at `path`; makes its folder, and changes nothing else.
+FIGURES = (".png", ".pdf", ".svg")
+"""Endings of the files that a figure can be written to."""
 
-    Call it before the work whose result goes there.
+
+def writable(name: str, path: str | os.PathLike, *, endings: Collection[str] = ()) -> None:
+    """Makes the folder of a file that will be written; call it before the work whose result goes there.
+
+    Args:
+      name: of the argument.
+      path: of the file, which is not changed.
+      endings: that are allowed, e.g. `FIGURES`; all when empty.
+
+    Raises:
+      ValueError: another ending.
+      OSError: the file cannot be written.
     """
     path = Path(path)
+    if endings:
+        one_of(f"the ending of {name}", path.suffix, endings)
     existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
