@@ -47,6 +47,8 @@ USUAL: dict[str, Callable[[str, Any], None]] = {
     "inner_optimizer": checks.optimizer_factory,
     "outer_optimizer": checks.optimizer_factory,
     "weighting": _weighting,
+    "train_view": checks.word,
+    "validation_view": checks.word,
 }
 """Checks of options that many builders have; `None`, where a builder allows it, passes."""
 

@@ -138,6 +138,12 @@ def seed(name: str, value: Any, *, bits: int = 63) -> None:
         raise ValueError(f"{name}={shown(value)} must be an integer of at least 0 and below 2**{bits}{either}")
 
 
+def word(name: str, value: Any) -> None:
+    """Raises `ValueError` unless `value` is text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name}={shown(value)} must be a word")
+
+
 def flag(name: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is `True` or `False`; a word such as "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):
@@ -210,6 +216,8 @@ def function(name: str, value: Any, takes: Sequence[str], example: str) -> None:
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # some built-in functions have none
+        if isinstance(value, type):
+            raise ValueError(f"{name}={value.__name__} {wanted}; write e.g. {example}") from None
         return
     try:
         signature.bind(*takes)

@@ -197,6 +197,13 @@ def with_user_accuracy(
     """
     excluded = checks.numeric("excluded", excluded, integers=True).astype(np.int64).reshape(-1)
     algorithm = as_algorithm(algorithm)
+    for option, name in (("support", support), ("query", query)):
+        checks.word(option, name)
+    for option, value in (("lanes", lanes), ("devices", devices)):
+        if value is not None:
+            checks.count(option, value)
+    if excluded.size and excluded.min() < 0:
+        raise ValueError(f"excluded={checks.shown(excluded)} must hold ids of clients, from 0 on")
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         clients = data.total_clients

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fedjax_meta import checks
-from fedjax_meta.task import Task
+from fedjax_meta.task import Task, require_task
 from fedjax_meta.types import Mask, PyTree, Roles
 
 MaskSpec = str | Callable[[Task], Mask] | Any
@@ -68,7 +68,14 @@ def merge(selected: PyTree, rest: PyTree) -> PyTree:
       >>> merge({"body": None, "head": 2}, {"body": 1, "head": None})
       {'body': 1, 'head': 2}
     """
-    return jax.tree.map(_given, selected, rest, is_leaf=lambda leaf: leaf is None)
+    try:
+        return jax.tree.map(_given, selected, rest, is_leaf=lambda leaf: leaf is None)
+    except (TypeError, ValueError) as error:
+        if "twice" in str(error):
+            raise
+        raise ValueError(
+            "the halves must have one structure, as split makes them, with None for the leaves of the other"
+        ) from None
 
 
 def _given(a: Any, b: Any) -> Any:
@@ -165,6 +172,8 @@ def nothing(task: Task) -> Mask:
 def last(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the last `depth` layers, counted from the output; `last(1)` is the head."""
 
+    checks.count("depth", depth)
+
     def build(task: Task) -> Mask:
         if not 1 <= depth <= len(task.layers):
             raise ValueError(
@@ -179,6 +188,8 @@ def last(depth: int) -> Callable[[Task], Mask]:
 
 def first(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the first `depth` layers, counted from the input (LG-FedAvg keeps these)."""
+
+    checks.count("depth", depth)
 
     def build(task: Task) -> Mask:
         if not 1 <= depth <= len(task.layers):
@@ -233,6 +244,7 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
     Raises:
       ValueError: an unknown word, a word that selects nothing in this model, or a tree of another structure.
     """
+    require_task("resolve", task)
     if isinstance(spec, str):
         plain, *path = re.split(r"(?:^|\+)\s*(?=path:)", spec, maxsplit=1)
         words = [*(plain.split("+") if plain or not path else []), *path]

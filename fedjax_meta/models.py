@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.layers import FORMS, INITS, BatchNorm, Conv, Dense
-from fedjax_meta.task import Batch, Task, cross_entropy
+from fedjax_meta.task import Batch, Task, check_layers, cross_entropy
 from fedjax_meta.types import Key, Mask, Params, PyTree, Variables
 
 # ------------------------------------------------------------------------------------------------------------------- networks
@@ -149,8 +149,10 @@ def flax_task(
     checks.instance("module", module, nn.Module, "models.Network((784,), 10)")
     for extent in _tuple("sample_shape", sample_shape):
         checks.count("sample_shape", extent)
-    if isinstance(layers, str):
-        raise ValueError(f"layers={layers!r} must be a tuple of names, e.g. layers=({layers!r},)")
+    check_layers(layers)
+    for option, name in (("features", features), ("head", head)):
+        if name is not None:
+            checks.word(option, name)
     if not callable(loss):
         raise ValueError(f"loss={checks.shown(loss)} must be a function (logits, batch)")
     if (features is None) != (head is None):
@@ -264,6 +266,8 @@ def _network_task(
 
 
 def _is_float(dtype: Any) -> bool:
+    if isinstance(dtype, jax.Array):
+        return False
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:

@@ -27,6 +27,7 @@ def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Ar
     """
     del round_
     checks.count("cohort_size", cohort_size)
+    checks.count("num_clients", num_clients)
     if cohort_size > num_clients:
         raise ValueError(f"cohort_size={cohort_size} is more than the N={num_clients} clients there are")
     if cohort_size == num_clients:

@@ -90,6 +90,8 @@ class FederatedData:
         Args:
           clients: int `[N']`, positions; may be traced.
         """
+        checks.indices("clients", clients, self.num_clients)
+        clients = np.asarray(clients, int) if isinstance(clients, (list, tuple)) else clients
         start, size = ({name: _rows(values, clients) for name, values in of.items()} for of in (self.start, self.size))
         return dataclasses.replace(self, start=start, size=size, ids=self.ids_of(clients), population=self.total_clients)
 

@@ -112,6 +112,7 @@ def shards(labels: ArrayLike, assignment: ArrayLike, *, uneven: bool = False) ->
       >>> part.order.tolist(), part.sizes.tolist()
       ([1, 3, 0, 2], [2, 2])
     """
+    checks.flag("uneven", uneven)
     labels, assignment = check_labels(labels), checks.numeric("assignment", assignment, integers=True)
     total = assignment.size
     if assignment.ndim != 2 or not np.array_equal(np.sort(assignment, axis=None), np.arange(total)):
@@ -296,7 +297,7 @@ def natural(features: ArrayLike, *, min_samples: int = 1) -> Partition:
     except (TypeError, ValueError):
         raise ValueError(f"features must be integers or strings [M], not {checks.shown(features)}") from None
     checks.count("min_samples", min_samples)
-    if features.ndim != 1 or features.size == 0 or features.dtype == object:
+    if features.ndim != 1 or features.size == 0 or features.dtype.kind not in "iubSU":
         raise ValueError(f"features must be integers or strings [M], not {features.dtype} {list(features.shape)}")
     _, client, sizes = np.unique(features, return_inverse=True, return_counts=True)
     order = np.argsort(client, kind="stable")

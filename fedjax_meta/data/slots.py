@@ -49,6 +49,10 @@ def new_client_slots(slots: np.ndarray, num_classes: int, rng: np.random.Generat
     Raises:
       ValueError: no such order among 10,000 draws, because there are too few classes.
     """
+    slots = checks.numeric("slots", slots, integers=True)
+    if slots.ndim != 2 or slots.shape[1] != 2 or not slots.size:
+        raise ValueError(f"slots must be pairs of classes [N, 2], not of shape {list(slots.shape)}")
+    checks.instance("rng", rng, np.random.Generator, "np.random.default_rng(1)")
     old = {frozenset(pair) for pair in slots.tolist()}
     place = class_slots(len(slots), num_classes, stride=1)
     for _ in range(10_000):

@@ -76,6 +76,7 @@ def load(
       ((8, 8, 1), 10, 1797)
     """
     text = _path("name", name)
+    checks.flag("download", download)
     for option, folder in (("data_dir", data_dir), ("cache_dir", cache_dir)):
         if folder is not None:
             _path(option, folder)
@@ -109,6 +110,7 @@ def from_arrays(
     Raises:
       ValueError: arrays that do not match, inputs of mixed shape, NaN, labels that are not integers or are negative.
     """
+    checks.word("name", name)
     if (x_test is None) != (y_test is None):
         raise ValueError("x_test and y_test must be given together")
     x, y = _checked(x, y, "training")

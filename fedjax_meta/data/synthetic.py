@@ -214,6 +214,7 @@ def quadratics(data: FederatedData, view: str, *, features: Callable[[ArrayLike]
       view: name of the view.
       features: `inputs [S, ...] -> X [S, d]`.
     """
+    checks.instance("data", data, FederatedData, "linear_regression(3, seed=0)")
     sizes, start = np.asarray(data.sizes(view), np.int64), np.asarray(data.start[view])
     x, y = np.asarray(features(np.asarray(data.x)), np.float64), np.asarray(data.y, np.float64)
     if y.ndim != 1 or x.ndim != 2:

@@ -162,7 +162,7 @@ def augmented(task: Task, augment: Callable[[Key, jax.Array], jax.Array]) -> Tas
 
 def _samples(data: FederatedData, views: Sequence[str]) -> list[np.ndarray]:
     """For each client, the positions in the flat arrays of the samples in any of the views."""
-    if isinstance(views, str) or not views:
+    if not isinstance(views, (tuple, list)) or not views:
         raise ValueError(f"views={checks.shown(views)} must be a tuple with the name of at least one view")
     runs = [(np.asarray(data.sizes(view)), np.asarray(data.start[view])) for view in views]
     return [

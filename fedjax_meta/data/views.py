@@ -68,6 +68,7 @@ class ClientView:
         """
         checks.count("batch_size", batch_size)
         checks.count("epochs", epochs, least=0)
+        checks.prng_key("key", key)
         if share is not None:
             checks.share("share", share)
         size = jnp.asarray(self.size, jnp.int32)
@@ -100,6 +101,7 @@ class ClientView:
         """
         checks.count("batch_size", batch_size)
         checks.count("steps", steps, least=0)
+        checks.prng_key("key", key)
         size = jnp.maximum(jnp.asarray(self.size, jnp.int32), 1)
 
         def get(step: Scalar, chunk: Scalar = 0) -> Batch:
