@@ -145,7 +145,9 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
             if line.strip():
                 rows.append(_row(line, f"{file}:{number}"))
     return [
-        {**row, "case": _OLD_CASES.get(row["case"], row["case"])} if row.get("benchmark") == "peers" and "case" in row else row
+        {**row, "case": _OLD_CASES[row["case"]]}
+        if row.get("benchmark") == "peers" and row.get("case") in [*_OLD_CASES]
+        else row
         for row in rows
     ]
 

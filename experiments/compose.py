@@ -145,6 +145,20 @@ def compose(
         raise ValueError(str(error)) from error
 
 
+def of_method(words: Sequence[str]) -> dict[str, Any]:
+    """The options of `--set`, which belong to the method alone.
+
+    Raises:
+      ValueError: a word that is not `key=value`, an argument of `compose` that has a flag of its own.
+    """
+    options = assignments(words, "--set")
+    own = {"task": "--model", "estimator_options": "--estimator-set", "unreliable": "--late and --crashed", **FLAGS}
+    for name, parameter in inspect.signature(compose).parameters.items():
+        if name in options and parameter.kind is not parameter.VAR_KEYWORD:
+            raise ValueError(f"--set cannot set {name}: use {own.get(name, '--' + name.replace('_', '-'))}")
+    return options
+
+
 def _keywords(function: Callable[..., Any]) -> list[str]:
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
 
@@ -403,12 +417,17 @@ def main(  # long because every option brings its help text
                 "participation": participation,
                 "unreliable": unreliable,
                 "uploads": {name: value for name, value in flags.items() if value is not None},
-                **assignments(set_ or (), "--set"),
+                **of_method(set_ or ()),
                 **{name: value for name, value in named.items() if value is not None},
             }
         }
         for name in filter(None, (name.strip() for name in compare.split(","))):
             systems[name] = {"algorithm": name}
+        # Names are checked before the data are loaded.
+        for parts in systems.values():
+            checks.one_of("--algorithm", parts["algorithm"], fm.METHODS)
+        if network is not None:
+            checks.one_of("--model", network, models.MODELS)
         seed_list = runner.numbers(seeds, "--seeds")
         for seed in seed_list:
             checks.seed("--seeds", seed)

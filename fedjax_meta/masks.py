@@ -172,7 +172,7 @@ def nothing(task: Task) -> Mask:
 def last(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the last `depth` layers, counted from the output; `last(1)` is the head."""
 
-    checks.count("depth", depth)
+    checks.count("depth", depth, least=0)
 
     def build(task: Task) -> Mask:
         if not 1 <= depth <= len(task.layers):
@@ -189,7 +189,7 @@ def last(depth: int) -> Callable[[Task], Mask]:
 def first(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the first `depth` layers, counted from the input (LG-FedAvg keeps these)."""
 
-    checks.count("depth", depth)
+    checks.count("depth", depth, least=0)
 
     def build(task: Task) -> Mask:
         if not 1 <= depth <= len(task.layers):
