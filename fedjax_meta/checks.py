@@ -70,7 +70,7 @@ def _numbers(value: Any) -> np.ndarray | None:
 
 def _check_numbers(name: str, value: Any, each: bool, holds: Callable[[np.ndarray], Any], wanted: str) -> None:
     """Raises `ValueError` unless `value` is one number, or with `each` an array of numbers, and `holds` is true everywhere."""
-    if not each and np.ndim(value) and isinstance(value, (np.ndarray, jax.Array)):
+    if not each and isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
         raise ValueError(f"{name} must be one number, not an array {_shown(value)}; it must {wanted}")
     if not _concrete(value):
         return
@@ -181,7 +181,11 @@ def nearest(value: Any, allowed: Iterable[Any]) -> str:
       (" (did you mean 'fedavg'?)", '')
     """
     words = {str(word).lower(): word for word in allowed}
-    near = difflib.get_close_matches(value.lower(), words, 1) if isinstance(value, str) else []
+    if not isinstance(value, str):
+        return ""
+    # Two letters in another order are a typing error in short words too, which share few letters in a row.
+    near = [word for word in words if sorted(word) == sorted(value.lower())]
+    near = near or difflib.get_close_matches(value.lower(), words, 1, 0.7)
     return f" (did you mean {words[near[0]]!r}?)" if near else ""
 
 
