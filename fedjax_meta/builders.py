@@ -74,7 +74,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         given: dict[str, Any] = dict(options)
         if len(args) > 1:
             raise TypeError(f"{name} takes a task and, by name, {', '.join(allowed)}; write {name}(task, {allowed[0]}=...)")
-        task = args[0] if args else given.pop("task", None)
+        task: Any = args[0] if args else given.pop("task", None)
         require_task(name, task)
         checks.options(name, given, allowed, {key: where for key, where in _BELONGS.items() if key not in allowed})
         bound = signature.bind(task, **given)

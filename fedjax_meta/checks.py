@@ -183,9 +183,10 @@ def nearest(value: Any, allowed: Iterable[Any]) -> str:
     words = {str(word).lower(): word for word in allowed}
     if not isinstance(value, str):
         return ""
-    # Two letters in another order are a typing error in short words too, which share few letters in a row.
-    near = [word for word in words if sorted(word) == sorted(value.lower())]
-    near = near or difflib.get_close_matches(value.lower(), words, 1, 0.7)
+    given = value.lower()
+    near = difflib.get_close_matches(given, words, 1, 0.7)
+    # Short words share few letters in a row when two of them are in another order; the end of a long name may be missing.
+    near = near or [word for word in words if sorted(word) == sorted(given) or (len(given) > 3 and word.startswith(given))]
     return f" (did you mean {words[near[0]]!r}?)" if near else ""
 
 
@@ -291,7 +292,7 @@ def writable(name: str, path: str | os.PathLike, *, endings: Collection[str] = (
 def prng_key(name: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is a typed JAX PRNG key (`jax.random.key`), which may be traced."""
     dtype = getattr(value, "dtype", None)
-    if isinstance(value, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         if value.shape:
             raise ValueError(f"{name} must be one JAX PRNG key, not an array of keys {list(value.shape)}")
         return

@@ -147,13 +147,13 @@ def _check_task(task: Task, data: FederatedData) -> None:
     scaled = jnp.result_type(float) if data.offset is not None else data.x.dtype
     x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), jax.dtypes.canonicalize_dtype(scaled))
     y = jax.ShapeDtypeStruct((1, *data.y.shape[1:]), jax.dtypes.canonicalize_dtype(data.y.dtype))
-    batch = Batch(x, y, jax.ShapeDtypeStruct((1,), jnp.result_type(float)))
+    batch: Any = (x, y, jax.ShapeDtypeStruct((1,), jnp.result_type(float)))
     form = (
         f"inputs {x.dtype}{list(x.shape[1:])} and {'labels' if data.num_classes else 'targets'} {y.dtype}{list(y.shape[1:])}"
     )
     try:
         logits = jax.eval_shape(task.predict, variables, x)
-        jax.eval_shape(task.loss, variables, batch, jax.random.key(0))
+        jax.eval_shape(task.loss, variables, Batch(*batch), jax.random.key(0))
     # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
     except Exception as error:
         raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error

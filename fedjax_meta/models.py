@@ -337,10 +337,10 @@ def fedpac_cnn(
     For colour images (CIFAR-10, CINIC-10): three convolutions, 107,690 parameters. For images of one channel (Fashion-MNIST,
     EMNIST): two convolutions, 117,066 parameters for 10 classes and 123,774 for 62. Arguments as for `lenet`.
     """
-    image = _tuple("image", image)
-    convs = ((16, 5, 0), (32, 5, 1), (64, 3, 1))[: 2 if image[-1:] == (1,) else 3]
+    shape = _tuple("image", image)
+    convs = ((16, 5, 0), (32, 5, 1), (64, 3, 1))[: 2 if shape[-1:] == (1,) else 3]
     return _network_task(
-        image, classes, convs=convs, hidden=(128,), activation="leaky_relu", init=init, dtype=dtype, form=form
+        shape, classes, convs=convs, hidden=(128,), activation="leaky_relu", init=init, dtype=dtype, form=form
     )
 
 

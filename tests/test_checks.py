@@ -51,6 +51,15 @@ REFUSED = {
         lambda: checks.one_of("mask", "haed", ("head", "body")),
         r"'haed' is unknown \(did you mean 'head'\?\); allowed",
     ),
+    "letters in another order": (
+        lambda: checks.one_of("o", "sdg", ("adam", "sgd")),
+        r"'sdg' is unknown \(did you mean 'sgd'\?\)",
+    ),
+    "the beginning of a word": (
+        lambda: checks.one_of("o", "momen", ("sgd", "momentum_nesterov")),
+        "did you mean 'momentum_nest",
+    ),
+    "a far word": (lambda: checks.one_of("dataset", "moons", ("mnist", "cifar10")), "'moons' is unknown; allowed are mnist"),
     "a list for a word": (lambda: checks.one_of("how", ["a"], {"a": 1}), r"how=\['a'\] is unknown; allowed are a"),
     "an array for a word": (lambda: checks.one_of("how", np.array(["a", "b"]), ("a",)), "is unknown; allowed are a"),
     "no function": (

@@ -109,7 +109,10 @@ BAD = {
         r"view 'train' has begin \(1,\) and end \(1,\), but there are N=2 clients",
     ),
     "no views": (lambda: from_partition(X, Y, ALL, [10], views={}), "views is empty"),
-    "fractional sizes": (lambda: from_partition(X, Y, ALL, [5.5, 4.5]), r"sizes must be one array of integers, not \[5.5, 4.5\]"),
+    "fractional sizes": (
+        lambda: from_partition(X, Y, ALL, [5.5, 4.5]),
+        r"sizes must be one array of integers, not \[5.5, 4.5\]",
+    ),
     "fractional number of classes": (
         lambda: from_partition(X, Y, ALL, [10], num_classes=2.0),
         "num_classes=2.0 must be an integer of at least 0",
