@@ -451,6 +451,8 @@ def main(  # long because every option brings its help text
             config=config,
         )
         options = {**config, "systems": systems, "rounds": rounds, "eval_every": eval_every, "seeds": seed_list}
+        if store is not None and store != "memory":
+            checks.writable("--store", Path(store) / "rows")
         folder = runner.open_folder(
             out, f"compose-{algorithm}", resume=resume, options=options, algorithms=runner.configs(plans)
         )

@@ -26,7 +26,7 @@ def markdown(text: object) -> str:
       >>> print(markdown("path:a|b*, <none>"))
       path:a\\|b\\*, &lt;none&gt;
     """
-    escaped = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(str(text).split()))
+    escaped = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", " ".join(str(text).split()))
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -109,6 +109,8 @@ COMPOSE = [
     (("--dataset", "{labels}"), "the training labels must not be negative, but one is -1"),
     (("--dataset", "no_such_set"), "no_such_set"),
     (("--out", "{taken}"), "taken"),
+    (("--store", "{taken}"), "--store='{taken}/rows' cannot be written"),
+    (("--store", "{blocked}/rows"), "--store='{blocked}/rows/rows' cannot be written"),
     (("--out", "{blocked}/run"), "blocked"),
     (("--out", "{full}"), "holds a run already: add --resume to continue it"),
     (("--resume",), "there is no run to resume in {tmp}/run"),

@@ -1,6 +1,7 @@
 """The composer: what it builds, and its error messages."""
 
 import jax
+import numpy as np
 import pytest
 
 import fedjax_meta as fm
@@ -159,3 +160,21 @@ def test_a_cohort_that_is_too_large_leaves_no_folder(tmp_path):
     result = RUNNER.invoke(compose.app, words, env={"COLUMNS": "200"})
     assert (result.exit_code, "cohort_size=51 is more than the N=50" in result.output) == (1, True)
     assert not (tmp_path / "run").exists()
+
+
+def test_text_of_the_user_is_shown_as_it_is_in_console_page_and_figure(tmp_path, capsys, monkeypatch):
+    """Brackets are no styles, bars no cells, stars no emphasis and dollars no formulas."""
+    monkeypatch.setattr(compose.runner, "console", compose.runner.Console(width=300))
+    folder = tmp_path / "lr[red]"
+    scores = dict.fromkeys(("accuracy", "accuracy_mean", "accuracy_std", "f1_mean"), 50.0)
+    series = compose.report.Series("fedavg*", "local", 1, np.array([1, 2]), np.array([40.0, 50.0]), np.full(3, 50.0), scores)
+    changes = "personal=path:[a-z]+|b*"
+    compose.write_report(folder, "own[bold] $x$ | y: round 2", changes, [series])
+    shown = capsys.readouterr().out
+    for text in ("own[bold] $x$ | y: round 2", f"* {changes}", str(folder)):
+        assert text in shown
+    page = (folder / "report.md").read_text()
+    assert r"# own\[bold\] \$x\$ \| y: round 2" in page
+    assert r"\* personal=path:\[a-z\]+\|b\*" in page
+    assert "| fedavg\\* | local | 50.00 |" in page
+    assert (folder / "figure.png").stat().st_size > 10_000

@@ -67,8 +67,8 @@ def test_the_console_shows_text_as_it_is(text):
 def test_markdown_shows_text_as_it_is_in_one_cell(text):
     """Every character that Markdown could read otherwise has a backslash or is an entity; undone, the text is back."""
     escaped = escape.markdown(text)
-    assert not re.search(r"(?<!\\)(\\\\)*[`*_\[\]|~]", escaped) and "<" not in escaped
-    plain = re.sub(r"\\([\\`*_\[\]|~])", r"\1", escaped)
+    assert not re.search(r"(?<!\\)(\\\\)*[`*_\[\]|~$]", escaped) and "<" not in escaped
+    plain = re.sub(r"\\([\\`*_\[\]|~$])", r"\1", escaped)
     assert plain.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") == " ".join(text.split())
 
 
