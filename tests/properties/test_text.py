@@ -54,7 +54,8 @@ def test_a_shown_value_is_one_short_line(value):
 TEXT = st.text(st.characters(codec="ascii", categories=("L", "N", "P", "S", "Zs")), max_size=40)
 
 
-@given(text=TEXT)
+# rich doubles a backslash at the end, lest it escape what follows.
+@given(text=TEXT.filter(lambda text: not text.endswith("\\")))
 def test_the_console_shows_text_as_it_is(text):
     rich_console = pytest.importorskip("rich.console", reason="the console needs rich")
     file = io.StringIO()
