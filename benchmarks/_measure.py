@@ -1,8 +1,10 @@
 """Shared measurements: compile time, interleaved run times, XLA's counts of work and memory, and rows of results."""
 
+import functools
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
@@ -11,6 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import typer
+
+from fedjax_meta import checks
 
 # Without this, JAX takes most of an accelerator's memory, which workers and PyTorch need too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -128,12 +133,77 @@ _OLD_CASES = {"S4": "MTFL"}
 
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """All rows of some files of JSON lines. Cases get their current names."""
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    """All rows of some files of JSON lines. Cases get their current names.
+
+    Raises:
+      ValueError: a line that is no row; the message names file and line.
+      OSError: a file that cannot be read.
+    """
+    rows = []
+    for file in files:
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+            if line.strip():
+                rows.append(_row(line, f"{file}:{number}"))
     return [
-        {**row, "case": _OLD_CASES.get(row["case"], row["case"])} if row.get("benchmark") == "peers" and "case" in row else row
+        {**row, "case": _OLD_CASES[row["case"]]}
+        if row.get("benchmark") == "peers" and row.get("case") in [*_OLD_CASES]
+        else row
         for row in rows
     ]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where} is no JSON: {checks.shown(line)}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no row, a JSON object with a benchmark, but {checks.shown(row)}")
+    if "seconds" in row:
+        checks.positive(f"{where}: seconds", row["seconds"])
+        if not isinstance(row.get("benchmark"), str):
+            raise ValueError(f"{where} has seconds, but benchmark={checks.shown(row.get('benchmark'))}")
+    return row
+
+
+def needed(row: Mapping[str, Any], keys: Iterable[str], *, numbers: Iterable[str] = ()) -> None:
+    """Raises `ValueError` unless a row has these keys with plain values, and those of `numbers` with numbers above 0."""
+    about = f"a row of {row.get('benchmark')} ({checks.shown(dict(row))})"
+    for key in (*keys, *numbers):
+        if key not in row:
+            raise ValueError(f"{about} lacks {key!r}")
+        if not isinstance(row[key], (str, int, float)):
+            raise ValueError(f"{about} has {key}={checks.shown(row[key])}, which is no plain value")
+    for key in numbers:
+        checks.positive(f"{about}: {key}", row[key])
+
+
+def check_outputs(output: Path | None = None, figure: Path | None = None) -> None:
+    """Raises `OSError` or `ValueError` before anything is timed, and not after it, where a result cannot be written."""
+    if output is not None:
+        checks.writable("--output", output)
+    if figure is not None:
+        checks.writable("--figure", figure, endings=checks.FIGURES)
+
+
+def as_program(main: Callable[..., None]) -> typer.Typer:
+    """A benchmark as a program, whose errors that a user can correct are one line on stderr, with exit code 1."""
+
+    @functools.wraps(main)
+    def one_line_errors(*arguments: Any, **options: Any) -> None:
+        try:
+            main(*arguments, **options)
+        except (typer.Exit, typer.Abort):  # which are RuntimeErrors
+            raise
+        except (ValueError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # Of the output of a process that failed, the last line says why.
+            typer.echo(f"error: {lines[-1] if lines else type(error).__name__}", err=True)
+            raise typer.Exit(1) from None
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(one_line_errors)
+    return app
 
 
 def product_ceiling(size: int = 2048, repeats: int = 8) -> float:

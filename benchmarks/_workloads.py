@@ -96,7 +96,7 @@ def workload(name: str) -> Workload:
         return WORKLOADS[name]
     stem, _, cohort = name.rpartition("-")
     base = WORKLOADS.get(stem) or WORKLOADS.get(f"{stem}-5")
-    if base is None or not cohort.isdecimal() or int(cohort) == 0:
+    if base is None or not cohort.isdecimal() or not 0 < int(cohort[:8]) < 10**7:
         raise ValueError(f"{name!r} is unknown; allowed are {', '.join(WORKLOADS)}, and each with a cohort size, e.g. W1-500")
     return dataclasses.replace(base, cohort_size=int(cohort), num_clients=max(base.num_clients, int(cohort)))
 

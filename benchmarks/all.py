@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from _measure import as_program, check_outputs
 
 HERE = Path(__file__).parent
 
@@ -19,6 +20,7 @@ def main(
     """Runs all benchmarks, draws the roofline, and compares with the committed rows if there are any."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
+    check_outputs(rows)
     rows.unlink(missing_ok=True)
     peers = ["--rounds", "5", "--max-seconds", "10"] if quick else []
     scaling = ["--repeats", "3", "--max-clients", "100000", "--max-cohort", "1024"] if quick else []
@@ -38,4 +40,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _measure import read_rows
+from _measure import as_program, needed, read_rows
 from rich.console import Console
 from rich.table import Table
+
+from fedjax_meta import checks, escape
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = {
@@ -29,11 +31,10 @@ Case = tuple[Any, ...]
 
 def times(rows: Iterable[Mapping[str, Any]]) -> dict[Case, float]:
     """Seconds by case; the last of repeated rows counts."""
-    return {
-        (row["benchmark"], *(row[key] for key in KEYS[row["benchmark"]])): row["seconds"]
-        for row in rows
-        if "seconds" in row and row.get("benchmark") in KEYS
-    }
+    timed = [row for row in rows if "seconds" in row and row.get("benchmark") in KEYS]
+    for row in timed:
+        needed(row, KEYS[row["benchmark"]])
+    return {(row["benchmark"], *(row[key] for key in KEYS[row["benchmark"]])): row["seconds"] for row in timed}
 
 
 def base(case: Case) -> str | None:
@@ -79,6 +80,7 @@ def main(
     ] = 1.3,
 ) -> None:
     """Compares ratios with those of the committed rows; exits with 1 if one grew by more than the allowance."""
+    checks.positive("--allowance", allowance)
     files = (sorted(committed.glob("*.json*")), [new])
     both = compare(*([row for row in read_rows(some) if row.get("platform") == platform] for some in files))
     if not both:
@@ -89,11 +91,11 @@ def main(
         growth = now / old
         worse += [name] if growth > allowance else []
         mark = "red" if growth > allowance else "default"
-        table.add_row(name, f"{old:.3f}", f"{now:.3f}", f"[{mark}]{growth:.2f}[/]")
+        table.add_row(escape.console(name), f"{old:.3f}", f"{now:.3f}", f"[{mark}]{growth:.2f}[/]")
     Console().print(table)
     if worse:
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from _measure import as_program, check_outputs
 from jax import lax
 
 import fedjax_meta as fm
@@ -199,6 +200,7 @@ def main(
     for name in chosen:
         if name not in PARTS:
             raise typer.BadParameter(f"part={name!r} is unknown; allowed are {', '.join(PARTS)}", param_hint="--part")
+    check_outputs(output)
     rows = []
     for name in chosen:
         cases = {case: run for case, run in PARTS[name]().items() if only in case[0]}
@@ -213,4 +215,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

@@ -19,14 +19,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from _measure import Spread, environment, product_ceiling, write_row
+from _measure import Spread, as_program, check_outputs, environment, product_ceiling, write_row
 from _worker import MODULES
 from _workloads import WORKLOADS, Job, parameters, workload
 from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import runtime
+from fedjax_meta import checks, runtime
 
 PACKAGES = {"Flower": "flwr", "pfl-research": "pfl", "FedJAX": "fedjax", "fedjax_meta": "fedjax_meta"}
 """The package of each simulator; PyTorch if not given."""
@@ -231,6 +231,8 @@ def main(
     for value in wanted:
         if value not in MODULES:
             raise typer.BadParameter(f"peer={value!r} is unknown; allowed are {', '.join(MODULES)}", param_hint="--peer")
+    checks.positive("--max-seconds", max_seconds)
+    check_outputs(output)
     present = [p for p in wanted if installed(p)]
     for missing in [p for p in wanted if p not in present]:
         console.print(f"{missing} is not installed; skipping it.")
@@ -289,4 +291,4 @@ def _cells(row: dict[str, Any], ours: float | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

@@ -7,7 +7,7 @@ from typing import Annotated
 import matplotlib as mpl
 import numpy as np
 import typer
-from _measure import copy_rate, read_rows
+from _measure import as_program, check_outputs, copy_rate, needed, read_rows
 from _workloads import MODELS, shapes, workload
 
 mpl.use("Agg")
@@ -31,6 +31,10 @@ def main(
     read = [row for row in read_rows([rows]) if row.get("benchmark") == "peers" and "seconds" in row]
     if not read:
         raise typer.BadParameter(f"{rows} has no rows of peers.py")
+    for row in read:
+        needed(row, ("case", "peer"), numbers=("gflops", "ceiling_gflops"))
+        intensity(row["case"])
+    check_outputs(figure=figure)
     ceiling, copying = read[-1]["ceiling_gflops"], copy_rate()
     axis = plt.figure(figsize=(8, 5), layout="constrained").add_subplot()
     span = np.geomspace(1, 300)
@@ -50,4 +54,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

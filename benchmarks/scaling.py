@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from _measure import Spread, environment, interleaved, write_row
+from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 
@@ -218,8 +218,8 @@ def on_devices(count: int) -> dict[str, Any]:
 
 def main(
     axis: Annotated[list[str] | None, typer.Option(help=f"Axes to time; all by default. {', '.join(AXES)}.")] = None,
-    max_clients: Annotated[int, typer.Option(help="Largest population; 10^6 clients take 4 GB.")] = 10**6,
-    max_cohort: Annotated[int, typer.Option(help="Largest cohort of the cohort axis.")] = 4096,
+    max_clients: Annotated[int, typer.Option(min=1, help="Largest population; 10^6 clients take 4 GB.")] = 10**6,
+    max_cohort: Annotated[int, typer.Option(min=1, help="Largest cohort of the cohort axis.")] = 4096,
     repeats: Annotated[int, typer.Option(min=3, help="Number of times that each point is timed.")] = 10,
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
@@ -229,7 +229,6 @@ def main(
     if worker:
         one_count_of_devices()
         return
-    console, about = Console(width=max(Console().width, 120)), environment()
     axes = axis or list(AXES)
     for name in axes:
         if name in ("population", "store") and max_clients < 100:
@@ -238,6 +237,9 @@ def main(
             )
         if name not in AXES:
             raise typer.BadParameter(f"axis={name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
+    check_outputs(output)
+    console, about = Console(width=max(Console().width, 120)), environment()
+    for name in axes:
         table = Table(name, "round (s)", "quartiles", "ratio", "compile (s)", "clients' rows", "peak memory")
         rows = {}
         with console.status(f"{name}: compiling and timing"):
@@ -264,4 +266,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

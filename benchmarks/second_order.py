@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _measure import Program, Spread, compiled, environment, interleaved, write_row
+from _measure import Program, Spread, as_program, check_outputs, compiled, environment, interleaved, write_row
 from jax.flatten_util import ravel_pytree
 from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import implicit, meta, models
+from fedjax_meta import checks, implicit, meta, models
 from fedjax_meta.trajectory import hessian_product
 from fedjax_meta.types import Params, Updates
 
@@ -201,14 +201,14 @@ def bench(
     *,
     model: Annotated[str, typer.Option(help="mlp (784-100-10) or lenet (CIFAR-10 size).")] = "mlp",
     steps: Annotated[str, typer.Option(help="Numbers of inner steps k, separated by commas.")] = "1,2,4,8,16,32",
-    support: Annotated[int, typer.Option(help="Support samples; every inner step uses all of them.")] = 32,
-    query: Annotated[int, typer.Option(help="Query samples.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Number of times that each estimator is timed.")] = 30,
+    support: Annotated[int, typer.Option(min=1, help="Support samples; every inner step uses all of them.")] = 32,
+    query: Annotated[int, typer.Option(min=1, help="Query samples.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of times that each estimator is timed.")] = 30,
     peers: Annotated[bool, typer.Option(help="Also time PyTorch if it is installed.")] = True,
     compile_peers: Annotated[
         bool, typer.Option(help="Also time torch.compile (tens of seconds per case, needs a C++ compiler).")
     ] = False,
-    torch_threads: Annotated[int, typer.Option(help="Threads of PyTorch on CPU; 0 keeps PyTorch's default.")] = 0,
+    torch_threads: Annotated[int, typer.Option(min=0, help="Threads of PyTorch on CPU; 0 keeps PyTorch's default.")] = 0,
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
     figure: Annotated[Path | None, typer.Option(help="File of a figure of time against gradient error.")] = None,
 ) -> None:
@@ -241,6 +241,9 @@ def bench(
         counts = [int(k) for k in steps.split(",")]
     except ValueError:
         raise typer.BadParameter(f"steps={steps!r} must be integers separated by commas, e.g. 1,2,4") from None
+    for count in counts:
+        checks.count("--steps", count)
+    check_outputs(output, figure)
     where = environment()
     console = Console(width=160)
     title = f"{model}, {support} support and {query} query samples, {where['device']}, JAX {where['jax']}"
@@ -337,4 +340,4 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(bench)
+    as_program(bench)()

@@ -20,13 +20,13 @@ import _fedjax_meta_peer
 import jax
 import numpy as np
 import typer
-from _measure import Spread, environment, write_row
+from _measure import Spread, as_program, check_outputs, environment, write_row
 from _workloads import WORKLOADS, Job, parameters
 from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, simulation
+from fedjax_meta import checkpoint, checks, simulation
 from fedjax_meta.types import Key
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +148,9 @@ def main(
     fm.use_all_cores()
     if case not in WORKLOADS:
         raise typer.BadParameter(f"case={case!r} is unknown; allowed are {', '.join(WORKLOADS)}", param_hint="--case")
+    words = shlex.split(experiment)
+    checks.one_of("--experiment", words[0] if words else "", sorted(p.stem for p in (ROOT / "experiments").glob("[!_]*.py")))
+    check_outputs(output)
     console = Console()
     with console.status(f"starting {experiment}"):
         times = starts(experiment, repeats)
@@ -170,4 +173,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

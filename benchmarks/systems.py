@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _measure import Spread, compiled, environment, interleaved, write_row
+from _measure import Spread, as_program, check_outputs, compiled, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 from scaling import Run
@@ -186,6 +186,7 @@ def main(
     for name in chosen:
         if name not in SYSTEMS:
             raise typer.BadParameter(f"systems={name!r} is unknown; allowed are {', '.join(SYSTEMS)}", param_hint="--systems")
+    check_outputs(output)
     chosen = ["fedavg", *(name for name in chosen if name != "fedavg")]
     fm.use_all_cores(compile_cache=False)
     console, about = Console(width=120), environment()
@@ -214,4 +215,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    as_program(main)()

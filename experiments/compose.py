@@ -3,13 +3,14 @@
 `python -m experiments.compose --help` lists the parts and shows compositions that no paper reports.
 """
 
-import ast
+import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args
 
 import jax
 import optax
@@ -17,7 +18,8 @@ import typer
 
 import fedjax_meta as fm
 from experiments import _runner as runner
-from fedjax_meta import checkpoint, checks, implicit, meta, models, report
+from experiments._parts import AGGREGATORS, PARTICIPATION, assignments, part, rated
+from fedjax_meta import checkpoint, checks, escape, implicit, meta, models, report
 from fedjax_meta.data import protocols, sources
 
 ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
@@ -49,13 +51,21 @@ UPLOADS: dict[str, Callable[[Any], fm.uploads.UploadTransform]] = {
 FLAGS = {
     "uploads": "--sparsify, --quantize, --clip, --noise and --mask",
     "aggregator": "--aggregator",
-    "participation": "--late and --crashed",
+    "participation": "--participation, or --late and --crashed",
     "server_optimizer": "--server-optimizer",
     "devices": "--devices",
     "schedule": "Python code",
     "new_client": "Python code",
 }
-"""What to use for the options of a federation that are no plain values."""
+"""What to use for the options of a federation that are no plain values; Python code for those that are not named here."""
+
+PLAIN = tuple(
+    field.name
+    for field in dataclasses.fields(fm.Federation)
+    if field.name not in FLAGS
+    and all(one in (bool, int, float, str, NoneType, Any) for one in get_args(field.type) or [field.type])
+)
+"""Options of a federation that `--federation` sets."""
 
 PROTOCOLS: dict[str, Callable[..., protocols.Protocol]] = {
     "fedmeta_per": protocols.fedmeta_per_clients,
@@ -63,28 +73,6 @@ PROTOCOLS: dict[str, Callable[..., protocols.Protocol]] = {
     "reptile": protocols.perfedavg_reptile_clients,
     "mtfl": protocols.mtfl_clients,
 }
-
-
-def assignments(words: Sequence[str], name: str) -> dict[str, Any]:
-    """Options written `key=value`; a value is a Python literal where it reads as one, and text otherwise.
-
-    Raises:
-      ValueError: a word without `=`, or a key twice.
-
-    Example:
-      >>> assignments(["inner_lr=0.1", "adapts=head", "batch_size=None"], "--set")
-      {'inner_lr': 0.1, 'adapts': 'head', 'batch_size': None}
-    """
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not (equals and key.isidentifier()) or key in found:
-            raise ValueError(f"{name} {word!r} must read key=value, each key once")
-        try:
-            found[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            found[key] = text
-    return found
 
 
 def compose(
@@ -97,6 +85,7 @@ def compose(
     federation: Mapping[str, Any] | None = None,
     server_optimizer: str | None = None,
     aggregator: str | None = None,
+    participation: str | None = None,
     unreliable: Mapping[str, float] | None = None,
     uploads: Mapping[str, Any] | None = None,
     devices: int | None = None,
@@ -111,8 +100,10 @@ def compose(
       outer_optimizer: name in `OPTIMIZERS`, of the clients' meta-updates.
       federation: options of `fedjax_meta.Federation` that are plain values.
       server_optimizer: name in `OPTIMIZERS` and a rate, "adam:0.01".
-      aggregator: "median", or "trimmed_mean" and a share, "trimmed_mean:0.2"; the weighted mean when not given.
-      unreliable: options of `participation.unreliable`; all clients return when not given.
+      aggregator: name in `AGGREGATORS` with its options, "trimmed_mean:share=0.2" or short "trimmed_mean:0.2"; the weighted mean
+        when not given.
+      participation: name in `PARTICIPATION` with its options, "stragglers:share=0.5,epochs=5"; all clients return when not given.
+      unreliable: options of `participation.unreliable` in place of `participation`.
       uploads: by name in `UPLOADS`, the argument of each.
       devices: how many devices share a cohort.
       **options: of the method.
@@ -135,11 +126,14 @@ def compose(
             options["outer_optimizer"] = OPTIMIZERS[outer_optimizer]
         shared = _plain_values(algorithm, federation or {})
         if server_optimizer is not None:
-            name, shared["server_lr"] = _name_and_number("--server-optimizer", server_optimizer, OPTIMIZERS, 1.0)
+            name, shared["server_lr"] = rated("--server-optimizer", server_optimizer, OPTIMIZERS, 1.0)
             shared["server_optimizer"] = OPTIMIZERS[name]
         if aggregator is not None:
-            name, share = _name_and_number("--aggregator", aggregator, ("median", "trimmed_mean"), 0.1)
-            shared["aggregator"] = fm.aggregate.median if name == "median" else fm.aggregate.trimmed_mean(share)
+            shared["aggregator"] = part("--aggregator", aggregator, AGGREGATORS)
+        if participation is not None:
+            if unreliable:
+                raise ValueError("--participation replaces --late and --crashed: write unreliable:late=...,crashed=...")
+            shared["participation"] = part("--participation", participation, PARTICIPATION)
         if unreliable:
             shared["participation"] = fm.participation.unreliable(**unreliable)
         given = uploads or {}
@@ -151,6 +145,20 @@ def compose(
         raise ValueError(str(error)) from error
 
 
+def of_method(words: Sequence[str]) -> dict[str, Any]:
+    """The options of `--set`, which belong to the method alone.
+
+    Raises:
+      ValueError: a word that is not `key=value`, an argument of `compose` that has a flag of its own.
+    """
+    options = assignments(words, "--set")
+    own = {"task": "--model", "estimator_options": "--estimator-set", "unreliable": "--late and --crashed", **FLAGS}
+    for name, parameter in inspect.signature(compose).parameters.items():
+        if name in options and parameter.kind is not parameter.VAR_KEYWORD:
+            raise ValueError(f"--set cannot set {name}: use {own.get(name, '--' + name.replace('_', '-'))}")
+    return options
+
+
 def _keywords(function: Callable[..., Any]) -> list[str]:
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
 
@@ -159,17 +167,9 @@ def _plain_values(algorithm: str, federation: Mapping[str, Any]) -> dict[str, An
     """The options of `--federation`; refuses those that have flags of their own, and those of the method."""
     checks.options("Federation", federation, fm.federation.OPTIONS, dict.fromkeys(_keywords(fm.METHODS[algorithm]), "--set"))
     for name in federation:
-        if name in FLAGS:
-            raise ValueError(f"--federation cannot set {name}: use {FLAGS[name]}")
+        if name not in PLAIN:
+            raise ValueError(f"--federation cannot set {name}: use {FLAGS.get(name, 'Python code')}")
     return dict(federation)
-
-
-def _name_and_number(flag: str, text: str, allowed: Sequence[str] | Mapping[str, Any], default: float) -> tuple[str, float]:
-    """The two parts of "name:number"."""
-    name, _, number = text.partition(":")
-    checks.one_of(flag, name, allowed)
-    (value,) = runner.numbers(number or str(default), flag, float)
-    return name, value
 
 
 def model(name: str | None, data: fm.FederatedData) -> fm.Task:
@@ -268,10 +268,11 @@ def write_report(folder: Path, title: str, changes: str, series: Sequence[report
     runner.show_table(f"{title} (percent)", headings, rows, text_columns=2)
     runner.console.print(note, style="dim", markup=False)
     report.save_figure(folder / "figure.png", series, title=title)
-    lines = [f"# {title}", "", report.markdown_table(headings, rows, text_columns=2), "", note.replace("*", "\\*"), ""]
+    table = report.markdown_table(headings, rows, text_columns=2)
+    lines = [f"# {escape.markdown(title)}", "", table, "", escape.markdown(note), ""]
     lines += ["![Accuracy by round and its spread over clients](figure.png)", ""]
     checkpoint.write_text(folder / "report.md", "\n".join([*lines, f"    {runner.command_line(folder)}", ""]))
-    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
+    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True, markup=False)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -310,9 +311,7 @@ def main(  # long because every option brings its help text
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="An option of the federation: "
-            + ", ".join(name for name in fm.federation.OPTIONS if name not in FLAGS)
-            + "; may be repeated.",
+            help="An option of the federation: " + ", ".join(PLAIN) + "; may be repeated.",
         ),
     ] = None,
     server_optimizer: Annotated[
@@ -321,7 +320,19 @@ def main(  # long because every option brings its help text
     aggregator: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME:SHARE", help="In place of the mean: `median` or e.g. `trimmed_mean:0.2`.", show_default=False
+            metavar="NAME:KEY=VALUE,...",
+            help="What the server makes of uploads: " + ", ".join(AGGREGATORS) + ", e.g. `trimmed_mean:share=0.2`.",
+            show_default=False,
+        ),
+    ] = None,
+    participation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE,...",
+            help="What becomes of a client that was asked: "
+            + ", ".join(PARTICIPATION)
+            + ", e.g. `unreliable:late=0.1,crashed=0.1` or `stragglers:share=0.5,epochs=5`.",
+            show_default=False,
         ),
     ] = None,
     late: Annotated[float, typer.Option(help="Probability that a client's upload is late.")] = 0.0,
@@ -413,17 +424,26 @@ def main(  # long because every option brings its help text
                 "federation": assignments(federation or (), "--federation"),
                 "server_optimizer": server_optimizer,
                 "aggregator": aggregator,
+                "participation": participation,
                 "unreliable": unreliable,
                 "uploads": {name: value for name, value in flags.items() if value is not None},
-                **assignments(set_ or (), "--set"),
+                **of_method(set_ or ()),
                 **{name: value for name, value in named.items() if value is not None},
             }
         }
         for name in filter(None, (name.strip() for name in compare.split(","))):
             systems[name] = {"algorithm": name}
+        # Names are checked before the data are loaded.
+        for parts in systems.values():
+            checks.one_of("--algorithm", parts["algorithm"], fm.METHODS)
+        if network is not None:
+            checks.one_of("--model", network, models.MODELS)
         seed_list = runner.numbers(seeds, "--seeds")
+        for seed in seed_list:
+            checks.seed("--seeds", seed)
+        checks.seed("--data-seed", data_seed, bits=32)
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
-        with runner.console.status(f"loading {dataset}"):
+        with runner.console.status(f"loading {escape.console(dataset)}"):
             source = sources.load(dataset, data_dir=data_dir)
             data = PROTOCOLS[protocol](source, seed=data_seed, **({} if clients is None else {"num_clients": clients}))
         config = {"experiment": "compose", "dataset": dataset, "protocol": protocol, "clients": clients}
@@ -442,6 +462,8 @@ def main(  # long because every option brings its help text
         )
         runner.check_titles(plans)
         options = {**config, "systems": systems, "rounds": rounds, "eval_every": eval_every, "seeds": seed_list}
+        if store is not None and store != "memory":
+            checks.writable("--store", Path(store) / "rows")
         folder = runner.open_folder(
             out, f"compose-{algorithm}", resume=resume, options=options, algorithms=runner.configs(plans)
         )

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments import _runner as runner
-from fedjax_meta.data import FederatedData, from_partition, partition, protocols, sources, synthetic
+from fedjax_meta import checks, escape
+from fedjax_meta.data import FederatedData, from_partition, npz, partition, protocols, sources, synthetic
 from fedjax_meta.data.protocols import Protocol
 
 INK, MUTED, BAR = "#1f2430", "#6b7280", "#3b6ea8"
@@ -68,8 +69,7 @@ def build(source: sources.Source, name: str, *, num_clients: int | None, seed: i
     Raises:
       ValueError: an unknown partition, an option that it does not take, and whatever the protocol refuses.
     """
-    if name not in PARTITIONS:
-        raise ValueError(f"partition {name!r} is unknown; allowed are {', '.join(PARTITIONS)}, natural")
+    checks.one_of("--partition", name, (*PARTITIONS, "natural"))
     make, default_clients, takes = PARTITIONS[name]
     given = _given(f"partition {name!r}", options, takes)
     if name in NEEDS_CONCENTRATION:
@@ -109,10 +109,10 @@ def natural(dataset: str, *, num_clients: int | None, seed: int | None, **option
             f"partition 'natural' needs an .npz that names the client of each sample, not the data set {dataset!r}"
         )
     source = sources.read_npz(dataset)
-    with np.load(dataset, allow_pickle=False) as file:
-        if not {"x", "y", by} <= set(file.files):
-            raise ValueError(f"{dataset!r} holds {', '.join(file.files)}; --by {by} needs x, y and {by}")
-        x, y, owner = file["x"], file["y"], file[by]
+    arrays = npz.read(dataset)
+    if not {"x", "y", by} <= set(arrays):
+        raise ValueError(f"{dataset!r} holds {', '.join(arrays)}; --by {by} needs x, y and {by}")
+    x, y, owner = arrays["x"], arrays["y"], arrays[by]
     if owner.shape != y.shape:
         raise ValueError(
             f"{by} has shape {list(owner.shape)} in {dataset!r}, but y has {list(y.shape)}: it needs one entry a sample"
@@ -143,7 +143,7 @@ def class_counts(data: FederatedData, view: str) -> np.ndarray:
 
 def show(protocol: Protocol) -> None:
     """Prints the table, with one row a view."""
-    table = Table(title=protocol.name, caption=protocol.note or None)
+    table = Table(title=escape.console(protocol.name), caption=escape.console(protocol.note) or None)
     for heading in ("clients", "view"):
         table.add_column(heading, no_wrap=True)
     for heading in ("N", "samples", "min", "mean", "std", "max"):
@@ -195,7 +195,7 @@ def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
             _draw_group(parts[0], axes[:, column], f"{title}, view “{view}”", data, view)
         if images:
             _draw_images(parts[1], groups, protocol.noisy, faces)
-        figure.suptitle(protocol.name, fontsize=13, fontweight="bold")
+        figure.suptitle(escape.label(protocol.name), fontsize=13, fontweight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
 
@@ -330,6 +330,9 @@ def main(  # long because every option brings its help text
         "min_samples": min_samples,
     }
     with runner.one_line_errors(debug):
+        checks.writable("--out", out, endings=checks.FIGURES)
+        if seed is not None:
+            checks.seed("--seed", seed, bits=32)
         if dataset == "synthetic":
             protocol = generated(**options, partition=name)
         elif name == "natural":
@@ -339,7 +342,7 @@ def main(  # long because every option brings its help text
             protocol = build(source, name or "fedmeta_per", **options)
         show(protocol)
         draw(protocol, out)
-    runner.console.print(f"figure: {out}", soft_wrap=True)
+    runner.console.print(f"figure: {out}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

@@ -431,7 +431,7 @@ def write_report(
     lines += [f"Training and testing took {trained:.0f} s, compilation {compiled:.0f} s. Command:", ""]
     lines += [f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
-    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
+    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True, markup=False)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

@@ -354,7 +354,7 @@ def write_report(folder: Path, title: str, note: str, results: Mapping[Setting, 
             runner.console.print(EDGE, soft_wrap=True)
     lines += ["Command:", "", f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
-    runner.console.print(f"\nreport and metrics: {folder}", soft_wrap=True)
+    runner.console.print(f"\nreport and metrics: {folder}", soft_wrap=True, markup=False)
 
 
 class Part(NamedTuple):

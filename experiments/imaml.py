@@ -350,7 +350,7 @@ def write_report(folder: Path, dataset: str, name: str, points: Sequence[Point],
     lines += [f"- {note}" for note in NOTES]
     lines += ["", "![Accuracy, time and memory by inner epochs](figure.png)", "", f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
-    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True)
+    runner.console.print(f"\nreport, figure, metrics and states: {folder}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

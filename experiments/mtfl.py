@@ -397,7 +397,7 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
         lines += [f"## {heading}", "", report.markdown_table(headings, rows), "", f"![{heading}]({figure})", ""]
     lines += ["Command:", "", f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
-    runner.console.print(f"\nreport, figures and metrics: {folder}", soft_wrap=True)
+    runner.console.print(f"\nreport, figures and metrics: {folder}", soft_wrap=True, markup=False)
 
 
 NOTES = {

@@ -237,7 +237,7 @@ def write_report(folder: Path, results: Mapping[str, Mapping[str, Mapping[str, A
     lines += [f"- {note}" for note in NOTES]
     lines += ["", "![Accuracy by round](figure.png)", "", f"    {runner.command_line(folder)}", ""]
     checkpoint.write_text(folder / "report.md", "\n".join(lines))
-    runner.console.print(f"\nreport, figure and metrics: {folder}", soft_wrap=True)
+    runner.console.print(f"\nreport, figure and metrics: {folder}", soft_wrap=True, markup=False)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

@@ -47,6 +47,8 @@ USUAL: dict[str, Callable[[str, Any], None]] = {
     "inner_optimizer": checks.optimizer_factory,
     "outer_optimizer": checks.optimizer_factory,
     "weighting": _weighting,
+    "train_view": checks.word,
+    "validation_view": checks.word,
 }
 """Checks of options that many builders have; `None`, where a builder allows it, passes."""
 
@@ -55,8 +57,8 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """Marks a builder of methods.
 
     The first argument must be a `Task`. A keyword that the builder does not take is refused under the builder's name, with the
-    nearest name that it takes. Options with the names of `USUAL` are checked; a builder checks only what is its own. The method's
-    `config` holds the builder's name and every option, defaults included.
+    nearest name that it takes. Options with the names of `USUAL`, and bools, are checked; a builder checks only what is its own.
+    The method's `task` is the first argument, and its `config` holds the builder's name and every option, defaults included.
 
     Raises (the builder, when called):
       TypeError: an unknown option, an option that belongs to `Federation`.
@@ -64,6 +66,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     """
     name, signature = function.__name__, inspect.signature(function)
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    flags = {p.name for p in signature.parameters.values() if p.annotation is bool}
     may_be_none = {p.name for p in signature.parameters.values() if p.default is None or type(None) in get_args(p.annotation)}
 
     @functools.wraps(function)
@@ -71,16 +74,17 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         given: dict[str, Any] = dict(options)
         if len(args) > 1:
             raise TypeError(f"{name} takes a task and, by name, {', '.join(allowed)}; write {name}(task, {allowed[0]}=...)")
-        task = args[0] if args else given.pop("task", None)
+        task: Any = args[0] if args else given.pop("task", None)
         require_task(name, task)
         checks.options(name, given, allowed, {key: where for key, where in _BELONGS.items() if key not in allowed})
         bound = signature.bind(task, **given)
         bound.apply_defaults()
         for option, value in bound.arguments.items():
-            if option in USUAL and not (value is None and option in may_be_none):
-                USUAL[option](option, value)
+            check = checks.flag if option in flags else USUAL.get(option)
+            if check is not None and not (value is None and option in may_be_none):
+                check(option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
-        return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})
+        return dataclasses.replace(function(*args, **options), task=task, config={"method": name, **recorded})
 
     return build
 

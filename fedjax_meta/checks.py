@@ -4,7 +4,10 @@ Rates may be traced, because a sweep over rates is one vmapped program. A traced
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,65 +17,222 @@ import optax
 
 from fedjax_meta.types import PyTree
 
+LARGEST_COUNT = 2**31 - 1
+"""Counts and positions are 32-bit integers on a device."""
+
+
+MOST_CLASSES = 10**6
+"""A label beyond is taken for an id of something else: scores take a matrix of K x K numbers for each client."""
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is one of real numbers that JAX has; a bool is no number."""
+    return getattr(dtype, "itemsize", 0) <= 8 and bool(np.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, jnp.floating))
+
+
+def instance(name: str, value: Any, wanted: type, example: str) -> None:
+    """Raises `ValueError` unless `value` is a `wanted`; `example` says how to make one."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name} must be a {wanted.__name__}, e.g. {example}, not {shown(value)}")
+
 
 def _concrete(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def _finite(value: Any) -> bool:
-    array = np.asarray(value)
-    return bool(np.issubdtype(array.dtype, np.number) and np.all(np.isfinite(array)))
+def shown(value: Any, *, most: int = 80) -> str:
+    """A value as one short line for a message, whatever it is.
+
+    Example:
+      >>> shown(0.1), shown("fast"), shown(np.zeros((2, 2))), shown(10**5000)
+      ('0.1', "'fast'", '[[0. 0.] [0. 0.]]', 'an integer of 16610 bits')
+    """
+    try:
+        if isinstance(value, np.generic):
+            value = value.item()
+        text = str(value) if isinstance(value, (np.ndarray, jax.Array)) else repr(value)
+    # A repr is code of the user's own, and Python refuses to print very large integers.
+    except Exception:
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"an object of {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def positive(name: str, value: Any) -> None:
-    """Raises `ValueError` unless every entry of a concrete `value` is finite and above 0."""
-    if _concrete(value) and not (_finite(value) and np.all(np.asarray(value) > 0)):
-        raise ValueError(f"{name}={value} must be finite and above 0")
+def _numbers(value: Any) -> np.ndarray | None:
+    """A concrete value as an array of real numbers; `None` when it is none. A bool is no number."""
+    try:
+        array = np.asarray(value)
+    # NumPy and JAX refuse ragged lists, keys and objects by exceptions of several types.
+    except Exception:
+        return None
+    return array if is_real(array.dtype) else None
 
 
-def not_negative(name: str, value: Any) -> None:
-    """Raises `ValueError` unless every entry of a concrete `value` is finite and at least 0."""
-    if _concrete(value) and not (_finite(value) and np.all(np.asarray(value) >= 0)):
-        raise ValueError(f"{name}={value} must be finite and at least 0")
+def _check_numbers(name: str, value: Any, each: bool, holds: Callable[[np.ndarray], Any], wanted: str) -> None:
+    """Raises `ValueError` unless `value` is one number, or with `each` an array of numbers, and `holds` is true everywhere."""
+    if not each and isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
+        raise ValueError(f"{name} must be one number, not an array {_shown(value)}; it must {wanted}")
+    if not _concrete(value):
+        return
+    if not each and isinstance(value, (list, tuple)):
+        raise ValueError(f"{name}={shown(value)} must be one number, not a {type(value).__name__}; it must {wanted}")
+    numbers = _numbers(value)
+    if numbers is None or not np.all(holds(numbers)):
+        raise ValueError(f"{name}={shown(value)} must {wanted}")
 
 
-def count(name: str, value: Any, *, least: int = 1) -> None:
-    """Raises `ValueError` unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+def positive(name: str, value: Any, *, each: bool = False) -> None:
+    """Raises `ValueError` unless a concrete `value` is finite and above 0.
+
+    Args:
+      name: of the argument.
+      value: one number; may be traced.
+      each: whether `value` may be an array, of which every entry must hold.
+    """
+    _check_numbers(name, value, each, lambda number: np.isfinite(number) & (number > 0), "be finite and above 0")
+
+
+def not_negative(name: str, value: Any, *, each: bool = False) -> None:
+    """Raises `ValueError` unless a concrete `value` is finite and at least 0; `each` as in `positive`."""
+    _check_numbers(name, value, each, lambda number: np.isfinite(number) & (number >= 0), "be finite and at least 0")
+
+
+def finite(name: str, value: Any, *, each: bool = False) -> None:
+    """Raises `ValueError` unless a concrete `value` is a finite number; `each` as in `positive`."""
+    _check_numbers(name, value, each, np.isfinite, "be a finite number")
 
 
 def fraction(name: str, value: Any) -> None:
     """Raises `ValueError` unless a concrete `value` lies strictly between 0 and 1."""
-    if _concrete(value) and not (_finite(value) and 0 < value < 1):
-        raise ValueError(f"{name}={value} must lie strictly between 0 and 1")
+    _check_numbers(name, value, False, lambda number: (number > 0) & (number < 1), "lie strictly between 0 and 1")
+
+
+def share(name: str, value: Any) -> None:
+    """Raises `ValueError` unless a concrete `value` lies in [0, 1]."""
+    _check_numbers(name, value, False, lambda number: (number >= 0) & (number <= 1), "lie between 0 and 1")
+
+
+def between(name: str, value: Any, least: float, most: float, *, each: bool = False) -> None:
+    """Raises `ValueError` unless a concrete `value` lies in [least, most]; `each` as in `positive`."""
+    _check_numbers(name, value, each, lambda number: (number >= least) & (number <= most), f"lie in [{least}, {most}]")
+
+
+def count(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises `ValueError` unless `value` is an integer of at least `least` that fits in 32 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name}={shown(value)} must be an integer of at least {least}")
+    if value > LARGEST_COUNT:
+        raise ValueError(f"{name}={shown(value)} must be at most {LARGEST_COUNT}")
+
+
+def seed(name: str, value: Any, *, bits: int = 63) -> None:
+    """Raises `ValueError` unless `value` is an integer of at least 0 with at most this many bits, or a NumPy generator.
+
+    JAX's keys take 63 bits, and NumPy's legacy generator 32, for which a generator is no seed.
+    """
+    if isinstance(value, np.random.Generator) and bits > 32:
+        return
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or not 0 <= value < 2**bits:
+        either = " or a NumPy generator" if bits > 32 else ""
+        raise ValueError(f"{name}={shown(value)} must be an integer of at least 0 and below 2**{bits}{either}")
+
+
+def word(name: str, value: Any) -> None:
+    """Raises `ValueError` unless `value` is text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name}={shown(value)} must be a word")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raises `ValueError` unless `value` is `True` or `False`; a word such as "no" would count as true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}={shown(value)} must be True or False")
 
 
 def indices(name: str, values: Any, count: int) -> None:
     """Raises `ValueError` unless concrete `values` are integers in `[0, count)`."""
     if not _concrete(values):
         return
-    array = np.asarray(values)
-    if not np.issubdtype(array.dtype, np.integer) or (array.size and not 0 <= array.min() <= array.max() < count):
-        raise ValueError(f"{name}={values} must be integers in [0, {count})")
+    array = _numbers(values)
+    integers = array is not None and (np.issubdtype(array.dtype, np.integer) or not array.size)
+    if array is None or not integers or (array.size and not 0 <= array.min() <= array.max() < count):
+        raise ValueError(f"{name}={shown(values)} must be integers in [0, {count})")
 
 
-def share(name: str, value: Any) -> None:
-    """Raises `ValueError` unless a concrete `value` lies in [0, 1]."""
-    if _concrete(value) and not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} must lie between 0 and 1")
+def numeric(name: str, values: Any, *, integers: bool = False) -> np.ndarray:
+    """Concrete `values` as one NumPy array of real numbers.
+
+    Raises:
+      ValueError: ragged lists, text, objects, complex numbers, bools; with `integers`, anything but integers.
+    """
+    array = _numbers(values)
+    if array is not None and (not integers or np.issubdtype(array.dtype, np.integer) or not array.size):
+        return array.astype(np.int64) if integers and not array.size else array
+    form = _shown(values) if isinstance(values, (np.ndarray, jax.Array)) else shown(values)
+    raise ValueError(f"{name} must be one array of {'integers' if integers else 'real numbers'}, not {form}")
 
 
-def between(name: str, value: Any, least: float, most: float) -> None:
-    """Raises `ValueError` unless every entry of a concrete `value` lies in [least, most]."""
-    if _concrete(value) and not (np.all(np.asarray(value) >= least) and np.all(np.asarray(value) <= most)):
-        raise ValueError(f"{name}={value} must lie in [{least}, {most}]")
+def nearest(value: Any, allowed: Iterable[Any]) -> str:
+    """The hint after an unknown name, e.g. " (did you mean 'head'?)"; empty when no allowed name is near.
+
+    Example:
+      >>> nearest("fedavgg", ["fedavg", "fedprox"]), nearest("x", ["fedavg"])
+      (" (did you mean 'fedavg'?)", '')
+    """
+    words = {str(word).lower(): word for word in allowed}
+    if not isinstance(value, str):
+        return ""
+    given = value.lower()
+    near = difflib.get_close_matches(given, words, 1, 0.7)
+    # Short words share few letters in a row when two of them are in another order; the end of a long name may be missing.
+    near = near or [word for word in words if sorted(word) == sorted(given) or (len(given) > 3 and word.startswith(given))]
+    return f" (did you mean {words[near[0]]!r}?)" if near else ""
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
-    """Raises `ValueError` unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(map(str, allowed))}")
+    """Raises `ValueError` unless `value` is one of `allowed`; the message has the nearest of them."""
+    # Not `value in allowed`: a list cannot be looked up in a dict, and an array equals a word entry by entry.
+    if not any(isinstance(value, type(word)) and value == word for word in allowed):
+        hint = nearest(value, allowed)
+        raise ValueError(f"{name}={shown(value)} is unknown{hint}; allowed are {', '.join(map(str, allowed))}")
+
+
+def function(name: str, value: Any, takes: Sequence[str], example: str) -> None:
+    """Raises `ValueError` unless `value` can be called with as many positional arguments as `takes` names.
+
+    A factory that was not called, e.g. `aggregator=trimmed_mean`, takes other arguments than what it makes.
+
+    Args:
+      name: of the argument.
+      value: what the user gave.
+      takes: names of the arguments that it will be called with.
+      example: what to write.
+
+    Example:
+      >>> function("schedule", lambda rounds: rounds, ("key", "round"), "schedules.given(table)")
+      Traceback (most recent call last):
+      ...
+      ValueError: schedule must be a function (key, round), but <lambda> takes (rounds); write e.g. schedules.given(table)
+    """
+    wanted = f"must be a function ({', '.join(takes)})"
+    if not callable(value):
+        raise ValueError(f"{name}={shown(value)} {wanted}; write e.g. {example}")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some built-in functions have none
+        if isinstance(value, type):
+            raise ValueError(f"{name}={value.__name__} {wanted}; write e.g. {example}") from None
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError:
+        given = ", ".join(
+            f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else str(p.replace(annotation=p.empty, default=p.empty))
+            for p in signature.parameters.values()
+        )
+        called = getattr(value, "__name__", type(value).__name__)
+        raise ValueError(f"{name} {wanted}, but {called} takes ({given}); write e.g. {example}") from None
 
 
 def optimizer_factory(name: str, value: Any) -> None:
@@ -81,18 +241,65 @@ def optimizer_factory(name: str, value: Any) -> None:
     if isinstance(value, optax.GradientTransformation):
         raise ValueError(f"{wanted}; its rate is an argument of its own, not {name}=optax.sgd(0.1)")
     if not callable(value):
-        raise ValueError(f"{wanted}, not {value!r}")
+        raise ValueError(f"{wanted}, not {shown(value)}")
+    called = getattr(value, "__name__", type(value).__name__)
+    try:
+        made = value(0.1)
+    # The user's own code may raise anything.
+    except Exception as error:
+        raise ValueError(f"{wanted}, but {called}(0.1) raises {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(f"{wanted}, but {called}(0.1) gives {shown(made)}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type where it has none."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip()[:200] if lines else type(error).__name__
+
+
+FIGURES = (".png", ".pdf", ".svg")
+"""Endings of the files that a figure can be written to."""
+
+
+def writable(name: str, path: str | os.PathLike, *, endings: Collection[str] = ()) -> None:
+    """Makes the folder of a file that will be written; call it before the work whose result goes there.
+
+    Args:
+      name: of the argument.
+      path: of the file, which is not changed.
+      endings: that are allowed, e.g. `FIGURES`; all when empty.
+
+    Raises:
+      ValueError: another ending.
+      OSError: the file cannot be written.
+    """
+    path = Path(path)
+    if endings:
+        one_of(f"the ending of {name}", path.suffix, endings)
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise OSError(f"{name}={shown(str(path), most=200)} cannot be written: {reason}") from None
 
 
 def prng_key(name: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is a typed JAX PRNG key (`jax.random.key`), which may be traced."""
     dtype = getattr(value, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if value.shape:
+            raise ValueError(f"{name} must be one JAX PRNG key, not an array of keys {list(value.shape)}")
         return
     if dtype == np.uint32 and value.shape == (2,):
         raise ValueError(f"{name} is a legacy uint32[2] key: use jax.random.key(0) instead of jax.random.PRNGKey(0)")
-    shown = repr(value) if dtype is None else _shown(value)
-    raise ValueError(f"{name}={shown} must be a JAX PRNG key: jax.random.key(0)")
+    form = shown(value) if dtype is None or not hasattr(value, "shape") else _shown(value)
+    raise ValueError(f"{name}={form} must be a JAX PRNG key: jax.random.key(0)")
 
 
 def options(function_name: str, given: Iterable[str], allowed: Collection[str], elsewhere: Mapping[str, str]) -> None:

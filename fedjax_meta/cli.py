@@ -14,10 +14,9 @@ import jax
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from fedjax_meta import checkpoint, checks, costs, models, report, runtime
+from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
@@ -86,11 +85,13 @@ def run(
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
             others = [column for column in range(len(results.HEADINGS)) if column not in results.SCORES]
             _print_table("How they were run", *_columns(rows, [0, *others]))
-        console.print(escape(results.explanation(chosen)), style="dim")
+        console.print(escape.console(results.explanation(chosen)), style="dim")
         checkpoint.write_text(folder / "report.md", results.markdown(chosen, built, outcomes, command))
         report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
         page.write(folder / "report.html", chosen, built, outcomes, command)
-        console.print(f"\nopen {escape(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True)
+        console.print(
+            f"\nopen {escape.console(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True
+        )
         if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
             errors.print("error: every run diverged", style="red")
             raise typer.Exit(DIVERGED)
@@ -156,7 +157,7 @@ def list_(
         checks.one_of("what to list", what, kinds)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, given in kinds[what].items():
-            table.add_row(name, escape(given if isinstance(given, str) else _first_line(given)))
+            table.add_row(name, escape.console(given if isinstance(given, str) else _first_line(given)))
         console.print(table)
 
 
@@ -177,7 +178,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
     for scenario, clients in built.items():
         new = 0 if clients.new is None else clients.new.num_clients
         console.print(
-            f"[bold]{escape(scenario)}[/bold]: {escape(clients.title)}; {clients.train.num_clients} known, {new} new"
+            f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; {clients.train.num_clients} known, {new} new"
         )
         rows = []
         for name in study.systems:
@@ -202,7 +203,7 @@ def _columns(rows: Sequence[Sequence[str]], which: Sequence[int]) -> tuple[list[
 
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = report.rich_table(escape(title), headings, [[escape(cell) for cell in row] for row in rows])
+    table = report.rich_table(title, headings, rows)
     # Names from users may be long; numbers stay on one line.
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     console.print(table)
@@ -240,9 +241,9 @@ class _Lines(runs.Watcher):
     def record(self, done: int, records: Sequence[Record]) -> None:
         for record in records:
             for fault in record.faults[:1]:
-                console.print(f"  {escape(str(fault))}", style="yellow")
+                console.print(f"  {escape.console(str(fault))}", style="yellow")
         if not console.is_terminal:
-            console.print(escape(f"{self._what}: round {done}/{self._rounds}"))
+            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}"))
 
     def end(self, outcome: runs.Outcome) -> None:
         scores = [trial.rows[-1]["tests"][runs.KNOWN]["scores"]["accuracy_mean"] for trial in outcome.final]
@@ -250,7 +251,7 @@ class _Lines(runs.Watcher):
         numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
         title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
         self._clear()
-        console.print(escape(f"{title}: {score}{f' at {numbers}' if numbers else ''}"))
+        console.print(escape.console(f"{title}: {score}{f' at {numbers}' if numbers else ''}"))
 
     def _say(self, text: str) -> None:
         now = time.perf_counter()
@@ -282,5 +283,5 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         if debug:
             raise
-        errors.print(f"error: {escape(str(error).splitlines()[0])}", soft_wrap=True)
+        errors.print(f"error: {escape.console(str(error).splitlines()[0])}", soft_wrap=True)
         raise typer.Exit(1) from None

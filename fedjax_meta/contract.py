@@ -12,6 +12,7 @@ import jax
 import optax
 
 from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Roles, Scalar, Updates, Variables
 
 
@@ -168,6 +169,7 @@ class Method:
       needs_classes: whether the method works only with class labels; data with real targets are then refused.
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
+      task: what is learned, filled in by the builder, so that data that it cannot learn from are refused before the first round.
       config: the name and every hyper-parameter, filled in by the builder.
     """
 
@@ -190,6 +192,7 @@ class Method:
     travels: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None
     needs_classes: bool = False
     whole_population: bool = False
+    task: Task | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -19,7 +19,7 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.local import parameter_loss
 from fedjax_meta.masks import split, variables_shape
 from fedjax_meta.rounds import as_algorithm
-from fedjax_meta.task import Batch, Task
+from fedjax_meta.task import Batch, Task, require_task
 from fedjax_meta.types import PyTree
 
 
@@ -47,6 +47,7 @@ def size_in_bytes(tree: PyTree) -> int:
 
 def traffic(method: Method | Algorithm, data: FederatedData, *, federation: Federation | None = None) -> Traffic:
     """Bytes down and up of a client in a round, after the federation's upload transformations; nothing is computed."""
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     down, averaged, separate, message = as_algorithm(method, federation).exchange(data)
     up = sum(message(leaf).bytes for leaf in jax.tree.leaves(averaged))
     return Traffic(size_in_bytes(down), up + size_in_bytes(separate))
@@ -57,6 +58,9 @@ def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:
 
     Convolutions count in the form in which the task computes them: `form="lax"` has the fewest.
     """
+    require_task("gradient_flops", task)
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    checks.count("batch_size", batch_size)
     variables = variables_shape(task)
     parameters, buffers = split(variables, task.trainable(variables))
 
@@ -122,10 +126,19 @@ class RoundTime(NamedTuple):
         return {name: value / self.total for name, value in self._asdict().items()}
 
 
+def _check_testbed(bytes_: Any, testbed: Any) -> None:
+    checks.instance("bytes_", bytes_, Traffic, "traffic(algorithm, data)")
+    checks.instance("testbed", testbed, DeviceTestbed, "costs.RASPBERRY_PIS")
+    if not testbed.devices or not all(isinstance(device, Device) for device in testbed.devices):
+        raise ValueError("testbed.devices must hold at least one costs.Device")
+    checks.not_negative("bytes_", list(bytes_), each=True)
+
+
 def client_times(bytes_: Traffic, flops: float, testbed: DeviceTestbed) -> list[RoundTime]:
     """What a client of each class of devices spends in a round of `flops` operations; without the server's part."""
     checks.positive("flops", flops)
-    checks.positive("rates", [rate for device in testbed.devices for rate in device[1:]])
+    _check_testbed(bytes_, testbed)
+    checks.positive("rates", [rate for device in testbed.devices for rate in device[1:]], each=True)
     return [
         RoundTime(bytes_.down / device.down, flops / device.flops, bytes_.up / device.up, 0.0) for device in testbed.devices
     ]
@@ -148,6 +161,7 @@ def round_time(bytes_: Traffic, flops: float, testbed: DeviceTestbed, *, cohort_
       1.0
     """
     checks.count("cohort_size", cohort_size)
+    _check_testbed(bytes_, testbed)
     checks.positive("aggregation", testbed.aggregation)
     slowest = max(client_times(bytes_, flops, testbed), key=lambda time: time.total)
     return slowest._replace(aggregate=cohort_size * bytes_.up / testbed.aggregation)

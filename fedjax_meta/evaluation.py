@@ -81,6 +81,10 @@ def evaluate(
     devices = algorithm.devices if devices is None else devices
     lanes = algorithm.lanes if lanes is None else lanes
     checks.prng_key("key", key)
+    checks.instance("state", state, State, "algorithm.init(key, data)")
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    checks.flag("known", known)
+    data.sizes(support)
     population = state.seen.shape[0]
     if known and data.num_clients > population:
         raise ValueError(f"known=True, but the data have {data.num_clients} clients and the training had {population}")
@@ -89,6 +93,11 @@ def evaluate(
         raise ValueError("the data have real targets (num_classes is 0): there are no classes to score")
     if ids is not None:
         checks.indices("ids", ids, data.num_clients)
+        if np.ndim(ids) != 1 or not np.size(ids):
+            raise ValueError(f"ids={checks.shown(ids)} must name at least one client, [N']")
+    for option, value in (("lanes", lanes), ("devices", devices)):
+        if value is not None:
+            checks.count(option, value)
     in_order = ids is None and population == data.num_clients and (data.ids is None or population < data.total_clients)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
     rows = state_rows(state, data, ids) if known else ids
@@ -187,8 +196,15 @@ def with_user_accuracy(
     Raises:
       ValueError: on `round`, all clients excluded, an id out of range, a view that the data do not have.
     """
-    excluded = np.asarray(excluded, np.int64).reshape(-1)
+    excluded = checks.numeric("excluded", excluded, integers=True).astype(np.int64).reshape(-1)
     algorithm = as_algorithm(algorithm)
+    for option, name in (("support", support), ("query", query)):
+        checks.word(option, name)
+    for option, value in (("lanes", lanes), ("devices", devices)):
+        if value is not None:
+            checks.count(option, value)
+    if excluded.size and excluded.min() < 0:
+        raise ValueError(f"excluded={checks.shown(excluded)} must hold ids of clients, from 0 on")
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         clients = data.total_clients

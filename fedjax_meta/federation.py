@@ -5,17 +5,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, schedules
 from fedjax_meta.aggregate import WEIGHTINGS, Aggregator, Rule
 from fedjax_meta.config import plain
-from fedjax_meta.contract import Population
-from fedjax_meta.data import ClientView
+from fedjax_meta.contract import Method, Population
+from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import PRECISIONS
+from fedjax_meta.masks import variables_shape
 from fedjax_meta.participation import Participation
+from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Rate, Variables
 from fedjax_meta.uploads import UploadTransform, check_order
+
+_FUNCTIONS = {
+    "schedule": (("key", "round", "num_clients", "cohort_size"), "schedules.uniform, or schedules.given(table)"),
+    "participation": (("key", "client"), "participation.unreliable(late=0.1)"),
+    "aggregator": (("stacked", "weights"), "aggregate.median, or aggregate.trimmed_mean(0.1)"),
+    "new_client": (("key", "population", "support"), "contract.Method.new_client of another method"),
+}
+"""Options that are functions: what they are called with, and what to write."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,14 +89,15 @@ class Federation:
         checks.share("max_dropped", self.max_dropped)
         if self.weighting is not None:
             checks.one_of("weighting", self.weighting, WEIGHTINGS)
-        for name in ("schedule", "participation", "aggregator", "new_client"):
+        for name, (takes, example) in _FUNCTIONS.items():
             value = getattr(self, name)
-            if value is not None and not callable(value) and not (name == "aggregator" and isinstance(value, Rule)):
-                raise ValueError(f"{name}={value!r} must be a function")
+            if (value is not None or name == "schedule") and not isinstance(value, Rule):
+                checks.function(name, value, takes, example)
+        for name in ("average_personal", "own_at_test", "drop_nonfinite"):
+            checks.flag(name, getattr(self, name))
         if not isinstance(self.uploads, tuple):
-            raise ValueError(
-                f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {self.uploads!r}"
-            )
+            given = checks.shown(self.uploads)
+            raise ValueError(f"uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not {given}")
         check_order(self.uploads)
         if self.server_lr is not None:
             checks.positive("server_lr", self.server_lr)
@@ -99,8 +111,10 @@ class Federation:
         if self.aggregator is not None and "mask" in names:
             raise ValueError("an aggregator must see every upload, which mask hides: leave one of them out")
 
-    def __new__(cls, **options: Any) -> "Federation":
+    def __new__(cls, *args: Any, **options: Any) -> "Federation":
         """Refuses an unknown option by the name of the nearest one."""
+        if args:
+            raise TypeError("Federation takes its options by name, e.g. Federation(cohort_size=10)")
         checks.options("Federation", options, [field.name for field in dataclasses.fields(cls)], {})
         return super().__new__(cls)
 
@@ -108,6 +122,52 @@ class Federation:
     def config(self) -> Mapping[str, Any]:
         """Every field as a JSON value."""
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def check_data(method: Method, federation: Federation, data: FederatedData) -> None:
+    """Refuses data that a method in a federation cannot learn from; shapes and types alone are read, nothing is computed.
+
+    Raises:
+      ValueError: real targets where class labels are needed; a view that weights need and the data lack; rules of
+        participation for another number of clients; a model with complex leaves, with fewer outputs than there are classes, or
+        that does not take such samples.
+    """
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    if method.needs_classes and data.num_classes == 0:
+        raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
+    view = WEIGHTINGS[federation.weighting or method.weighting]
+    if view is not None and view not in data.views:
+        raise ValueError(
+            f"clients are weighted by the samples of their view {view!r}, which the data lack; they have {', '.join(data.views)}"
+        )
+    known = getattr(federation.participation, "num_clients", None)
+    if known is not None and known != data.total_clients:
+        raise ValueError(f"participation knows {known} clients, but the data have N={data.total_clients}")
+    if method.task is not None:
+        _check_task(method.task, data)
+
+
+def _check_task(task: Task, data: FederatedData) -> None:
+    variables = variables_shape(task)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"the model's leaf {where} is {leaf.dtype}{list(leaf.shape)}: complex leaves are not supported")
+    scaled = jnp.result_type(float) if data.offset is not None else data.x.dtype
+    x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), jax.dtypes.canonicalize_dtype(scaled))
+    y = jax.ShapeDtypeStruct((1, *data.y.shape[1:]), jax.dtypes.canonicalize_dtype(data.y.dtype))
+    batch: Any = (x, y, jax.ShapeDtypeStruct((1,), jnp.result_type(float)))
+    form = (
+        f"inputs {x.dtype}{list(x.shape[1:])} and {'labels' if data.num_classes else 'targets'} {y.dtype}{list(y.shape[1:])}"
+    )
+    try:
+        logits = jax.eval_shape(task.predict, variables, x)
+        jax.eval_shape(task.loss, variables, Batch(*batch), jax.random.key(0))
+    # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
+    except Exception as error:
+        raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
+    if data.num_classes and getattr(logits, "ndim", 0) == 2 and logits.shape[1] < data.num_classes:
+        raise ValueError(f"the model has {logits.shape[1]} outputs, but the data have num_classes={data.num_classes}")
 
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(Federation))

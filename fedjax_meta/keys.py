@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from fedjax_meta import checks
 from fedjax_meta.types import Key
 
 
@@ -26,6 +27,7 @@ def tagged(key: Key, tag: str, *numbers: Any) -> Key:
       >>> bool((jax.random.key_data(a) == jax.random.key_data(b)).all())
       False
     """
+    checks.prng_key("key", key)
     key = jax.random.fold_in(key, zlib.crc32(tag.encode()))
     for number in numbers:
         key = jax.random.fold_in(key, number)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fedjax_meta import checks
-from fedjax_meta.task import Task
+from fedjax_meta.task import Task, require_task
 from fedjax_meta.types import Mask, PyTree, Roles
 
 MaskSpec = str | Callable[[Task], Mask] | Any
@@ -37,6 +37,18 @@ class Role(enum.StrEnum):
     FROZEN = "frozen"
 
 
+def _aligned(function: Callable[..., Any], first: PyTree, *others: PyTree) -> PyTree:
+    """`jax.tree.map`, with one line for trees of different structure in place of JAX's."""
+    try:
+        return jax.tree.map(function, first, *others)
+    except (TypeError, ValueError):
+        for other in others:
+            odd = checks.misplaced_leaf(first, other)
+            if odd is not None:
+                raise ValueError(f"the first tree must have a value at every leaf of the second, but {odd}") from None
+        raise
+
+
 def split(tree: PyTree, mask: Mask) -> tuple[PyTree, PyTree]:
     """Splits a tree into (leaves where the mask is true, the others), each with `None` in place of the missing leaves.
 
@@ -44,8 +56,8 @@ def split(tree: PyTree, mask: Mask) -> tuple[PyTree, PyTree]:
       >>> split({"body": 1, "head": 2}, {"body": False, "head": True})
       ({'body': None, 'head': 2}, {'body': 1, 'head': None})
     """
-    selected = jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree)
-    rest = jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
+    selected = _aligned(lambda keep, leaf: leaf if keep else None, mask, tree)
+    rest = _aligned(lambda keep, leaf: None if keep else leaf, mask, tree)
     return selected, rest
 
 
@@ -56,7 +68,20 @@ def merge(selected: PyTree, rest: PyTree) -> PyTree:
       >>> merge({"body": None, "head": 2}, {"body": 1, "head": None})
       {'body': 1, 'head': 2}
     """
-    return jax.tree.map(lambda a, b: b if a is None else a, selected, rest, is_leaf=lambda leaf: leaf is None)
+    try:
+        return jax.tree.map(_given, selected, rest, is_leaf=lambda leaf: leaf is None)
+    except (TypeError, ValueError) as error:
+        if "twice" in str(error):
+            raise
+        raise ValueError(
+            "the halves must have one structure, as split makes them, with None for the leaves of the other"
+        ) from None
+
+
+def _given(a: Any, b: Any) -> Any:
+    if a is not None and b is not None:
+        raise ValueError("the halves of a split have the same leaf twice: one of them must be None there")
+    return b if a is None else a
 
 
 def complement(mask: Mask) -> Mask:
@@ -66,7 +91,7 @@ def complement(mask: Mask) -> Mask:
 
 def union(a: Mask, b: Mask) -> Mask:
     """True where either mask is."""
-    return jax.tree.map(lambda x, y: x or y, a, b)
+    return _aligned(lambda x, y: x or y, a, b)
 
 
 def everything_like(mask: Mask) -> Mask:
@@ -76,7 +101,7 @@ def everything_like(mask: Mask) -> Mask:
 
 def intersection(a: Mask, b: Mask) -> Mask:
     """True where both masks are."""
-    return jax.tree.map(lambda x, y: x and y, a, b)
+    return _aligned(lambda x, y: x and y, a, b)
 
 
 def roles(personal: Mask, trainable: Mask, frozen: Mask | None = None) -> Roles:
@@ -102,7 +127,7 @@ def roles(personal: Mask, trainable: Mask, frozen: Mask | None = None) -> Roles:
             return Role.PERSONAL
         return Role.SHARED if moves else Role.BUFFER
 
-    return jax.tree.map(role, personal, trainable, nothing_like(personal) if frozen is None else frozen)
+    return _aligned(role, personal, trainable, nothing_like(personal) if frozen is None else frozen)
 
 
 def having(roles: Roles, *wanted: Role) -> Mask:
@@ -147,6 +172,8 @@ def nothing(task: Task) -> Mask:
 def last(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the last `depth` layers, counted from the output; `last(1)` is the head."""
 
+    checks.count("depth", depth, least=0)
+
     def build(task: Task) -> Mask:
         if not 1 <= depth <= len(task.layers):
             raise ValueError(
@@ -161,6 +188,8 @@ def last(depth: int) -> Callable[[Task], Mask]:
 
 def first(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the first `depth` layers, counted from the input (LG-FedAvg keeps these)."""
+
+    checks.count("depth", depth, least=0)
 
     def build(task: Task) -> Mask:
         if not 1 <= depth <= len(task.layers):
@@ -215,6 +244,7 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
     Raises:
       ValueError: an unknown word, a word that selects nothing in this model, or a tree of another structure.
     """
+    require_task("resolve", task)
     if isinstance(spec, str):
         plain, *path = re.split(r"(?:^|\+)\s*(?=path:)", spec, maxsplit=1)
         words = [*(plain.split("+") if plain or not path else []), *path]
@@ -223,7 +253,11 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
     structure: Any = jax.tree.structure(variables)
     # A model that is itself callable, as in Equinox, has callable masks too.
     is_tree = structure == jax.tree.structure(spec) and not any(map(callable, jax.tree.leaves(spec)))
-    mask = spec if is_tree or not callable(spec) else spec(task)
+    if not is_tree and callable(spec):
+        checks.function(name, spec, ("task",), "'head', 'last:2' or masks.by_path(select)")
+        mask = spec(task)
+    else:
+        mask = spec
     odd = checks.misplaced_leaf(mask, variables)
     if odd is not None:
         raise ValueError(f"{name} must have a Python bool at every leaf of the task's variables, but {odd}")
@@ -239,19 +273,21 @@ def _named(word: str, task: Task, name: str) -> Mask:
     if kind == "path" and argument:
         try:
             pattern = re.compile(argument)
-        except re.error as error:
-            raise ValueError(f"{name}={word!r} is not a regular expression: {error}") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            reason = checks.first_line(error)
+            raise ValueError(f"{name}={checks.shown(word)} is not a regular expression: {reason}") from None
         build = by_path(lambda names: pattern.search("/".join(names)) is not None)
     elif word in _NAMED:
         build = _NAMED[word]
-    elif kind in ("last", "first") and argument.isdecimal():
+    elif kind in ("last", "first") and argument.isdecimal() and len(argument) < 10:
         build = (last if kind == "last" else first)(int(argument))
     else:
-        raise ValueError(f"{name}={word!r} is unknown; allowed are {ALLOWED}, and several joined by +")
+        hint = checks.nearest(word, _NAMED)
+        raise ValueError(f"{name}={checks.shown(word)} is unknown{hint}; allowed are {ALLOWED}, and several joined by +")
     try:
         mask = build(task)
     except ValueError as error:
-        raise ValueError(f"{name}={word!r}: {error}") from None
+        raise ValueError(f"{name}={checks.shown(word)}: {error}") from None
     if word != "none" and not any(jax.tree.leaves(mask)):
-        raise ValueError(f"{name}={word!r} selects no leaf of this model")
+        raise ValueError(f"{name}={checks.shown(word)} selects no leaf of this model")
     return mask

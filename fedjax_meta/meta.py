@@ -120,7 +120,7 @@ def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
       ValueError: a negative rate; from the estimator: the meta-parameters are a `MetaSGD`.
     """
     for leaf in jax.tree.leaves(rate):
-        checks.not_negative("rate", leaf)
+        checks.not_negative("rate", leaf, each=True)
 
     def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         del meta

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedjax_meta import checks
 from fedjax_meta.types import Scalar
 
 Array: TypeAlias = jax.Array | np.ndarray
@@ -89,7 +90,11 @@ def summary(confusion: ArrayLike, loss: ArrayLike) -> dict[str, float]:
       FedMeta-Per takes it (`within_own_classes`) and of F1 without that (`raw_f1`); and the mean `loss` over clients. All are NaN
       if the loss of a client is not finite.
     """
-    matrices, losses = np.asarray(confusion), np.asarray(loss)
+    matrices, losses = checks.numeric("confusion", confusion), np.asarray(loss)
+    if matrices.ndim != 3 or matrices.shape[1] != matrices.shape[2] or not matrices.size:
+        raise ValueError(f"confusion must be matrices [N, K, K] of N >= 1 clients, not of shape {list(matrices.shape)}")
+    if losses.shape != matrices.shape[:1]:
+        raise ValueError(f"loss must be [N={len(matrices)}], not of shape {list(losses.shape)}")
     scores = accuracy(matrices), macro_f1(within_own_classes(matrices)), macro_f1(matrices)
     by_client, f1, raw_f1 = (where_finite(score, losses) for score in scores)
     numbers = {
@@ -166,12 +171,11 @@ def rounds_to_target(scores: ArrayLike, target: float, *, rounds: Sequence[int] 
       >>> print(rounds_to_target([[0.1, 0.5, 0.4, 0.6], [0.1, 0.2, 0.5, 0.6]], 0.6), rounds_to_target([0.1, 0.2], 0.5))
       4.0 ± 0.0 never in 2 rounds (1 of 1 runs)
     """
-    table = np.atleast_2d(np.asarray(scores, float))
+    table = np.atleast_2d(checks.numeric("scores", scores).astype(float))
     if table.ndim != 2 or table.size == 0:
         raise ValueError(f"scores must be [R] or [runs, R] with at least one score, not of shape {table.shape}")
-    if not math.isfinite(target):
-        raise ValueError(f"target={target} must be finite")
-    at = np.arange(1, table.shape[1] + 1) if rounds is None else np.asarray(rounds)
+    checks.finite("target", target)
+    at = np.arange(1, table.shape[1] + 1) if rounds is None else checks.numeric("rounds", rounds, integers=True)
     if at.shape != table.shape[1:]:
         raise ValueError(f"rounds has shape {at.shape}, but there are R={table.shape[1]} scores in each run")
     hit = table >= target

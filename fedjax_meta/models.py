@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.layers import FORMS, INITS, BatchNorm, Conv, Dense
-from fedjax_meta.task import Batch, Task, cross_entropy
+from fedjax_meta.task import Batch, Task, check_layers, cross_entropy
 from fedjax_meta.types import Key, Mask, Params, PyTree, Variables
 
 # ------------------------------------------------------------------------------------------------------------------- networks
@@ -146,6 +146,15 @@ def flax_task(
       >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape
       (2, 3)
     """
+    checks.instance("module", module, nn.Module, "models.Network((784,), 10)")
+    for extent in _tuple("sample_shape", sample_shape):
+        checks.count("sample_shape", extent)
+    check_layers(layers)
+    for option, name in (("features", features), ("head", head)):
+        if name is not None:
+            checks.word(option, name)
+    if not callable(loss):
+        raise ValueError(f"loss={checks.shown(loss)} must be a function (logits, batch)")
     if (features is None) != (head is None):
         raise ValueError(f"features={features!r} and head={head!r} must be given together")
     if features is not None and not callable(getattr(type(module), features, None)):
@@ -234,6 +243,8 @@ def _network_task(
     **layout: Any,
 ) -> Task:
     checks.count("classes", classes, least=2)
+    if convs and len(sample_shape) != 3:
+        raise ValueError(f"image={checks.shown(sample_shape)} must be (height, width, channels)")
     for extent in sample_shape:
         checks.count("image" if convs else "inputs", extent)
     for width in layout.get("hidden", ()):
@@ -242,11 +253,9 @@ def _network_task(
     checks.one_of("norm", norm, NORMS)
     if form is not None:
         checks.one_of("form", form, FORMS)
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype={dtype!r} must be a floating-point type, e.g. jnp.bfloat16")
+    if dtype is not None and not _is_float(dtype):
+        raise ValueError(f"dtype={checks.shown(dtype)} must be a floating-point type, e.g. jnp.bfloat16")
     if convs:
-        if len(sample_shape) != 3:
-            raise ValueError(f"image={sample_shape} must be (height, width, channels)")
         height, width = sample_shape[:2]
         for _, size, padding in convs:
             height, width = ((extent + 2 * padding - size + 1) // 2 for extent in (height, width))
@@ -254,6 +263,21 @@ def _network_task(
                 raise ValueError(f"image={sample_shape} is too small for the convolutions and poolings of this network")
     module = Network(sample_shape, classes, convs=convs, start=init, dtype=dtype, form=form, norm=norm, **layout)
     return flax_task(module, sample_shape, layers=module.layers, features="features", head="head")
+
+
+def _is_float(dtype: Any) -> bool:
+    if isinstance(dtype, jax.Array):
+        return False
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _tuple(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)):
+        raise ValueError(f"{name}={checks.shown(values)} must be a tuple of sizes")
+    return tuple(values)
 
 
 def mlp(
@@ -276,7 +300,7 @@ def mlp(
     Raises:
       ValueError: a size below 1, or an unknown `init` or `dtype`.
     """
-    return _network_task((inputs,), classes, hidden=tuple(hidden), init=init, dtype=dtype)
+    return _network_task((inputs,), classes, hidden=_tuple("hidden", hidden), init=init, dtype=dtype)
 
 
 def lenet(
@@ -297,7 +321,7 @@ def lenet(
       classes, init, dtype: see `mlp`.
     """
     convs = ((6, 5, 0), (16, 5, 0))
-    return _network_task(tuple(image), classes, convs=convs, hidden=(120, 84), init=init, dtype=dtype, form=form)
+    return _network_task(_tuple("image", image), classes, convs=convs, hidden=(120, 84), init=init, dtype=dtype, form=form)
 
 
 def fedpac_cnn(
@@ -313,9 +337,10 @@ def fedpac_cnn(
     For colour images (CIFAR-10, CINIC-10): three convolutions, 107,690 parameters. For images of one channel (Fashion-MNIST,
     EMNIST): two convolutions, 117,066 parameters for 10 classes and 123,774 for 62. Arguments as for `lenet`.
     """
-    convs = ((16, 5, 0), (32, 5, 1), (64, 3, 1))[: 2 if image[-1] == 1 else 3]
+    shape = _tuple("image", image)
+    convs = ((16, 5, 0), (32, 5, 1), (64, 3, 1))[: 2 if shape[-1:] == (1,) else 3]
     return _network_task(
-        tuple(image), classes, convs=convs, hidden=(128,), activation="leaky_relu", init=init, dtype=dtype, form=form
+        shape, classes, convs=convs, hidden=(128,), activation="leaky_relu", init=init, dtype=dtype, form=form
     )
 
 
@@ -352,7 +377,7 @@ def mtfl_cnn(
     """
     convs = ((32, 3, 0), (64, 3, 0))
     return _network_task(
-        tuple(image),
+        _tuple("image", image),
         classes,
         convs=convs,
         hidden=(512,),

@@ -4,9 +4,10 @@ A rule is a pure function `(key, client id) -> Participation`, an option of ever
 clients that return, because the server takes the mean of the uploads that reach it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,20 +89,45 @@ def deadline(seconds: ArrayLike, *, limit: Rate, partial: bool) -> Rule:
     """Clients of known speed, and a server that waits for `limit` seconds.
 
     Args:
-      seconds: `[N]`, the time that each client takes for a whole round (see `costs.DeviceTestbed`).
+      seconds: `[N]`, the time that each client takes for a whole round (see `costs.DeviceTestbed`). A federation refuses data
+        with another number of clients.
       limit: the seconds after which the server stops waiting.
       partial: slow clients stop at the limit, after a share `limit / seconds` of their steps, and upload the result; otherwise
         they are late.
 
     Raises:
-      ValueError: a time that is not above 0.
+      ValueError: a time that is not above 0, times that are not `[N]`, `partial` that is no bool.
     """
-    checks.positive("seconds", seconds)
+    checks.positive("seconds", seconds, each=True)
+    times = checks.numeric("seconds", seconds)
+    if times.ndim != 1 or not times.size:
+        raise ValueError(f"seconds must have one time for each client, [N], not the shape {list(times.shape)}")
     checks.positive("limit", limit)
-    return functools.partial(_deadline, seconds=np.asarray(seconds), limit=limit, stop_early=partial)
+    checks.flag("partial", partial)
+    return Deadline(times, limit, partial)
 
 
-def _deadline(key: Key, client: jax.Array, *, seconds: np.ndarray, limit: Rate, stop_early: bool) -> Participation:
-    del key
-    share = jnp.minimum(limit / jnp.asarray(seconds)[client], 1)
-    return Participation(work=share) if stop_early else Participation(returned=share >= 1)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deadline:
+    """The rule that `deadline` makes, whose arguments are these fields."""
+
+    seconds: np.ndarray
+    limit: Rate
+    partial: bool
+    name: str = dataclasses.field(default="deadline", init=False)
+
+    @property
+    def num_clients(self) -> int:
+        """N, the number of clients whose times are known."""
+        return len(self.seconds)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments, for the record of a run."""
+        return {"seconds": self.seconds, "limit": self.limit, "partial": self.partial}
+
+    def __call__(self, key: Key, client: jax.Array) -> Participation:
+        """How client `client` takes part."""
+        del key
+        share = jnp.minimum(self.limit / jnp.asarray(self.seconds)[client], 1)
+        return Participation(work=share) if self.partial else Participation(returned=share >= 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_meta import metrics
+from fedjax_meta import escape, metrics
 from fedjax_meta.evaluation import Evaluation
 from fedjax_meta.simulation import Record
 
@@ -270,7 +270,7 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, te
       | FedAvg | 82.1 |
     """
     marks = [":---" if column < text_columns else "---:" for column in range(len(headings))]
-    cells = [[cell.replace("\n", " ").replace("|", "\\|") for cell in row] for row in (headings, *rows)]
+    cells = [[escape.markdown(cell) for cell in row] for row in (headings, *rows)]
     lines = [" | ".join(cells[0]), "|".join(marks), *(" | ".join(row) for row in cells[1:])]
     return "\n".join(f"|{line}|" if number == 1 else f"| {line} |" for number, line in enumerate(lines))
 
@@ -341,7 +341,7 @@ def save_figure(
             _draw_curves(axes[0, column], mine, colors, f"{clients} clients", low)
             axes[1, column].set_xlim(10 * np.floor(worst / 10) - 1, 101)
             _draw_spread(axes[1, column], mine, colors, published or {}, names=column == 0)
-        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        figure.suptitle(escape.label(title), fontsize=13, fontweight="bold", x=0.01, ha="left")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
 

@@ -27,6 +27,7 @@ def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Ar
     """
     del round_
     checks.count("cohort_size", cohort_size)
+    checks.count("num_clients", num_clients)
     if cohort_size > num_clients:
         raise ValueError(f"cohort_size={cohort_size} is more than the N={num_clients} clients there are")
     if cohort_size == num_clients:
@@ -43,7 +44,7 @@ def given(cohorts: Any) -> Schedule:
     Raises:
       ValueError: no table of integers, a client twice in a row; when run, another cohort size or an id beyond N.
     """
-    table = np.asarray(cohorts)
+    table = checks.numeric("cohorts", cohorts)
     if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not table.size:
         raise ValueError(f"cohorts must be integers [rounds, C], not {table.dtype}{list(table.shape)}")
     twice = [row for row, ids in enumerate(table) if len(set(ids.tolist())) < len(ids)]

@@ -5,12 +5,13 @@ through these functions, so Flax, Equinox, NNX and hand-written models all work 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_meta import checks
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 
 
@@ -53,7 +54,7 @@ class Task(NamedTuple):
 
 
 def require_task(name: str, value: object) -> None:
-    """Checks the first argument of a method builder.
+    """Checks the first argument of a method builder, and the task of any other function.
 
     Args:
       name: the builder's name, for the error message.
@@ -94,6 +95,13 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     return weighted_mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y), batch.weight)
 
 
+def check_layers(layers: Any) -> None:
+    """Raises `ValueError` unless `layers` is a tuple of different names; a bare word would count as one layer a letter."""
+    names = isinstance(layers, (tuple, list)) and all(isinstance(name, str) and name for name in layers)
+    if not names or len(set(layers)) < len(layers):
+        raise ValueError(f"layers={checks.shown(layers)} must be a tuple of different names, e.g. layers=('body', 'head')")
+
+
 def classification(
     init: Callable[[Key], Variables],
     predict: Callable[[Variables, PyTree], jax.Array],
@@ -107,6 +115,9 @@ def classification(
       predict: `(parameters, x [B, ...]) -> logits [B, K]`.
       layers: layer names from input to output, needed only for masks such as `"head"` and `"last:2"`.
 
+    Raises:
+      ValueError: arguments that are no such functions, or no tuple of names.
+
     Returns:
       a `Task` without buffers and without `features` and `head`.
 
@@ -118,6 +129,10 @@ def classification(
       >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape
       (2, 3)
     """
+
+    checks.function("init", init, ("key",), "lambda key: parameters")
+    checks.function("predict", predict, ("parameters", "x"), "lambda parameters, x: logits")
+    check_layers(layers)
 
     def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         del key

@@ -11,8 +11,77 @@ from fedjax_meta import checks
 REFUSED = {
     "zero": (lambda: checks.positive("lr", 0.0), "lr=0.0 must be finite and above 0"),
     "NaN": (lambda: checks.positive("lr", float("nan")), "lr=nan must be finite"),
-    "one entry": (lambda: checks.positive("lr", np.array([0.1, -1.0])), "must be finite and above 0"),
-    "text": (lambda: checks.positive("lr", "0.1"), "lr=0.1 must be finite and above 0"),
+    "one entry": (
+        lambda: checks.positive("s", np.array([0.1, -1.0]), each=True),
+        r"s=\[ 0\.1 -1\. \] must be finite and above 0",
+    ),
+    "text": (lambda: checks.positive("lr", "0.1"), "lr='0.1' must be finite and above 0"),
+    "a list": (
+        lambda: checks.positive("lr", [0.1, 0.2]),
+        r"lr=\[0\.1, 0\.2\] must be one number, not a list; it must be finite",
+    ),
+    "an array": (lambda: checks.share("late", np.ones(2)), r"late must be one number, not an array float64\[2\]; it must lie"),
+    "a traced array": (
+        lambda: jax.eval_shape(lambda rate: checks.positive("lr", rate), jnp.ones(2)),
+        r"lr must be one number, not an array float64\[2\]",
+    ),
+    "complex": (lambda: checks.not_negative("mu", 1j), "mu=1j must be finite and at least 0"),
+    "a ragged list": (
+        lambda: checks.positive("s", [[1.0], [1.0, 2.0]], each=True),
+        r"s=\[\[1\.0\], \[1\.0, 2\.0\]\] must be finite",
+    ),
+    "a huge integer": (lambda: checks.count("epochs", 10**5000), "epochs=an integer of 16610 bits must be at most 2147483647"),
+    "a share that is text": (lambda: checks.share("late", "x"), "late='x' must lie between 0 and 1"),
+    "a bound that is text": (lambda: checks.between("a", "x", 0, 1), r"a='x' must lie in \[0, 1\]"),
+    "not finite": (lambda: checks.finite("x", np.nan), "x=nan must be a finite number"),
+    "a seed below 0": (
+        lambda: checks.seed("seed", -1),
+        r"seed=-1 must be an integer of at least 0 and below 2\*\*63 or a NumPy",
+    ),
+    "a seed beyond 64 bits": (lambda: checks.seed("seed", 2**64), "seed=18446744073709551616 must be an integer"),
+    "a seed beyond 32 bits": (lambda: checks.seed("seed", 2**32, bits=32), r"below 2\*\*32$"),
+    "a generator where none can be": (lambda: checks.seed("seed", np.random.default_rng(0), bits=32), r"below 2\*\*32$"),
+    "no seed": (lambda: checks.seed("seed", None), "seed=None must be an integer"),
+    "a word for a flag": (lambda: checks.flag("partial", "no"), "partial='no' must be True or False"),
+    "ids of several lengths": (
+        lambda: checks.indices("ids", [[0], [1, 2]], 3),
+        r"ids=\[\[0\], \[1, 2\]\] must be integers in \[0, 3\)",
+    ),
+    "a near word": (
+        lambda: checks.one_of("mask", "haed", ("head", "body")),
+        r"'haed' is unknown \(did you mean 'head'\?\); allowed",
+    ),
+    "letters in another order": (
+        lambda: checks.one_of("o", "sdg", ("adam", "sgd")),
+        r"'sdg' is unknown \(did you mean 'sgd'\?\)",
+    ),
+    "the beginning of a word": (
+        lambda: checks.one_of("o", "momen", ("sgd", "momentum_nesterov")),
+        "did you mean 'momentum_nest",
+    ),
+    "a far word": (lambda: checks.one_of("dataset", "moons", ("mnist", "cifar10")), "'moons' is unknown; allowed are mnist"),
+    "a list for a word": (lambda: checks.one_of("how", ["a"], {"a": 1}), r"how=\['a'\] is unknown; allowed are a"),
+    "an array for a word": (lambda: checks.one_of("how", np.array(["a", "b"]), ("a",)), "is unknown; allowed are a"),
+    "no function": (
+        lambda: checks.function("schedule", 3, ("key", "round"), "uniform"),
+        r"schedule=3 must be a function \(key, round\); write e\.g\. uniform",
+    ),
+    "a factory that was not called": (
+        lambda: checks.function("rule", lambda *, late=0.0: late, ("key", "client"), "unreliable(late=0.1)"),
+        r"rule must be a function \(key, client\), but <lambda> takes \(late=\.\.\.\); write e\.g\. unreliable\(late=0\.1\)",
+    ),
+    "a factory of something else": (
+        lambda: checks.optimizer_factory("optimizer", float),
+        r"such as optax\.sgd, but float\(0\.1\) gives 0\.1$",
+    ),
+    "a factory that fails": (
+        lambda: checks.optimizer_factory("optimizer", lambda: optax.sgd(0.1)),
+        r"but <lambda>\(0\.1\) raises TypeError: ",
+    ),
+    "several keys": (
+        lambda: checks.prng_key("key", jax.random.split(jax.random.key(0))),
+        r"key must be one JAX PRNG key, not an array of keys \[2\]",
+    ),
     "nothing": (lambda: checks.not_negative("lr", None), "lr=None must be finite and at least 0"),
     "negative": (lambda: checks.not_negative("mu", -1e-9), "mu=-1e-09 must be finite and at least 0"),
     "infinite": (lambda: checks.not_negative("mu", np.inf), "mu=inf must be finite"),
@@ -20,7 +89,7 @@ REFUSED = {
     "a float": (lambda: checks.count("epochs", 2.0), "epochs=2.0 must be an integer of at least 1"),
     "below": (lambda: checks.count("epochs", 1, least=2), "epochs=1 must be an integer of at least 2"),
     "the whole": (lambda: checks.fraction("train", 1), "train=1 must lie strictly between 0 and 1"),
-    "no number": (lambda: checks.fraction("train", "half"), "train=half must lie strictly between 0 and 1"),
+    "no number": (lambda: checks.fraction("train", "half"), "train='half' must lie strictly between 0 and 1"),
     "an index beyond": (lambda: checks.indices("ids", [0, 3], 3), r"ids=\[0, 3\] must be integers in \[0, 3\)"),
     "half an index": (lambda: checks.indices("ids", 0.5, 3), r"ids=0.5 must be integers in \[0, 3\)"),
     "unknown": (lambda: checks.one_of("how", "c", ("a", "b")), "how='c' is unknown; allowed are a, b"),
@@ -56,7 +125,8 @@ def test_refused_with_one_line_that_names_value_and_range(case):
 
 
 def test_what_is_allowed_passes():
-    checks.positive("lr", jnp.array([0.1, 2.0]))
+    checks.positive("lr", jnp.array(0.1))
+    checks.positive("seconds", [0.1, 2.0], each=True)
     checks.not_negative("mu", 0)
     checks.count("epochs", np.int64(3))
     checks.fraction("train", 0.75)
@@ -65,7 +135,7 @@ def test_what_is_allowed_passes():
     for factory in (optax.sgd, lambda rate: optax.adam(rate, eps=1e-3)):
         checks.optimizer_factory("optimizer", factory)
     checks.prng_key("key", jax.random.key(0))
-    checks.prng_key("key", jax.random.split(jax.random.key(0, impl="rbg")))
+    checks.prng_key("key", jax.random.key(0, impl="rbg"))
     checks.options("fedavg", {"lr": 0.1}, ["lr", "epochs"], {})
 
 

@@ -143,3 +143,20 @@ def test_many_rows_are_evaluated_where_they_are(devices, lanes):
     predicted = np.argmax(np.asarray(heads)[:, :2].sum(1), 1)
     assert np.array_equal(np.argmax(found.confusion.sum(1), 1), predicted)
     assert np.array_equal(np.argmax(found.confusion.sum(2), 1), np.arange(population) % 2)
+
+
+@pytest.mark.parametrize("given", [None, 2])
+def test_the_devices_and_lanes_of_the_algorithm_are_used_unless_others_are_given(monkeypatch, given):
+    class SeenError(Exception):
+        pass
+
+    def run_cohort(*arguments, lanes, devices, move):
+        raise SeenError(lanes, devices)
+
+    monkeypatch.setattr(evaluation, "run_cohort", run_cohort)
+    algorithm = problems.build("fedavg", cohort_size=3, devices=1, lanes=3)
+    state = jax.eval_shape(algorithm.init, KEY, problems.data())
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+    with pytest.raises(SeenError) as seen:
+        evaluation.evaluate(algorithm, KEY, state, problems.data(), devices=given, lanes=given)
+    assert seen.value.args == ((3, 1) if given is None else (2, 2))

@@ -164,7 +164,10 @@ def test_quickstart(tmp_path, monkeypatch):
     ("words", "expected"),
     [
         (["--dataset", "imagenet"], "--dataset='imagenet' is unknown; allowed are mnist, cifar10"),
-        (["--systems", "fedavg,fedsgd"], "--systems='fedsgd' is unknown; allowed are all, centralised"),
+        (
+            ["--systems", "fedavg,fedsgd"],
+            "--systems='fedsgd' is unknown (did you mean 'fedavg_sgd'?); allowed are all, centralised",
+        ),
         (["--seeds", "1,x"], "--seeds '1,x' must be numbers"),
         (["--seeds", "1,1"], "none twice"),
         (["--score", "best"], "--score='best' is unknown; allowed are online, fitted"),

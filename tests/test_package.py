@@ -11,7 +11,7 @@ import fedjax_meta
 # A module imports only from its own line and the lines above it. A folder counts as one module.
 LAYERS = (
     ("types",),
-    ("checks", "runtime", "keys", "config", "disk"),
+    ("checks", "runtime", "keys", "config", "disk", "escape"),
     ("task", "masks", "layers", "models", "simplex", "metrics"),
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),

@@ -3,9 +3,11 @@
 Axis letters: M samples of the data set, N clients, S samples that clients hold, K classes.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -41,20 +43,23 @@ def from_partition(
       offset, scale: a batch holds `(x - offset) * scale`; uint8 inputs are scaled by 1/255 if neither is given.
 
     Raises:
-      ValueError: shapes that do not match, inputs that are not numeric or not finite, labels out of range, a client without
-        samples, a view that is empty or outside the client's samples.
+      ValueError: shapes that do not match, inputs that are not numeric, or not finite in the type that JAX gives them, labels out
+        of range, a client without samples, a view that is empty or outside the client's samples. The message names the client.
     """
     mapped = isinstance(x, np.memmap)
     x, y = _array("x", x), _array("y", y)
-    order, sizes = _integers("order", order), _integers("sizes", sizes)
-    regression = num_classes == 0
-    _check_samples(x, y, regression=regression)
-    _check_partition(order, sizes, len(y))
+    order, sizes = checks.numeric("order", order, integers=True), checks.numeric("sizes", sizes, integers=True)
     if num_classes is not None:
         checks.count("num_classes", num_classes, least=0)
-    num_classes = int(y.max()) + 1 if num_classes is None else num_classes
-    if not regression and (y.min() < 0 or y.max() >= num_classes):
-        raise ValueError(f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={num_classes})")
+    regression = num_classes == 0
+    _check_form(x, y, regression=regression)
+    _check_partition(order, sizes, len(y))
+    order, sizes = order.astype(np.int64), sizes.astype(np.int64)
+    if not regression:
+        num_classes = _check_labels(y, num_classes, order, sizes)
+    _check_finite("inputs", x, order, sizes)
+    if regression:
+        _check_finite("targets", y, order, sizes)
     offset, scale = _scaling(x, offset, scale)
     start, size = _view_runs({"train": (np.zeros_like(sizes), sizes)} if views is None else views, sizes)
     # Samples that are in order already are not copied, so that those of a memory-mapped file stay in the file.
@@ -67,7 +72,7 @@ def from_partition(
         start=start,
         size=size,
         max_size=tuple((name, int(size[name].max())) for name in size),
-        num_classes=num_classes,
+        num_classes=num_classes or 0,
     )
 
 
@@ -88,9 +93,17 @@ def from_clients(clients: Sequence[tuple[ArrayLike, ArrayLike]], **options: Any)
       >>> data.num_clients, data.sizes("support").tolist(), data.sizes("test").tolist()
       (2, [3, 6], [5, 10])
     """
+    allowed = [p.name for p in inspect.signature(from_partition).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    checks.options("from_clients", options, allowed, {})
+    if not isinstance(clients, (list, tuple)):
+        raise ValueError(f"clients must be a list of one (x, y) pair per client, not {checks.shown(clients)}")
     if not clients:
         raise ValueError("clients is empty; give one (x, y) pair per client")
-    pairs = [(_array("x", x), _array("y", y)) for x, y in clients]
+    pairs = []
+    for i, pair in enumerate(clients):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(f"clients must be a list of (x, y) pairs, but client {i} is {checks.shown(pair)}")
+        pairs.append((_array(f"x of client {i}", pair[0]), _array(f"y of client {i}", pair[1])))
     shapes = {x.shape[1:] for x, _ in pairs}
     if len(shapes) > 1:
         raise ValueError(f"clients' inputs differ in shape: {', '.join(map(str, sorted(shapes)))}")
@@ -99,8 +112,11 @@ def from_clients(clients: Sequence[tuple[ArrayLike, ArrayLike]], **options: Any)
             "some clients' inputs are uint8, which is scaled to [0, 1], and others are not; convert all to one type"
         )
     for i, (x, y) in enumerate(pairs):
-        if len(x) != len(y):
+        if x.ndim and y.ndim and len(x) != len(y):
             raise ValueError(f"client {i} has {len(x)} inputs and {len(y)} labels")
+        if y.ndim and not len(y):
+            raise ValueError(f"every client needs at least 1 sample, but client {i} has none")
+        _check_form(x, y, regression=options.get("num_classes") == 0, who=f"client {i}: ")
     sizes = np.array([len(y) for _, y in pairs])
     options.setdefault("views", train_test_views(sizes))
     x, y = np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
@@ -122,7 +138,9 @@ def train_test_views(sizes: ArrayLike, *, train: float = 0.75, support: float = 
       (begin, end) `[N]` for "train", "support", "query", "test", "test_support", "test_query".
     """
     checks.fraction("train", train)
-    sizes = np.asarray(sizes, np.int64)
+    sizes = checks.numeric("sizes", sizes, integers=True).astype(np.int64)
+    if sizes.ndim != 1 or not sizes.size or sizes.min() < 0:
+        raise ValueError(f"sizes must be counts [N] of N >= 1 clients, not {checks.shown(sizes)}")
     train_sizes = _share(sizes, train)
     return nested_views(train_sizes, sizes - train_sizes, support=support)
 
@@ -157,18 +175,31 @@ def _view_runs(
     views: Mapping[str, tuple[ArrayLike, ArrayLike]], sizes: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(start, size) of each view in the flat arrays, int32 `[N]` each."""
+    if not isinstance(views, Mapping) or not all(isinstance(name, str) for name in views):
+        raise ValueError(f"views must be a dict of name and (begin, end), not {checks.shown(views)}")
     if not views:
         raise ValueError("views is empty; name at least one")
+    if sizes.sum() > checks.LARGEST_COUNT:
+        raise ValueError(f"the clients hold S={sizes.sum()} samples, more than the {checks.LARGEST_COUNT} of 32-bit positions")
     base = np.cumsum(sizes) - sizes
     start, size = {}, {}
-    for name, (begin, end) in views.items():
-        first, stop = _integers(f"begin of view {name!r}", begin), _integers(f"end of view {name!r}", end)
+    for name, bounds in views.items():
+        if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+            raise ValueError(f"view {name!r} must be a pair (begin, end), int [N] each, not {checks.shown(bounds)}")
+        first, stop = (
+            checks.numeric(f"{what} of view {name!r}", values, integers=True).astype(np.int64)
+            for what, values in zip(("begin", "end"), bounds, strict=True)
+        )
         if not first.shape == stop.shape == sizes.shape:
             raise ValueError(
                 f"view {name!r} has begin {first.shape} and end {stop.shape}, but there are N={sizes.size} clients"
             )
-        if first.min() < 0 or (stop > sizes).any():
-            raise ValueError(f"view {name!r} reaches beyond its client's samples")
+        outside = (first < 0) | (stop > sizes)
+        if outside.any():
+            bad = int(np.argmax(outside))
+            raise ValueError(
+                f"view {name!r} of client {bad} reaches from {first[bad]} to {stop[bad]}, beyond its {sizes[bad]} samples"
+            )
         if (stop <= first).any():
             bad = int(np.argmax(stop <= first))
             raise ValueError(f"view {name!r} of client {bad} is empty: its {sizes[bad]} samples are too few for the views")
@@ -182,8 +213,9 @@ def _scaling(x: np.ndarray, offset: ArrayLike | None, scale: ArrayLike | None) -
         if x.dtype != np.uint8:
             return None, None
         scale = 1 / 255
-    offset = np.array(0 if offset is None else offset, np.float32)
-    scale = np.array(1 if scale is None else scale, np.float32)
+    with np.errstate(over="ignore"):  # what overflows is refused below
+        offset = checks.numeric("offset", 0 if offset is None else offset).astype(np.float32)
+        scale = checks.numeric("scale", 1 if scale is None else scale).astype(np.float32)
     sample = x.shape[1:]
     for name, value in (("offset", offset), ("scale", scale)):
         if not np.isfinite(value).all():
@@ -198,15 +230,8 @@ def _scaling(x: np.ndarray, offset: ArrayLike | None, scale: ArrayLike | None) -
 def _array(name: str, values: ArrayLike) -> np.ndarray:
     try:
         return np.asarray(values)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(f"{name} is not one array [M, ...]; bring all samples to one shape first") from None
-
-
-def _integers(name: str, values: ArrayLike) -> np.ndarray:
-    array = np.asarray(values)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} must hold integers, not dtype {array.dtype}")
-    return array.astype(np.int64)
 
 
 def _check_partition(order: np.ndarray, sizes: np.ndarray, num_samples: int) -> None:
@@ -220,14 +245,49 @@ def _check_partition(order: np.ndarray, sizes: np.ndarray, num_samples: int) -> 
         raise ValueError(f"order names samples {order.min()} to {order.max()}, but there are M={num_samples}")
 
 
-def _check_samples(x: np.ndarray, y: np.ndarray, *, regression: bool) -> None:
-    if x.dtype == object or not (np.issubdtype(x.dtype, np.number) or x.dtype == bool):
-        raise ValueError(f"inputs must be one numeric array [M, ...], not dtype {x.dtype} (images of mixed shape?)")
-    if not np.issubdtype(y.dtype, np.number if regression else np.integer):
-        raise ValueError(f"{'targets must be numbers' if regression else 'labels must be integers'}, not dtype {y.dtype}")
+def _check_form(x: np.ndarray, y: np.ndarray, *, regression: bool, who: str = "") -> None:
+    """Dtypes and shapes; `who` begins the message."""
+    if not (checks.is_real(x.dtype) or x.dtype == bool):
+        raise ValueError(f"{who}inputs must be one numeric array [M, ...], not dtype {x.dtype} (images of mixed shape?)")
+    if not (checks.is_real(y.dtype) if regression else np.issubdtype(y.dtype, np.integer)):
+        wanted = "targets must be numbers" if regression else "labels must be integers"
+        raise ValueError(f"{who}{wanted}, not dtype {y.dtype}")
     if y.ndim < 1 or (y.ndim > 1 and not regression) or x.ndim < 2 or len(x) != len(y) or len(y) == 0:
-        raise ValueError(f"inputs must be [M, ...] and labels [M] with M >= 1, not {x.shape} and {y.shape}")
-    if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
-        raise ValueError("inputs hold NaN or infinite values")
-    if regression and not np.isfinite(y).all():
-        raise ValueError("targets hold NaN or infinite values")
+        raise ValueError(f"{who}inputs must be [M, ...] and labels [M] with M >= 1, not {x.shape} and {y.shape}")
+
+
+def _check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, sizes: np.ndarray) -> int:
+    """K, which is the largest label plus 1 unless it is given."""
+    most = checks.MOST_CLASSES if num_classes is None else num_classes
+    outside = (y < 0) | (y >= most)
+    if outside.any():
+        sample = int(np.argmax(outside))
+        hint = "" if num_classes is not None else "; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
+        raise ValueError(
+            f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={most}): label {y[sample]} "
+            f"{_of_client(sample, order, sizes)}{hint}"
+        )
+    return int(y.max()) + 1 if num_classes is None else num_classes
+
+
+def _check_finite(what: str, values: np.ndarray, order: np.ndarray, sizes: np.ndarray) -> None:
+    """Raises `ValueError` for a number that is not finite, or not in the type that JAX will give it."""
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
+    if checks.is_real(dtype) and not np.issubdtype(dtype, np.integer):
+        with np.errstate(over="ignore", invalid="ignore"):
+            bad = ~np.isfinite(values.astype(dtype, copy=False))
+        kind = "NaN or infinite values"
+    elif dtype != values.dtype:
+        limits = np.iinfo(dtype)
+        bad, kind = (values < limits.min) | (values > limits.max), f"integers that {dtype} cannot hold"
+    else:
+        return
+    if bad.any():
+        sample = int(np.argmax(bad.reshape(len(values), -1).any(1)))
+        cast = "" if kind[0] == "i" or not np.isfinite(values).all() else f" as {dtype}"
+        raise ValueError(f"{what} hold {kind}{cast}, first in sample {sample} {_of_client(sample, order, sizes)}")
+
+
+def _of_client(sample: int, order: np.ndarray, sizes: np.ndarray) -> str:
+    where = np.flatnonzero(order == sample)
+    return f"of client {int(np.searchsorted(np.cumsum(sizes), where[0], side='right'))}" if where.size else "of no client"

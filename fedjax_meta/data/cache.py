@@ -8,13 +8,13 @@ import hashlib
 import os
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from fedjax_meta import runtime
+from fedjax_meta.data import npz
 
 FORMAT = 1
 """Written into every cached file. Raise it when the meaning of the contents changes."""
@@ -35,13 +35,10 @@ def fingerprint(files: list[Path]) -> str:
 def read(folder: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | None:
     """The cached arrays, or `None` if there are none, the file is damaged, or it belongs to other data."""
     try:
-        # `np.load` of a path would leave the file open if it is not an archive.
-        with _path(folder, name, fingerprint).open("rb") as handle, np.load(handle, allow_pickle=False) as file:
-            if str(file["key"]) != _key(name, fingerprint):
-                return None
-            # zipfile compares the CRC-32 of an entry when it is read to its end.
-            arrays = {key: file[key] for key in file.files if key != "key"}
-    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile):
+        arrays = npz.read(_path(folder, name, fingerprint))
+    except (OSError, ValueError):
+        return None
+    if str(arrays.pop("key", "")) != _key(name, fingerprint):
         return None
     return arrays if set(ARRAYS) <= arrays.keys() and _valid(arrays) else None
 

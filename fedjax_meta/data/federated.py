@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta.data.views import ClientData, ClientView
+from fedjax_meta import checks
+from fedjax_meta.data.views import ClientData, ClientView, check_view
 from fedjax_meta.types import Scalar
 
 
@@ -66,8 +67,7 @@ class FederatedData:
 
     def sizes(self, view: str) -> jax.Array | np.ndarray:
         """Int32 `[N]`: number of samples of each client in a view."""
-        if view not in self.size:
-            raise ValueError(f"the data have no view {view!r}; they have {', '.join(self.size)}")
+        check_view(view, self.size)
         return self.size[view]
 
     @overload
@@ -93,6 +93,8 @@ class FederatedData:
         Args:
           clients: int `[N']`, positions; may be traced.
         """
+        checks.indices("clients", clients, self.num_clients)
+        clients = np.asarray(clients, int) if isinstance(clients, (list, tuple)) else clients
         start, size = ({name: _rows(values, clients) for name, values in of.items()} for of in (self.start, self.size))
         return dataclasses.replace(self, start=start, size=size, ids=self.ids_of(clients), population=self.total_clients)
 
@@ -107,6 +109,9 @@ class FederatedData:
         """
         if isinstance(index, (int, np.integer)) and index >= self.num_clients:
             raise ValueError(f"index={index}, but there are N={self.num_clients} clients, counted from 0")
+        form = (getattr(index, "shape", None), getattr(index, "dtype", np.dtype(bool)))
+        if isinstance(index, bool) or not (isinstance(index, int) or (form[0] == () and np.issubdtype(form[1], np.integer))):
+            raise ValueError(f"index={checks.shown(index)} must be one integer, the position of a client")
         real, bound = index >= 0, dict(self.max_size)
 
         def view(name: str) -> ClientView:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from fedjax_meta import checks
 from fedjax_meta.data import runs
 from fedjax_meta.data.federated import FederatedData
 
@@ -30,10 +31,13 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
     Raises:
       ValueError: clients with more than `capacity` samples.
     """
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    checks.indices("clients", np.asarray(clients)[np.asarray(clients) >= 0], data.num_clients)
     start = {name: np.where(clients < 0, 0, np.asarray(values)[clients]) for name, values in data.start.items()}
     size = {name: np.where(clients < 0, 0, np.asarray(values)[clients]) for name, values in data.size.items()}
     begin, length = _extents(start, size)
     first = np.cumsum(length) - length
+    checks.count("capacity", capacity)
     if length.sum() > capacity:
         raise ValueError(f"capacity={capacity} must be at least {length.sum()}, the number of samples of these clients")
     where = runs.positions(begin, length)
@@ -57,6 +61,8 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
 
 def capacity(data: FederatedData, count: int) -> int:
     """Maximum number of samples that any `count` clients hold together."""
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    checks.count("count", count)
     _, length = _extents(data.start, data.size)
     return int(np.sort(length)[-count:].sum())
 

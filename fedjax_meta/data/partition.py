@@ -39,6 +39,7 @@ class Partition(NamedTuple):
 
     def shuffled(self, seed: Seed) -> "Partition":
         """The same clients, with each client's samples in random order."""
+        checks.seed("seed", seed)
         return Partition(self.order[_random_within_groups(self.owner(), np.random.default_rng(seed))], self.sizes)
 
 
@@ -56,6 +57,7 @@ def iid(labels: ArrayLike, num_clients: int, *, seed: Seed) -> Partition:
     """
     labels = check_labels(labels)
     _check_clients(num_clients, len(labels))
+    checks.seed("seed", seed)
     return Partition(np.random.default_rng(seed).permutation(len(labels)), _even(len(labels), num_clients))
 
 
@@ -73,6 +75,7 @@ def quantity_skew(labels: ArrayLike, num_clients: int, *, concentration: float, 
     checks.positive("concentration", concentration)
     checks.count("min_samples", min_samples)
     _check_clients(num_clients, len(labels), min_samples)
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(num_clients, concentration))
     sizes = min_samples + _split(shares[None], np.array([len(labels) - min_samples * num_clients]))[0]
@@ -86,6 +89,7 @@ def shard_assignment(num_clients: int, *, per_client: int = 2, seed: Seed) -> np
     """
     checks.count("num_clients", num_clients)
     checks.count("per_client", per_client)
+    checks.seed("seed", seed)
     return np.random.default_rng(seed).permutation(num_clients * per_client).reshape(num_clients, per_client)
 
 
@@ -108,7 +112,8 @@ def shards(labels: ArrayLike, assignment: ArrayLike, *, uneven: bool = False) ->
       >>> part.order.tolist(), part.sizes.tolist()
       ([1, 3, 0, 2], [2, 2])
     """
-    labels, assignment = check_labels(labels), np.asarray(assignment)
+    checks.flag("uneven", uneven)
+    labels, assignment = check_labels(labels), checks.numeric("assignment", assignment, integers=True)
     total = assignment.size
     if assignment.ndim != 2 or not np.array_equal(np.sort(assignment, axis=None), np.arange(total)):
         raise ValueError(
@@ -146,6 +151,7 @@ def dirichlet_classes(
     checks.positive("concentration", concentration)
     checks.count("min_samples", min_samples)
     _check_clients(num_clients, len(labels), min_samples)
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     counts = np.bincount(labels)
     shares = rng.dirichlet(np.full(num_clients, concentration), len(counts))
@@ -174,7 +180,8 @@ def dirichlet_clients(
     labels = check_labels(labels)
     checks.positive("concentration", concentration)
     _check_clients(num_clients, len(labels))
-    sizes = _even(len(labels), num_clients) if sizes is None else np.asarray(sizes, np.int64)
+    checks.seed("seed", seed)
+    sizes = _even(len(labels), num_clients) if sizes is None else checks.numeric("sizes", sizes, integers=True)
     if sizes.shape != (num_clients,) or sizes.min() < 1 or sizes.sum() > len(labels):
         raise ValueError(
             f"sizes must be N={num_clients} counts of at least 1 with a sum of at most M={len(labels)}, "
@@ -238,9 +245,16 @@ def dominant_groups(
     checks.count("size", size)
     checks.count("first", first, least=0)
     checks.share("uniform", uniform)
+    checks.flag("share", share)
+    if num_classes is not None:
+        checks.count("num_classes", num_classes, least=int(labels.max()) + 1)
     num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
-    if not groups or any(len(group) == 0 or min(group) < 0 or max(group) >= num_classes for group in groups):
-        raise ValueError(f"groups={groups} must be non-empty lists of classes in [0, {num_classes})")
+    lists = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple, np.ndarray)) for group in groups)
+    if lists:
+        for group in groups:
+            checks.indices("groups", group, num_classes)
+    if not lists or not groups or any(len(group) == 0 for group in groups):
+        raise ValueError(f"groups={checks.shown(groups)} must be non-empty lists of classes in [0, {num_classes})")
     counts = np.bincount(labels, minlength=num_classes)
     common = int(uniform * size)
     requests = np.zeros((len(groups), num_classes), np.int64)
@@ -278,9 +292,12 @@ def natural(features: ArrayLike, *, min_samples: int = 1) -> Partition:
       >>> part.order.tolist(), part.sizes.tolist()
       ([1, 0, 2], [1, 2])
     """
-    features = np.asarray(features)
+    try:
+        features = np.asarray(features)
+    except (TypeError, ValueError):
+        raise ValueError(f"features must be integers or strings [M], not {checks.shown(features)}") from None
     checks.count("min_samples", min_samples)
-    if features.ndim != 1 or features.size == 0 or features.dtype == object:
+    if features.ndim != 1 or features.size == 0 or features.dtype.kind not in "iubSU":
         raise ValueError(f"features must be integers or strings [M], not {features.dtype} {list(features.shape)}")
     _, client, sizes = np.unique(features, return_inverse=True, return_counts=True)
     order = np.argsort(client, kind="stable")
@@ -298,7 +315,10 @@ def check_labels(labels: ArrayLike) -> np.ndarray:
     Raises:
       ValueError: labels that are not integers, are negative, or do not have the shape `[M]` with M >= 1.
     """
-    labels = np.asarray(labels)
+    try:
+        labels = np.asarray(labels)
+    except (TypeError, ValueError):
+        raise ValueError(f"labels must be integers [M] with M >= 1, not {checks.shown(labels)}") from None
     if labels.ndim != 1 or labels.size == 0 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
             f"labels must be integers [M] with M >= 1, not {labels.dtype} {list(labels.shape)}; "
@@ -306,6 +326,11 @@ def check_labels(labels: ArrayLike) -> np.ndarray:
         )
     if labels.min() < 0:
         raise ValueError(f"labels must not be negative, but one is {labels.min()}")
+    if labels.max() >= checks.MOST_CLASSES:
+        raise ValueError(
+            f"labels must be below {checks.MOST_CLASSES}, but one is {labels.max()}; "
+            "np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
+        )
     return labels
 
 

@@ -83,6 +83,7 @@ def fedmeta_per_clients(
     Raises:
       ValueError: an unknown option, or a data set too small for the clients and their views.
     """
+    _check(source, seed)
     cifar = source.name == "cifar10"
     sizes = ("lognormal" if cifar else "stick") if sizes is None else sizes
     checks.one_of("sizes", sizes, ("stick", "lognormal"))
@@ -123,6 +124,7 @@ def fedmeta_per_iid_clients(
     Returns:
       Clients with views "train", "support", "query", "test", "test_support" and "test_query".
     """
+    _check(source, seed)
     x, y = source.pooled()
     held = partition.iid(y, num_clients, seed=np.random.default_rng([seed, 2]))
     scale = pixel_scaling(x, _fedmeta_per_scaling(source, scaling))
@@ -166,6 +168,11 @@ def fedpac_clients(
         flips of training batches are in `transforms.crop_and_flip`.
       support: share of each part that goes to the support view, for systems that need one.
     """
+    _check(source, seed)
+    checks.count("concept_groups", concept_groups)
+    for name, value in (("size", size), ("test_size", test_size)):
+        if value is not None:
+            checks.count(name, value)
     emnist = source.name.startswith("emnist")
     size = (1000 if emnist else 600) if size is None else size
     if test_size is None:
@@ -219,6 +226,7 @@ def perfedavg_reptile_clients(
       min_samples: minimum number of samples per client, 5 or more.
       scaling: see `pixel_scaling`.
     """
+    _check(source, seed)
     checks.count("min_samples", min_samples, least=5)
     x, y = source.pooled()
     rng = np.random.default_rng(seed)
@@ -266,7 +274,10 @@ def mtfl_clients(
     Returns:
       A `Protocol` whose `noisy` names the noisy clients. `local_steps` gives the paper's number of steps per epoch.
     """
+    _check(source, seed)
     checks.share("noisy", noisy)
+    if noise is not None:
+        checks.not_negative("noise", noise)
     rng = np.random.default_rng(seed)
     assignment = partition.shard_assignment(num_clients, seed=rng)
     parts = [partition.shards(y, assignment, uneven=True).shuffled(rng) for y in (source.y_train, source.y_test)]
@@ -306,12 +317,13 @@ def pooled(data: FederatedData) -> FederatedData:
       >>> one.num_clients, one.sizes("train").tolist(), one.sizes("test_query").tolist()
       (1, [45], [12])
     """
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     parts = ("support", "query", "test_support", "test_query")
     base = np.zeros(1, np.int64)
     begin, end = {}, {}
     pieces = []
     for name in parts:
-        start, length = np.asarray(data.start[name], np.int64), np.asarray(data.sizes(name), np.int64)
+        length, start = np.asarray(data.sizes(name), np.int64), np.asarray(data.start[name], np.int64)
         pieces.append(runs.positions(start, length))
         begin[name], end[name] = base, base + length.sum()
         base = end[name]
@@ -333,7 +345,13 @@ def pooled(data: FederatedData) -> FederatedData:
 
 def on_device(data: FederatedData) -> FederatedData:
     """The same data with its arrays on the default device."""
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     return jax.tree.map(jnp.asarray, data)
+
+
+def _check(source: Source, seed: int) -> None:
+    checks.instance("source", source, Source, "sources.load('mnist_small')")
+    checks.seed("seed", seed, bits=32)
 
 
 def _fedmeta_per_scaling(source: Source, scaling: str | None) -> str:
@@ -352,6 +370,7 @@ def _with_local_tests(source: Source, train: Partition, test: Partition, *, supp
 def _min_samples(labels: np.ndarray, pairs: np.ndarray, given: int | None) -> int:
     """The default of `fedmeta_per_clients` for `min_samples`, unless it is given."""
     if given is not None:
+        checks.count("min_samples", given, least=0)
         return given
     counts = np.bincount(labels, minlength=int(pairs.max()) + 1)
     holders = np.bincount(pairs.ravel(), minlength=len(counts))

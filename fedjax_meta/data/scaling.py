@@ -34,6 +34,9 @@ def pixel_scaling(x: np.ndarray, scaling: str) -> Scaling:
       {'offset': 127.5, 'scale': 0.00784313725490196}
     """
     checks.one_of("scaling", scaling, SCALINGS)
+    checks.instance("x", x, np.ndarray, "source.x_train")
+    if not x.size:
+        raise ValueError("x holds no images")
     if x.dtype != np.uint8:
         raise ValueError(f"scaling={scaling!r} is for uint8 images, not {x.dtype}; scale other inputs before")
     if scaling == "unit":

@@ -29,6 +29,7 @@ def class_slots(num_clients: int, num_classes: int, *, per_client: int = 2, stri
     checks.count("num_clients", num_clients)
     checks.count("stride", stride)
     checks.count("per_client", per_client)
+    checks.count("num_classes", num_classes)
     if per_client > num_classes:
         raise ValueError(f"per_client={per_client} must not exceed the number of classes, {num_classes}")
     return (stride * np.arange(num_clients)[:, None] + np.arange(per_client)) % num_classes
@@ -48,6 +49,10 @@ def new_client_slots(slots: np.ndarray, num_classes: int, rng: np.random.Generat
     Raises:
       ValueError: no such order among 10,000 draws, because there are too few classes.
     """
+    slots = checks.numeric("slots", slots, integers=True)
+    if slots.ndim != 2 or slots.shape[1] != 2 or not slots.size:
+        raise ValueError(f"slots must be pairs of classes [N, 2], not of shape {list(slots.shape)}")
+    checks.instance("rng", rng, np.random.Generator, "np.random.default_rng(1)")
     old = {frozenset(pair) for pair in slots.tolist()}
     place = class_slots(len(slots), num_classes, stride=1)
     for _ in range(10_000):
@@ -77,6 +82,7 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
     labels = check_labels(labels)
     slots = _check_slots(slots, labels)
     checks.count("min_samples", min_samples, least=0)
+    checks.seed("seed", seed, bits=32)
     generator = np.random.RandomState(seed)
     counts = np.bincount(labels, minlength=slots.max() + 1)
     parts = np.zeros(slots.shape, np.int64)
@@ -116,6 +122,7 @@ def lognormal_classes(labels: ArrayLike, slots: ArrayLike, *, seed: int) -> Part
     """
     labels = check_labels(labels)
     slots = _check_slots(slots, labels)
+    checks.seed("seed", seed, bits=32)
     num_clients, per_client = slots.shape
     if num_clients % 10:
         raise ValueError(
@@ -143,7 +150,7 @@ def lognormal_classes(labels: ArrayLike, slots: ArrayLike, *, seed: int) -> Part
 
 
 def _check_slots(slots: ArrayLike, labels: np.ndarray) -> np.ndarray:
-    slots = np.asarray(slots)
+    slots = checks.numeric("slots", slots)
     if slots.ndim != 2 or slots.size == 0 or not np.issubdtype(slots.dtype, np.integer) or slots.min() < 0:
         raise ValueError(f"slots must be classes [N, J], not {slots.dtype} {list(slots.shape)}")
     if (np.diff(np.sort(slots, axis=1), axis=1) == 0).any():

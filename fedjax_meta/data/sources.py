@@ -6,15 +6,14 @@ partition does not depend on how the set was prepared. Axis letters: M samples, 
 
 import importlib.util
 import os
-import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_meta import runtime
-from fedjax_meta.data import cache, canonical
+from fedjax_meta import checks, runtime
+from fedjax_meta.data import cache, canonical, npz
 from fedjax_meta.data.prepared import load_prepared
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
@@ -76,7 +75,11 @@ def load(
       >>> source.x_train.shape[1:], source.num_classes, len(source.y_train) + len(source.y_test)
       ((8, 8, 1), 10, 1797)
     """
-    text = os.fspath(name)
+    text = _path("name", name)
+    checks.flag("download", download)
+    for option, folder in (("data_dir", data_dir), ("cache_dir", cache_dir)):
+        if folder is not None:
+            _path(option, folder)
     if text.endswith(".npz"):
         return read_npz(text)
     if text == "digits":
@@ -107,6 +110,7 @@ def from_arrays(
     Raises:
       ValueError: arrays that do not match, inputs of mixed shape, NaN, labels that are not integers or are negative.
     """
+    checks.word("name", name)
     if (x_test is None) != (y_test is None):
         raise ValueError("x_test and y_test must be given together")
     x, y = _checked(x, y, "training")
@@ -130,15 +134,7 @@ def read_npz(path: str | os.PathLike) -> Source:
     Raises:
       ValueError: a missing file, a file that is not an `.npz` of plain arrays, other array names, and as in `from_arrays`.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {os.fspath(path)!r}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{os.fspath(path)!r} is not an .npz of plain arrays (inputs of mixed shape, or labels as objects?): {error}"
-        ) from None
+    arrays = npz.read(_path("path", path))
     if {"x", "y"} <= arrays.keys():
         return from_arrays(arrays["x"], arrays["y"], name=Path(path).stem)
     if not set(cache.ARRAYS) <= arrays.keys():
@@ -149,14 +145,20 @@ def read_npz(path: str | os.PathLike) -> Source:
     return from_arrays(*(arrays[key] for key in cache.ARRAYS), name=Path(path).stem)
 
 
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str) or "\0" in os.fspath(value):
+        raise ValueError(f"{name}={checks.shown(value)} must be text or a path")
+    return os.fspath(value)
+
+
 def _checked(x: ArrayLike, y: ArrayLike, which: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         x, y = np.asarray(x), np.asarray(y)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(
             f"the {which} inputs are not one array [M, ...]; samples of mixed shape must be resized first"
         ) from None
-    if x.dtype == object or not (np.issubdtype(x.dtype, np.number) or x.dtype == bool):
+    if not (checks.is_real(x.dtype) or x.dtype == bool):
         raise ValueError(
             f"the {which} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)"
         )
@@ -168,8 +170,14 @@ def _checked(x: ArrayLike, y: ArrayLike, which: str) -> tuple[np.ndarray, np.nda
         raise ValueError(f"the {which} inputs must be [M, ...] and labels [M] with M >= 1, not {x.shape} and {y.shape}")
     if y.min() < 0:
         raise ValueError(f"the {which} labels must not be negative, but one is {y.min()}")
+    if y.max() >= checks.MOST_CLASSES:
+        raise ValueError(
+            f"the {which} labels must be below {checks.MOST_CLASSES}, but one is {y.max()}; "
+            "np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
+        )
     if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
-        raise ValueError(f"the {which} inputs hold NaN or infinite values")
+        sample = int(np.argmin(np.isfinite(x).reshape(len(x), -1).all(1)))
+        raise ValueError(f"the {which} inputs hold NaN or infinite values, first in sample {sample}")
     return x[..., None] if x.dtype == np.uint8 and x.ndim == 3 else x, y
 
 

@@ -58,15 +58,19 @@ def synthetic(
     checks.count("num_clients", num_clients)
     checks.count("dim", dim)
     checks.count("num_classes", num_classes, least=2)
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     if isinstance(sizes, str):
         checks.one_of("sizes", sizes, ("uniform", "lognormal"))
         uniform = sizes == "uniform"
         drawn = rng.integers(100, 1001, num_clients) if uniform else rng.lognormal(4, 2, num_clients).astype(np.int64) + 50
     else:
-        drawn = np.asarray(sizes)
+        drawn = checks.numeric("sizes", sizes, integers=True)
         if drawn.shape != (num_clients,):
             raise ValueError(f"sizes must be 'uniform', 'lognormal' or counts [N={num_clients}], not of shape {drawn.shape}")
+        if drawn.min() < 1:
+            client = int(np.argmin(drawn))
+            raise ValueError(f"every client needs at least 1 sample, but client {client} has {drawn[client] or 'none'}")
     deviation = np.sqrt([model_spread, data_spread]) if spread == "variance" else np.array([model_spread, data_spread])
     u, centre = deviation[:, None] * rng.standard_normal((2, num_clients))
     weight = u[:, None, None] + rng.standard_normal((num_clients, num_classes, dim))
@@ -117,6 +121,7 @@ def linear_regression(
     checks.count("size", size, least=8)
     checks.not_negative("spread", spread)
     checks.not_negative("noise", noise)
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     sizes = rng.integers(size, 2 * size + 1, num_clients)
     owner = np.repeat(np.arange(num_clients), sizes)
@@ -147,6 +152,7 @@ def sinusoids(
     checks.count("num_clients", num_clients)
     checks.count("size", size, least=8)
     checks.not_negative("noise", noise)
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     amplitude, phase = rng.uniform(0.1, 5, num_clients), rng.uniform(0, np.pi, num_clients)
     x = rng.uniform(-5, 5, (num_clients, size))
@@ -208,6 +214,7 @@ def quadratics(data: FederatedData, view: str, *, features: Callable[[ArrayLike]
       view: name of the view.
       features: `inputs [S, ...] -> X [S, d]`.
     """
+    checks.instance("data", data, FederatedData, "linear_regression(3, seed=0)")
     sizes, start = np.asarray(data.sizes(view), np.int64), np.asarray(data.start[view])
     x, y = np.asarray(features(np.asarray(data.x)), np.float64), np.asarray(data.y, np.float64)
     if y.ndim != 1 or x.ndim != 2:

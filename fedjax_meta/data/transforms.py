@@ -33,11 +33,13 @@ def concept_shift(data: FederatedData, *, num_groups: int, seed: int | np.random
     Raises:
       ValueError: data without class labels, more groups than permutations.
     """
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.count("num_groups", num_groups)
     if data.num_classes < 2:
         raise ValueError(f"num_classes={data.num_classes} must be at least 2: concept shift permutes class labels")
     if data.num_classes < 20 and num_groups > math.factorial(data.num_classes):
         raise ValueError(f"num_groups={num_groups} is more than the permutations of {data.num_classes} labels")
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     drawn = {tuple(range(data.num_classes))}
     permutations = [np.arange(data.num_classes)]
@@ -62,7 +64,8 @@ def rotate(data: FederatedData, quarter_turns: ArrayLike) -> FederatedData:
     Raises:
       ValueError: inputs that are not images, or images that are not square with an odd number of quarter turns.
     """
-    turns = np.asarray(quarter_turns)
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    turns = checks.numeric("quarter_turns", quarter_turns)
     if turns.shape != (data.num_clients,) or not np.issubdtype(turns.dtype, np.integer):
         raise ValueError(f"quarter_turns must be integers [N={data.num_clients}], not {turns.dtype} {list(turns.shape)}")
     if data.x.ndim != 4 or (data.x.shape[1] != data.x.shape[2] and (turns % 2).any()):
@@ -96,10 +99,18 @@ def add_noise(
     Raises:
       ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs.
     """
-    checks.not_negative("std", std)
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    checks.not_negative("std", std, each=True)
+    if np.shape(std) not in ((), (data.num_clients,)):
+        raise ValueError(f"std must be a number or [N={data.num_clients}], not of shape {np.shape(std)}")
     std = np.broadcast_to(np.asarray(std, np.float32), (data.num_clients,))
+    if clip is not None:
+        bounds = checks.numeric("clip", clip)
+        if bounds.shape != (2,) or not bounds[0] < bounds[1]:
+            raise ValueError(f"clip={checks.shown(clip)} must be two bounds, the lower one first, or None")
     if data.x.dtype == np.uint8 and clip is None:
         raise ValueError("clip=None needs floating-point inputs: uint8 cannot hold values outside [0, 1]")
+    checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
     unit = np.float32(255 if data.x.dtype == np.uint8 else 1)
     inputs = np.array(data.x)
@@ -151,6 +162,8 @@ def augmented(task: Task, augment: Callable[[Key, jax.Array], jax.Array]) -> Tas
 
 def _samples(data: FederatedData, views: Sequence[str]) -> list[np.ndarray]:
     """For each client, the positions in the flat arrays of the samples in any of the views."""
+    if not isinstance(views, (tuple, list)) or not views:
+        raise ValueError(f"views={checks.shown(views)} must be a tuple with the name of at least one view")
     runs = [(np.asarray(data.sizes(view)), np.asarray(data.start[view])) for view in views]
     return [
         np.unique(np.concatenate([np.arange(start[i], start[i] + size[i]) for size, start in runs]))

@@ -1,6 +1,7 @@
 """`ClientView` and `ClientData`: the part of the flat arrays that one client sees, and the batches made from it."""
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,11 @@ class ClientView:
           epochs: number of passes.
           share: take only this random share of the samples in each pass, in [0, 1], rounded up; may be traced.
         """
+        checks.count("batch_size", batch_size)
+        checks.count("epochs", epochs, least=0)
+        checks.prng_key("key", key)
+        if share is not None:
+            checks.share("share", share)
         size = jnp.asarray(self.size, jnp.int32)
         # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
         count = size if share is None else jnp.ceil(share * size - 1e-3).astype(jnp.int32)
@@ -94,6 +100,9 @@ class ClientView:
           steps: number of batches.
           first: number of samples of the sequence to skip, those of earlier calls.
         """
+        checks.count("batch_size", batch_size)
+        checks.count("steps", steps, least=0)
+        checks.prng_key("key", key)
         size = jnp.maximum(jnp.asarray(self.size, jnp.int32), 1)
 
         def get(step: Scalar, chunk: Scalar = 0) -> Batch:
@@ -106,6 +115,7 @@ class ClientView:
 
     def in_order(self, batch_size: int) -> Batches:
         """One pass in storage order, in steps of at most `batch_size` samples, for evaluation and statistics."""
+        checks.count("batch_size", batch_size)
         size = jnp.asarray(self.size, jnp.int32)
 
         def get(step: Scalar, chunk: Scalar = 0) -> Batch:
@@ -126,8 +136,17 @@ class ClientView:
 
     def full(self, steps: int = 1, chunk_size: int = CHUNK) -> Batches:
         """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
+        checks.count("steps", steps, least=0)
         batches = self.in_chunks(chunk_size).as_one_step(steps)
         return dataclasses.replace(batches, steps=self._performed(steps))
+
+
+def check_view(name: str, views: Collection[str]) -> None:
+    """Raises `ValueError` unless clients have a view of that name."""
+    if not isinstance(name, str) or name not in views:
+        raise ValueError(
+            f"the data have no view {checks.shown(name)}{checks.nearest(name, views)}; they have {', '.join(views)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +156,7 @@ class ClientData:
     views: dict[str, ClientView]
 
     def __getitem__(self, name: str) -> ClientView:
-        if name not in self.views:
-            raise ValueError(f"the data have no view {name!r}; they have {', '.join(self.views)}")
+        check_view(name, self.views)
         return self.views[name]
 
     def working(self, share: Scalar) -> "ClientData":

@@ -106,7 +106,7 @@ def knn_per(
     checks.count("capacity", capacity)
     checks.positive("scale", scale)
     checks.between("mixing", 0 if mixing is None else mixing, 0, 1)
-    checks.between("grid", grid, 0, 1)
+    checks.between("grid", grid, 0, 1, each=True)
     base = fedavg(task, lr=lr, optimizer=optimizer, epochs=epochs, batch_size=batch_size, weighting=weighting)
 
     def both(store: Datastore, z: jax.Array, itself: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, Roun
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import replicate, run_cohort
-from fedjax_meta.federation import Federation
+from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
@@ -77,10 +77,9 @@ class _Rounds:
 
     def init(self, key: Key, data: FederatedData) -> State:
         setting, method, devices = self.setting, self.setting.method, self.setting.federation.devices
+        check_data(method, setting.federation, data)
         model = replicate(method.init(tagged(key, "model")), devices)
         self._check_model(model)
-        if method.needs_classes and data.num_classes == 0:
-            raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
         own = masks.split(model, setting.personal)[0]
         fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
         upload, weight = self._upload_shape(model, data)

@@ -1,6 +1,5 @@
 """The report of a study as one HTML page that opens without a network, in light and in dark."""
 
-import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedjax_meta import costs
+from fedjax_meta import costs, escape
 from fedjax_meta.report import COLORS
 from fedjax_meta.study import results
 from fedjax_meta.study.run import KNOWN, NEW, VALIDATION, Outcome, Trial
@@ -260,7 +259,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], swatches: Seq
 
 
 def _text(words: Any) -> str:
-    return html.escape(str(words))
+    return escape.html(words)
 
 
 def _score(trial: Trial, group: str, name: str) -> float:

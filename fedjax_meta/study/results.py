@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, report
+from fedjax_meta import costs, escape, report
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
@@ -105,10 +105,10 @@ def words(line: Line) -> list[str]:
 
 def markdown(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome], command: str) -> str:
     """The report as Markdown."""
-    text = [f"# {study.title}", ""]
+    text = [f"# {escape.markdown(study.title)}", ""]
     for scenario, clients in built.items():
         table = [words(line) for line in lines(study, scenario, clients, outcomes)]
-        text += [f"## {scenario}: {clients.title}", "", report.markdown_table(HEADINGS, table), ""]
+        text += [f"## {scenario}: {escape.markdown(clients.title)}", "", report.markdown_table(HEADINGS, table), ""]
         text += [clients.note, ""] if clients.note else []
     text += [explanation(study), "", *study.notes, "", f"    {command}", ""]
     return "\n".join(text)

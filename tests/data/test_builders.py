@@ -102,14 +102,17 @@ BAD = {
     ),
     "a view past the end": (
         lambda: from_partition(X, Y, ALL, [10], views={"train": ([0], [11])}),
-        "view 'train' reaches beyond",
+        "view 'train' of client 0 reaches from 0 to 11, beyond",
     ),
     "a view of another number of clients": (
         lambda: from_partition(X, Y, ALL, [5, 5], views={"train": ([0], [5])}),
         r"view 'train' has begin \(1,\) and end \(1,\), but there are N=2 clients",
     ),
     "no views": (lambda: from_partition(X, Y, ALL, [10], views={}), "views is empty"),
-    "fractional sizes": (lambda: from_partition(X, Y, ALL, [5.5, 4.5]), "sizes must hold integers, not dtype float64"),
+    "fractional sizes": (
+        lambda: from_partition(X, Y, ALL, [5.5, 4.5]),
+        r"sizes must be one array of integers, not \[5.5, 4.5\]",
+    ),
     "fractional number of classes": (
         lambda: from_partition(X, Y, ALL, [10], num_classes=2.0),
         "num_classes=2.0 must be an integer of at least 0",

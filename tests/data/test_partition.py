@@ -238,7 +238,7 @@ BAD = {
     "assignment with holes": (lambda: part.shards(LABELS, [[0, 2]]), "assignment must be a permutation"),
     "group of an unknown class": (
         lambda: part.dominant_groups(LABELS, 2, groups=((4,),), size=5),
-        "groups=.* must be non-empty lists of classes in",
+        "groups=.* must be integers in",
     ),
     "uniform above one": (lambda: part.dominant_groups(LABELS, 2, groups=((0,),), size=5, uniform=1.1), "uniform=1.1"),
     "sizes beyond the data": (

@@ -1,6 +1,7 @@
 """The composer: what it builds, and its error messages."""
 
 import jax
+import numpy as np
 import pytest
 
 import fedjax_meta as fm
@@ -42,6 +43,14 @@ COMPOSITIONS = {
         "head",
     ),
     "trimmed mean": (problems.task(), {"algorithm": "fedper", "aggregator": "trimmed_mean:0.2"}, "head"),
+    "trimmed mean, stragglers": (
+        problems.task(),
+        {"algorithm": "fedper", "aggregator": "trimmed_mean:share=0.2", "participation": "stragglers:share=0.5,epochs=5"},
+        "head",
+    ),
+    "deadline": (
+        problems.task(), {"algorithm": "fedper", "participation": f"deadline:seconds={[2.0] * 7},limit=1,partial=True"}, "head",
+    ),
     "Reptile, weights, momentum, batch norms": (
         NORMED,
         {"algorithm": "reptile", "weighting": "samples", "server_optimizer": "momentum:0.1", "personal": "bn"},
@@ -83,7 +92,7 @@ def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_l
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"algorithm": "fedmetta"}, "--algorithm='fedmetta' is unknown; allowed are apfl"),
+        ({"algorithm": "fedmetta"}, r"--algorithm='fedmetta' is unknown \(did you mean 'fedmeta'\?\); allowed are apfl"),
         ({"algorithm": "fedmeta", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
         (
             {"algorithm": "fedmeta", "estimator": "exact", "estimator_options": {"step": 3}},
@@ -91,12 +100,38 @@ def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_l
         ),
         ({"algorithm": "fedmeta", "estimator_options": {"cg_steps": 3}}, "--estimator-set needs --estimator"),
         ({"algorithm": "fedmeta", "outer_optimizer": "newton"}, "--outer-optimizer='newton' is unknown"),
-        ({"algorithm": "fedmeta", "server_optimizer": "adam:fast"}, "--server-optimizer 'fast' must be numbers"),
+        (
+            {"algorithm": "fedmeta", "server_optimizer": "adam:fast"},
+            "--server-optimizer 'adam:fast' must read adam:RATE with a number",
+        ),
         ({"algorithm": "fedavg", "epoch": 2}, r"fedavg\(\) takes no 'epoch' \(did you mean 'epochs'\?\)"),
         ({"algorithm": "fedavg", "cohort_size": 3}, r"fedavg\(\) takes no 'cohort_size', which belongs to Federation"),
         ({"algorithm": "fedavg", "federation": {"lr": 3}}, r"Federation\(\) takes no 'lr', which belongs to --set"),
         ({"algorithm": "fedavg", "federation": {"uploads": 3}}, "--federation cannot set uploads: use --sparsify"),
-        ({"algorithm": "fedavg", "aggregator": "mean"}, "--aggregator='mean' is unknown; allowed are median"),
+        (
+            {"algorithm": "fedavg", "server_optimizer": "adam:-1"},
+            "--server-optimizer adam: rate=-1.0 must be finite and above 0",
+        ),
+        ({"algorithm": "fedavg", "aggregator": "middle"}, "--aggregator='middle' is unknown; allowed are mean, median"),
+        (
+            {"algorithm": "fedavg", "aggregator": "trimmed_mean:shear=0.2"},
+            r"takes no 'shear' \(did you mean 'share'\?\); it takes",
+        ),
+        ({"algorithm": "fedavg", "aggregator": "trimmed_mean:0.7"}, r"--aggregator trimmed_mean: share=0\.7 must lie in"),
+        ({"algorithm": "fedavg", "aggregator": "median:0.2"}, "--aggregator median takes no options, not '0.2'"),
+        ({"algorithm": "fedavg", "participation": "stragglers:share=0.5"}, "--participation stragglers needs epochs"),
+        (
+            {"algorithm": "fedavg", "participation": "unreliable:late=2"},
+            "--participation unreliable: late=2 must lie between 0 and 1",
+        ),
+        (
+            {"algorithm": "fedavg", "participation": "unreliable:"},
+            r"must read unreliable:key=value,key=value; it takes late, crashed",
+        ),
+        (
+            {"algorithm": "fedavg", "participation": "unreliable:late=0.1", "unreliable": {"late": 0.1}},
+            "--participation replaces --late and --crashed",
+        ),
         ({"algorithm": "fedavg", "uploads": {"noise": 1.0}}, "noise needs a clip before it"),
         ({"algorithm": "fedmeta_metasgd", "estimator": "implicit"}, "implicit_gradient has no gradient for learned rates"),
     ],
@@ -125,3 +160,21 @@ def test_a_cohort_that_is_too_large_leaves_no_folder(tmp_path):
     result = RUNNER.invoke(compose.app, words, env={"COLUMNS": "200"})
     assert (result.exit_code, "cohort_size=51 is more than the N=50" in result.output) == (1, True)
     assert not (tmp_path / "run").exists()
+
+
+def test_text_of_the_user_is_shown_as_it_is_in_console_page_and_figure(tmp_path, capsys, monkeypatch):
+    """Brackets are no styles, bars no cells, stars no emphasis and dollars no formulas."""
+    monkeypatch.setattr(compose.runner, "console", compose.runner.Console(width=300))
+    folder = tmp_path / "lr[red]"
+    scores = dict.fromkeys(("accuracy", "accuracy_mean", "accuracy_std", "f1_mean"), 50.0)
+    series = compose.report.Series("fedavg*", "local", 1, np.array([1, 2]), np.array([40.0, 50.0]), np.full(3, 50.0), scores)
+    changes = "personal=path:[a-z]+|b*"
+    compose.write_report(folder, "own[bold] $x$ | y: round 2", changes, [series])
+    shown = capsys.readouterr().out
+    for text in ("own[bold] $x$ | y: round 2", f"* {changes}", str(folder)):
+        assert text in shown
+    page = (folder / "report.md").read_text()
+    assert r"# own\[bold\] \$x\$ \| y: round 2" in page
+    assert r"\* personal=path:\[a-z\]+\|b\*" in page
+    assert "| fedavg\\* | local | 50.00 |" in page
+    assert (folder / "figure.png").stat().st_size > 10_000

@@ -92,7 +92,7 @@ BAD = {
         ["--partition", "natural", "--clients", "3"],
         "takes no --clients; it takes --by, --min-samples",
     ),
-    "unknown partition": (["--partition", "random"], "partition 'random' is unknown; allowed are fedmeta_per"),
+    "unknown partition": (["--partition", "random"], "--partition='random' is unknown; allowed are fedmeta_per"),
     "option of another one": (
         ["--partition", "mtfl", "--concentration", "1"],
         "takes no --concentration; it takes --noisy",

@@ -1,0 +1,50 @@
+"""Text of a user (paths, names, masks) inside a console's markup, a Markdown or HTML page, or the label of a figure.
+
+`runs/lr[0.1]`, `path:a|b*` and `a$b` would otherwise be read as a style, the end of a cell, emphasis and a formula.
+"""
+
+import html as _html
+import re
+
+
+def console(text: object) -> str:
+    """Text that rich shows as it is, where markup is on.
+
+    Example:
+      >>> print(console("runs/lr[red]"))
+      runs/lr\\[red]
+    """
+    from rich.markup import escape
+
+    return escape(str(text))
+
+
+def markdown(text: object) -> str:
+    """Text that a Markdown page, or a cell of its tables, shows as it is, on one line.
+
+    Example:
+      >>> print(markdown("path:a|b*, <none>"))
+      path:a\\|b\\*, &lt;none&gt;
+    """
+    escaped = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", " ".join(str(text).split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def html(text: object) -> str:
+    """Text that an HTML page shows as it is, in an attribute too.
+
+    Example:
+      >>> html('<b> & "c"')
+      '&lt;b&gt; &amp; &quot;c&quot;'
+    """
+    return _html.escape(str(text))
+
+
+def label(text: object) -> str:
+    """Text that matplotlib draws as it is, instead of as a formula between dollar signs.
+
+    Example:
+      >>> print(label("a$b$"))
+      a\\$b\\$
+    """
+    return str(text).replace("$", r"\$")

@@ -1,0 +1,122 @@
+"""Bad inputs of command lines: one line, an exit status, and no traceback."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
+from tests.battery import commands  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+PEER = {"benchmark": "peers", "case": "W1", "peer": "torch", "seconds": 1.0, "gflops": 1.0, "ceiling_gflops": 2.0}
+ROW_FILES = {
+    "rows_no_json": json.dumps(PEER) + "\nthis is no row\n",
+    "rows_list": "[1, 2]\n",
+    "rows_binary": "\0\1\2\n",
+    "rows_deep": "[" * 100_000 + "\n",
+    "rows_zero": json.dumps({**PEER, "seconds": 0}),
+    "rows_nan": '{"benchmark": "peers", "seconds": NaN}',
+    "rows_text": json.dumps({**PEER, "seconds": "fast"}),
+    "rows_keys": json.dumps({"benchmark": "systems", "seconds": 1.0, "platform": "cpu"}),
+    "rows_values": json.dumps({**PEER, "case": ["W1"], "platform": "cpu"}),
+    "rows_benchmark": json.dumps({"benchmark": 3, "seconds": 1.0}),
+    "rows_empty": "\n",
+    "rows_keys_peers": json.dumps({"benchmark": "peers", "case": "W1", "seconds": 1.0}),
+    "rows_flops": json.dumps({**PEER, "gflops": -1}),
+    "rows_case": json.dumps({**PEER, "case": "W99"}),
+    "rows_good": json.dumps(PEER),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Files and folders that the rows name."""
+    folder = tmp_path_factory.mktemp("battery")
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 255, (1000, 8, 8, 1), dtype=np.uint8), np.arange(1000) % 10
+    np.savez(folder / "own.npz", x=images, y=labels)
+    np.savez(folder / "labels.npz", x=images, y=labels - 1)
+    (folder / "taken.npz").write_text("a file")
+    (folder / "full").mkdir()
+    (folder / "full" / "config.json").write_text("{}")
+    (folder / "blocked").mkdir()
+    (folder / "blocked").chmod(0o500)
+    (folder / "tmp").mkdir()
+    for name, text in ROW_FILES.items():
+        (folder / name).write_text(text)
+    yield {
+        "own": folder / "own.npz",
+        "labels": folder / "labels.npz",
+        "taken": folder / "taken.npz",
+        "tmp": folder / "tmp",
+        # Root may write into any folder but those of the kernel.
+        "blocked": folder / "blocked" if os.geteuid() else Path("/proc/blocked"),
+        **{name: folder / name for name in ("full", *ROW_FILES)},
+    }
+    (folder / "blocked").chmod(0o700)
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
+        yield
+
+
+def _app(program):
+    if not program.startswith("/"):
+        return importlib.import_module(f"experiments.{program}").app
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    module = importlib.import_module(program[1:])
+    measure = importlib.import_module("_measure")
+    return measure.as_program(module.bench if program == "/second_order" else module.main)
+
+
+def _flat(text):
+    """Output without the frame of a usage error, and without line breaks."""
+    return " ".join(re.sub("[│╭╰─╮╯]", " ", text).split())
+
+
+@pytest.mark.parametrize("name", commands.ROWS)
+def test_one_line_says_what_is_wrong(name, places, monkeypatch):
+    program, arguments, words = commands.ROWS[name]
+    monkeypatch.chdir(places["tmp"])
+    before = sorted(places["tmp"].rglob("*"))
+    arguments = [argument.format(**places) for argument in arguments]
+    with contextlib.ExitStack() as stack:
+        # `use_all_cores` changes JAX's settings, which other tests have set.
+        stack.callback(jax.config.update, "jax_enable_compilation_cache", jax.config.jax_enable_compilation_cache)
+        result = typer_testing.CliRunner().invoke(_app(program), arguments, env={"COLUMNS": "1000", "TERM": "dumb"})
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code in (1, 2)
+    assert "Traceback" not in result.output
+    if result.exit_code == 1:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        assert len(lines) == 1 and lines[0].startswith("error: ")
+    for word in words:
+        assert word.format(**places) in _flat(result.output)
+    # A run that is refused leaves no folder.
+    assert sorted(places["tmp"].rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", commands.AS_PROCESSES)
+def test_the_same_as_a_process(name, places):
+    program, arguments, words = commands.ROWS[name]
+    script = [str(BENCHMARKS / f"{program[1:]}.py")] if program.startswith("/") else ["-m", f"experiments.{program}"]
+    command = [sys.executable, *script, *(argument.format(**places) for argument in arguments)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    for word in words:
+        assert word.format(**places) in done.stderr
