@@ -37,7 +37,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduct
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.simplex import mixtures
-from fedjax_meta.task import Batch, Task, weighted_mean
+from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
@@ -107,7 +107,7 @@ def aligned_loss(task: Task, before: features.ClassSums, centroids: Centroids, w
     def penalty(z: jax.Array, batch: Batch) -> jax.Array:
         return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
 
-    return features.penalised(task, penalty)
+    return features.penalised(task, penalty, "fedpac")
 
 
 def noisy(key: Key, sums: features.ClassSums, deviation: float) -> features.ClassSums:
@@ -170,9 +170,11 @@ def fedpac(
       noise: standard deviation of Gaussian noise on each feature mean that a client sends.
 
     Raises:
-      ValueError: a task without features, an option out of range.
+      ValueError: a task without features, one with an opaque loss unless `align=False`, an option out of range.
     """
     features.require_features(task, "fedpac")
+    if align:
+        require_parts(task, "fedpac")
     checks.not_negative("alignment", alignment)
     checks.not_negative("noise", noise)
     checks.count("head_epochs", head_epochs)
