@@ -15,8 +15,9 @@ Xu, Tong, Huang: "Personalized federated learning with feature alignment and cla
 | alpha_i | a row of `simplex.mixtures` | `[C]` |
 | E, eta_f, eta_g | `epochs`, `lr`, `head_lr` | |
 
-Differs from the paper: the quadratic programmes are solved to a tolerance by pairwise steps rather than by a general convex
-solver, so that the eigenvalue repair of the authors' code is not needed; weights below 0.001 are dropped as in their code. A
+Differs from the paper: the quadratic programmes are solved by an active-set method rather than by a general convex solver, so
+that the eigenvalue repair of the authors' code is not needed; weights below 0.001 are dropped as in their code, unless the client
+would do better with its own head alone. A
 class that no client of a cohort holds keeps its last centroid. The norms of the alignment term are divided by d, as in their
 code.
 """
@@ -36,7 +37,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.simplex import mixtures
+from fedjax_meta.simplex import bounds, mixtures
 from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
@@ -73,20 +74,32 @@ def statistics(sums: features.ClassSums) -> Statistics:
     return Statistics(variance, profile.reshape(-1))
 
 
-def mixing_matrix(stats: Statistics, returned: jax.Array, *, least: float = 1e-3) -> jax.Array:
+class Mixing(NamedTuple):
     """How much of each head each client gets.
+
+    Attributes:
+      matrix: `[C, C]`, rows sum to 1.
+      gap: `[C]`, how far a client's bound may lie above its minimum, relative to itself, before small weights are dropped.
+    """
+
+    matrix: jax.Array
+    gap: jax.Array
+
+
+def mixing(stats: Statistics, returned: jax.Array, *, least: float = 1e-3) -> Mixing:
+    """How much of each head each client gets. No client is worse off than with its own head, by the bound that is minimised.
 
     Args:
       stats: of each client, leaves `[C, ...]`.
       returned: bool `[C]`; a client that did not return keeps its own head.
       least: weights below this are dropped.
-
-    Returns:
-      `[C, C]`, rows sum to 1.
     """
-    weights = mixtures(stats.profile @ stats.profile.T, stats.variance, returned)
-    weights = jnp.where(weights < least, 0, weights)
-    return weights / jnp.sum(weights, 1, keepdims=True)
+    weights, gap = mixtures(stats.profile, stats.variance, returned)
+    dropped = jnp.where(weights < least, 0, weights)
+    total = jnp.sum(dropped, 1)
+    dropped = dropped / jnp.where(total > 0, total, 1)[:, None]
+    worse = (total == 0) | ~(bounds(dropped, stats.profile, stats.variance) <= jnp.maximum(stats.variance, 0))
+    return Mixing(jnp.where(worse[:, None], weights, dropped), gap)
 
 
 def aligned(sums: features.ClassSums, centroids: Centroids) -> jax.Array:
@@ -133,7 +146,7 @@ def _update_centroids(state: State, mean: PyTree, weight: PyTree, num_clients: i
 
 def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
     del key, state, data
-    return combine(mixing_matrix(cohort.stacked, cohort.returned), cohort.personal), cohort.memory
+    return combine(mixing(cohort.stacked, cohort.returned).matrix, cohort.personal), cohort.memory
 
 
 @method_builder

@@ -6,7 +6,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
-from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
+from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
 from tests.methods.common import FULL, KEY, batch, build, of, personalized, run, start
@@ -56,29 +56,42 @@ def test_the_programme_from_the_gram_matrix_is_equation_11():
     rng = np.random.default_rng(1)
     v, h = rng.uniform(0.1, 1, 4), rng.normal(size=(4, 6))
     stats = Statistics(jnp.asarray(v), jnp.asarray(h))
-    matrix = np.asarray(mixing_matrix(stats, jnp.ones(4, bool), least=0))
+    matrix = np.asarray(mixing(stats, jnp.ones(4, bool), least=0).matrix)
     for i in range(4):
         apart = h[i] - h
         quadratic = np.diag(v) + apart @ apart.T
         slope = 2 * quadratic @ matrix[i]
         # Kuhn-Tucker: all weights that are not 0 have the same slope, the smallest one.
-        assert np.all(slope[matrix[i] > 0] < slope.min() + 1e-9)
+        assert np.all(slope[matrix[i] > 0] < slope.min() + 1e-5)
 
 
 def test_small_weights_are_dropped_and_rows_sum_to_one():
     h = jnp.array([[0.0], [0.0], [30.0]])
     stats = Statistics(jnp.array([1.0, 1.0, 1.0]), h)
-    assert 0 < mixtures(h @ h.T, stats.variance)[0, 2] < 2e-3
-    matrix = mixing_matrix(stats, jnp.ones(3, bool), least=2e-3)
+    assert 0 < mixtures(h, stats.variance).weights[0, 2] < 2e-3
+    matrix = mixing(stats, jnp.ones(3, bool), least=2e-3).matrix
     assert matrix[0, 2] == 0
     np.testing.assert_allclose(jnp.sum(matrix, 1), 1, atol=1e-15)
+
+
+def test_small_weights_stay_where_their_loss_would_cost_more_than_the_own_head():
+    """40 clients of unequal variance and one mean: weights are proportional to 1 / v, and 39 of 40 fall below `least`."""
+    v = np.full(40, 100.0)
+    v[1] = 1.0
+    stats = Statistics(jnp.asarray(v), jnp.zeros((40, 2)))
+    matrix = np.asarray(mixing(stats, jnp.ones(40, bool), least=0.01).matrix)
+    np.testing.assert_allclose(matrix[0, 1], 1, atol=1e-6)
+    # With `least` above every weight nothing would be left of any row.
+    matrix = np.asarray(mixing(stats, jnp.ones(40, bool), least=2.0).matrix)
+    np.testing.assert_allclose(matrix, np.tile(1 / v / np.sum(1 / v), (40, 1)), atol=1e-3)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-12)
 
 
 def test_heads_are_combined_by_statistics_from_before_training():
     together, alone = run(fedpac(), 1), run(fedpac(collaborate=False), 1)
     first = start(fedpac()).model
     v, h = zip(*(reference_statistics(first, i) for i in range(7)), strict=True)
-    matrix = np.asarray(mixing_matrix(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)))
+    matrix = np.asarray(mixing(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)).matrix)
     assert np.count_nonzero(matrix) > 7
     expected = jax.tree.map(lambda leaf: np.tensordot(matrix, leaf, 1), alone.personal)
     assert problems.distance(together.personal, expected) < 1e-9
