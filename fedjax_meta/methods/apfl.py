@@ -112,7 +112,7 @@ def apfl(
       share_lr: learning rate of alpha, 0 keeps it; `lr` when not given.
       mix: "weights" (paper) or "outputs" (authors' code).
       optimizer: as in `fedavg`, for w and v each.
-      weighting: as in `fedavg`; "uniform" is the paper's.
+      weighting: as in `fedavg`; "uniform" is the paper's, w being a plain mean over the clients of a round.
 
     Raises:
       ValueError: an option out of range, mixed outputs of a model with buffers or of a task with an opaque loss.

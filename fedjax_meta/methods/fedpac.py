@@ -131,6 +131,11 @@ def noisy(key: Key, sums: features.ClassSums, deviation: float) -> features.Clas
     return sums._replace(total=sums.total + sums.number[:, None] * noise)
 
 
+def sent_statistics(key: Key, sums: features.ClassSums, deviation: float) -> Statistics:
+    """The statistics of noisy means, with the variance of the clean ones."""
+    return statistics(noisy(key, sums, deviation))._replace(variance=statistics(sums).variance)
+
+
 def _no_centroids(task: Task, model: Variables, data: FederatedData) -> Centroids:
     classes, width = features.shape_in(task, model, data)
     return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
@@ -169,7 +174,8 @@ def fedpac(
     """FedPAC.
 
     The paper has no rule for new clients: a client that never took part starts with the server's initial head, which was never
-    trained, and trains it on its support set.
+    trained, and trains it on its support set. A round takes `head_epochs + epochs` passes, 1 + 5 in the paper; for as many
+    gradients as `fedavg(epochs=E)`, let them sum to E.
 
     Args:
       task: a classifier with `features` and `head`.
@@ -180,7 +186,8 @@ def fedpac(
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
       batch_size, optimizer, weighting: as in `fedavg`; the optimiser starts afresh for head and extractor.
       head: mask of the leaves that the head consists of.
-      noise: standard deviation of Gaussian noise on each feature mean that a client sends.
+      noise: standard deviation of Gaussian noise on each feature mean that a client sends. The variance v, a scalar, is that of
+        the clean features: from noisy means it would be too small, or negative.
 
     Raises:
       ValueError: a task without features, one with an opaque loss unless `align=False`, an option out of range.
@@ -212,7 +219,7 @@ def fedpac(
             statistics=(after.total, after.number) if after else (),
             # Sums of features are added up: a client has as much influence on a centroid as it has samples.
             statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
-            stacked=statistics(noisy(tagged(key, "noise before"), before, noise)) if collaborate else (),
+            stacked=sent_statistics(tagged(key, "noise before"), before, noise) if collaborate else (),
         )
 
     return Method(

@@ -6,7 +6,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
-from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, statistics
+from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, sent_statistics, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
 from tests.methods.common import FULL, KEY, batch, build, of, personalized, run, start
@@ -148,6 +148,17 @@ def test_noise_moves_centroids_and_not_the_extractor():
     plain, noisy = run(fedpac(collaborate=False), 1), run(fedpac(collaborate=False, noise=0.5), 1)
     assert problems.distance(plain.model, noisy.model) == 0
     assert problems.distance(plain.extra.mean, noisy.extra.mean) > 1e-3
+
+
+def test_noise_covers_the_means_and_leaves_the_variance():
+    """v from noisy means would be negative here: the noise adds 12 * 0.1 * 4 to their squared norms, on average."""
+    sums = features.class_sums(problems.task(), start(fedpac()).model, problems.data().client(3)["train"])
+    clean, sent = statistics(sums), sent_statistics(KEY, sums, 2.0)
+    assert sent.variance == clean.variance > 0
+    assert float(jnp.max(jnp.abs(sent.profile - clean.profile))) > 0.1
+    noisy_sums = sums._replace(total=sent.profile.reshape(3, 4) * jnp.sum(sums.number))
+    assert float(statistics(noisy_sums).variance) < 0
+    assert problems.leaves_equal(sent_statistics(KEY, sums, 0.0), clean)
 
 
 def test_a_new_client_trains_the_servers_head_and_a_known_one_keeps_its_own():
