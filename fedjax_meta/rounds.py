@@ -233,13 +233,15 @@ class _Rounds:
             moving, held = masks.split(average, self.shared)
             average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
         moved = self._step_server(state, average, statistics, weight, data.total_clients, some)
-        kept = self._collaborate(key, moved, kept, outputs, ids, data)
+        kept, diagnostics = self._collaborate(key, moved, kept, outputs, ids, data)
         after = kept._replace(seen=before.seen | outputs.took_part)
         new = {
             name: jax.tree.map(lambda leaf, row: leaf.at[rows].set(row), getattr(state, name), getattr(after, name))
             for name in Kept._fields[1:]
         }
-        return moved._replace(round=state.round + 1, **new), RoundInfo(ids, outputs.metrics, outputs.returned, places)
+        return moved._replace(round=state.round + 1, **new), RoundInfo(
+            ids, outputs.metrics | diagnostics, outputs.returned, places
+        )
 
     def personalize(
         self, key: Key, state: State, support: ClientView, client: Any, num_clients: int | None = None
@@ -446,16 +448,19 @@ class _Rounds:
         _must_fit(f"what update_extra of {self.method.name} returns", extra, state.extra)
         return state._replace(extra=_where(some, extra, state.extra))
 
-    def _collaborate(self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData) -> Kept:
-        """What clients keep after they got something of each other; unchanged for those that did not return."""
+    def _collaborate(
+        self, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData
+    ) -> tuple[Kept, dict[str, jax.Array]]:
+        """(what clients keep after they got something of each other, unchanged for those that did not return; diagnostics)."""
         if self.method.collaborate is None:
-            return kept
+            return kept, {}
         cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, self.federation.lanes)
         visible = state if self.method.whole_population else _without_rows(state)
-        given = self.method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
+        *given, diagnostics = (*self.method.collaborate.mix(tagged(key, "shared"), visible, cohort, data), {})[:3]
+        given = tuple(given)
         _must_fit("what collaborate returns", given, (kept.personal, kept.memory))
         personal, memory = _where(outputs.returned, given, (kept.personal, kept.memory))
-        return kept._replace(personal=personal, memory=memory)
+        return kept._replace(personal=personal, memory=memory), diagnostics
 
 
 class _Context(NamedTuple):

@@ -114,6 +114,8 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
     The paper has no rule for new clients: a client that never took part trains on its support set from the mean of the last
     cohort's models (from the initial model before there are any), and is pulled towards that mean.
 
+    A round reports `own_share`, the share of a client's own model in its mixture; 0 where the cap acts.
+
     Args:
       task, lr, epochs, batch_size, new_client_epochs, optimizer: as in `fedavg`.
       step: alpha_k; when not given, sigma / C in the mixtures of a cohort of C, and 1 in the proximal term. A round warns if a
@@ -145,8 +147,8 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
         model, loss = train(key, received.model, received.memory, data["train"], epochs)
         return Trained(model, {"loss": loss}, memory=received.memory, statistics=model)
 
-    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
-        """Gives each client its mixture of the cohort's models, as its memory."""
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        """Gives each client its mixture of the cohort's models, as its memory, and reports its own share of it."""
         del key, state, data
         parameters = jax.tree.leaves(masks.split(cohort.personal, trainable)[0])
         flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in parameters], 1)
@@ -158,7 +160,7 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
             # A common shift changes no distance, but it costs digits.
             flat = flat - jnp.mean(flat, 0, keepdims=True)
             weights = attention(flat @ flat.T, cohort.returned, step=step, width=width, relative=relative)
-        return cohort.personal, combine(weights, cohort.personal)
+        return cohort.personal, combine(weights, cohort.personal), {"own_share": jnp.diagonal(weights)}
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         seen, mean = received.seen, received.extra

@@ -34,7 +34,7 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
-from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.simplex import bounds, mixtures
@@ -149,9 +149,12 @@ def _update_centroids(state: State, mean: PyTree, weight: PyTree, num_clients: i
     return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
 
 
-def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     del key, state, data
-    return combine(mixing(cohort.stacked, cohort.returned).matrix, cohort.personal), cohort.memory
+    matrix, gap = mixing(cohort.stacked, cohort.returned)
+    memory = jax.tree.map(lambda row: jnp.zeros_like(row).at[:, cohort.ids].set(matrix.astype(row.dtype)), cohort.memory)
+    metrics = {"own_head_share": jnp.diagonal(matrix), "mixing_gap": gap}
+    return combine(matrix, cohort.personal), memory, metrics
 
 
 @method_builder
@@ -169,6 +172,7 @@ def fedpac(
     head: masks.MaskSpec = "head",
     optimizer: Callable[[Any], optax.GradientTransformation] = paper_sgd,
     noise: float = 0.0,
+    keep_mixing: bool = False,
     weighting: str = "samples",
 ) -> Method:
     """FedPAC.
@@ -188,6 +192,11 @@ def fedpac(
       head: mask of the leaves that the head consists of.
       noise: standard deviation of Gaussian noise on each feature mean that a client sends. The variance v, a scalar, is that of
         the clean features: from noisy means it would be too small, or negative.
+      keep_mixing: whether each client's memory is its row alpha_i of the last round in which it took part, `[N]`, so that
+        `state.memory` is the matrix of all clients, e.g. for a heat map.
+
+    A round reports `own_head_share`, alpha_ii, and `mixing_gap`, by how much a client's quadratic programme may lie
+    above its minimum.
 
     Raises:
       ValueError: a task without features, one with an opaque loss unless `align=False`, an option out of range.
@@ -216,11 +225,15 @@ def fedpac(
         return Trained(
             model,
             {"loss": value, "head_loss": head_loss},
+            memory=received.memory,
             statistics=(after.total, after.number) if after else (),
             # Sums of features are added up: a client has as much influence on a centroid as it has samples.
             statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
             stacked=sent_statistics(tagged(key, "noise before"), before, noise) if collaborate else (),
         )
+
+    def init_memory(key: Key, model: Variables, num_clients: int) -> PyTree:
+        return jnp.zeros(num_clients) if keep_mixing and collaborate else no_memory(key, model, num_clients)
 
     return Method(
         init=task.init,
@@ -229,6 +242,7 @@ def fedpac(
         predict=task.predict,
         roles=masks.roles(own, trainable),
         weighting=weighting,
+        init_memory=init_memory,
         init_extra=partial(_no_centroids, task) if align else no_extra,
         update_extra=_update_centroids if align else None,
         collaborate=Collaboration(_mix_heads, reads="personal", gives="personal") if collaborate else None,

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedjax_meta as fm
 from fedjax_meta.methods.fedamp import attention, cosine_attention, warn_if_capped
 from tests import problems
 from tests.methods.common import FULL, KEY, build, gradient, of, personalized, run, start, step
@@ -107,6 +108,16 @@ def test_a_round_written_out():
     matrix = attention(jnp.asarray(flat @ flat.T), jnp.ones(7, bool), step=0.5, width=2.0, relative=True)
     clouds = np.concatenate([np.reshape(leaf, (7, -1)) for leaf in jax.tree.leaves(after.memory)], 1)
     np.testing.assert_allclose(clouds, matrix @ flat, atol=1e-9)
+
+
+def test_a_round_reports_the_own_shares():
+    state = start(fedamp(cohort_size=5))
+    shares = []
+    for alpha in (None, 1e4):
+        method = fm.fedamp(problems.task(), relative=False, step=alpha)
+        info = jax.jit(fm.federate(method, fm.Federation(cohort_size=5, devices=1)).round)(KEY, state, problems.data())[1]
+        shares.append(info.metrics["own_share"])
+    assert np.all(shares[0] >= 0.2) and np.all(np.abs(shares[1]) < 1e-12)
 
 
 def test_a_new_client_starts_at_the_mean_of_the_cohorts_models():

@@ -98,6 +98,24 @@ def test_heads_are_combined_by_statistics_from_before_training():
     assert problems.distance(together.model, alone.model) < 1e-12
 
 
+def test_a_round_reports_its_mixture_and_can_keep_it():
+    """`memory` is the matrix of all clients by their ids; clients that take no part keep their row."""
+    algorithm = fedpac(keep_mixing=True, cohort_size=4)
+    first, data = start(algorithm), problems.data()
+    state, info = jax.jit(algorithm.round)(KEY, first, data)
+    ids = np.asarray(info.ids)
+    v, h = zip(*(reference_statistics(first.model, i) for i in ids), strict=True)
+    matrix = np.asarray(mixing(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(4, bool)).matrix)
+    expected = np.zeros((7, 7))
+    expected[np.ix_(ids, ids)] = matrix
+    np.testing.assert_allclose(state.memory, expected, atol=1e-5)
+    np.testing.assert_allclose(info.metrics["own_head_share"], np.diagonal(matrix), atol=1e-5)
+    assert np.all(np.asarray(info.metrics["mixing_gap"]) <= 1.01e-6)
+    plain = run(fedpac(cohort_size=4), 2)
+    assert problems.distance(plain.personal, run(algorithm, 2).personal) < 1e-9
+    assert not jax.tree.leaves(plain.memory)
+
+
 def test_centroids_are_the_class_means_over_all_samples():
     # The extractor does not move here, so means weighted by class counts are the means of the pooled samples.
     state = run(fedpac(lr=1e-30), 1)
