@@ -456,8 +456,8 @@ class _Rounds:
             return kept, {}
         cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, self.federation.lanes)
         visible = state if self.method.whole_population else _without_rows(state)
-        *given, diagnostics = (*self.method.collaborate.mix(tagged(key, "shared"), visible, cohort, data), {})[:3]
-        given = tuple(given)
+        result = self.method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
+        given, diagnostics = result[:2], result[2] if len(result) > 2 else {}
         _must_fit("what collaborate returns", given, (kept.personal, kept.memory))
         personal, memory = _where(outputs.returned, given, (kept.personal, kept.memory))
         return kept._replace(personal=personal, memory=memory), diagnostics
