@@ -178,7 +178,8 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
     for scenario, clients in built.items():
         new = 0 if clients.new is None else clients.new.num_clients
         console.print(
-            f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; {clients.train.num_clients} known, {new} new"
+            f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; "
+            f"{clients.train.num_clients} known, {new} new"
         )
         rows = []
         for name in study.systems:

@@ -114,13 +114,14 @@ class Collaboration(NamedTuple):
 
     Attributes:
       mix: `(key, state, cohort, data) -> (personal, memory)`, both `[C, ...]`. `state` holds the new model and extra state; its
-        rows of all clients are there only for a method with `whole_population`.
+        rows of all clients are there only for a method with `whole_population`. A third result, if there is one, is a dict of
+        diagnostics `[C]`, which join the clients' metrics.
       reads: "personal" or "memory" or both, joined by +, or "": what clients upload for it (beside `stacked`). With "" the mix
         may use a client's own rows for that client alone.
       gives: the same, what clients download afterwards.
     """
 
-    mix: Callable[[Key, Any, Cohort, FederatedData], tuple[PyTree, PyTree]]
+    mix: Callable[[Key, Any, Cohort, FederatedData], tuple[PyTree, PyTree] | tuple[PyTree, PyTree, dict[str, jax.Array]]]
     reads: str
     gives: str
 

@@ -3,6 +3,7 @@
 K is the number of classes, d the number of features.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, masks
 from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
-from fedjax_meta.task import Batch, Task, classification, cross_entropy
+from fedjax_meta.task import Batch, Task, classification, require_parts
 from fedjax_meta.types import Key, Params, PyTree, Scalar, Variables
 
 Extractor = Callable[[Variables, PyTree], jax.Array]
@@ -50,35 +51,34 @@ def _has_buffers(task: Task) -> bool:
 
 
 def penalised(
-    task: Task, penalty: Callable[[jax.Array, Batch], jax.Array]
+    task: Task, penalty: Callable[[jax.Array, Batch], jax.Array], method: str
 ) -> Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]:
-    """The loss of a classifier plus a penalty on its features.
+    """The loss of a classifier plus a penalty on its features, both of the batch as `task.loss` sees it (augmented).
 
-    Warning: for a task without buffers, the loss is softmax cross-entropy on the head's logits and `task.loss` is NOT called.
-    The penalty and the logits then share one forward pass. A task with another loss, or with dropout in its loss, would be
-    trained on plain cross-entropy without any notice.
-
-    For a task with buffers, the loss is `task.loss`, and the penalty uses the features of evaluation mode.
+    The features are those of evaluation mode. If the loss has neither dropout nor batch statistics, it shares its forward pass
+    with the penalty.
 
     Args:
       task: a classifier with features and head.
       penalty: `(features [B, d], batch) -> scalar`.
+      method: the name of the method that asks, for error messages.
 
     Returns:
       a loss `(variables, batch, key) -> (loss, variables)` as in `Task.loss`.
 
     Raises:
-      ValueError: the task has no features and head.
+      ValueError: the task has no features and head, or an opaque loss.
     """
-    has_buffers = _has_buffers(task)
-    extract, head = require_features(task, "this loss")
+    extract, head = require_features(task, method)
+    parts = require_parts(task, method)
 
     def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        batch, key = parts.prepare(batch, key)
         features = extract(variables, batch.x)
-        if has_buffers:
-            value, updated = task.loss(variables, batch, key)
+        if parts.as_predicted:
+            value, updated = parts.criterion(head(variables, features), batch), variables
         else:
-            value, updated = cross_entropy(head(variables, features), batch), variables
+            value, updated = parts.prepared(variables, batch, key)
         return value + penalty(features, batch), updated
 
     return loss
@@ -107,12 +107,13 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
       projection: number of features of the returned task, the inputs of its head.
 
     Returns:
-      a task with softmax cross-entropy as its loss.
+      a task with the criterion of `task`, on batches that are prepared (augmented) in the same way.
 
     Raises:
-      ValueError: the task has no features, or has buffers, or a size is below 1.
+      ValueError: the task has no features, or has buffers, dropout or an opaque loss, or a size is below 1.
     """
     extract, _ = require_features(task, "with_projection", buffers=False)
+    parts = require_parts(task, "with_projection", as_predicted=True)
     for name, value in (("width", width), ("classes", classes), ("projection", projection)):
         checks.count(name, value)
     own_head = masks.resolve("head", task)
@@ -136,8 +137,11 @@ def with_projection(task: Task, width: int, classes: int, *, projection: int = 2
         return dense(variables["head"], z)
 
     layers = (*task.layers[:-1], *sizes)
-    base = classification(init, lambda variables, x: top(variables, project(variables, x)), layers=layers)
-    return base._replace(features=project, head=top)
+    base = classification(
+        init, lambda variables, x: top(variables, project(variables, x)), layers=layers, loss=parts.criterion
+    )
+    loss = dataclasses.replace(require_parts(base, "with_projection"), prepare=parts.prepare)
+    return base._replace(loss=loss, features=project, head=top)
 
 
 def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[int, int]:

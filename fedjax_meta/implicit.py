@@ -258,16 +258,22 @@ def conjugate_gradient(
       from_right_side: start at `right` in place of 0.
 
     Returns:
-      a `Solution`. At a direction p with p.operator(p) <= 0 (or NaN) the solver stops and returns its current iterate. If that
-      is the first direction, it returns `right`.
+      a `Solution`, of the dtypes of `right`; the solver itself runs in single precision at least. At a direction p with
+      p.operator(p) <= 0 the solver stops and returns its current iterate. If that is the first direction, it returns `right`. If
+      the right side or a product is not finite, `x` and the residual are NaN.
 
     Example:
       >>> solution = conjugate_gradient(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([1.0, 2.0]), steps=2)
       >>> solution.x.round(6).tolist(), int(solution.steps)
       ([1.0, 0.5], 2)
     """
+    form, right = right, _wide(right)
+
+    def product(vector: Updates) -> Updates:
+        return _wide(operator(jax.tree.map(lambda v, like: v.astype(like.dtype), vector, form)))
+
     x = right if from_right_side else jax.tree.map(jnp.zeros_like, right)
-    residual = jax.tree.map(jnp.subtract, right, operator(right)) if from_right_side else right
+    residual = jax.tree.map(jnp.subtract, right, product(right)) if from_right_side else right
     size = optax.tree.norm(right, squared=True)
     left = optax.tree.norm(residual, squared=True)
     smallest = 10 * jnp.finfo(size.dtype).eps
@@ -278,23 +284,31 @@ def conjugate_gradient(
 
     def step(carry: PyTree) -> PyTree:
         x, residual, direction, left, taken, _ = carry
-        image = operator(direction)
+        image = product(direction)
         curvature = optax.tree.vdot(direction, image)
-        # Negated so that NaN curvature counts as negative too.
-        negative = ~(curvature > smallest * optax.tree.norm(direction, squared=True))
+        broken = ~jnp.isfinite(curvature)
+        negative = ~broken & (curvature <= smallest * optax.tree.norm(direction, squared=True))
         at_start = negative & (taken == 0)
         length = jnp.where(negative, 0, left / jnp.where(negative, 1, curvature))
         # From x = 0 the first direction is the right side, so a step of length 1 gives x = right.
         length = jnp.where(at_start & (not from_right_side), 1, length)
+        length = jnp.where(broken, jnp.nan, length)
         x = optax.tree.add_scale(x, length, direction)
         residual = optax.tree.add_scale(residual, -length, image)
         left_after = optax.tree.norm(residual, squared=True)
         direction = optax.tree.add_scale(residual, left_after / left, direction)
-        return x, residual, direction, left_after, taken + jnp.where(negative, 0, 1), negative
+        return x, residual, direction, left_after, taken + jnp.where(negative | broken, 0, 1), negative
 
     start = (x, residual, residual, left, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
     x, _, _, left, taken, negative = jax.lax.while_loop(unfinished, step, start)
+    # A right side that is not finite stops the loop before it starts.
+    x = jax.tree.map(lambda leaf, like: jnp.where(jnp.isfinite(left), leaf, jnp.nan).astype(like.dtype), x, form)
     return Solution(x, taken, jnp.sqrt(left / jnp.where(size > 0, size, 1)), negative)
+
+
+def _wide(tree: PyTree) -> PyTree:
+    """The tree in single precision at least: the squared norm of a long vector has no place in float16."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
 
 
 def _whole(batches: Batches) -> Batches:

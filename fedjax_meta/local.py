@@ -92,7 +92,8 @@ def train_on(
 
         def value(moving: Any, batch: Batch, key: Key) -> Any:
             result, moved_on = loss(masks.merge(moving, fixed), batch, key)
-            return result, masks.split(moved_on, trainable)[1]
+            # Batch statistics may be computed in a wider type than that of the model.
+            return result, jax.tree.map(lambda new, old: new.astype(old.dtype), masks.split(moved_on, trainable)[1], fixed)
 
         gradient_of = jax.value_and_grad(value, has_aux=True)
         (result, fixed), gradient = batches.mean(lambda pair: gradient_of(moving, *pair), t)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.layers import FORMS, INITS, BatchNorm, Conv, Dense
-from fedjax_meta.task import Batch, Task, check_layers, cross_entropy
+from fedjax_meta.task import Batch, LogitsLoss, Task, check_layers, cross_entropy
 from fedjax_meta.types import Key, Mask, Params, PyTree, Variables
 
 # ------------------------------------------------------------------------------------------------------------------- networks
@@ -162,12 +163,15 @@ def flax_task(
     flags = _flags(type(module).__call__)
     feature_flags = _flags(getattr(type(module), features)) if features else flags
     init = partial(_flax_init, module, flags, (1, *sample_shape), sample_dtype or jnp.result_type(float))
-    _check_module(module, layers, flags, jax.eval_shape(init, jax.random.key(0)))
-    evaluate = partial(_flax_evaluate, module)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    _check_module(module, layers, flags, shapes)
+    evaluate, logits = partial(_flax_evaluate, module), partial(_flax_logits, module, flags)
+    predict = partial(evaluate, type(module).__call__, flags)
+    samples = jax.ShapeDtypeStruct((2, *sample_shape), sample_dtype or jnp.result_type(float))
     return Task(
         init=init,
-        loss=partial(_flax_loss, module, flags, loss),
-        predict=partial(evaluate, type(module).__call__, flags),
+        loss=LogitsLoss(logits, loss, as_predicted=_as_predicted(logits, predict, shapes, samples)),
+        predict=predict,
         features=partial(evaluate, getattr(type(module), features), feature_flags) if features else None,
         head=partial(evaluate, lambda bound, z: getattr(bound, head)(z), lambda train, weight: {}) if head else None,
         layers=tuple(layers),
@@ -183,18 +187,30 @@ def _flax_init(module: nn.Module, flags: _Flags, shape: tuple[int, ...], dtype: 
     return flax.core.unfreeze(module.init(rngs, jnp.zeros(shape, dtype), **flags(False, jnp.ones(1))))
 
 
-def _flax_loss(
-    module: nn.Module,
-    flags: _Flags,
-    loss: Callable[[jax.Array, Batch], jax.Array],
-    variables: Variables,
-    batch: Batch,
-    key: Key,
+def _flax_logits(
+    module: nn.Module, flags: _Flags, variables: Variables, batch: Batch, key: Key
 ) -> tuple[jax.Array, Variables]:
     buffers = [name for name in variables if name != "params"]
     arguments = flags(True, batch.weight)
     logits, updated = module.apply(variables, batch.x, rngs={"dropout": key}, mutable=buffers, **arguments)
-    return loss(logits, batch), {**variables, **flax.core.unfreeze(updated)}
+    return logits, {**variables, **flax.core.unfreeze(updated)}
+
+
+def _as_predicted(
+    logits: Callable[..., Any], predict: Callable[..., jax.Array], variables: Variables, x: jax.ShapeDtypeStruct
+) -> bool:
+    """Whether a module without buffers computes the same in training as in evaluation, without dropout in particular."""
+    if set(variables) != {"params"}:
+        return False
+
+    def program(function: Callable[..., Any]) -> str:
+        weight, key = jax.ShapeDtypeStruct(x.shape[:1], jnp.result_type(float)), jax.eval_shape(jax.random.key, 0)
+        # Two traces of one function differ in the addresses of its helpers.
+        return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(variables, x, weight, key)))
+
+    return program(lambda v, x, weight, key: logits(v, Batch(x, weight, weight), key)[0]) == program(
+        lambda v, x, weight, key: predict(v, x)
+    )
 
 
 def _flax_evaluate(module: nn.Module, method: Callable[..., Any], flags: _Flags, variables: Variables, x: PyTree) -> jax.Array:

@@ -1,13 +1,17 @@
-"""Small quadratic programs on the probability simplex, one per client, solved together.
+"""Small quadratic programs on the probability simplex, one per client.
 
-FedPAC gives each client the mixture of all clients' heads that minimises a bound on its error. All these programs share their
-quadratic part, so one Gram matrix serves all clients. The solver is sequential minimal optimisation with second-order working
-set selection (Fan, Chen and Lin, "Working set selection using second order information for training SVMs", JMLR 2005): each
-step moves weight between the pair of coordinates with the largest gain, by the exact minimiser along that pair. Because a step
-uses the curvature of its own pair, the number of steps does not grow with the condition number, as it does for projected
-gradients.
+FedPAC gives each client i the mixture of all clients' heads that minimises a bound on its error, a' P a over the simplex with
+P_jl = [j = l] v_j + <h_j - h_i, h_l - h_i>. A program is solved in two parts. Pairwise steps (Fan, Chen and Lin, "Working set
+selection using second order information for training SVMs", JMLR 2005) find most of the support quickly, but where the h_j span
+few dimensions or the v_j many decades they would need thousands of steps to end. An active-set method (Wolfe, "Finding the
+nearest point in a polytope", Mathematical Programming 1976) then finishes exactly: it minimises over the affine hull of the
+support, goes towards that minimum as far as the simplex allows, and lets the most violated coordinate in.
+
+Everything runs in float64, whatever the precision of the run: in float32 the matrices above lose their small eigenvalues, which
+decide where the v_j are small.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,49 +20,54 @@ import jax.numpy as jnp
 from fedjax_meta import checks
 from fedjax_meta.types import PyTree
 
+MATRIX_ENTRIES = 4_000_000
+"""Programs are solved side by side as long as their matrices have at most so many entries together (32 MB)."""
 
-class _Programs(NamedTuple):
-    """The programs of all clients, with excluded clients set to 0.
+
+class Mixtures(NamedTuple):
+    """The solutions of all clients' programs.
 
     Attributes:
-      variance: `[C]`, the v_j.
-      quadratic: `[C, C]`, Gram matrix of the centred h_j plus diag(v).
-      curvature: `[C, C]`, curvature of the objective along each pair, |h_i - h_j|^2 + v_i + v_j.
-      allowed: bool `[C, C]`, whether client i may give weight to client j.
-      scale: scalar, the mean of |h_j - mean h|^2 + v_j; the tolerance is relative to it.
+      weights: `[C, C]`, row i for client i; rows sum to 1.
+      gap: `[C]`, how far an objective may lie above its minimum at most, relative to itself (a duality gap).
     """
 
-    variance: jax.Array
-    quadratic: jax.Array
-    curvature: jax.Array
+    weights: jax.Array
+    gap: jax.Array
+
+
+class _Program(NamedTuple):
+    """One client's program: minimise a' `matrix` a over those a of the simplex that are 0 where not `allowed`."""
+
+    matrix: jax.Array
     allowed: jax.Array
-    scale: jax.Array
 
 
 def mixtures(
-    gram: jax.Array,
+    profile: jax.Array,
     variance: jax.Array,
     valid: jax.Array | None = None,
     *,
     tolerance: float | None = None,
+    pair_steps: int | None = None,
     max_steps: int | None = None,
-) -> jax.Array:
+) -> Mixtures:
     """For each client i, the weights a on the simplex that minimise `sum_j a_j^2 v_j + |h_i - sum_j a_j h_j|^2`.
 
-    The search starts with all weight on the client itself, and each step lowers the objective. A result is therefore never
-    worse than the client's own head alone.
+    A result is never worse than the client's own head alone.
 
     Args:
-      gram: `[C, C]`, inner products of the h_j.
+      profile: `[C, d]`, the h_j.
       variance: `[C]`, the v_j; negative entries count as 0.
       valid: bool `[C]`, the clients that may receive weight from others; all by default. A client that is not valid, or whose
         statistics are not finite, gets no weight from others and all weight on itself.
-      tolerance: stop when every objective is within this distance of its minimum, relative to the mean of
-        `|h_j - mean h|^2 + v_j`; by default 1e-12 or 10 machine epsilons, whichever is larger.
-      max_steps: upper bound on the number of steps; 10 C + 100 by default.
+      tolerance: a program ends when its objective is within this share of its minimum; by default 1e-12 or 10 machine epsilons of
+        `profile`, whichever is larger. Rounding may leave more, about 1e-9 where the v_j span 12 decades.
+      pair_steps: upper bound on the number of pairwise steps; 10 C + 100 by default.
+      max_steps: upper bound on the number of active-set steps; 4 C + 20 by default. `gap` says where it was too low.
 
     Returns:
-      `[C, C]`, row i for client i; rows sum to 1.
+      `Mixtures`, in the dtype of `profile`.
 
     Raises:
       ValueError: shapes do not match, or the tolerance is not positive.
@@ -66,69 +75,160 @@ def mixtures(
     Example:
       >>> import jax.numpy as jnp
       >>> h = jnp.array([[0.0], [0.0], [90.0]])
-      >>> print(mixtures(h @ h.T, jnp.array([1.0, 3.0, 1.0]))[0].round(2))
+      >>> print(mixtures(h, jnp.array([1.0, 3.0, 1.0])).weights[0].round(2))
       [0.75 0.25 0.  ]
     """
     if tolerance is None:
-        tolerance = max(1e-12, 10 * float(jnp.finfo(gram.dtype).eps))
+        tolerance = max(1e-12, 10 * float(jnp.finfo(profile.dtype).eps))
     checks.positive("tolerance", tolerance)
-    count = gram.shape[0]
-    if gram.shape != (count, count) or variance.shape != (count,):
-        raise ValueError(f"gram must be [C, C] and variance [C], not {gram.shape} and {variance.shape}")
-    return _minimise(_programs(gram, variance, valid), tolerance, 10 * count + 100 if max_steps is None else max_steps)
+    count, dtype = profile.shape[0], profile.dtype
+    if profile.ndim != 2 or variance.shape != (count,):
+        raise ValueError(f"profile must be [C, d] and variance [C], not {profile.shape} and {variance.shape}")
+    pair_steps = 10 * count + 100 if pair_steps is None else pair_steps
+    max_steps = 4 * count + 20 if max_steps is None else max_steps
+    with jax.enable_x64(True):
+        points, v, usable = _usable(profile, variance, valid)
+        one = partial(_mixture, _reduced(points), v, usable, tolerance, pair_steps, max_steps)
+        side_by_side = max(1, min(count, MATRIX_ENTRIES // count**2))
+        weights, gap = jax.lax.map(one, jnp.arange(count, dtype=jnp.int32), batch_size=side_by_side)
+        return Mixtures(weights.astype(dtype), gap.astype(dtype))
 
 
-def _programs(gram: jax.Array, variance: jax.Array, valid: jax.Array | None) -> _Programs:
-    variance = jnp.maximum(variance, 0)
-    usable = jnp.isfinite(variance) & jnp.isfinite(jnp.diagonal(gram))
+def bounds(weights: jax.Array, profile: jax.Array, variance: jax.Array) -> jax.Array:
+    """The objectives of `mixtures` at any weights `[C, C]` whose rows sum to 1: `[C]`. With weight on itself alone it is v_i.
+
+    Clients whose statistics are not finite count as if their h_j and v_j were 0.
+    """
+    with jax.enable_x64(True):
+        points, v, _ = _usable(profile, variance, None)
+        weights = weights.astype(points.dtype)
+        return (weights**2 @ v + jnp.sum((points - weights @ points) ** 2, 1)).astype(profile.dtype)
+
+
+def _usable(profile: jax.Array, variance: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(h less their mean, v, whose statistics count), with 0 for clients whose statistics do not."""
+    profile, variance = profile.astype(jnp.float64), jnp.maximum(variance.astype(jnp.float64), 0)
+    usable = jnp.isfinite(variance) & jnp.all(jnp.isfinite(profile), 1)
     usable = usable if valid is None else usable & valid
-    both = usable[:, None] & usable[None, :]
-    gram, variance = jnp.where(both, gram, 0), jnp.where(usable, variance, 0)
-    # Subtracting the mean from all h changes no objective on the simplex, and it reduces rounding errors.
-    share = usable.astype(gram.dtype) / jnp.maximum(jnp.sum(usable), 1).astype(gram.dtype)
-    to_mean = gram @ share
-    gram = jnp.where(both, gram - to_mean[:, None] - to_mean[None, :] + share @ to_mean, 0)
-    square = jnp.diagonal(gram)
-    distance = jnp.maximum(square[:, None] + square[None, :] - 2 * gram, 0)
-    return _Programs(
-        variance=variance,
-        quadratic=gram + jnp.diag(variance),
-        curvature=distance + variance[:, None] + variance[None, :],
-        allowed=both | jnp.eye(len(variance), dtype=bool),
-        scale=jnp.sum(square + variance) / jnp.maximum(jnp.sum(usable), 1).astype(gram.dtype),
-    )
+    profile = jnp.where(usable[:, None], profile, 0)
+    # A common offset changes no objective on the simplex, but it costs digits.
+    mean = jnp.sum(profile, 0) / jnp.maximum(jnp.sum(usable), 1)
+    return jnp.where(usable[:, None], profile - mean, 0), jnp.where(usable, variance, 0), usable
 
 
-def _minimise(programs: _Programs, tolerance: float, max_steps: int) -> jax.Array:
-    variance, quadratic, curvature, allowed, scale = programs
-    count, dtype = len(variance), quadratic.dtype
-    column = jnp.arange(count)[None]
+def _reduced(points: jax.Array) -> jax.Array:
+    """Points with the same differences in at most C dimensions."""
+    return points if points.shape[1] <= points.shape[0] else jnp.linalg.qr(points.T, mode="r").T
 
-    def first(mask: jax.Array) -> jax.Array:
-        """Index of the first true entry of each row; XLA's own argmin is several times slower on a CPU."""
-        return jnp.minimum(jnp.min(jnp.where(mask, column, count), 1), count - 1)
+
+def _mixture(
+    points: jax.Array, variance: jax.Array, usable: jax.Array, tolerance: float, pair_steps: int, max_steps: int, i: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(weights, relative gap) of client i."""
+    own = jnp.arange(len(variance), dtype=jnp.int32) == i
+    allowed = own | (usable & usable[i])
+    apart = jnp.where(allowed[:, None], points - points[i], 0)
+    program = _Program(apart @ apart.T + jnp.diag(jnp.where(allowed, variance, 0)), allowed)
+    alone = own.astype(points.dtype)
+    weights = _active_set(program, _pairwise(program, alone, tolerance, pair_steps), tolerance, max_steps)
+    value, _, gap = _status(program, weights)
+    better = (value <= program.matrix[i, i]) & jnp.all(jnp.isfinite(weights))
+    gap = jnp.where(better, gap, _status(program, alone)[2])
+    return jnp.where(better, weights, alone), gap
+
+
+def _status(program: _Program, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(objective, half its gradient, relative duality gap): by convexity no point is lower than objective - gap * objective."""
+    slope = program.matrix @ weights
+    value = weights @ slope
+    lowest = jnp.min(jnp.where(program.allowed, slope, jnp.inf))
+    gap = 2 * jnp.maximum(value - lowest, 0)
+    return value, slope, jnp.where(gap > 0, gap / jnp.where(value > 0, value, 1), 0)
+
+
+def _first(mask: jax.Array) -> jax.Array:
+    """Index of the first true entry; XLA's own argmin is several times slower on a CPU."""
+    count = mask.shape[0]
+    return jnp.minimum(jnp.min(jnp.where(mask, jnp.arange(count, dtype=jnp.int32), count)), count - 1)
+
+
+def _pairwise(program: _Program, start: jax.Array, tolerance: float, max_steps: int) -> jax.Array:
+    """Weights after exact steps between pairs of coordinates, each to that of least slope from that of the largest gain."""
+    matrix, allowed = program
+    diagonal = jnp.diagonal(matrix)
 
     def unfinished(carry: PyTree) -> jax.Array:
-        step, _, _, gap = carry
-        return (step < max_steps) & (gap > tolerance * scale)
+        step, weights, slope = carry
+        value = weights @ slope
+        return (step < max_steps) & (2 * (value - jnp.min(jnp.where(allowed, slope, jnp.inf))) > tolerance * value)
 
     def move(carry: PyTree) -> PyTree:
-        """Moves weight to the coordinate of least slope from the one with the largest gain, by Δslope / curvature."""
-        step, weights, slope, _ = carry
+        step, weights, slope = carry
         open_slope = jnp.where(allowed, slope, jnp.inf)
-        least = jnp.min(open_slope, 1, keepdims=True)
-        to = first(open_slope == least)
-        bend = jnp.maximum(curvature[to], jnp.finfo(dtype).tiny)
+        least = jnp.min(open_slope)
+        to = _first(open_slope == least)
+        curvature = jnp.maximum(diagonal + diagonal[to] - 2 * matrix[to], jnp.finfo(slope.dtype).tiny)
         descent = jnp.where(weights > 0, slope - least, 0)
-        gain = descent**2 / bend
-        source = first(gain == jnp.max(gain, 1, keepdims=True))
-        giving = column == source[:, None]
-        amount = jnp.sum(jnp.where(giving, jnp.minimum(descent / bend, weights), 0), 1, keepdims=True)
-        weights = weights - jnp.where(giving, amount, 0) + jnp.where(column == to[:, None], amount, 0)
-        # The Frank-Wolfe gap bounds the distance of an objective from its minimum, and `gap` bounds the Frank-Wolfe gap.
-        gap = 2 * jnp.max(descent)
-        return step + 1, weights, slope + amount * (quadratic[to] - quadratic[source]), gap
+        gain = descent**2 / curvature
+        source = _first(gain == jnp.max(gain))
+        amount = jnp.minimum(descent[source] / curvature[source], weights[source])
+        weights = weights.at[source].add(-amount).at[to].add(amount)
+        return step + 1, weights, slope + amount * (matrix[to] - matrix[source])
 
-    # slope = half the gradient, Q a - G_i; for a = e_i that is the variance at i and 0 elsewhere.
-    start = (0, jnp.eye(count, dtype=dtype), jnp.diag(variance), jnp.asarray(jnp.inf, dtype))
-    return jax.lax.while_loop(unfinished, move, start)[1]
+    return jax.lax.while_loop(unfinished, move, (jnp.zeros((), jnp.int32), start, matrix @ start))[1]
+
+
+def _affine_minimum(program: _Program, support: jax.Array) -> jax.Array:
+    """The minimum over the affine hull of the support: P a = c on it for some number c, a = 0 elsewhere, and sum a = 1."""
+    matrix = program.matrix
+    diagonal, count = jnp.diagonal(matrix), matrix.shape[0]
+    floor = jnp.finfo(matrix.dtype).eps ** 2 * jnp.max(diagonal)
+    scale = jnp.where(support, jax.lax.rsqrt(jnp.maximum(diagonal, jnp.where(floor > 0, floor, 1))), 0)
+    # With ones on its diagonal the matrix is as well conditioned as scaling can make it. The ridge keeps the factor real; two
+    # steps of refinement take its effect out again.
+    ridge = 4 * count * jnp.finfo(matrix.dtype).eps
+    scaled = matrix * scale[:, None] * scale[None, :] + jnp.diag(jnp.where(support, ridge, 1))
+    factor = jnp.linalg.cholesky(scaled, symmetrize_input=False)
+
+    def solve(right: jax.Array) -> jax.Array:
+        return scale * jax.scipy.linalg.cho_solve((factor, True), scale * right)
+
+    ones = support.astype(matrix.dtype)
+    direction = solve(ones)
+    weights = direction / jnp.sum(direction)
+    for _ in range(2):
+        slope = matrix @ weights
+        correction = solve(ones * (weights @ slope - slope))
+        weights = weights + correction - jnp.sum(correction) * weights
+    return weights
+
+
+def _active_set(program: _Program, start: jax.Array, tolerance: float, max_steps: int) -> jax.Array:
+    """Wolfe's method from feasible weights. It ends at the minimum, or where rounding lets no step lower the objective."""
+
+    def unfinished(carry: PyTree) -> jax.Array:
+        step, _, _, _, done = carry
+        return (step < max_steps) & ~done
+
+    def step(carry: PyTree) -> PyTree:
+        count, weights, support, added, _ = carry
+        target = _affine_minimum(program, support)
+        leaving = support & ~(target > 0)
+        share = jnp.where(leaving, weights / jnp.where(leaving, weights - target, 1), jnp.inf)
+        length = jnp.minimum(jnp.min(share), 1)
+        blocked = leaving & (share <= length)
+        moved = jnp.where(support & ~blocked, jnp.maximum(weights + length * (target - weights), 0), 0)
+        moved = moved / jnp.sum(moved)
+        _, slope, gap = _status(program, moved)
+        inside = ~jnp.any(leaving)
+        to = _first(program.allowed & (slope == jnp.min(jnp.where(program.allowed, slope, jnp.inf))))
+        # Rounding alone can send back at once what was just let in, or find the lowest slope inside the support.
+        stuck = jnp.where(inside, support[to], blocked[added] & (length == 0)) | ~jnp.all(jnp.isfinite(moved))
+        entering = jnp.where(inside, support.at[to].set(True), support & ~blocked)
+        done = (inside & (gap <= tolerance)) | stuck
+        weights = jnp.where(jnp.all(jnp.isfinite(moved)), moved, weights)
+        return count + 1, weights, entering, jnp.where(inside, to, added), done
+
+    # One step is always taken: it makes the weights, and not only the objective, exact.
+    carry = (jnp.zeros((), jnp.int32), start, start > 0, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+    return jax.lax.while_loop(unfinished, step, carry)[1]

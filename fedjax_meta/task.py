@@ -4,6 +4,7 @@ A `Task` holds how to initialise a model, its loss on a batch and its prediction
 through these functions, so Flax, Equinox, NNX and hand-written models all work the same way.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ class Task(NamedTuple):
       init: `key -> variables`.
       loss: `(variables, batch, key) -> (loss, variables)`. The loss is a scalar, the mean over the real samples of the batch.
         The returned variables have updated buffers (batch-norm running statistics); a model without buffers returns its
-        variables unchanged. The key is for dropout and other randomness.
+        variables unchanged. The key is for dropout and other randomness. A `LogitsLoss` also says what the loss is made of,
+        which methods need that look inside the model.
       predict: `(variables, x [B, ...]) -> logits [B, K]` in evaluation mode.
       features: `(variables, x [B, ...]) -> [B, d]`, the input of the head; `None` if the model has no such split.
       head: `(variables, features [B, d]) -> logits [B, K]`, with `predict(v, x) == head(v, features(v, x))`.
@@ -51,6 +53,73 @@ class Task(NamedTuple):
     head: Callable[[Variables, jax.Array], jax.Array] | None = None
     layers: tuple[str, ...] = ()
     trainable: Callable[[Variables], Mask] = lambda variables: jax.tree.map(lambda _: True, variables)
+
+
+def unchanged(batch: Batch, key: Key) -> tuple[Batch, Key]:
+    """The `LogitsLoss.prepare` of a loss that takes samples as they are."""
+    return batch, key
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogitsLoss:
+    """A `Task.loss` that is a criterion of the model's logits.
+
+    Methods that need the logits themselves (mixtures of models) or share a forward pass with features put a loss of their own
+    together from these parts, so that it sees what `Task.loss` sees. `dataclasses.replace(task.loss, criterion=...)` changes a
+    part; a plain function in its place is opaque, and these methods refuse it.
+
+    Attributes:
+      logits: `(variables, batch, key) -> (logits [B, K], variables)`, in training mode, with updated buffers.
+      criterion: `(logits [B, K], batch) -> scalar`, a mean over the real samples.
+      prepare: `(batch, key) -> (batch, key)`, the batch as the loss sees it (augmented), and the key for what follows.
+      as_predicted: whether `logits` are those of `Task.predict`, without dropout and batch statistics.
+    """
+
+    logits: Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]
+    criterion: Callable[[jax.Array, Batch], jax.Array]
+    prepare: Callable[[Batch, Key], tuple[Batch, Key]] = unchanged
+    as_predicted: bool = False
+
+    def __call__(self, variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        """`Task.loss`."""
+        return self.prepared(variables, *self.prepare(batch, key))
+
+    def prepared(self, variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        """The loss of a batch that was prepared before."""
+        logits, variables = self.logits(variables, batch, key)
+        return self.criterion(logits, batch), variables
+
+    def of_samples(self, logits: jax.Array, batch: Batch) -> jax.Array:
+        """The criterion of each sample by itself, `[B]`, from logits `[B, K]`; 0 for padding."""
+
+        def of_one(row: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+            return self.criterion(row[None], Batch(None, y[None], weight[None]))
+
+        return jax.vmap(of_one)(logits, batch.y, batch.weight)
+
+
+def require_parts(task: Task, method: str, *, as_predicted: bool = False) -> LogitsLoss:
+    """The loss of a task, for the method of that name, which needs to know what it is made of.
+
+    Args:
+      task: a classifier.
+      method: the name of the method, for the error message.
+      as_predicted: whether the method computes logits by itself, as `Task.predict` does.
+
+    Raises:
+      ValueError: the loss is an opaque function, or has dropout or batch statistics where `as_predicted` is true.
+    """
+    loss = task.loss
+    if not isinstance(loss, LogitsLoss):
+        raise ValueError(
+            f"{method} needs to know what the task's loss is made of, but it is an opaque function: "
+            "give fm.task.LogitsLoss(logits, criterion, ...)"
+        )
+    if as_predicted and not loss.as_predicted:
+        raise ValueError(
+            f"{method} computes logits as task.predict does, but this task's loss does not (dropout, batch statistics)"
+        )
+    return loss
 
 
 def require_task(name: str, value: object) -> None:
@@ -107,13 +176,15 @@ def classification(
     predict: Callable[[Variables, PyTree], jax.Array],
     *,
     layers: tuple[str, ...] = (),
+    loss: Callable[[jax.Array, Batch], jax.Array] = cross_entropy,
 ) -> Task:
-    """A classification task from your own model: softmax cross-entropy on its logits.
+    """A classification task from your own model: softmax cross-entropy on its logits, or another criterion.
 
     Args:
       init: `key -> parameters`, any pytree of floating-point arrays.
       predict: `(parameters, x [B, ...]) -> logits [B, K]`.
       layers: layer names from input to output, needed only for masks such as `"head"` and `"last:2"`.
+      loss: `(logits, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
 
     Raises:
       ValueError: arguments that are no such functions, or no tuple of names.
@@ -132,10 +203,11 @@ def classification(
 
     checks.function("init", init, ("key",), "lambda key: parameters")
     checks.function("predict", predict, ("parameters", "x"), "lambda parameters, x: logits")
+    checks.function("loss", loss, ("logits", "batch"), "fm.task.cross_entropy")
     check_layers(layers)
 
-    def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+    def logits(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         del key
-        return cross_entropy(predict(variables, batch.x), batch), variables
+        return predict(variables, batch.x), variables
 
-    return Task(init=init, loss=loss, predict=predict, layers=layers)
+    return Task(init=init, loss=LogitsLoss(logits, loss, as_predicted=True), predict=predict, layers=layers)

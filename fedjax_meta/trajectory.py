@@ -286,8 +286,22 @@ def _pull_update(inner: InnerOptimizer, meta: Params, gradient: Updates, state: 
         floats, moved_on = _partition(state)
         return (phi, floats), moved_on
 
-    (phi, floats), pull_update, integers = jax.vjp(update, meta, gradient, floats, phi, has_aux=True)
-    return (phi, _combine(floats, integers)), pull_update
+    (after, floats_after), pull_update, integers = jax.vjp(update, meta, gradient, floats, phi, has_aux=True)
+    if jax.tree.leaves(floats):
+        zeros = jax.tree.map(lambda leaf: leaf == 0, (gradient, floats))
+        pull_update = Partial(_pull_beside_roots, pull_update, zeros)
+    return (after, _combine(floats_after, integers)), pull_update
+
+
+def _pull_beside_roots(pull_update: Callable[..., PyTree], zeros: PyTree, cotangents: PyTree) -> PyTree:
+    """`pull_update`, with 0 in place of NaN at those entries of gradient and state that are exactly 0.
+
+    Adam divides by the root of a mean of squares, whose derivative at 0 is infinite, times that of the square, which is 0. A
+    gradient is exactly 0 where the loss does not depend on a parameter at all (a pixel that is always black, a dead unit).
+    """
+    to_meta, *entries, to_phi = pull_update(cotangents)
+    to_gradient, to_state = jax.tree.map(lambda zero, leaf: jnp.where(zero & jnp.isnan(leaf), 0, leaf), zeros, tuple(entries))
+    return to_meta, to_gradient, to_state, to_phi
 
 
 def _pull(learned: bool, product: Callable[..., Updates], pull_update: Callable[..., PyTree], carry: PyTree) -> PyTree:

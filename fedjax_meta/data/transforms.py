@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from fedjax_meta import checks
 from fedjax_meta.data.federated import FederatedData
-from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Variables
+from fedjax_meta.task import Batch, LogitsLoss, Task
+from fedjax_meta.types import Key
 
 
 def concept_shift(data: FederatedData, *, num_groups: int, seed: int | np.random.Generator) -> FederatedData:
@@ -153,11 +153,15 @@ def crop_and_flip(key: Key, x: jax.Array, *, pad: int = 4, fill: ArrayLike = 0.0
 def augmented(task: Task, augment: Callable[[Key, jax.Array], jax.Array]) -> Task:
     """The same task with the loss on `augment(key, x)`; evaluation uses the samples unchanged."""
 
-    def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+    def prepare(batch: Batch, key: Key) -> tuple[Batch, Key]:
         key_augment, key_loss = jax.random.split(key)
-        return task.loss(variables, batch._replace(x=augment(key_augment, batch.x)), key_loss)
+        return batch._replace(x=augment(key_augment, batch.x)), key_loss
 
-    return task._replace(loss=loss)
+    inside = task.loss
+    if isinstance(inside, LogitsLoss):
+        loss = dataclasses.replace(inside, prepare=lambda batch, key: inside.prepare(*prepare(batch, key)))
+        return task._replace(loss=loss)
+    return task._replace(loss=lambda variables, batch, key: inside(variables, *prepare(batch, key)))
 
 
 def _samples(data: FederatedData, views: Sequence[str]) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.task import Batch, Task, cross_entropy
+from fedjax_meta.task import Batch, Task, require_parts
 from fedjax_meta.types import Key, Mask, Rate, Scalar, Variables
 
 
@@ -69,10 +69,12 @@ class _Mixing:
 
     def loss(self, own: Variables, shared: Variables, share: Scalar, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         """(f(v̄), v with its buffers updated)."""
-        mixture = self.mixture(own, shared, share)
         if self.outputs:
-            return cross_entropy(self.predict(mixture, batch.x), batch), own
-        value, moved_on = self.task.loss(mixture, batch, key)
+            parts = require_parts(self.task, "apfl with mix='outputs'")
+            batch, key = parts.prepare(batch, key)
+            mine, theirs = (parts.logits(variables, batch, key)[0] for variables in (own, shared))
+            return parts.criterion(share * mine + (1 - share) * theirs, batch), own
+        value, moved_on = self.task.loss(self.mixture(own, shared, share), batch, key)
         return value, masks.merge(masks.split(own, self.trainable)[0], masks.split(moved_on, self.trainable)[1])
 
     def joint(self, share: Scalar) -> local.Loss:
@@ -110,10 +112,10 @@ def apfl(
       share_lr: learning rate of alpha, 0 keeps it; `lr` when not given.
       mix: "weights" (paper) or "outputs" (authors' code).
       optimizer: as in `fedavg`, for w and v each.
-      weighting: as in `fedavg`; "uniform" is the paper's.
+      weighting: as in `fedavg`; "uniform" is the paper's, w being a plain mean over the clients of a round.
 
     Raises:
-      ValueError: an option out of range, mixed outputs of a model with buffers.
+      ValueError: an option out of range, mixed outputs of a model with buffers or of a task with an opaque loss.
     """
     share_lr = lr if share_lr is None else share_lr
     checks.not_negative("share_lr", share_lr)
@@ -121,6 +123,7 @@ def apfl(
     checks.one_of("mix", mix, ("weights", "outputs"))
     if mix == "outputs":
         features.require_no_buffers(task, "apfl with mix='outputs'")
+        require_parts(task, "apfl with mix='outputs'")
     trainable = task.trainable(masks.variables_shape(task))
     mixing = _Mixing(task, trainable, mix == "outputs")
 

@@ -11,15 +11,19 @@ Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized cross-silo federated lear
 | xi | `attention`, `cosine_attention` | `[C, C]` |
 
 Differs from the paper: the kernel's squared distances are taken relative to their mean unless `relative=False`, because those
-of networks make it underflow otherwise. A row whose weights exceed 1 is normalised, which leaves no weight for the client itself.
+of networks make it underflow otherwise. By default alpha_k is sigma / C in the mixtures of a cohort of C, so that a client's own
+model has a share of at least 1 / C. A row whose weights exceed 1, for a larger alpha_k, is normalised, which leaves no weight for
+the client itself.
 Clients are sampled, and a mixture is over the models of its cohort.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_meta import checks, local, masks
@@ -32,13 +36,13 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
 
-def attention(gram: jax.Array, valid: jax.Array, *, step: Scalar, width: Scalar, relative: bool) -> jax.Array:
+def attention(gram: jax.Array, valid: jax.Array, *, step: Scalar | None, width: Scalar, relative: bool) -> jax.Array:
     """ξ_ij = step * exp(-|w_i - w_j|² / width) / width for j ≠ i, and the rest for i itself.
 
     Args:
       gram: `[C, C]`, inner products of the models.
       valid: bool `[C]`, whose models take part.
-      step, width: alpha_k and sigma.
+      step, width: alpha_k and sigma; a step of `None` is `width` by the number of valid models.
       relative: whether squared distances are divided by their mean.
 
     Returns:
@@ -50,9 +54,10 @@ def attention(gram: jax.Array, valid: jax.Array, *, step: Scalar, width: Scalar,
     if relative:
         mean = jnp.sum(distance) / jnp.maximum(jnp.sum(pairs), 1)
         distance = distance / jnp.where(mean > 0, mean, 1)
-    weights = jnp.where(pairs, step * jnp.exp(-distance / width) / width, 0)
+    height = 1 / jnp.maximum(jnp.sum(valid), 1) if step is None else step / width
+    weights = jnp.where(pairs, height * jnp.exp(-distance / width), 0)
     weights = weights / jnp.maximum(jnp.sum(weights, 1, keepdims=True), 1)
-    return weights + jnp.diag(1 - jnp.sum(weights, 1))
+    return weights + jnp.diag(jnp.maximum(1 - jnp.sum(weights, 1), 0))
 
 
 def cosine_attention(gram: jax.Array, valid: jax.Array, *, width: Scalar, own_share: Scalar) -> jax.Array:
@@ -63,6 +68,23 @@ def cosine_attention(gram: jax.Array, valid: jax.Array, *, width: Scalar, own_sh
     any_other = jnp.any(pairs, 1, keepdims=True)
     others = jnp.where(any_other, jax.nn.softmax(jnp.where(any_other, score, 0), -1), 0)
     return (1 - own_share) * others + jnp.diag(jnp.where(any_other[:, 0], own_share, 1))
+
+
+def warn_if_capped(step: Scalar | None, width: Scalar, count: int) -> None:
+    """Warns if alpha_k is so large that rows of `attention` with relative distances must exceed 1 in a cohort of this size.
+
+    Relative distances have mean 1, so that by convexity a row's weights on the others sum on average to at least
+    step / width (C - 1) exp(-1 / width). Traced values pass.
+    """
+    if step is None or isinstance(step, jax.core.Tracer) or isinstance(width, jax.core.Tracer):
+        return
+    least = float(step / width * (count - 1) * np.exp(-1 / width))
+    if least > 1:
+        warnings.warn(
+            f"fedamp: with step={step} and width={width} the weights on the others sum to {least:.2f} or more in a cohort of "
+            f"{count}; they are capped at 1, where a client's own model gets no share. step=None adapts to the cohort",
+            stacklevel=2,
+        )
 
 
 def keep_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
@@ -76,7 +98,7 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
     task: Task,
     *,
     lr: Rate = 0.01,
-    step: Rate = 1.0,
+    step: Rate | None = None,
     prox_weight: Rate = 1.0,
     width: Rate = 1.0,
     relative: bool = True,
@@ -92,9 +114,12 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
     The paper has no rule for new clients: a client that never took part trains on its support set from the mean of the last
     cohort's models (from the initial model before there are any), and is pulled towards that mean.
 
+    A round reports `own_share`, the share of a client's own model in its mixture; 0 where the cap acts.
+
     Args:
       task, lr, epochs, batch_size, new_client_epochs, optimizer: as in `fedavg`.
-      step: alpha_k.
+      step: alpha_k; when not given, sigma / C in the mixtures of a cohort of C, and 1 in the proximal term. A round warns if a
+        given one is so large that mixtures are capped for sure.
       prox_weight: lambda; the proximal term has weight lambda / alpha_k.
       width: sigma of the kernel; for "cosine", the factor of the cosines.
       relative: whether the kernel's distances are taken relative to their mean.
@@ -104,34 +129,38 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
     Raises:
       ValueError: an option out of range.
     """
-    checks.positive("step", step)
+    if step is not None:
+        checks.positive("step", step)
     checks.positive("width", width)
     checks.one_of("kernel", kernel, ("exponential", "cosine"))
     checks.between("own_share", own_share, 0, 1)
+    pull = prox_weight if step is None else prox_weight / step
     trainable = task.trainable(masks.variables_shape(task))
 
     def train(
         key: Key, start: Variables, cloud: Variables, view: ClientView, passes: int, needed: Any = True
     ) -> tuple[Variables, jax.Array]:
-        loss, how = local.proximal(task.loss, cloud, prox_weight / step), {"batch_size": batch_size, "needed": needed}
+        loss, how = local.proximal(task.loss, cloud, pull), {"batch_size": batch_size, "needed": needed}
         return local.train_epochs(key, loss, start, view, optimizer(lr), trainable, epochs=passes, **how)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model, loss = train(key, received.model, received.memory, data["train"], epochs)
         return Trained(model, {"loss": loss}, memory=received.memory, statistics=model)
 
-    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
-        """Gives each client its mixture of the cohort's models, as its memory."""
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        """Gives each client its mixture of the cohort's models, as its memory, and reports its own share of it."""
         del key, state, data
         parameters = jax.tree.leaves(masks.split(cohort.personal, trainable)[0])
         flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in parameters], 1)
         if kernel == "cosine":
             weights = cosine_attention(flat @ flat.T, cohort.returned, width=width, own_share=own_share)
         else:
+            if relative:
+                warn_if_capped(step, width, len(flat))
             # A common shift changes no distance, but it costs digits.
             flat = flat - jnp.mean(flat, 0, keepdims=True)
             weights = attention(flat @ flat.T, cohort.returned, step=step, width=width, relative=relative)
-        return cohort.personal, combine(weights, cohort.personal)
+        return cohort.personal, combine(weights, cohort.personal), {"own_share": jnp.diagonal(weights)}
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         seen, mean = received.seen, received.extra

@@ -10,7 +10,8 @@ Marfoq, Neglia, Bellet, Kameni, Vidal: "Federated multi-task learning under a mi
 | q_t(s, m) | `responsibilities` | `[B, M]` |
 
 Differs from the paper: responsibilities are recomputed for each batch from the models that the client received, instead of
-being stored for all samples; they are the same numbers.
+being stored for all samples; they are the same numbers, unless the loss augments samples: then a batch has those of its augmented
+samples, and shares follow the samples as they are.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
-from fedjax_meta.task import Batch, Task
+from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate
 
 
@@ -66,16 +67,19 @@ def fedem(
       test_steps: steps of expectation and maximisation by which a client that never took part finds its shares.
 
     Raises:
-      ValueError: a task with buffers, an option out of range.
+      ValueError: a task with buffers or an opaque loss, an option out of range.
     """
     features.require_no_buffers(task, "fedem")
+    parts = require_parts(task, "fedem")
     checks.count("components", components)
 
     def losses(models: PyTree, batch: Batch) -> jax.Array:
-        """Cross-entropy of each sample under each component, `[B, M]`."""
-        logits = jax.vmap(task.predict, (0, None), 1)(models, batch.x)
-        labels = jnp.broadcast_to(batch.y[:, None], logits.shape[:2])
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+        """The loss of each sample under each component, in evaluation mode, `[B, M]`."""
+        return jax.vmap(lambda model: parts.of_samples(task.predict(model, batch.x), batch), out_axes=1)(models)
+
+    def training_losses(models: PyTree, batch: Batch, key: Key) -> jax.Array:
+        """The same in training mode."""
+        return jax.vmap(lambda model: parts.of_samples(parts.logits(model, batch, key)[0], batch), out_axes=1)(models)
 
     def renewed_share(models: PyTree, share: jax.Array, view: ClientView) -> jax.Array:
         """One step of expectation and maximisation: π_m ← mean of q(s, m) over the client's samples."""
@@ -92,10 +96,9 @@ def fedem(
         start, share, everything = received.model, received.memory, masks.everything_like(received.model)
 
         def loss(models: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
-            del key
+            batch, key = parts.prepare(batch, key)
             q = responsibilities(losses(start, batch), share)
-            value = jnp.sum(jnp.where(batch.weight > 0, jnp.sum(q * losses(models, batch), -1), 0))
-            return value / jnp.maximum(jnp.sum(batch.weight), 1), models
+            return weighted_mean(jnp.sum(q * training_losses(models, batch, key), -1), batch.weight), models
 
         passes = {"epochs": epochs, "batch_size": batch_size}
         models, value = local.train_epochs(key, loss, start, data["train"], optimizer(lr), everything, **passes)

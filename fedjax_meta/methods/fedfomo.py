@@ -6,17 +6,22 @@ Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized federated learning with firs
 | paper | here | shape |
 |---|---|---|
 | theta_i | personal leaves (all) | |
+| theta_i^(t-1), before this round's training | `Own.before` | like the model |
 | w_n | a row of the mixing matrix | `[C]` |
-| P | a client's memory, kept by the server | `[N]` |
+| P | `Own.preference`, kept by the server | `[N]` |
 | M, epsilon | `downloads`, `exploration` | |
 
-Differs from the paper: clients exchange models at the end of a round rather than at the beginning of the next, so a client
-tests with what it took over. A client compares with its own model as it is after training. Exploration falls by
-`exploration_decay` a round, to 0.
+A client weighs the models that it downloads, and its own trained one, against its model from before the round's training; where
+none is better, the round's training is undone. Differs from the paper: clients exchange models at the end of a round rather
+than at the beginning of the next, so a client tests with what it took over. Exploration falls by `exploration_decay` a round,
+to 0. The authors' code measures distances by the sum of absolute differences by default, the paper by the Euclidean norm.
+
+`reference="trained"` is another rule: a client weighs the others' models against its own as it is after training, which then
+counts 0 as soon as anybody is better, and keeps that one where nobody is.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +39,24 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
 
+class Own(NamedTuple):
+    """A client's memory.
+
+    Attributes:
+      preference: P, for each of the N clients, `[N]`.
+      before: the model that the client weighs others against; nothing with `reference="trained"`.
+    """
+
+    preference: jax.Array
+    before: PyTree
+
+
 def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How much a client takes over of each model: w_n = gain_n / distance_n, of which the positive ones are normalised.
 
     Args:
-      gain: `[M]`, the client's own validation loss less that of model n.
-      distance: `[M]`, between the client's own model and model n.
+      gain: `[M]`, the validation loss of the client's reference model less that of model n.
+      distance: `[M]`, between the reference model and model n.
       valid: bool `[M]`, which models count.
 
     Returns:
@@ -53,19 +70,46 @@ def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[ja
 
 
 def compare(
-    task: Task, key: Key, own: Variables, others: PyTree, valid: jax.Array, view: ClientView, lanes: int | None
+    task: Task, key: Key, reference: Variables, others: PyTree, valid: jax.Array, view: ClientView, lanes: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`takeover` of one client from other models, leaves `[M, ...]`, by their losses on its validation view."""
+    """`takeover` of one client from models, leaves `[M, ...]`, by their losses on its validation view."""
 
     def validation_loss(model: Variables) -> jax.Array:
         # The same key for all models, so that they are compared under the same dropout.
         return view.full().mean(lambda batch: task.loss(model, batch, jax.random.clone(key))[0], 0)
 
     def distance(model: Variables) -> jax.Array:
-        return optax.tree.norm(optax.tree.sub(model, own))
+        return optax.tree.norm(optax.tree.sub(model, reference))
 
     loss, apart = map_clients(lambda model: (validation_loss(model), distance(model)), others, lanes=lanes)
-    return takeover(validation_loss(own) - loss, apart, valid)
+    return takeover(validation_loss(reference) - loss, apart, valid)
+
+
+def downloaded(key: Key, preference: jax.Array, valid: jax.Array, count: int | None, epsilon: Scalar) -> jax.Array:
+    """The places of the models that a client downloads, `[M]`, one coin each: at random with probability epsilon, else the
+    preferred one of the rest. Those that are not valid come last.
+
+    Args:
+      key: consumed.
+      preference: `[C]`.
+      valid: bool `[C]`.
+      count: M, all C when `None`.
+      epsilon: probability of a random draw.
+    """
+    size = preference.shape[0]
+    count = size if count is None else min(count, size)
+    # Ties, such as between all preferences at first, are broken at random.
+    coin_key, chance_key = jax.random.split(key)
+    explores = jax.random.bernoulli(coin_key, epsilon, (count,))
+    by_chance = jax.random.uniform(chance_key, (size,))
+    orders = jnp.stack([jnp.lexsort((by_chance, preference, valid))[::-1], jnp.lexsort((by_chance, valid))[::-1]])
+
+    def draw(taken: jax.Array, explores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jnp.where(explores, orders[1], orders[0])
+        place = order[jnp.argmax(~taken[order])]
+        return taken.at[place].set(True), place
+
+    return jax.lax.scan(draw, jnp.zeros(size, bool), explores)[1]
 
 
 @method_builder
@@ -78,6 +122,7 @@ def fedfomo(
     downloads: int | None = None,
     exploration: Scalar = 0.3,
     exploration_decay: Scalar = 0.05,
+    reference: str = "before",
     train_view: str = "query",
     validation_view: str = "support",
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -87,8 +132,10 @@ def fedfomo(
     Args:
       task, lr, epochs, batch_size, optimizer: as in `fedavg`.
       downloads: M, how many models a client downloads in a round; those of the whole cohort when not given.
-      exploration: epsilon, the probability that a client draws its M models at random instead of by its preferences.
+      exploration: epsilon, the probability that a download is drawn at random instead of by the client's preferences.
       exploration_decay: by how much that falls each round.
+      reference: what a client weighs models against: its own "before" the round's training (the paper), which it keeps from then
+        on, with its trained one always among the candidates; or its own "trained" one, see above.
       train_view, validation_view: disjoint views, to train on and to weigh models on (the paper: 80 % and 20 %).
 
     Raises:
@@ -96,38 +143,51 @@ def fedfomo(
     """
     checks.between("exploration", exploration, 0, 1)
     checks.between("exploration_decay", exploration_decay, 0, 1)
+    checks.one_of("reference", reference, ("before", "trained"))
     if downloads is not None:
         checks.count("downloads", downloads)
+    keeps = reference == "before"
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         view, passes = data[train_view], {"epochs": epochs, "batch_size": batch_size}
         model, loss = local.train_epochs(key, task.loss, received.model, view, optimizer(lr), trainable, **passes)
-        return Trained(model, {"loss": loss}, memory=received.memory)
+        return Trained(model, {"loss": loss}, memory=received.memory._replace(before=received.model if keeps else ()))
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
         """Lets each client take over from the models that it downloads, and updates its preferences."""
         count = cohort.ids.shape[0]
         epsilon = jnp.maximum(exploration - exploration_decay * state.round, 0)
 
-        def one(entry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            place, preference = entry
+        def one(entry: tuple[jax.Array, Own]) -> tuple[PyTree, jax.Array]:
+            place, memory = entry
             id_ = cohort.ids[place]
-            explores = jax.random.bernoulli(tagged(key, "explore", id_), epsilon)
-            # Ties, such as between all preferences at first, are broken at random.
-            chance = jax.random.uniform(tagged(key, "ties", id_), (count,))
             valid = cohort.returned & (jnp.arange(count) != place)
-            chosen = jnp.lexsort((chance, jnp.where(explores, 0, preference[cohort.ids]), valid))[::-1][:downloads]
-            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
-            others = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
-            view = data.client(cohort.places[place])[validation_view]
+            liked = memory.preference[cohort.ids]
+            chosen = downloaded(tagged(key, "downloads", id_), liked, valid, downloads, epsilon)
             usable = valid[chosen] & cohort.returned[place]
-            weight, share = compare(task, tagged(key, "loss", id_), own, others, usable, view, lanes=1)
-            row = jnp.zeros(count).at[chosen].set(share)
-            return row.at[place].add(1 - jnp.sum(share)), preference.at[cohort.ids[chosen]].add(weight)
+            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
+            if keeps:
+                chosen, usable = jnp.append(chosen, place), jnp.append(usable, cohort.returned[place])
+            start = memory.before if keeps else own
+            models = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
+            view = data.client(cohort.places[place])[validation_view]
+            weight, share = compare(task, tagged(key, "loss", id_), start, models, usable, view, lanes=1)
+            row, stays = jnp.zeros(count).at[chosen].add(share), 1 - jnp.sum(share)
+            preference = memory.preference.at[cohort.ids[chosen]].add(weight)
+            # Nobody is better: what a client keeps is what it compared with.
+            return (row, stays), preference
 
-        matrix, preference = map_clients(one, (jnp.arange(count), cohort.memory), lanes=cohort.lanes)
-        return combine(matrix, cohort.personal), preference
+        (matrix, stays), preference = map_clients(one, (jnp.arange(count), cohort.memory), lanes=cohort.lanes)
+        if not keeps:
+            return combine(matrix + jnp.diag(stays), cohort.personal), cohort.memory._replace(preference=preference)
+        taken = combine(matrix, cohort.personal)
+        none = stays > 0.5
+
+        def chosen_or_before(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(none.reshape((-1,) + (1,) * (new.ndim - 1)), old, new)
+
+        return jax.tree.map(chosen_or_before, taken, cohort.memory.before), cohort.memory._replace(preference=preference)
 
     def new_client(key: Key, population: Population, support: ClientView) -> Variables:
         start, pool = population.model, population.personal
@@ -143,8 +203,8 @@ def fedfomo(
         roles=masks.roles(masks.everything(task), trainable),
         # Nothing is averaged, so that a weight says only whether a client takes part.
         weighting="uniform",
-        init_memory=lambda key, model, num_clients: jnp.zeros(num_clients),
-        # The preferences stay at the server.
+        init_memory=lambda key, model, num_clients: Own(jnp.zeros(num_clients), model if keeps else ()),
+        # The preferences stay at the server, and models from before training with their clients.
         collaborate=Collaboration(mix, reads="personal", gives="personal"),
         new_client=new_client,
     )

@@ -327,12 +327,13 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         inner = meta.sgd(inner_lr, mask=adapted_leaves)
     else:
         inner = meta.optimizer(inner_optimizer, inner_lr, mask=adapted_leaves)
+    outer = _in_single_precision(outer_optimizer(outer_lr))
     rules = _FedMeta(
         task=task,
         layout=layout,
         inner=inner,
         meta_gradient=estimator(inner),
-        outer=_Outer(outer_optimizer(outer_lr), outer_slots, layout.personal),
+        outer=_Outer(outer, outer_slots, layout.personal),
         outer_at=outer_at,
         draw=draw,
         batch_size=batch_size,
@@ -358,7 +359,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         predict=task.predict,
         roles=masks.roles(layout.personal, layout.trainable),
         weighting=weighting,
-        server_optimizer=outer_optimizer(outer_lr) if outer_at == "server" else None,
+        server_optimizer=outer if outer_at == "server" else None,
         sums_pseudo_gradients=server_sum,
         init_memory=init_memory,
         init_extra=(lambda model, data: rules.fresh_slots(model)[1]) if averaged else no_extra,
@@ -366,6 +367,18 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         statistics_renew_extra=averaged,
         new_client=rules.new_client if any(jax.tree.leaves(layout.personal)) else None,
     )
+
+
+def _in_single_precision(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimiser with its arithmetic and slots in single precision at least; Adam's epsilon, 1e-8, is 0 in float16."""
+
+    def wide(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+
+    def update(gradient: Updates, slots: PyTree, parameters: Params) -> tuple[Updates, PyTree]:
+        return optimizer.update(wide(gradient), slots, wide(parameters))
+
+    return optax.GradientTransformation(lambda parameters: optimizer.init(wide(parameters)), update)
 
 
 def _check_estimator(estimator: Any) -> None:

@@ -15,8 +15,9 @@ Xu, Tong, Huang: "Personalized federated learning with feature alignment and cla
 | alpha_i | a row of `simplex.mixtures` | `[C]` |
 | E, eta_f, eta_g | `epochs`, `lr`, `head_lr` | |
 
-Differs from the paper: the quadratic programmes are solved to a tolerance by pairwise steps rather than by a general convex
-solver, so that the eigenvalue repair of the authors' code is not needed; weights below 0.001 are dropped as in their code. A
+Differs from the paper: the quadratic programmes are solved by an active-set method rather than by a general convex solver, so
+that the eigenvalue repair of the authors' code is not needed; weights below 0.001 are dropped as in their code, unless the client
+would do better with its own head alone. A
 class that no client of a cohort holds keeps its last centroid. The norms of the alignment term are divided by d, as in their
 code.
 """
@@ -33,11 +34,11 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
-from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.simplex import mixtures
-from fedjax_meta.task import Batch, Task, weighted_mean
+from fedjax_meta.simplex import bounds, mixtures
+from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
@@ -73,20 +74,32 @@ def statistics(sums: features.ClassSums) -> Statistics:
     return Statistics(variance, profile.reshape(-1))
 
 
-def mixing_matrix(stats: Statistics, returned: jax.Array, *, least: float = 1e-3) -> jax.Array:
+class Mixing(NamedTuple):
     """How much of each head each client gets.
+
+    Attributes:
+      matrix: `[C, C]`, rows sum to 1.
+      gap: `[C]`, how far a client's bound may lie above its minimum, relative to itself, before small weights are dropped.
+    """
+
+    matrix: jax.Array
+    gap: jax.Array
+
+
+def mixing(stats: Statistics, returned: jax.Array, *, least: float = 1e-3) -> Mixing:
+    """How much of each head each client gets. No client is worse off than with its own head, by the bound that is minimised.
 
     Args:
       stats: of each client, leaves `[C, ...]`.
       returned: bool `[C]`; a client that did not return keeps its own head.
       least: weights below this are dropped.
-
-    Returns:
-      `[C, C]`, rows sum to 1.
     """
-    weights = mixtures(stats.profile @ stats.profile.T, stats.variance, returned)
-    weights = jnp.where(weights < least, 0, weights)
-    return weights / jnp.sum(weights, 1, keepdims=True)
+    weights, gap = mixtures(stats.profile, stats.variance, returned)
+    dropped = jnp.where(weights < least, 0, weights)
+    total = jnp.sum(dropped, 1)
+    dropped = dropped / jnp.where(total > 0, total, 1)[:, None]
+    worse = (total == 0) | ~(bounds(dropped, stats.profile, stats.variance) <= jnp.maximum(stats.variance, 0))
+    return Mixing(jnp.where(worse[:, None], weights, dropped), gap)
 
 
 def aligned(sums: features.ClassSums, centroids: Centroids) -> jax.Array:
@@ -107,7 +120,7 @@ def aligned_loss(task: Task, before: features.ClassSums, centroids: Centroids, w
     def penalty(z: jax.Array, batch: Batch) -> jax.Array:
         return strength * weighted_mean(jnp.mean((z - target[batch.y]) ** 2, -1), batch.weight)
 
-    return features.penalised(task, penalty)
+    return features.penalised(task, penalty, "fedpac")
 
 
 def noisy(key: Key, sums: features.ClassSums, deviation: float) -> features.ClassSums:
@@ -116,6 +129,11 @@ def noisy(key: Key, sums: features.ClassSums, deviation: float) -> features.Clas
         return sums
     noise = deviation * jax.random.normal(key, sums.total.shape)
     return sums._replace(total=sums.total + sums.number[:, None] * noise)
+
+
+def sent_statistics(key: Key, sums: features.ClassSums, deviation: float) -> Statistics:
+    """The statistics of noisy means, with the variance of the clean ones."""
+    return statistics(noisy(key, sums, deviation))._replace(variance=statistics(sums).variance)
 
 
 def _no_centroids(task: Task, model: Variables, data: FederatedData) -> Centroids:
@@ -131,9 +149,12 @@ def _update_centroids(state: State, mean: PyTree, weight: PyTree, num_clients: i
     return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
 
 
-def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     del key, state, data
-    return combine(mixing_matrix(cohort.stacked, cohort.returned), cohort.personal), cohort.memory
+    matrix, gap = mixing(cohort.stacked, cohort.returned)
+    memory = jax.tree.map(lambda row: jnp.zeros_like(row).at[:, cohort.ids].set(matrix.astype(row.dtype)), cohort.memory)
+    metrics = {"own_head_share": jnp.diagonal(matrix), "mixing_gap": gap}
+    return combine(matrix, cohort.personal), memory, metrics
 
 
 @method_builder
@@ -151,12 +172,14 @@ def fedpac(
     head: masks.MaskSpec = "head",
     optimizer: Callable[[Any], optax.GradientTransformation] = paper_sgd,
     noise: float = 0.0,
+    keep_mixing: bool = False,
     weighting: str = "samples",
 ) -> Method:
     """FedPAC.
 
     The paper has no rule for new clients: a client that never took part starts with the server's initial head, which was never
-    trained, and trains it on its support set.
+    trained, and trains it on its support set. A round takes `head_epochs + epochs` passes, 1 + 5 in the paper; for as many
+    gradients as `fedavg(epochs=E)`, let them sum to E.
 
     Args:
       task: a classifier with `features` and `head`.
@@ -167,12 +190,20 @@ def fedpac(
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
       batch_size, optimizer, weighting: as in `fedavg`; the optimiser starts afresh for head and extractor.
       head: mask of the leaves that the head consists of.
-      noise: standard deviation of Gaussian noise on each feature mean that a client sends.
+      noise: standard deviation of Gaussian noise on each feature mean that a client sends. The variance v, a scalar, is that of
+        the clean features: from noisy means it would be too small, or negative.
+      keep_mixing: whether each client's memory is its row alpha_i of the last round in which it took part, `[N]`, so that
+        `state.memory` is the matrix of all clients, e.g. for a heat map.
+
+    A round reports `own_head_share`, alpha_ii, and `mixing_gap`, by how much a client's quadratic programme may lie
+    above its minimum.
 
     Raises:
-      ValueError: a task without features, an option out of range.
+      ValueError: a task without features, one with an opaque loss unless `align=False`, an option out of range.
     """
     features.require_features(task, "fedpac")
+    if align:
+        require_parts(task, "fedpac")
     checks.not_negative("alignment", alignment)
     checks.not_negative("noise", noise)
     checks.count("head_epochs", head_epochs)
@@ -194,11 +225,15 @@ def fedpac(
         return Trained(
             model,
             {"loss": value, "head_loss": head_loss},
+            memory=received.memory,
             statistics=(after.total, after.number) if after else (),
             # Sums of features are added up: a client has as much influence on a centroid as it has samples.
             statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
-            stacked=statistics(noisy(tagged(key, "noise before"), before, noise)) if collaborate else (),
+            stacked=sent_statistics(tagged(key, "noise before"), before, noise) if collaborate else (),
         )
+
+    def init_memory(key: Key, model: Variables, num_clients: int) -> PyTree:
+        return jnp.zeros(num_clients) if keep_mixing and collaborate else no_memory(key, model, num_clients)
 
     return Method(
         init=task.init,
@@ -207,6 +242,7 @@ def fedpac(
         predict=task.predict,
         roles=masks.roles(own, trainable),
         weighting=weighting,
+        init_memory=init_memory,
         init_extra=partial(_no_centroids, task) if align else no_extra,
         update_extra=_update_centroids if align else None,
         collaborate=Collaboration(_mix_heads, reads="personal", gives="personal") if collaborate else None,

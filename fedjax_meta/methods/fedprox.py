@@ -16,10 +16,10 @@ import optax
 
 from fedjax_meta import local, masks
 from fedjax_meta.builders import method_builder
-from fedjax_meta.contract import Method, Received, Reduction, Trained, received_model
-from fedjax_meta.data import ClientData
+from fedjax_meta.contract import Method, Received, Reduction, Trained
+from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Rate
+from fedjax_meta.types import Key, Rate, Variables
 
 
 @method_builder
@@ -30,13 +30,17 @@ def fedprox(
     lr: Rate = 0.01,
     epochs: int = 20,
     batch_size: int = 10,
+    finetune_epochs: int = 0,
+    finetune: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
 ) -> Method:
     """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0.
 
-    All clients, known or new, test with the server's model and their own personal leaves, if there are any.
+    All clients, known or new, test with the server's model and their own personal leaves, if there are any, after fine-tuning if
+    there is any: plain SGD on the support view, without the proximal term, as in `fedavg`.
     """
     trainable = task.trainable(masks.variables_shape(task))
+    moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         loss = local.proximal(task.loss, received.model, prox_weight)
@@ -44,8 +48,21 @@ def fedprox(
         model, value = local.train_epochs(key, loss, received.model, data["train"], optax.sgd(lr), trainable, **passes)
         return Trained(model, {"loss": value})
 
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        passes = {"epochs": finetune_epochs, "batch_size": batch_size}
+        return local.train_epochs(key, task.loss, received.model, support, optax.sgd(lr), moves_at_test, **passes)[0]
+
     roles = masks.roles(masks.resolve(personal, task, name="personal"), trainable)
-    return Method(init=task.init, client=client, personalize=received_model, predict=task.predict, roles=roles)
+    return Method(init=task.init, client=client, personalize=personalize, predict=task.predict, roles=roles)
 
 
-REDUCES_TO = (Reduction("FedProx with mu = 0 is FedAvg", "fedprox", {"prox_weight": 0.0}, "fedavg", {}),)
+REDUCES_TO = (
+    Reduction("FedProx with mu = 0 is FedAvg", "fedprox", {"prox_weight": 0.0}, "fedavg", {}),
+    Reduction(
+        "FedProx with mu = 0 that fine-tunes is FedAvg that fine-tunes",
+        "fedprox",
+        {"prox_weight": 0.0, "finetune_epochs": 2, "finetune": "head"},
+        "fedavg",
+        {"finetune_epochs": 2, "finetune": "head"},
+    ),
+)

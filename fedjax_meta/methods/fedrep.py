@@ -55,6 +55,8 @@ def fedrep(
 ) -> Method:
     """FedRep. A client that never took part fine-tunes the server's model, whose head is as it was initialised.
 
+    A round takes `head_epochs + body_epochs` passes; for as many gradients as `fedavg(epochs=E)`, let them sum to E.
+
     Args:
       task, batch_size, finetune, weighting: as in `fedavg`.
       lr: learning rate of the body.

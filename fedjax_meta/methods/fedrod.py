@@ -27,7 +27,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
-from fedjax_meta.task import Batch, Task, cross_entropy
+from fedjax_meta.task import Batch, Task, cross_entropy, require_parts
 from fedjax_meta.types import Key, Mask, Params, PyTree, Rate
 
 FEDROD_SGD = partial(optax.sgd, momentum=0.9)
@@ -110,16 +110,22 @@ def fedrod(
     balanced loss is 0.
 
     Args:
-      task: a classifier with features, without buffers.
+      task: a classifier with features, without buffers and dropout.
       lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
       balance: gamma >= 0, how strongly the generic loss is balanced; 0 is FedAvg's loss.
       classes: K, for a hypernetwork; without it every client keeps its own head.
       hyper_width: hidden units of the hypernetwork.
 
     Raises:
-      ValueError: a task without features or with buffers, an option out of range.
+      ValueError: a task without features, or with buffers, dropout or another loss than softmax cross-entropy (of augmented
+        samples or not), an option out of range.
     """
     extract, apply_head = features.require_features(task, "fedrod", buffers=False)
+    parts = require_parts(task, "fedrod", as_predicted=True)
+    if parts.criterion is not cross_entropy:
+        raise ValueError(
+            "fedrod balances softmax cross-entropy, but this task's loss has another criterion (label smoothing?)"
+        )
     checks.not_negative("balance", balance)
     checks.count("hyper_width", hyper_width)
     if classes is not None:
@@ -130,6 +136,7 @@ def fedrod(
         counts = heads.counts(received.model, data["train"])
 
         def loss(model: Model, batch: Batch, key: Key) -> tuple[jax.Array, Model]:
+            batch, _ = parts.prepare(batch, key)
             z = extract(model.generic, batch.x)
             generic = balanced_loss(apply_head(model.generic, z), batch, counts, balance)
             still, z = jax.lax.stop_gradient((model.generic, z))

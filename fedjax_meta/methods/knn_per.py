@@ -10,8 +10,8 @@ equations 7 and 8.
 | lambda_m | `mixing`, or chosen from `grid` by each client | scalar |
 
 Differs from the paper: distances are squared and divided by d, as in the authors' code. When `mixing` is not given a client
-chooses it by leave-one-out likelihood on its support set; the paper has a validation set, and the code tries the grid on the
-test set.
+keeps a share of its samples out of training, as the paper does, and chooses it by their likelihood, each left out of its own
+vote; the code tries the grid on the test set.
 """
 
 import dataclasses
@@ -24,11 +24,44 @@ import optax
 
 from fedjax_meta import checks, features
 from fedjax_meta.builders import method_builder
-from fedjax_meta.contract import Method, Received, Reduction
-from fedjax_meta.data import ClientView
+from fedjax_meta.contract import Method, Received, Reduction, Trained
+from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.methods.fedavg import fedavg
-from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import Key, Rate, Scalar, Variables
+
+
+def in_fixed_order(index: jax.Array, size: Scalar) -> jax.Array:
+    """Positions `index` of a random order of `size` samples that is the same in all rounds and tests."""
+    return permute(permutation_keys(jax.random.key(0)), index, size)
+
+
+def trained_on(size: Scalar, validation_share: Rate) -> jax.Array:
+    """How many of a client's samples, the first ones of the fixed order, its model is trained on."""
+    # Tolerance: 0.2 * 5 must be 1 despite rounding.
+    return size - jnp.floor(validation_share * size + 1e-3).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOnes(ClientView):
+    """The first `size` samples of a view in the fixed order.
+
+    Attributes:
+      whole: number of samples of the view.
+    """
+
+    whole: Scalar = 0
+
+    @classmethod
+    def of(cls, view: ClientView, count: Scalar) -> "FirstOnes":
+        """The first `count` samples of a view."""
+        fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+        return cls(**(fields | {"size": count}), whole=view.size)
+
+    def take(self, index: jax.Array, weight: jax.Array) -> Batch:
+        """As `ClientView.take`."""
+        return super().take(in_fixed_order(index, self.whole), weight)
 
 
 class Datastore(NamedTuple):
@@ -77,6 +110,7 @@ def knn_per(
     scale: Rate = 1.0,
     mixing: Rate | None = None,
     grid: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    validation_share: Rate = 0.2,
     capacity: int = 10_000,
     lr: Rate = 0.01,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -95,6 +129,9 @@ def knn_per(
       scale: sigma, width of the kernel.
       mixing: lambda, from 0 (the model alone) to 1 (the neighbours alone); chosen by each client when not given.
       grid: what a client chooses from.
+      validation_share: share of a client's samples, always the same ones, that its model is not trained on if it chooses lambda:
+        the choice is made on them when the evaluation gives the train view as support (any other was not trained on anyway). A
+        client of so few samples that none is left out, and any client with 0, chooses on all of its samples.
       capacity: largest number of samples of a client that will be stored.
       lr, optimizer, epochs, batch_size, weighting: as in `fedavg`, by which the model is trained.
 
@@ -107,6 +144,10 @@ def knn_per(
     checks.positive("scale", scale)
     checks.between("mixing", 0 if mixing is None else mixing, 0, 1)
     checks.between("grid", grid, 0, 1, each=True)
+    traced = isinstance(validation_share, jax.core.Tracer)
+    if not (traced or 0 <= validation_share < 1):
+        raise ValueError(f"validation_share={validation_share} must be at least 0 and below 1")
+    holds_out = mixing is None and (traced or validation_share > 0)
     base = fedavg(task, lr=lr, optimizer=optimizer, epochs=epochs, batch_size=batch_size, weighting=weighting)
 
     def both(store: Datastore, z: jax.Array, itself: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -114,13 +155,18 @@ def knn_per(
         model = jax.nn.softmax(head(store.model, z))
         return model, votes(store, z, model.shape[-1], neighbours, scale, itself)
 
-    def chosen_mixing(store: Datastore) -> jax.Array:
-        """The lambda of the grid with the largest likelihood of the client's samples, each left out of its own vote."""
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        view = data["train"]
+        part = FirstOnes.of(view, trained_on(view.size, validation_share))
+        return base.client(key, received, ClientData({**data.views, "train": part}))
+
+    def chosen_mixing(store: Datastore, counts: jax.Array) -> jax.Array:
+        """The lambda of the grid with the largest likelihood of the samples that count, each left out of its own vote."""
         model, near = both(store, store.key, jnp.arange(store.key.shape[0], dtype=jnp.int32))
 
         def likelihood(mixing: jax.Array) -> jax.Array:
             probability = jnp.take_along_axis(mixing * near + (1 - mixing) * model, store.label[:, None], 1)[:, 0]
-            return jnp.sum(jnp.where(store.real, jnp.log(probability + 1e-12), 0))
+            return jnp.sum(jnp.where(counts, jnp.log(probability + 1e-12), 0))
 
         tries = jnp.asarray(grid, store.key.dtype)
         return tries[jnp.argmax(jax.vmap(likelihood)(tries))]
@@ -130,18 +176,22 @@ def knn_per(
             raise ValueError(f"a client's support view has up to {support.max_size} samples, more than capacity={capacity}")
         model, index = base.personalize(key, received, support), jnp.arange(support.max_size, dtype=jnp.int32)
         real = index < support.size
-        samples = support.take(index, real)
+        samples = support.take(in_fixed_order(index, support.size) if holds_out else index, real)
         # Padding may hold another client's samples, which must not enter this client's datastore.
         keys = jnp.where(real[:, None], extract(model, samples.x), 0)
         store = Datastore(model, keys, jnp.where(real, samples.y, 0), real, jnp.zeros(()))
-        return store._replace(mixing=chosen_mixing(store) if mixing is None else jnp.asarray(mixing, keys.dtype))
+        if mixing is not None:
+            return store._replace(mixing=jnp.asarray(mixing, keys.dtype))
+        first = trained_on(support.size, validation_share)
+        return store._replace(mixing=chosen_mixing(store, real & ((index >= first) | (first == support.size))))
 
     def predict(variables: Datastore, x: Any) -> jax.Array:
         """The logarithm of the mixed probabilities, `[B, K]`."""
         model, near = both(variables, extract(variables.model, x))
         return jnp.log(variables.mixing * near + (1 - variables.mixing) * model + 1e-12)
 
-    return dataclasses.replace(base, personalize=personalize, predict=predict, needs_classes=True)
+    train = client if holds_out else base.client
+    return dataclasses.replace(base, client=train, personalize=personalize, predict=predict, needs_classes=True)
 
 
 REDUCES_TO = (Reduction("kNN-Per without neighbours is FedAvg", "knn_per", {"mixing": 0.0}, "fedavg", {}),)

@@ -7,12 +7,13 @@ Hanzely, Richtarik: "Federated learning of a mixture of global and local models"
 | x_i | personal leaves (all) | |
 | xi | the coin; 1 with probability `probability` | |
 | lambda | `pull` | scalar |
-| alpha / (n (1 - p)) | `lr` | scalar |
-| alpha lambda / (n p) | `lr * pull * (1 - p) / p` | scalar |
+| alpha / (n (1 - p)) | `lr` times the steps of a round, or `lr` | scalar |
+| alpha lambda / (n p) | that times `pull * (1 - p) / p` | scalar |
 
 Differs from the paper: the step size is given as that of the local steps, and a round that trains is `epochs` passes of
-minibatch SGD (the paper has one full gradient; other implementations have passes). The mean is that of the cohort, where the
-paper's cohort is all clients.
+minibatch SGD (the paper has one full gradient; other implementations have passes). A pull is scaled to the T steps of its
+client's round, so that both still balance where the paper's objective, f_i + lambda/2 |x_i - mean|^2, is stationary; unscaled it
+would be T times too weak (`pull_per="step"`). The mean is that of the cohort, where the paper's cohort is all clients.
 """
 
 from collections.abc import Callable
@@ -41,6 +42,7 @@ def l2gd(
     lr: Rate = 0.01,
     pull: Rate = 0.5,
     probability: Rate = 0.5,
+    pull_per: str = "round",
     epochs: int = 1,
     batch_size: int = 32,
     new_client_epochs: int = 1,
@@ -55,6 +57,7 @@ def l2gd(
       task, lr, batch_size, new_client_epochs, optimizer: as in `fedavg`.
       pull: lambda; 0 is local-only training in those rounds that train.
       probability: p, of a round that pulls models to their mean instead of training them.
+      pull_per: whether a pull balances all steps of a client's "round" (at most up to the mean itself) or one "step" of them.
       epochs: passes over the train view in a round that trains.
 
     Raises:
@@ -62,6 +65,7 @@ def l2gd(
     """
     checks.not_negative("pull", pull)
     checks.fraction("probability", probability)
+    checks.one_of("pull_per", pull_per, ("round", "step"))
     share = lr * pull * (1 - probability) / probability
     if not isinstance(share, jax.core.Tracer) and np.any(np.asarray(share) > 1):
         raise ValueError(f"pull={pull} with lr={lr} and probability={probability} pulls by {share}, which must be at most 1")
@@ -81,11 +85,13 @@ def l2gd(
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
         """x_i ← x_i - αλ/(np) (x_i - x̄) in a round that pulls."""
-        del data
-        amount = jnp.where(pulls(key), share, 0)
+        steps = jnp.ones(len(cohort.places))
+        if pull_per == "round":
+            steps = epochs * -(-jnp.asarray(data.sizes("train"))[cohort.places] // batch_size)
+        amount = jnp.where(pulls(key), jnp.minimum(share * steps, 1), 0)
 
         def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
-            return own - amount.astype(own.dtype) * (own - mean[None])
+            return own - amount.astype(own.dtype).reshape((-1,) + (1,) * mean.ndim) * (own - mean[None])
 
         return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
 

@@ -24,7 +24,7 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
-from fedjax_meta.task import Batch, Task, weighted_mean
+from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, Rate, Variables
 
 
@@ -68,9 +68,10 @@ def moon(
       lr, epochs, batch_size, optimizer, finetune_epochs, finetune, weighting: as in `fedavg`.
 
     Raises:
-      ValueError: a task without features, an option out of range.
+      ValueError: a task without features or with an opaque loss, an option out of range.
     """
     extract, _ = features.require_features(task, "moon")
+    require_parts(task, "moon")
     checks.not_negative("contrast_weight", contrast_weight)
     checks.positive("temperature", temperature)
     trainable = task.trainable(masks.variables_shape(task))
@@ -81,7 +82,7 @@ def moon(
             towards, away = (extract(fixed, batch.x) for fixed in (received.model, received.memory))
             return contrast_weight * weighted_mean(contrast(z, towards, away, temperature), batch.weight)
 
-        loss = features.penalised(task, penalty)
+        loss = features.penalised(task, penalty, "moon")
         passes = {"epochs": epochs, "batch_size": batch_size}
         model, value = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), trainable, **passes)
         return Trained(model, {"loss": value}, memory=model)

@@ -81,6 +81,7 @@ class _PFedHN:
     width: int
     hidden: int
     local_steps: int
+    epochs: int | None
     batch_size: int
     clip: Rate
     new_client_steps: int
@@ -116,7 +117,10 @@ class _PFedHN:
     def client(self, key: Key, received: Received, data: ClientData) -> Trained:
         model, embedding = received.model, received.memory
         generated, pull_back = jax.vjp(self.generate, model.hyper, embedding.value)
-        batches = data["train"].endless(tagged(key, "order"), self.batch_size, self.local_steps)
+        if self.epochs is None:
+            batches = data["train"].endless(tagged(key, "order"), self.batch_size, self.local_steps)
+        else:
+            batches = data["train"].epochs(tagged(key, "order"), self.batch_size, self.epochs)
         start = masks.merge(model.own, generated)
         everything = masks.everything_like(self.own)
         trained, loss = local.train(tagged(key, "loss"), self.task.loss, start, batches, self.optimizer, everything)
@@ -157,10 +161,12 @@ def pfedhn(
     *,
     lr: Rate = 5e-3,
     server_lr: Rate = 0.01,
-    embedding_size: int = 13,
+    embedding_size: int | None = None,
+    num_clients: int = 50,
     width: int = 100,
     hidden: int = 3,
     local_steps: int = 50,
+    epochs: int | None = None,
     batch_size: int = 64,
     personal: masks.MaskSpec = "none",
     clip: Rate = 50.0,
@@ -174,9 +180,11 @@ def pfedhn(
       lr: learning rate of local training (momentum 0.9, weight decay 5e-5).
       server_lr: of the hypernetwork and embeddings (momentum 0.9, weight decay 1e-3). A server optimiser of the federation
         replaces that of the hypernetwork.
-      embedding_size: e; the paper's is 1 + N // 4.
+      embedding_size: e; when not given the paper's 1 + N // 4, for the N of `num_clients`.
+      num_clients: N, read for nothing else; the paper has 50 clients.
       width, hidden: units, and layers after the first, of the hypernetwork.
-      local_steps: K, batches per round.
+      local_steps: K, batches per round, whatever the size of a client.
+      epochs: passes over a client's train view in place of K batches, for as many gradients as `fedavg(epochs=...)`.
       batch_size: samples per step.
       personal: mask of the leaves that the hypernetwork does not generate; "head" is pFedHN-PC.
       clip: largest norm of a local gradient, and of what moves hypernetwork and embedding.
@@ -188,6 +196,8 @@ def pfedhn(
     features.require_no_buffers(task, "pfedhn")
     checks.positive("clip", clip)
     checks.positive("new_client_lr", new_client_lr)
+    checks.count("num_clients", num_clients)
+    embedding_size = 1 + num_clients // 4 if embedding_size is None else embedding_size
     for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden)):
         checks.count(name, value)
     checks.count("new_client_steps", new_client_steps, least=0)
@@ -203,6 +213,7 @@ def pfedhn(
         width=width,
         hidden=hidden,
         local_steps=local_steps,
+        epochs=epochs,
         batch_size=batch_size,
         clip=clip,
         new_client_steps=new_client_steps,

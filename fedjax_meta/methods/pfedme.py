@@ -48,6 +48,7 @@ def pfedme(
     prox_weight: Rate = 15.0,
     inner_steps: int = 5,
     local_rounds: int = 20,
+    epochs: int | None = None,
     batch_size: int = 20,
     test_epochs: int = 1,
     weight_decay: Rate = 0.0,
@@ -57,12 +58,14 @@ def pfedme(
     """pFedMe. Every client, known or new, finds its personal model around the server's from its support set.
 
     Args:
-      task, batch_size, weighting: as in `fedavg`.
+      task, batch_size, weighting: as in `fedavg`; "uniform" is the paper's.
       lr: learning rate of the steps that find theta.
       outer_lr: eta, rate of the local model.
       prox_weight: lambda > 0.
       inner_steps: K, steps towards theta on each batch.
-      local_rounds: R, batches per round.
+      local_rounds: R, batches per round, whatever the size of a client; K gradients each.
+      epochs: passes over a client's train view in place of R batches. With `inner_steps=1` as many gradients as
+        `fedavg(epochs=...)`, with K as many as K times that.
       test_epochs: passes over the support view, `inner_steps` steps per batch, before a client predicts.
       weight_decay: mu, of the steps that find theta.
       keep_local: let w_i stay with its client, as MTFL's authors did. A known client then tests w_i, a new one the server's
@@ -87,7 +90,12 @@ def pfedme(
         return local.train(key, local.proximal(task.loss, centre, prox_weight), theta, again, optimizer, trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        batches = data["train"].endless(tagged(key, "order"), batch_size, local_rounds).keyed(tagged(key, "loss"))
+        order = tagged(key, "order")
+        if epochs is None:
+            batches = data["train"].endless(order, batch_size, local_rounds)
+        else:
+            batches = data["train"].epochs(order, batch_size, epochs)
+        batches = batches.keyed(tagged(key, "loss"))
 
         def step(r: Any, carry: Any) -> Any:
             theta, own, total = carry

@@ -19,6 +19,7 @@ no rate for them. Here the rate is an argument of its own and must be tuned: wit
 a hundredth as far as one of FedAvg.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ def reptile(
     *,
     inner_lr: Rate = 0.01,
     outer_lr: Rate = 0.1,
+    inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     inner_epochs: int = 1,
     batch_size: int = 32,
     adapts: masks.MaskSpec = "all",
@@ -55,7 +57,7 @@ def reptile(
     `server_optimizer`, which replaces epsilon there.
 
     Args:
-      task, inner_lr, adapts, personal, score, weighting: as in `fedmeta`.
+      task, inner_lr, inner_optimizer, adapts, personal, score, weighting: as in `fedmeta`.
       outer_lr: epsilon; personal leaves move by it too, at their client.
       inner_epochs: E, passes over a client's train view in a round, and over its support view in a test.
       batch_size: samples of an inner step.
@@ -72,6 +74,7 @@ def reptile(
         task,
         inner_lr=inner_lr,
         outer_lr=outer_lr,
+        inner_optimizer=inner_optimizer,
         outer_optimizer=optax.sgd,
         outer_at="server",
         estimator=meta.reptile_gradient,
@@ -91,6 +94,7 @@ def perfedavg_reptile(
     *,
     inner_lr: Rate = 0.1,
     interpolation: Rate = 0.01,
+    inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     outer_batches: int = 4,
     inner_batches: int = 4,
     test_steps: int = 1,
@@ -106,7 +110,7 @@ def perfedavg_reptile(
     server's model; where leaves are personal, see `fedmeta`.
 
     Args:
-      task, adapts, personal, score: as in `fedmeta`.
+      task, inner_optimizer, adapts, personal, score: as in `fedmeta`; the inner optimiser starts afresh in each batch.
       inner_lr: rate of the minibatch steps, and of the steps in a test.
       interpolation: alpha, how far the model moves towards the result of a batch; 1 moves it all the way.
       outer_batches, inner_batches: tau_out and tau_in. Samples are divided as by `numpy.array_split`; minibatches that get no
@@ -131,6 +135,7 @@ def perfedavg_reptile(
         task,
         inner_lr=inner_lr,
         outer_lr=interpolation,
+        inner_optimizer=inner_optimizer,
         outer_optimizer=optax.sgd,
         estimator=meta.reptile_gradient,
         batch_size=None,

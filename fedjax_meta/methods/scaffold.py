@@ -104,4 +104,5 @@ def scaffold(
 
 def _update_control(state: State, change: PyTree, returned: Any, num_clients: int) -> PyTree:
     """c ← c + 1/N Σ (c_i⁺ - c_i), the sum over the cohort."""
-    return optax.tree.add(state.extra, optax.tree.scale(returned / num_clients, change))
+    step = optax.tree.scale(returned / num_clients, change)
+    return jax.tree.map(lambda old, by: (old + by).astype(old.dtype), state.extra, step)

@@ -141,7 +141,7 @@ class _Rounds:
             precision=f.precision,
         )
         moved = server.next_state(setting, key, state, summed, outputs, ids, data)
-        kept = server.collaborate(setting, key, moved, kept, outputs, ids, data)
+        kept, diagnostics = server.collaborate(setting, key, moved, kept, outputs, ids, data)
         after = kept._replace(seen=before.seen | outputs.took_part)
         # An empty place of a cohort writes nowhere.
         target = jnp.where(empty, state.seen.shape[0], rows)
@@ -151,7 +151,9 @@ class _Rounds:
             )
             for name in Kept._fields[1:]
         }
-        info = RoundInfo(ids, outputs.metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
+        info = RoundInfo(
+            ids, outputs.metrics | diagnostics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved)
+        )
         return moved._replace(round=state.round + 1, **new), info
 
     def _faults(self, outputs: Outputs, state: State) -> Faults:

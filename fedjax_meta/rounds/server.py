@@ -118,14 +118,15 @@ def _step(
 
 def collaborate(
     setting: Setting, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData
-) -> Kept:
-    """What clients keep after they got something of each other; unchanged for those that did not return."""
+) -> tuple[Kept, dict[str, jax.Array]]:
+    """(what clients keep after they got something of each other, unchanged for those that did not return; diagnostics)."""
     method = setting.method
     if method.collaborate is None:
-        return kept
+        return kept, {}
     cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, setting.federation.lanes)
     visible = state if method.whole_population else without_rows(state)
-    given = method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
+    result = method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
+    given, diagnostics = result[:2], result[2] if len(result) > 2 else {}
     must_fit("what collaborate returns", given, (kept.personal, kept.memory))
     personal, memory = where(outputs.returned, given, (kept.personal, kept.memory))
-    return kept._replace(personal=personal, memory=memory)
+    return kept._replace(personal=personal, memory=memory), diagnostics

@@ -3,9 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta.methods.fedamp import attention, cosine_attention
+import fedjax_meta as fm
+from fedjax_meta.methods.fedamp import attention, cosine_attention, warn_if_capped
 from tests import problems
-from tests.methods.common import FULL, build, gradient, of, personalized, run, start, step
+from tests.methods.common import FULL, KEY, build, gradient, of, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8, "epochs": 2}
 WHOLE = {**FULL, "step": 0.5, "prox_weight": 0.4, "width": 2.0, "new_client_epochs": 0}
@@ -32,6 +33,31 @@ def test_attention_never_leaves_a_negative_share_and_relative_distances_have_no_
     np.testing.assert_allclose(matrix.sum(1), 1)
     small, large = (attention(jnp.asarray(c * W @ W.T), ALL, step=0.5, width=1.0, relative=True) for c in (1, 1e6))
     np.testing.assert_allclose(small, large, rtol=1e-9)
+
+
+@pytest.mark.parametrize("count", [2, 5, 20, 50])
+def test_by_default_a_client_has_a_share_in_its_own_mixture_whatever_the_cohort(count):
+    """ξ_ij = exp(-d_ij / σ) / C of the C that returned, so the own share is at least 1 / C; for a step of 1 it is 0."""
+    w = np.random.default_rng(1).normal(size=(count + 1, 30))
+    valid = np.arange(count + 1) < count
+    options = {"width": 1.0, "relative": True}
+    matrix = np.asarray(attention(jnp.asarray(w @ w.T), jnp.asarray(valid), step=None, **options))[:count, :count]
+    assert np.diag(matrix).min() >= 1 / count
+    square = np.sum((w[:count, None] - w[None, :count]) ** 2, -1)
+    square = square / (square.sum() / (count * (count - 1)))
+    expected = np.exp(-square) / count
+    np.testing.assert_allclose(matrix[~np.eye(count, dtype=bool)], expected[~np.eye(count, dtype=bool)], rtol=1e-10)
+    fixed = np.asarray(attention(jnp.asarray(w @ w.T), jnp.asarray(valid), step=1.0, **options))[:count, :count]
+    assert (np.diag(fixed).max() < 1e-12) == (count >= 5)
+
+
+def test_a_step_that_must_be_capped_is_warned_about():
+    """(C - 1) exp(-1) > 1 from C = 4 on."""
+    with pytest.warns(UserWarning, match=r"fedamp: with step=1\.0 and width=1\.0 .* sum to 1\.47 or more in a cohort of 5"):
+        algorithm = problems.build("fedamp", step=1.0, cohort_size=5, devices=1)
+        jax.eval_shape(algorithm.round, KEY, start(algorithm), problems.data())
+    for alpha, count in ((1.0, 3), (0.1, 20), (None, 50)):
+        warn_if_capped(alpha, 1.0, count)
 
 
 def test_heuristic_attention_is_a_softmax_of_cosines():
@@ -82,6 +108,16 @@ def test_a_round_written_out():
     matrix = attention(jnp.asarray(flat @ flat.T), jnp.ones(7, bool), step=0.5, width=2.0, relative=True)
     clouds = np.concatenate([np.reshape(leaf, (7, -1)) for leaf in jax.tree.leaves(after.memory)], 1)
     np.testing.assert_allclose(clouds, matrix @ flat, atol=1e-9)
+
+
+def test_a_round_reports_the_own_shares():
+    state = start(fedamp(cohort_size=5))
+    shares = []
+    for alpha in (None, 1e4):
+        method = fm.fedamp(problems.task(), relative=False, step=alpha)
+        info = jax.jit(fm.federate(method, fm.Federation(cohort_size=5, devices=1)).round)(KEY, state, problems.data())[1]
+        shares.append(info.metrics["own_share"])
+    assert np.all(shares[0] >= 0.2) and np.all(np.abs(shares[1]) < 1e-12)
 
 
 def test_a_new_client_starts_at_the_mean_of_the_cohorts_models():

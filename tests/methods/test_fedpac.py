@@ -6,7 +6,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
-from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing_matrix, statistics
+from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, sent_statistics, statistics
 from fedjax_meta.simplex import mixtures
 from tests import problems
 from tests.methods.common import FULL, KEY, batch, build, of, personalized, run, start
@@ -56,33 +56,64 @@ def test_the_programme_from_the_gram_matrix_is_equation_11():
     rng = np.random.default_rng(1)
     v, h = rng.uniform(0.1, 1, 4), rng.normal(size=(4, 6))
     stats = Statistics(jnp.asarray(v), jnp.asarray(h))
-    matrix = np.asarray(mixing_matrix(stats, jnp.ones(4, bool), least=0))
+    matrix = np.asarray(mixing(stats, jnp.ones(4, bool), least=0).matrix)
     for i in range(4):
         apart = h[i] - h
         quadratic = np.diag(v) + apart @ apart.T
         slope = 2 * quadratic @ matrix[i]
         # Kuhn-Tucker: all weights that are not 0 have the same slope, the smallest one.
-        assert np.all(slope[matrix[i] > 0] < slope.min() + 1e-9)
+        assert np.all(slope[matrix[i] > 0] < slope.min() + 1e-5)
 
 
 def test_small_weights_are_dropped_and_rows_sum_to_one():
     h = jnp.array([[0.0], [0.0], [30.0]])
     stats = Statistics(jnp.array([1.0, 1.0, 1.0]), h)
-    assert 0 < mixtures(h @ h.T, stats.variance)[0, 2] < 2e-3
-    matrix = mixing_matrix(stats, jnp.ones(3, bool), least=2e-3)
+    assert 0 < mixtures(h, stats.variance).weights[0, 2] < 2e-3
+    matrix = mixing(stats, jnp.ones(3, bool), least=2e-3).matrix
     assert matrix[0, 2] == 0
     np.testing.assert_allclose(jnp.sum(matrix, 1), 1, atol=1e-15)
+
+
+def test_small_weights_stay_where_their_loss_would_cost_more_than_the_own_head():
+    """40 clients of unequal variance and one mean: weights are proportional to 1 / v, and 39 of 40 fall below `least`."""
+    v = np.full(40, 100.0)
+    v[1] = 1.0
+    stats = Statistics(jnp.asarray(v), jnp.zeros((40, 2)))
+    matrix = np.asarray(mixing(stats, jnp.ones(40, bool), least=0.01).matrix)
+    np.testing.assert_allclose(matrix[0, 1], 1, atol=1e-6)
+    # With `least` above every weight nothing would be left of any row.
+    matrix = np.asarray(mixing(stats, jnp.ones(40, bool), least=2.0).matrix)
+    np.testing.assert_allclose(matrix, np.tile(1 / v / np.sum(1 / v), (40, 1)), atol=1e-3)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-12)
 
 
 def test_heads_are_combined_by_statistics_from_before_training():
     together, alone = run(fedpac(), 1), run(fedpac(collaborate=False), 1)
     first = start(fedpac()).model
     v, h = zip(*(reference_statistics(first, i) for i in range(7)), strict=True)
-    matrix = np.asarray(mixing_matrix(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)))
+    matrix = np.asarray(mixing(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(7, bool)).matrix)
     assert np.count_nonzero(matrix) > 7
     expected = jax.tree.map(lambda leaf: np.tensordot(matrix, leaf, 1), alone.personal)
     assert problems.distance(together.personal, expected) < 1e-9
     assert problems.distance(together.model, alone.model) < 1e-12
+
+
+def test_a_round_reports_its_mixture_and_can_keep_it():
+    """`memory` is the matrix of all clients by their ids; clients that take no part keep their row."""
+    algorithm = fedpac(keep_mixing=True, cohort_size=4)
+    first, data = start(algorithm), problems.data()
+    state, info = jax.jit(algorithm.round)(KEY, first, data)
+    ids = np.asarray(info.ids)
+    v, h = zip(*(reference_statistics(first.model, i) for i in ids), strict=True)
+    matrix = np.asarray(mixing(Statistics(jnp.array(v), jnp.array(h)), jnp.ones(4, bool)).matrix)
+    expected = np.zeros((7, 7))
+    expected[np.ix_(ids, ids)] = matrix
+    np.testing.assert_allclose(state.memory, expected, atol=1e-5)
+    np.testing.assert_allclose(info.metrics["own_head_share"], np.diagonal(matrix), atol=1e-5)
+    assert np.all(np.asarray(info.metrics["mixing_gap"]) <= 1.01e-12)
+    plain = run(fedpac(cohort_size=4), 2)
+    assert problems.distance(plain.personal, run(algorithm, 2).personal) < 1e-9
+    assert not jax.tree.leaves(plain.memory)
 
 
 def test_centroids_are_the_class_means_over_all_samples():
@@ -135,6 +166,17 @@ def test_noise_moves_centroids_and_not_the_extractor():
     plain, noisy = run(fedpac(collaborate=False), 1), run(fedpac(collaborate=False, noise=0.5), 1)
     assert problems.distance(plain.model, noisy.model) == 0
     assert problems.distance(plain.extra.mean, noisy.extra.mean) > 1e-3
+
+
+def test_noise_covers_the_means_and_leaves_the_variance():
+    """v from noisy means would be negative here: the noise adds 12 * 0.1 * 4 to their squared norms, on average."""
+    sums = features.class_sums(problems.task(), start(fedpac()).model, problems.data().client(3)["train"])
+    clean, sent = statistics(sums), sent_statistics(KEY, sums, 2.0)
+    assert sent.variance == clean.variance > 0
+    assert float(jnp.max(jnp.abs(sent.profile - clean.profile))) > 0.1
+    noisy_sums = sums._replace(total=sent.profile.reshape(3, 4) * jnp.sum(sums.number))
+    assert float(statistics(noisy_sums).variance) < 0
+    assert problems.leaves_equal(sent_statistics(KEY, sums, 0.0), clean)
 
 
 def test_a_new_client_trains_the_servers_head_and_a_known_one_keeps_its_own():

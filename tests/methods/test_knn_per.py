@@ -1,9 +1,13 @@
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_meta.methods.knn_per import FirstOnes, in_fixed_order, trained_on
 from tests import problems
-from tests.methods.common import batch, build, personalized, run, start
+from tests.methods.common import KEY, batch, build, personalized, run, start
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -19,6 +23,38 @@ def test_without_neighbours_it_is_fedavg():
     x = batch(3).x
     expected = jax.nn.softmax(average.predict(state.model, x))
     np.testing.assert_allclose(np.exp(algorithm.predict(personalized(algorithm, state, 3), x)), expected, atol=1e-9)
+
+
+def held_out(size, share):
+    """Positions of the samples that are kept for the choice of the share."""
+    return np.asarray(in_fixed_order(jnp.arange(size), size))[size - int(share * size) :]
+
+
+def test_the_model_never_sees_the_samples_that_its_share_is_chosen_on():
+    """Other labels of these samples change nothing in any round, and other labels of the rest do."""
+    algorithm, data = knn_per(cohort_size=7, validation_share=0.25), problems.data()
+    start, size = (int(part["train"][3]) for part in (data.start, data.size))
+    kept = held_out(size, 0.25)
+    assert len(kept) == int(0.25 * size) and len(set(kept.tolist())) == len(kept)
+    states = []
+    for places in ([], kept, np.setdiff1d(np.arange(size), kept)[:1]):
+        y = np.asarray(data.y).copy()
+        y[start + np.asarray(places, int)] = (y[start + np.asarray(places, int)] + 1) % 3
+        states.append(run(algorithm, 3, data=dataclasses.replace(data, y=y)))
+    assert problems.leaves_equal(states[0].model, states[1].model)
+    assert problems.distance(states[0].model, states[2].model) > 1e-6
+
+
+def test_an_epoch_goes_once_through_the_samples_that_are_trained_on():
+    view = problems.data().client(2)["train"]
+    size = int(view.size)
+    part = FirstOnes.of(view, trained_on(view.size, 0.3))
+    batches = part.epochs(KEY, 8)
+    seen = [batches.get(t, 0) for t in range(int(batches.steps))]
+    x = np.concatenate([np.asarray(b.x)[np.asarray(b.weight) > 0] for b in seen])
+    kept = np.setdiff1d(np.arange(size), held_out(size, 0.3))
+    expected = np.asarray(problems.data().x)[int(view.start) + kept]
+    np.testing.assert_array_equal(x[np.lexsort(x.T)], expected[np.lexsort(expected.T)])
 
 
 def neighbours_share(model, client, queries, count, scale, *, leave_out=False):
@@ -54,8 +90,10 @@ def test_prediction_mixes_model_and_neighbours():
     np.testing.assert_allclose(np.exp(algorithm.predict(small, x)), expected, atol=1e-9)
 
 
-def test_a_client_chooses_the_share_with_the_best_leave_one_out_likelihood():
-    algorithm = knn_per(neighbours=5, scale=0.2)
+@pytest.mark.parametrize("validation_share", [0.0, 0.25])
+def test_a_client_chooses_the_share_with_the_best_leave_one_out_likelihood(validation_share):
+    """Of all its samples, or of those that its model was not trained on."""
+    algorithm = knn_per(neighbours=5, scale=0.2, validation_share=validation_share)
     state = run(build("fedavg", **OPTIONS), 2)
     for client in (0, 3):
         samples = batch(client, "train")
@@ -63,7 +101,8 @@ def test_a_client_chooses_the_share_with_the_best_leave_one_out_likelihood():
         model = np.asarray(jax.nn.softmax(problems.task().predict(state.model, samples.x)))
         rows, y = np.arange(len(samples.y)), np.asarray(samples.y)
         tries = np.arange(11) / 10
-        scores = [np.sum(np.log((m * near + (1 - m) * model)[rows, y] + 1e-12)) for m in tries]
+        counts = held_out(len(y), validation_share) if validation_share else rows
+        scores = [np.sum(np.log((m * near + (1 - m) * model)[rows, y] + 1e-12)[counts]) for m in tries]
         chosen = personalized(algorithm, state, client, "train").mixing
         np.testing.assert_allclose(chosen, tries[np.argmax(scores)], atol=1e-9)
 
@@ -80,5 +119,7 @@ def test_a_datastore_beyond_the_limit_is_refused_with_both_numbers():
     algorithm = knn_per(capacity=20)
     with pytest.raises(ValueError, match=r"up to \d+ samples, more than capacity=20"):
         personalized(algorithm, start(algorithm), 0, "train")
+    with pytest.raises(ValueError, match="validation_share=1"):
+        knn_per(validation_share=1)
     with pytest.raises(ValueError, match="neighbours=0"):
         knn_per(neighbours=0)

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedjax_meta.keys import tagged
@@ -36,14 +37,18 @@ def test_without_a_pull_rounds_that_train_are_local_training_and_others_do_nothi
     assert problems.distance(state.personal, expected.personal) < 1e-12
 
 
-def test_a_round_that_pulls_moves_every_model_towards_the_mean():
-    # Share α λ / (n p) = lr λ (1 - p) / p.
-    algorithm = l2gd(pull=6.0, new_client_epochs=0)
+@pytest.mark.parametrize(("pull_per", "pull"), [("step", 6.0), ("round", 1.5)])
+def test_a_round_that_pulls_moves_every_model_towards_the_mean(pull_per, pull):
+    # Share α λ / (n p) = lr λ (1 - p) / p, times the steps of 2 passes in batches of 8; never past the mean.
+    algorithm = l2gd(pull=pull, pull_per=pull_per, epochs=2, new_client_epochs=0)
+    steps = 2 * np.ceil(np.asarray(problems.data().sizes("train")) / 8) if pull_per == "round" else np.ones(7)
+    share = np.minimum(0.1 * pull * steps, 1)
+    assert pull_per == "step" or (np.any(share == 1) and np.any(share < 1))
     r = next(r for r, pulls in enumerate(coins(9, 0.5)) if pulls and r > 0)
     state = run(algorithm, r)
     after = run(algorithm, 1, state)
     mean = jax.tree.map(lambda pool: jnp.mean(pool, 0, keepdims=True), state.personal)
-    expected = jax.tree.map(lambda x, m: x - 0.6 * (x - m), state.personal, mean)
+    expected = jax.tree.map(lambda x, m: x - share.reshape((-1,) + (1,) * (x.ndim - 1)) * (x - m), state.personal, mean)
     assert problems.distance(state.personal, after.personal) > 1e-4
     assert problems.distance(after.personal, expected) < 1e-12
 
@@ -62,3 +67,5 @@ def test_wrong_arguments_are_named():
         l2gd(pull=100)
     with pytest.raises(ValueError, match="pull=-1"):
         l2gd(pull=-1)
+    with pytest.raises(ValueError, match="pull_per='epoch'"):
+        l2gd(pull_per="epoch")

@@ -1,0 +1,65 @@
+"""Models in half precision, and losses that are not finite."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from tests import problems
+from tests.methods.common import KEY
+
+NEEDS_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
+
+
+def halved(task, dtype):
+    """The task with parameters, inputs and logits in a short type."""
+
+    def cast(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+    loss = dataclasses.replace(task.loss, prepare=lambda batch, key: (batch._replace(x=cast(batch.x)), key))
+    predict = lambda variables, x: task.predict(variables, cast(x))  # noqa: E731
+    return task._replace(init=lambda key: cast(task.init(key)), loss=loss, predict=predict)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", fm.METHODS)
+def test_a_method_keeps_the_types_of_a_model_in_half_precision(name, dtype):
+    task = halved(problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task(), dtype)
+    algorithm, data = fm.federate(fm.METHODS[name](task), fm.Federation(cohort_size=3, devices=1, lanes=1)), problems.data()
+    state = jax.eval_shape(algorithm.init, KEY, data)
+    after, _ = jax.eval_shape(algorithm.round, KEY, state, data)
+    assert problems.forms(after) == problems.forms(state)
+    jax.eval_shape(lambda state: algorithm.personalize(KEY, state, data.client(1)["test_support"], 1), state)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("scaffold", jnp.bfloat16), ("imaml", jnp.float16)])
+def test_a_round_in_half_precision_is_near_that_in_double_precision(name, dtype):
+    options = {"scaffold": {"lr": 0.3}, "imaml": {"inner_lr": 0.1, "outer_lr": 0.1}}[name]
+    states = []
+    for task in (problems.task(), halved(problems.task(), dtype)):
+        algorithm = fm.federate(fm.METHODS[name](task, **options), fm.Federation(cohort_size=7, devices=1))
+        state = algorithm.init(KEY, problems.data())
+        after, _ = jax.jit(algorithm.round)(KEY, state, problems.data())
+        states.append((state.model, after.model))
+    moved = problems.distance(*states[0])
+    assert moved > 0.05
+    assert problems.distance(states[0][1], states[1][1]) < 0.2 * moved
+
+
+def test_a_client_whose_loss_is_not_a_number_sends_no_number():
+    """The implicit gradient of NaN is NaN, not 0: only so can the server see that it must not count it."""
+    x = np.asarray(problems.data().x).copy()
+    start, size = (int(part["train"][3]) for part in (problems.data().start, problems.data().size))
+    x[start : start + size] = np.nan
+    data = dataclasses.replace(problems.data(), x=x)
+    method = fm.imaml(problems.task(), inner_lr=0.1)
+    algorithm = fm.federate(method, fm.Federation(cohort_size=7, devices=1))
+    state = algorithm.init(KEY, data)
+    received = fm.contract.Received(state.model, (), (), state.round, jnp.zeros((), bool), KEY)
+    trained = jax.jit(lambda i: method.client(KEY, received, data.client(i)))
+    assert all(bool(jnp.all(jnp.isnan(leaf))) for leaf in jax.tree.leaves(trained(3).model))
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(trained(5).model))
