@@ -1,0 +1,85 @@
+"""Two rounds of iMAML (Rajeswaran et al., arXiv 1909.04630, algorithms 1 and 2) in federated form.
+
+Client i takes steps phi = phi - alpha (grad f(phi; batch of A_i) + lambda (phi - w)). With H the Hessian over all of A_i at
+phi, and b the mean over the batches of B_i of grad f(phi; batch), its meta-gradient solves (I + H / lambda) g = b. After k
+steps of conjugate gradient, g minimises x'Mx/2 - b'x, M = I + H / lambda, over the space that b, Mb, ..., M^{k-1} b span."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta.keys import tagged
+from tests.whole_rounds.world import (
+    HEAD,
+    KNOWN,
+    LATE,
+    NEW,
+    NOTHING,
+    QUERY_SIZES,
+    Library,
+    check,
+    cut,
+    descend,
+    epochs,
+    gradient,
+    hessian,
+    loss,
+    near,
+    order_key,
+    rows,
+    task,
+    test_key,
+    two_rounds,
+    view,
+)
+
+ALPHA, BETA, PULL, BATCH, PASSES, SERVER = 0.2, 0.3, 2.0, 4, 2, 0.6
+
+
+def in_krylov_space(matrix, b, size):
+    """argmin of x'Mx/2 - b'x in span(b, Mb, ...)."""
+    space = np.linalg.qr(np.stack([np.linalg.matrix_power(matrix, k) @ b for k in range(size)], 1))[0]
+    return space @ np.linalg.solve(space.T @ matrix @ space, space.T @ b)
+
+
+@pytest.mark.parametrize("personal", [NOTHING, HEAD], ids=["nothing personal", "head"])
+@pytest.mark.parametrize(
+    ("cg", "solve"),
+    [
+        ({"cg_steps": 60, "tolerance": 1e-14}, np.linalg.solve),
+        ({"cg_steps": 3}, lambda matrix, b: in_krylov_space(matrix, b, 3)),
+    ],
+    ids=["solved", "three steps"],
+)
+def test_two_rounds_and_their_tests(cg, solve, personal):
+    options = {"inner_lr": ALPHA, "outer_lr": BETA, "prox_weight": PULL, "inner_epochs": PASSES, "batch_size": BATCH}
+    method = fm.imaml(task(), **options, **cg, outer_optimizer=optax.sgd, personal="head" if personal.any() else "none")
+    library = Library(method, server_lr=SERVER)
+
+    def client(round_, i, w, memory):
+        support = epochs(jax.random.fold_in(order_key(round_, i), 0), i, "support", BATCH, PASSES)
+        phi = descend(w, ALPHA, support, pull=PULL, anchor=w)
+        b = np.mean([gradient(phi, batch) for batch in cut(view(i, "query"), BATCH)], 0)
+        matrix = np.eye(len(w)) + hessian(phi, view(i, "support")) / PULL
+        assert np.linalg.eigvalsh(matrix)[0] > 0
+        return w - BETA * solve(matrix, b), None
+
+    after = two_rounds(library.w, client, QUERY_SIZES, personal=personal, server_lr=SERVER)
+    for number, state in enumerate((library.first, library.last)):
+        w, own, _ = after[number]
+        check(state, number + 1, model=w, personal=rows(own, library.w)[:, personal])
+    w, own, _ = after[-1]
+
+    def tested(start, i):
+        batches, phi, losses = epochs(tagged(test_key(), "order"), i, "test_support", BATCH, PASSES), start, []
+        for batch in batches:
+            losses.append(loss(phi, batch) + PULL / 2 * np.sum((phi - start) ** 2))
+            phi = descend(phi, ALPHA, [batch], pull=PULL, anchor=start)
+        return phi, np.mean(losses)
+
+    for i in (KNOWN, LATE):
+        near(library.tested(i), tested(np.where(personal, own[i], w), i)[0])
+    tries = [tested(np.where(personal, own[i], w), NEW) for i in sorted(own)]
+    near(library.tested(NEW), min(tries, key=lambda tried: tried[1])[0])
