@@ -3,7 +3,8 @@
 From its second round on, a client starts from v + (g - v) W in its higher layers, v its last local model and g the global
 one, and from g below. W = clip(W - eta grad, 0, 1), by the chain rule grad = (g - v) * grad f, on a random share of its
 samples, in passes: until the last `window` mean losses have a standard deviation below the tolerance, the first time; one
-pass after that."""
+pass after that.
+"""
 
 from functools import cache
 

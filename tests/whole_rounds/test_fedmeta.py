@@ -7,7 +7,8 @@ mean over the batches of B_i of f(phi_k; batch). By the chain rule, with v = dF/
 
 With learned rates (Meta-SGD), alpha is a vector of w's shape. The server takes the mean of the clients' models, weighted by
 the size of B_i. Personal entries, and their rates, stay with their client. A new client tries the personal part of every
-trained one and keeps that of the lowest mean loss of its steps."""
+trained one and keeps that of the lowest mean loss of its steps.
+"""
 
 import jax
 import numpy as np

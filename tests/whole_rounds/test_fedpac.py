@@ -6,7 +6,8 @@ Before training, client i takes the mean features mu_k of its classes, p_k = n_k
 
 It trains its head, then the extractor with lambda times the mean of |z - c_y|^2 / d, by SGD with momentum 0.5 and weight
 decay 5e-4. The centroid of a class is the mean of the trained features over all samples of the cohort. Head i becomes sum_j
-a_j head_j, where a minimises sum_j a_j^2 v_j + |h_i - sum_j a_j h_j|^2 on the simplex."""
+a_j head_j, where a minimises sum_j a_j^2 v_j + |h_i - sum_j a_j h_j|^2 on the simplex.
+"""
 
 from itertools import combinations
 

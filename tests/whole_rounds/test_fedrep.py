@@ -2,7 +2,8 @@
 
 FedRep: a client first trains its own head, then the body that the server sent, each by its optimiser started afresh; the
 server takes the mean of the bodies weighted by samples. The head of a new client is the initial one, fine-tuned on its
-support view."""
+support view.
+"""
 
 import numpy as np
 import pytest

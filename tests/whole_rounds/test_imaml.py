@@ -2,7 +2,8 @@
 
 Client i takes steps phi = phi - alpha (grad f(phi; batch of A_i) + lambda (phi - w)). With H the Hessian over all of A_i at
 phi, and b the mean over the batches of B_i of grad f(phi; batch), its meta-gradient solves (I + H / lambda) g = b. After k
-steps of conjugate gradient, g minimises x'Mx/2 - b'x, M = I + H / lambda, over the space that b, Mb, ..., M^{k-1} b span."""
+steps of conjugate gradient, g minimises x'Mx/2 - b'x, M = I + H / lambda, over the space that b, Mb, ..., M^{k-1} b span.
+"""
 
 import jax
 import numpy as np

@@ -5,7 +5,8 @@ pFedMe (arXiv 2006.08848, algorithm 1): on each of R batches, K steps theta = th
 (theta - w_i)), then w_i = w_i - eta lambda (w_i - theta); the server moves by beta towards the plain mean of the w_i.
 APFL (arXiv 2003.13461, algorithm 1): once a round alpha = clip(alpha - eta <v - w, grad f(v bar)>), v bar = alpha v +
 (1 - alpha) w; then on each batch w = w - eta grad f(w) and v = v - eta alpha grad f(v bar), both from the w and v
-before the step."""
+before the step.
+"""
 
 import numpy as np
 import pytest

@@ -5,7 +5,8 @@ tau times, on three batches D, D', D'' of the train view:
     phi = w - alpha grad f(w; D),  g = grad f(phi; D'),  w = w - beta (g - alpha h),
 
 where h is 0 (FO), [grad f(w + delta g; D'') - grad f(w - delta g; D'')] / (2 delta) (HF), or H(w; D'') g. The server takes
-the plain mean. In a test, a client takes one step over its support view."""
+the plain mean. In a test, a client takes one step over its support view.
+"""
 
 from functools import cache
 

@@ -2,7 +2,8 @@
 
 Reptile: phi_i is w after E passes over the train view in batches; the server moves w by epsilon mean(phi_i - w), and a client
 its personal entries by epsilon (phi_i - w). Per-FedAvg-Reptile: a pass is cut into tau_out parts of tau_in minibatches; after
-each part w = w + alpha (phi - w), and the server takes the plain mean."""
+each part w = w + alpha (phi - w), and the server takes the plain mean.
+"""
 
 from functools import cache
 
