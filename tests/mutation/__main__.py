@@ -6,7 +6,6 @@ import json
 import math
 import random
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -39,7 +38,9 @@ def main() -> None:
     """Reads the arguments and runs."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tests.mutation", description=HELP, epilog=EXAMPLES, formatter_class=shape)
-    parser.add_argument("--sample", type=int, default=300, help="mutants to try (300); those that cannot be imported come on top")
+    parser.add_argument(
+        "--sample", type=int, default=300, help="mutants to try (300); those that cannot be imported come on top"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0); a larger sample contains the smaller one")
     parser.add_argument("--out", type=Path, default=Path("runs/mutation"), help="folder of results (runs/mutation)")
     parser.add_argument("--files", nargs="*", help="files to break; all of tests_of.toml when not given")
@@ -56,7 +57,7 @@ def main() -> None:
     random.Random(given.seed).shuffle(mutants)
     if given.list:
         for mutant in mutants[: given.sample]:
-            print(described(mutant))
+            print(mutant)
         return
     Session(given.out.resolve(), mapping, given.survivors).run(mutants, given.sample)
 
@@ -98,15 +99,17 @@ class Session:
                 break
             if mutant.id not in self.done:
                 limit = 60 + 4 * self.whole(copy, mutant.path)
-                result = self.trial(copy, mutant.path, mutant.apply((PROJECT / mutant.path).read_bytes()), limit)
+                result = self.trial(copy, mutant.path, mutant.broken, limit)
                 self.took.append(result.seconds)
-                self.record({"id": mutant.id, "what": described(mutant), **result._asdict()})
+                self.record({"id": mutant.id, "what": str(mutant), **result._asdict()})
             record = self.done[mutant.id]
             if record["status"] != "unimportable":
                 counted.append(mutant)
                 left = self.left(mutants, sample - len(counted))
-                print(f"{len(counted):4d}/{sample}  {record['status']:9} {record['seconds']:6.1f} s  {left}  "
-                      f"{record['what'].splitlines()[0]}", flush=True)  # fmt: skip
+                what = record["what"].splitlines()[0]
+                print(
+                    f"{len(counted):4d}/{sample}  {record['status']:9} {record['seconds']:6.1f} s  {left}  {what}", flush=True
+                )
         text = self.report(counted, sum(r["status"] == "unimportable" for r in self.done.values()))
         (self.out / "report.txt").write_text(text)
         print(text)
@@ -114,10 +117,10 @@ class Session:
     def whole(self, copy: Copy, path: str) -> float:
         """Seconds that the tests of a file take without an error in it; they must pass."""
         arguments = {argument for call in self.mapping[path] for argument in call if argument.endswith(".py")}
-        read = [PROJECT / part for part in (path, *arguments)]
-        name = hashlib.sha1(b"".join(part.read_bytes() for part in sorted(read))).hexdigest()[:12]
+        read = b"".join((copy.root / part).read_bytes() for part in sorted((path, *arguments)))
+        name = hashlib.sha1(read).hexdigest()[:12]
         if name not in self.done:
-            result = self.trial(copy, path, (PROJECT / path).read_bytes(), 3600, whole=True)
+            result = self.trial(copy, path, (copy.root / path).read_bytes(), 3600, whole=True)
             if result.status != "survived":
                 raise SystemExit(f"the tests of {path} fail without an error in it: {result}; see {copy.root}/output.txt")
             self.record({"id": name, "what": f"{path} as it is", **result._asdict(), "status": "whole"})
@@ -126,9 +129,7 @@ class Session:
 
     def trial(self, copy: Copy, path: str, source: bytes, limit: float, *, whole: bool = False) -> Result:
         """One trial on the copy."""
-        began = time.monotonic()
-        process = copy.start(path, source, self.mapping[path], self.out / "cache", whole=whole)
-        return copy.wait(process, began, limit, path, (PROJECT / path).read_bytes())
+        return copy.wait(copy.start(path, source, self.mapping[path], self.out / "cache", whole=whole), path, limit)
 
     def record(self, record: dict) -> None:
         """Keeps what is known, at once."""
@@ -162,22 +163,16 @@ class Session:
             text += f"\n{title}\n"
             for mutant in survivors:
                 if bool(reasons[mutant.id]) is wanted:
-                    text += f"{described(mutant)}\n" + (f"  because: {reasons[mutant.id]}\n" if wanted else "")
+                    text += f"{mutant}\n" + (f"  because: {reasons[mutant.id]}\n" if wanted else "")
         return text
 
     def reason(self, mutant: Mutant) -> str:
         """Why a mutant computes the same, from explained.toml."""
-        changed = [line[1:].strip() for line in mutant.diff((PROJECT / mutant.path).read_bytes())]
+        changed = [line[1:].strip() for line in mutant.diff]
         for entry in self.explained:
             if entry["file"] == mutant.path and [entry["old"], entry["new"]] == changed:
                 return entry["because"]
         return ""
-
-
-def described(mutant: Mutant) -> str:
-    """Where and what, over three lines or more."""
-    diff = mutant.diff((PROJECT / mutant.path).read_bytes())
-    return "\n".join([f"{mutant.path}:{mutant.line}  {mutant.kind}", *(f"  {line}" for line in diff)])
 
 
 def wilson(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -3,77 +3,31 @@
 import ast
 import difflib
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+
+def _table(pairs: str) -> dict[str, str]:
+    return dict(pair.split(":") for pair in pairs.split())
+
+
 OPERATORS = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "/"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"),
-    ast.Mod: ("%", "//"),
-    ast.Pow: ("**", "*"),
-    ast.MatMult: ("@", "*"),
-    ast.BitAnd: ("&", "|"),
-    ast.BitOr: ("|", "&"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
+    **_table("<:<= <=:< >:>= >=:> ==:!= !=:== +:- -:+ *:/ /:* //:* %:// **:* @:* &:| |:& and:or or:and"),
+    **{"is": "is not", "is not": "is", "in": "not in", "not in": "in"},
 }
-WORDS = {
-    "support": "train",
-    "train": "support",
-    "query": "train",
-    "samples": "uniform",
-    "uniform": "samples",
-    "client": "server",
-    "online": "fitted",
-    "each_step": "last",
-    "zero": "gradient",
-    "difference": "product",
-    "personal": "memory",
-    "memory": "personal",
-}
+TOKEN = re.compile(r"\b(?:is not|not in|is|in|and|or)\b|\*\*|//|[<>=!]=|[-+*/%@&|<>]")
+WORDS = _table(
+    "support:train train:support query:train samples:uniform uniform:samples client:server online:fitted each_step:last "
+    "zero:gradient difference:product personal:memory memory:personal"
+)
 """Strings that name views, weightings, roles and options."""
-NAMES = {
-    "exact": "first_order",
-    "hessian_free": "first_order",
-    "maximum": "minimum",
-    "minimum": "maximum",
-    "max": "min",
-    "min": "max",
-    "any": "all",
-    "all": "any",
-    "argmin": "argmax",
-    "sum": "mean",
-    "mean": "sum",
-    "zeros": "ones",
-    "zeros_like": "ones_like",
-    "ones": "zeros",
-    "ones_like": "zeros_like",
-    "subtract": "add",
-    "add": "sub",
-    "sub": "add",
-    "floor": "ceil",
-    "ceil": "floor",
-    "PERSONAL": "SHARED",
-    "SHARED": "BUFFER",
-    "BUFFER": "SHARED",
-    "in_head": "trainable",
-    "head_leaves": "body_leaves",
-    "body_leaves": "head_leaves",
-}
+NAMES = _table(
+    "exact:first_order hessian_free:first_order maximum:minimum minimum:maximum max:min min:max any:all all:any argmin:argmax "
+    "sum:mean mean:sum zeros:ones ones:zeros zeros_like:ones_like ones_like:zeros_like subtract:add add:sub sub:add floor:ceil "
+    "ceil:floor PERSONAL:SHARED SHARED:BUFFER BUFFER:SHARED in_head:trainable head_leaves:body_leaves body_leaves:head_leaves"
+)
 """Attributes and names."""
 COMMUTATIVE = {"add", "maximum", "minimum", "multiply", "logical_or", "logical_and", "vdot", "union", "intersection", "merge"}
 FIRST_STAYS = {"where", "_where", "map"}
@@ -85,46 +39,50 @@ class Mutant:
     """Bytes `begin` to `end` of a file replaced by `new`.
 
     Attributes:
+      source: the file as it is.
       kind: the operator that made it.
       id: changes with the file, so that a result never outlives the code that it is about.
     """
 
     path: str
-    line: int
+    source: bytes
     begin: int
     end: int
     new: str
     kind: str
     id: str
 
-    def apply(self, source: bytes) -> bytes:
-        """The source with the error in it."""
-        return source[: self.begin] + self.new.encode() + source[self.end :]
+    @property
+    def broken(self) -> bytes:
+        """The file with the error in it."""
+        return self.source[: self.begin] + self.new.encode() + self.source[self.end :]
 
-    def diff(self, source: bytes) -> list[str]:
+    @property
+    def diff(self) -> list[str]:
         """The lines that change, with - and + before them."""
-        old, new = (text.decode().splitlines() for text in (source, self.apply(source)))
+        old, new = (text.decode().splitlines() for text in (self.source, self.broken))
         return [line for line in list(difflib.unified_diff(old, new, n=0, lineterm=""))[3:] if line[:1] in "+-"]
+
+    def __str__(self) -> str:
+        line = self.source[: self.begin].count(b"\n") + 1
+        return "\n  ".join([f"{self.path}:{line}  {self.kind}", *self.diff])
 
 
 def mutants_of(root: Path, path: str) -> list[Mutant]:
     """All mutants of a file, in the order of its lines."""
     source = (root / path).read_bytes()
     tree, digest = ast.parse(source), hashlib.sha1(source).hexdigest()
-    original, found, seen = ast.dump(tree), [], set()
-    for begin, end, new, kind in _Finder(source).of(tree):
-        if (begin, end, new) in seen:
-            continue
-        seen.add((begin, end, new))
+    original, found = ast.dump(tree), []
+    for begin, end, new, kind in sorted(set(_Finder(source).of(tree))):
         name = hashlib.sha1(f"{path} {digest} {begin} {end} {new}".encode()).hexdigest()[:12]
-        mutant = Mutant(path, source[:begin].count(b"\n") + 1, begin, end, new, kind, name)
+        mutant = Mutant(path, source, begin, end, new, kind, name)
         try:
-            changed = ast.dump(ast.parse(mutant.apply(source))) != original
+            changed = ast.dump(ast.parse(mutant.broken)) != original
         except SyntaxError:
             continue
         if changed:
             found.append(mutant)
-    return sorted(found, key=lambda m: (m.begin, m.end, m.new))
+    return found
 
 
 Edit = tuple[int, int, str, str]
@@ -164,23 +122,23 @@ class _Finder:
                 if isinstance(child, ast.AST):
                     yield from self.of(child)
 
-    def operator(self, kind: str, operator: ast.AST, left: ast.AST, right: ast.AST) -> Iterator[Edit]:
-        old, new = OPERATORS.get(type(operator), ("", ""))
+    def operator(self, kind: str, left: ast.AST, right: ast.AST) -> Iterator[Edit]:
+        """The operator between two operands, if nothing but parentheses is beside it."""
         begin, end = self.at(left)[1], self.at(right)[0]
-        gap = self.source[begin:end].decode()
-        if old and gap.count(old) == 1 and "#" not in gap:
-            place = begin + gap.index(old)
-            yield place, place + len(old), new, kind
+        between = self.source[begin:end].decode()
+        tokens = list(TOKEN.finditer(between))
+        if len(tokens) == 1 and "#" not in between:
+            yield begin + tokens[0].start(), begin + tokens[0].end(), OPERATORS[tokens[0][0]], kind
 
     def binop(self, node: ast.BinOp) -> Iterator[Edit]:
-        yield from self.operator("arithmetic", node.op, node.left, node.right)
+        yield from self.operator("arithmetic", node.left, node.right)
 
     def boolop(self, node: ast.BoolOp) -> Iterator[Edit]:
-        yield from self.operator("condition", node.op, *node.values[:2])
+        yield from self.operator("condition", *node.values[:2])
 
     def compare(self, node: ast.Compare) -> Iterator[Edit]:
-        for left, operator, right in zip((node.left, *node.comparators), node.ops, node.comparators, strict=False):
-            yield from self.operator("comparison", operator, left, right)
+        for left, right in zip((node.left, *node.comparators), node.comparators, strict=False):
+            yield from self.operator("comparison", left, right)
 
     def unaryop(self, node: ast.UnaryOp) -> Iterator[Edit]:
         yield self.at(node)[0], self.at(node.operand)[0], "", "sign"
@@ -243,7 +201,9 @@ class _Finder:
             called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
             if again or called or isinstance(statement, ast.AugAssign):
                 yield *self.at(statement), "pass", "deleted statement"
-            bound |= {name.id for name in ast.walk(statement) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+            bound |= {
+                name.id for name in ast.walk(statement) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            }
 
 
 def _exchangeable(argument: ast.expr) -> bool:

@@ -53,7 +53,7 @@ class Copy:
                 shutil.copytree(source, root / part, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy(source, root / part)
-        # Compiled files are checked by their contents: by its time, a broken file of the same second would pass for the whole one.
+        # Checked by contents: by its time, the compiled file of another mutant of the same second would pass for this one's.
         compileall.compile_dir(root, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
     def start(self, path: str, source: bytes, tests: list[list[str]], cache: Path, *, whole: bool = False) -> int:
@@ -63,6 +63,7 @@ class Copy:
           tests: arguments of one call of pytest each.
           whole: whether this is a trial without an error, whose compiled programs are kept for the others.
         """
+        self.original = (self.root / path).read_bytes()
         (self.root / path).write_bytes(source)
         process = os.fork()
         if process == 0:
@@ -105,8 +106,9 @@ class Copy:
             code = code or int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-n", "0", "--no-header", *call]))
         return code
 
-    def wait(self, process: int, began: float, limit: float, path: str, source: bytes) -> Result:
+    def wait(self, process: int, path: str, limit: float) -> Result:
         """Waits for a trial, at most `limit` seconds, and puts the file right again."""
+        began = time.monotonic()
         while True:
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
@@ -116,7 +118,7 @@ class Copy:
                 os.waitpid(process, 0)
                 break
             time.sleep(0.05)
-        (self.root / path).write_bytes(source)
+        (self.root / path).write_bytes(self.original)
         seconds = round(time.monotonic() - began, 2)
         lines = (self.root / "output.txt").read_text(errors="replace").splitlines()
         failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR ", "cannot be imported"))), "")[:160]

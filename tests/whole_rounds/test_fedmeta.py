@@ -10,6 +10,9 @@ the size of B_i. Personal entries, and their rates, stay with their client. A ne
 trained one and keeps that of the lowest mean loss of its steps.
 """
 
+import importlib
+import inspect
+
 import jax
 import numpy as np
 import optax
@@ -45,7 +48,7 @@ ALPHA, BETA, BATCH, PASSES, SERVER = 0.3, 0.2, 4, 2, 0.7
 
 
 def adapted(w, alpha, batches):
-    """(phi_k, [(phi_t, batch t)])."""
+    """(phi_k, [(phi_t, batch t)]). An entry whose alpha is 0 does not adapt."""
     path = []
     for batch in batches:
         path.append((w, batch))
@@ -181,3 +184,58 @@ def test_personal_rates_may_stay_apart_from_personal_layers():
     library, personal = Library(fm.fedmeta_per_metasgd(task(), **options, personal_rates="none")), np.r_[HEAD, NOTHING]
     w, own, _ = two_rounds(library.w, metasgd_client, QUERY_SIZES, personal=personal)[-1]
     check(library.last, 2, model=w, personal=rows(own, library.w)[:, personal])
+
+
+@pytest.mark.parametrize("build", [fm.fedmeta_per, fm.fedmeta_per_metasgd], ids=lambda build: build.__name__)
+def test_only_some_leaves_adapt_and_the_fitted_loss_chooses(build):
+    """ANIL: the head adapts, and the body gets its gradient through that. New clients choose by the loss after adaptation."""
+    options = {"inner_lr": ALPHA, "outer_lr": BETA, "batch_size": BATCH, "inner_steps": PASSES, "outer_optimizer": optax.sgd}
+    library = Library(build(task(), **options, adapts="head", score="fitted"))
+    learned = build is fm.fedmeta_per_metasgd
+    personal = np.r_[HEAD, HEAD] if learned else HEAD
+
+    def rates(both):
+        return HEAD * (both[27:] if learned else ALPHA)
+
+    def client(round_, i, both, memory):
+        steps = meta_gradient(both[:27], rates(both), support_of(round_, i), cut(view(i, "query"), BATCH))
+        return both - BETA * (np.r_[steps[0], HEAD * steps[1]] if learned else steps[0]), None
+
+    after = two_rounds(library.w, client, QUERY_SIZES, personal=personal)
+    w, own, _ = after[-1]
+    check(library.last, 2, model=w, personal=rows(own, library.w)[:, personal])
+
+    def tested(i, of):
+        start = np.where(personal, own[of], w)
+        phi, _ = adapted(start[:27], rates(start), test_batches(i))
+        return phi, loss(phi, view(i, "test_support"))
+
+    near(library.tested(KNOWN), tested(KNOWN, KNOWN)[0])
+    near(library.tested(NEW), min((tested(NEW, of) for of in sorted(own)), key=lambda tried: tried[1])[0])
+
+
+PASSED_ON = {
+    "inner_lr": 0.125,
+    "outer_lr": 0.375,
+    "learned_rates": True,
+    "inner_optimizer": optax.adam,
+    "outer_optimizer": optax.rmsprop,
+    "outer_slots": "kept",
+    "outer_at": "server",
+    "server_sum": True,
+    "adapts": "head",
+    "personal": "body",
+    "personal_rates": "none",
+    "score": "fitted",
+    "weighting": "samples",
+}
+
+
+@pytest.mark.parametrize("name", ["imaml", "perfedavg", "reptile", "perfedavg_reptile"])
+def test_methods_of_the_family_pass_their_options_on(name, monkeypatch):
+    given = {}
+    module = importlib.import_module(fm.METHODS[name].__module__)
+    monkeypatch.setattr(module, "fedmeta", lambda task, **options: given.update(options) or fm.fedmeta(task))
+    options = {key: PASSED_ON[key] for key in inspect.signature(fm.METHODS[name]).parameters if key in PASSED_ON}
+    fm.METHODS[name](task(), **options)
+    assert {key: given[key] for key in options} == options
