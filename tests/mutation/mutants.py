@@ -71,16 +71,15 @@ class Mutant:
 def mutants_of(root: Path, path: str) -> list[Mutant]:
     """All mutants of a file, in the order of its lines."""
     source = (root / path).read_bytes()
-    tree, digest = ast.parse(source), hashlib.sha1(source).hexdigest()
-    original, found = ast.dump(tree), []
-    for begin, end, new, kind in sorted(set(_Finder(source).of(tree))):
+    digest, found = hashlib.sha1(source).hexdigest(), []
+    for begin, end, new, kind in sorted(set(_Finder(source).of(ast.parse(source)))):
         name = hashlib.sha1(f"{path} {digest} {begin} {end} {new}".encode()).hexdigest()[:12]
         mutant = Mutant(path, source, begin, end, new, kind, name)
         try:
-            changed = ast.dump(ast.parse(mutant.broken)) != original
+            ast.parse(mutant.broken)
         except SyntaxError:
             continue
-        if changed:
+        if mutant.broken != source:
             found.append(mutant)
     return found
 
