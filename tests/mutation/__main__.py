@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import random
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -93,6 +94,7 @@ class Session:
     def run(self, mutants: list[Mutant], sample: int) -> None:
         """Tries mutants in their order until `sample` of them count."""
         load_libraries()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         copy, counted = Copy(PROJECT, self.out / "copy"), []
         for mutant in mutants:
             if len(counted) == sample:

@@ -108,17 +108,17 @@ class Copy:
 
     def wait(self, process: int, path: str, limit: float) -> Result:
         """Waits for a trial, at most `limit` seconds, and puts the file right again."""
-        began = time.monotonic()
-        while True:
-            done, status = os.waitpid(process, os.WNOHANG)
-            if done:
-                break
-            if time.monotonic() - began > limit:
+        began, done, status = time.monotonic(), 0, 0
+        try:
+            while not done and time.monotonic() - began < limit:
+                time.sleep(0.05)
+                done, status = os.waitpid(process, os.WNOHANG)
+        finally:
+            # Also when this process is told to end.
+            if not done:
                 os.killpg(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-                break
-            time.sleep(0.05)
-        (self.root / path).write_bytes(self.original)
+            (self.root / path).write_bytes(self.original)
         seconds = round(time.monotonic() - began, 2)
         lines = (self.root / "output.txt").read_text(errors="replace").splitlines()
         failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR ", "cannot be imported"))), "")[:160]
