@@ -15,6 +15,7 @@ from tests.mutation.trial import Copy, Result, load_libraries
 
 PROJECT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+UNCOUNTED = ("unimportable", "error")
 HELP = """\
 Breaks the library in small ways and counts how often its tests notice.
 
@@ -88,7 +89,7 @@ class Session:
             record = json.loads(line)
             self.done[record["id"]] = record
         if survivors_again:
-            self.done = {name: r for name, r in self.done.items() if r["status"] not in ("survived", "timeout")}
+            self.done = {name: r for name, r in self.done.items() if r["status"] not in ("survived", "timeout", "error")}
         self.explained = tomllib.loads((HERE / "explained.toml").read_text())["equivalent"]
 
     def run(self, mutants: list[Mutant], sample: int) -> None:
@@ -105,14 +106,14 @@ class Session:
                 self.took.append(result.seconds)
                 self.record({"id": mutant.id, "what": str(mutant), **result._asdict()})
             record = self.done[mutant.id]
-            if record["status"] != "unimportable":
+            if record["status"] not in UNCOUNTED:
                 counted.append(mutant)
                 left = self.left(mutants, sample - len(counted))
                 what = record["what"].splitlines()[0]
                 print(
                     f"{len(counted):4d}/{sample}  {record['status']:9} {record['seconds']:6.1f} s  {left}  {what}", flush=True
                 )
-        text = self.report(counted, sum(r["status"] == "unimportable" for r in self.done.values()))
+        text = self.report(counted, [r["status"] for r in self.done.values() if r["status"] in UNCOUNTED])
         (self.out / "report.txt").write_text(text)
         print(text)
 
@@ -142,13 +143,13 @@ class Session:
     def left(self, mutants: list[Mutant], count: int) -> str:
         """The score so far and when the run will end."""
         tried = [self.done[m.id]["status"] for m in mutants if m.id in self.done]
-        tried = [status for status in tried if status != "unimportable"]
+        tried = [status for status in tried if status not in UNCOUNTED]
         killed = sum(status != "survived" for status in tried)
         low, high = wilson(killed, len(tried))
         rest = "" if not self.took else f", {count * sum(self.took) / len(self.took) / 60:.0f} min left"
         return f"{killed / len(tried):.0%} [{low:.0%}, {high:.0%}]{rest}"
 
-    def report(self, counted: list[Mutant], unimportable: int) -> str:
+    def report(self, counted: list[Mutant], others: list[str]) -> str:
         """The score, and the survivors: those without an explanation first."""
         statuses = [self.done[mutant.id]["status"] for mutant in counted]
         survivors = [mutant for mutant, status in zip(counted, statuses, strict=True) if status == "survived"]
@@ -160,7 +161,7 @@ class Session:
             low, high = wilson(killed, total)
             text += f"  {killed}/{total} = {killed / max(total, 1):.1%} [{low:.1%}, {high:.1%}]  {line}\n"
         text += f"  {statuses.count('timeout')} by a time-out, {statuses.count('crashed')} by a crash; "
-        text += f"{unimportable} more could not be imported and do not count\n"
+        text += f"{others.count('unimportable')} more could not be imported and {others.count('error')} not be tried\n"
         for title, wanted in (("Survivors without an explanation", False), ("Explained as equal", True)):
             text += f"\n{title}\n"
             for mutant in survivors:
