@@ -61,11 +61,11 @@ def loss(w, batch):
     return -np.mean(np.log(probabilities(w, x)[np.arange(len(y)), y]))
 
 
-def gradient(w, batch):
-    """By the chain rule."""
+def gradient(w, batch, share=1.0):
+    """By the chain rule; `share` weighs the samples."""
     x, y = batch
     _, _, head = unpack(w)
-    z, dl = features(w, x), (probabilities(w, x) - np.eye(CLASSES)[y]) / len(y)
+    z, dl = features(w, x), (probabilities(w, x) - np.eye(CLASSES)[y]) * np.reshape(share, (-1, 1)) / len(y)
     return pack(x.T @ (dl @ head.T * (1 - z**2)), dl.sum(0), z.T @ dl)
 
 
