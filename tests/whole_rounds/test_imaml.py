@@ -13,7 +13,9 @@ import optax
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta import implicit
 from fedjax_meta.keys import tagged
+from fedjax_meta.task import Batch
 from tests.whole_rounds.world import (
     HEAD,
     KNOWN,
@@ -26,6 +28,7 @@ from tests.whole_rounds.world import (
     cut,
     descend,
     epochs,
+    flat,
     gradient,
     hessian,
     loss,
@@ -133,3 +136,22 @@ def test_options_of_the_solver_reach_it(monkeypatch):
     monkeypatch.setattr(module, "fedmeta", lambda task, **options: given.update(options) or fm.fedmeta(task))
     fm.imaml(task(), **other)
     assert given["estimator"].keywords == other
+
+
+def test_the_solver_stops_at_its_tolerance():
+    """The smallest k at which |b - M x_k| is at most the tolerance times |b|."""
+    given, (x, y), (u, v) = task().init(jax.random.key(1)), view(0, "train"), view(0, "test_support")
+    matrix, b = np.eye(27) + hessian(flat(given), (x, y)) / PULL, gradient(flat(given), (u, v))
+    gaps = [np.linalg.norm(b - matrix @ in_krylov_space(matrix, b, k)) / np.linalg.norm(b) for k in range(1, 6)]
+
+    @jax.jit
+    def estimate(tolerance):
+        estimator = implicit.implicit_gradient(fm.meta.sgd(0.0), prox_weight=PULL, cg_steps=20, tolerance=tolerance)
+        batches = Batch(x, y, np.ones(len(y))), Batch(u, v, np.ones(len(v)))
+        return estimator(lambda params, batch: task().loss(params, batch, None)[0], given, *batches)
+
+    for tolerance in (0.5, 0.05):
+        first, result = 1 + int(np.argmax(np.array(gaps) <= tolerance)), estimate(tolerance)
+        assert int(result.info.cg_steps) == first
+        near(flat(result.gradient), in_krylov_space(matrix, b, first))
+        near(result.info.residual, gaps[first - 1])

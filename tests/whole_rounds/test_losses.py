@@ -1,10 +1,14 @@
-"""Two rounds of methods with a loss of their own: MOON and FedEM.
+"""Two rounds of methods with a loss of their own: MOON, FedEM and Fed-RoD.
 
 MOON (Li, He, Song, arXiv 2103.16257, algorithm 1): cross-entropy + mu mean(-log(e^{s+/tau} / (e^{s+/tau} + e^{s-/tau}))), s+
 and s- the cosines of z with the features under the model that the server sent and under the client's last one.
 FedEM (Marfoq et al., arXiv 2108.10252, algorithm 1): with the M models that the server sent, q_sm ~ pi_m e^{-l_sm}; each model
 descends mean_s q_sm l_sm, the shares pi become the mean of q over the train view, and the server averages each model.
+Fed-RoD (Chen and Chao, arXiv 2107.00778): the generic model descends cross-entropy of logits + gamma log n_c, n_c the client's
+class counts; on its features, held fixed, a personal head that starts at 0 descends cross-entropy of the sum of both heads' logits.
 """
+
+from functools import partial
 
 import numpy as np
 
@@ -127,3 +131,31 @@ def test_two_rounds_of_fedem():
     for _ in range(steps):
         new = shares_of(apart(flat), new, view(NEW, "test_support")).mean(0)
     near(library.tested(NEW), np.r_[flat, new])
+
+
+def test_two_rounds_of_fedrod():
+    exponent, personal = 0.7, np.arange(42) >= 27
+    options = {"lr": RATE, "balance": exponent, "epochs": 2, "batch_size": BATCH}
+    library = Library(fm.fedrod(task(), **options), server_lr=SERVER)
+    assert not library.w[27:].any()
+
+    def slopes(both, batch, offset):
+        w, extra, (x, y) = both[:27], both[27:], batch
+        z, together = features(w, x), np.r_[w[:12], w[12:] + extra]
+        dl = (probabilities(together, x) - np.eye(CLASSES)[y]) / len(y)
+        return np.r_[gradient(w, batch, offset=offset), dl.sum(0), (z.T @ dl).ravel()]
+
+    def client(round_, i, both, memory):
+        counts = np.bincount(view(i, "train")[1], minlength=CLASSES)
+        offset = np.array([exponent * np.log(count) if count else -np.inf for count in counts])
+        batches = epochs(order_key(round_, i), i, "train", BATCH, 2)
+        step = partial(slopes, offset=offset)
+        return momentum_sgd(both, RATE, batches, np.ones(42, bool), step, momentum=0.9), None
+
+    after = two_rounds(library.w, client, TRAIN, personal=personal, server_lr=SERVER)
+    for number, state in enumerate((library.first, library.last)):
+        both, own, _ = after[number]
+        check(state, number + 1, model=both, personal=rows(own, library.w)[:, personal])
+    both, own, _ = after[-1]
+    for i in (KNOWN, LATE, NEW):
+        near(library.tested(i), np.where(personal, own.get(i, both), both))

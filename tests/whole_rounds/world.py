@@ -47,10 +47,10 @@ def features(w, x):
     return np.tanh(x @ unpack(w)[0])
 
 
-def probabilities(w, x):
-    """softmax(z W + b)."""
+def probabilities(w, x, offset=0.0):
+    """softmax(z W + b), with an offset to the logits."""
     _, bias, head = unpack(w)
-    logits = features(w, x) @ head + bias
+    logits = features(w, x) @ head + bias + offset
     e = np.exp(logits - logits.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
 
@@ -61,11 +61,11 @@ def loss(w, batch):
     return -np.mean(np.log(probabilities(w, x)[np.arange(len(y)), y]))
 
 
-def gradient(w, batch, share=1.0):
+def gradient(w, batch, share=1.0, offset=0.0):
     """By the chain rule; `share` weighs the samples."""
     x, y = batch
     _, _, head = unpack(w)
-    z, dl = features(w, x), (probabilities(w, x) - np.eye(CLASSES)[y]) * np.reshape(share, (-1, 1)) / len(y)
+    z, dl = features(w, x), (probabilities(w, x, offset) - np.eye(CLASSES)[y]) * np.reshape(share, (-1, 1)) / len(y)
     return pack(x.T @ (dl @ head.T * (1 - z**2)), dl.sum(0), z.T @ dl)
 
 
