@@ -5,7 +5,7 @@ and s- the cosines of z with the features under the model that the server sent a
 FedEM (Marfoq et al., arXiv 2108.10252, algorithm 1): with the M models that the server sent, q_sm ~ pi_m e^{-l_sm}; each model
 descends mean_s q_sm l_sm, the shares pi become the mean of q over the train view, and the server averages each model.
 Fed-RoD (Chen and Chao, arXiv 2107.00778): the generic model descends cross-entropy of logits + gamma log n_c, n_c the client's
-class counts; on its features, held fixed, a personal head that starts at 0 descends cross-entropy of the sum of both heads' logits.
+class counts; on its features, held fixed, a personal head that starts at 0 descends cross-entropy of both heads' summed logits.
 """
 
 from functools import partial
