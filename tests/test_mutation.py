@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import read_mapping, wilson
+from tests.mutation.__main__ import read_explained, read_mapping, wilson
 from tests.mutation.mutants import mutants_of
 
 PROJECT = Path(__file__).parents[1]
@@ -82,6 +82,15 @@ def test_every_method_and_the_core_have_tests():
             assert (PROJECT / argument).exists(), f"{path} names {argument}"
 
 
+@pytest.mark.parametrize("entry", read_explained(), ids=lambda entry: f"{entry['file']}: {entry['old']}")
+def test_explained_mutants_still_exist(entry):
+    def lines(mutant, sign):
+        return "\n".join(line[1:].strip() for line in mutant.diff if line[0] == sign)
+
+    found = {lines(m, "+") for m in mutants_of(PROJECT, entry["file"]) if lines(m, "-") == entry["old"]}
+    assert set(entry["new"]) <= found and len(entry["because"]) > 20
+
+
 def test_the_interval_of_a_score_is_wilsons():
     """Wallis, "Binomial confidence intervals" (2013): the roots p of |p - share| = z sqrt(p (1 - p) / n)."""
     low, high = wilson(27, 30)
@@ -99,7 +108,7 @@ SMALL = {
     "tests/mutation/tests_of.toml": 'named = []\n[files]\n"fedjax_meta/size.py" = { tests = ["tests/test_size.py"] }\n',
     "pyproject.toml": "",
 }
-BECAUSE = '{ file = "fedjax_meta/size.py", old = "OLD", new = "NEW", because = "both branches are 0" }'
+BECAUSE = '{ file = "fedjax_meta/size.py", old = "OLD", new = ["NEW"], because = "both branches are 0" }'
 
 
 def test_a_run_finds_the_survivors_and_goes_on_where_it_stopped(tmp_path):

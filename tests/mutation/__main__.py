@@ -74,6 +74,11 @@ def read_mapping() -> dict[str, list[list[str]]]:
     return mapping
 
 
+def read_explained() -> list[dict]:
+    """The entries of explained.toml."""
+    return tomllib.loads((HERE / "explained.toml").read_text()).get("equivalent", [])
+
+
 class Session:
     """A run and its folder.
 
@@ -90,7 +95,7 @@ class Session:
             self.done[record["id"]] = record
         if survivors_again:
             self.done = {name: r for name, r in self.done.items() if r["status"] not in ("survived", "timeout", "error")}
-        self.explained = tomllib.loads((HERE / "explained.toml").read_text())["equivalent"]
+        self.explained = read_explained()
 
     def run(self, mutants: list[Mutant], sample: int) -> None:
         """Tries mutants in their order until `sample` of them count."""
@@ -170,10 +175,10 @@ class Session:
         return text
 
     def reason(self, mutant: Mutant) -> str:
-        """Why a mutant computes the same, from explained.toml."""
-        changed = [line[1:].strip() for line in mutant.diff]
+        """Why a mutant computes the same, from explained.toml; empty when nothing is said of it."""
+        old, new = ("\n".join(line[1:].strip() for line in mutant.diff if line[0] == sign) for sign in "-+")
         for entry in self.explained:
-            if entry["file"] == mutant.path and [entry["old"], entry["new"]] == changed:
+            if entry["file"] == mutant.path and entry["old"] == old and new in entry["new"]:
                 return entry["because"]
         return ""
 

@@ -1,7 +1,6 @@
 """Small errors that a program could contain: one changed place of one file each."""
 
 import ast
-import difflib
 import hashlib
 import re
 from collections.abc import Iterator
@@ -60,8 +59,14 @@ class Mutant:
     @property
     def diff(self) -> list[str]:
         """The lines that change, with - and + before them."""
-        old, new = (text.decode().splitlines() for text in (self.source, self.broken))
-        return [line for line in list(difflib.unified_diff(old, new, n=0, lineterm=""))[3:] if line[:1] in "+-"]
+        begin, end = self.source.rfind(b"\n", 0, self.begin) + 1, (self.source + b"\n").find(b"\n", self.end)
+        after = end + len(self.broken) - len(self.source)
+        old, new = self.source[begin:end].decode().split("\n"), self.broken[begin:after].decode().split("\n")
+        while old and new and old[0] == new[0]:
+            old, new = old[1:], new[1:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        return [*(f"-{line}" for line in old), *(f"+{line}" for line in new)]
 
     def __str__(self) -> str:
         line = self.source[: self.begin].count(b"\n") + 1
