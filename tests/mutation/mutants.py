@@ -80,13 +80,20 @@ def mutants_of(root: Path, path: str) -> list[Mutant]:
     for begin, end, new, kind in sorted(set(_Finder(source).of(ast.parse(source)))):
         name = hashlib.sha1(f"{path} {digest} {begin} {end} {new}".encode()).hexdigest()[:12]
         mutant = Mutant(path, source, begin, end, new, kind, name)
-        try:
-            ast.parse(mutant.broken)
-        except SyntaxError:
-            continue
-        if mutant.broken != source:
+        if mutant.broken != source and (kind not in MAY_BREAK_SYNTAX or _parses(mutant.broken)):
             found.append(mutant)
     return found
+
+
+MAY_BREAK_SYNTAX = ("dropped keyword", "swapped arguments", "deleted statement")
+
+
+def _parses(source: bytes) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
 
 
 Edit = tuple[int, int, str, str]
