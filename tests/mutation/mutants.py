@@ -152,7 +152,9 @@ class _Finder:
             yield from self.operator("comparison", left, right)
 
     def unaryop(self, node: ast.UnaryOp) -> Iterator[Edit]:
-        yield self.at(node)[0], self.at(node.operand)[0], "", "sign"
+        begin = self.at(node)[0]
+        length = len("not ") if isinstance(node.op, ast.Not) else 1
+        yield begin, begin + length, "", "sign"
 
     def constant(self, node: ast.Constant) -> Iterator[Edit]:
         value, new = node.value, []
