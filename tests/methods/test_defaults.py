@@ -82,3 +82,12 @@ def test_meta_gradients_are_those_of_their_papers_by_default():
     wanted = {"cg_steps": 5, "damping": 0.0, "warm_start": "zero", "operator": "implicit", "outer": "query"}
     assert {name: defaults(implicit.implicit_gradient)[name] for name in wanted} == wanted
     assert all(defaults(estimator)["steps"] == 1 for estimator in (meta.exact, meta.hessian_free, meta.first_order))
+
+
+LIKE_FEDAVG = ("apfl", "apfl_outputs", "scaffold", "lg_fedavg", "l2gd", "knn_per", "fedbn", "fedadam", "fedyogi", "fedadagrad")
+
+
+@pytest.mark.parametrize("name", [*LIKE_FEDAVG, "fedavgm", "local_only", "fedavg_ft"])
+def test_local_training_without_published_values_is_that_of_fedavg(name):
+    usual, given = defaults(fm.fedavg), defaults(fm.METHODS[name])
+    assert all(given[option] == usual[option] for option in ("lr", "epochs", "batch_size", "optimizer") if option in given)

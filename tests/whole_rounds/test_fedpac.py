@@ -112,7 +112,7 @@ def test_two_rounds_and_their_tests(collaborate):
             targets = np.where(known[:, None] > 0, centroids, class_means(start, samples)[1])
             head_order = tagged(tagged(client_key(number, i), "head"), "order")
             y = momentum_sgd(start, HEAD_RATE, epochs(head_order, i, "train", BATCH, HEAD_EPOCHS), HEAD, **SGD)
-            # There are no centroids in the first round.
+            # There are no centroids in the first round, and in the second none of class 2: a client's own mean stands for it.
             slope = pulled_gradient(targets) if known.any() else gradient
             trained[i] = momentum_sgd(y, RATE, epochs(order_key(number, i), i, "train", BATCH, EPOCHS), BODY, slope, **SGD)
             count, mu, _ = class_means(trained[i], samples)
@@ -126,10 +126,12 @@ def test_two_rounds_and_their_tests(collaborate):
             own[i] = np.where(HEAD, a @ np.stack([trained[j] for j in cohort]), trained[i])
         w = np.where(HEAD, w, w + SERVER * (mean - w))
         counts, totals = (sum(part) for part in zip(*sums, strict=True))
-        centroids, known = totals / counts[:, None], (counts > 0).astype(float)
+        held = counts > 0
+        centroids[held], known = totals[held] / counts[held, None], np.maximum(known, held)
         state = (library.first, library.last)[number]
         extra = np.r_[centroids.ravel(), known]
         check(state, number + 1, model=w, personal=rows(own, library.w)[:, HEAD], extra=extra)
+        assert known.tolist() == [1, 1, number]
     # Somebody gets a true mixture, and the programmes differ.
     assert not collaborate or max(np.sort(a)[-2] for a in shared) > 0.05
     for i in (KNOWN, LATE):

@@ -133,8 +133,8 @@ def _samples():
     for i, size in enumerate(SIZES):
         x = rng.normal(0.3 * i, 1, (size, INPUTS))
         y = np.argmax(x @ rng.normal(size=(INPUTS, CLASSES)) + rng.normal(size=(size, CLASSES)), 1)
-        # Client 4 lacks class 2 and the others have every class.
-        yield x, np.where(y == 2, 0, y) if i == 4 else np.r_[0, 1, 2, y[3:]]
+        # The clients of the first round lack class 2, the others have every class.
+        yield x, np.where(y == 2, 0, y) if i in COHORTS[0] else np.r_[0, 1, 2, y[3:]]
 
 
 SAMPLES = list(_samples())
