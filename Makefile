@@ -1,5 +1,6 @@
 # make run: a first look (sets up .venv when needed). make test: every check of less than 20 minutes in all. make test-all: the long
-# tests too, before a release. PYTHON=/path/to/python uses that environment as it is.
+# tests too, before a release. make mutation: how many small errors in the library the tests notice (hours; goes on where it was
+# stopped; ARGS=--help explains it). PYTHON=/path/to/python uses that environment as it is.
 # ARGS are handed on, e.g. make run ARGS="--rounds 100".
 
 VENV := .venv
@@ -9,7 +10,7 @@ else
 PY := $(VENV)/bin/python
 endif
 
-.PHONY: run test test-all
+.PHONY: run test test-all mutation
 .DEFAULT_GOAL := run
 
 run: $(if $(PYTHON),,$(VENV)/.ready-experiments)
@@ -23,6 +24,9 @@ test: $(if $(PYTHON),,$(VENV)/.ready-tests)
 
 test-all: test
 	$(PY) -m pytest -n 2 --dist loadgroup -m long $(ARGS)
+
+mutation: $(if $(PYTHON),,$(VENV)/.ready-tests)
+	$(PY) -m tests.mutation $(ARGS)
 
 $(VENV)/bin/python:
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
