@@ -297,7 +297,7 @@ def test_types_are_kept_and_a_rule_compiles_once_for_any_number_of_clients():
     stacked = {"a": jnp.ones((11, 2), jnp.bfloat16), "b": jnp.ones((11, 3), jnp.float32)}
     for aggregator, _ in RULES.values():
         rule = as_rule(aggregator)
-        step = jax.jit(rule.combine)
+        step = jax.jit(lambda *arguments, rule=rule: rule.combine(*arguments))
         for there in (np.ones(11), 1.0 * (np.arange(11) < 4)):
             got = step(KEY, stacked, jnp.asarray(there), rule.init(stacked), None)[0]
             assert problems.forms(got) == {"a": ((2,), jnp.bfloat16), "b": ((3,), jnp.float32)}
