@@ -65,8 +65,8 @@ def bulyan(f: int) -> Aggregator:
     """Selects n - 2 f uploads by repeated Krum, and averages for each number the n - 4 f values nearest to their median.
 
     El Mhamdi, Guerraoui, Rouault: "The hidden vulnerability of distributed learning in Byzantium", ICML 2018, section 4. Each
-    step takes Krum's choice among the uploads that are left, and scores these anew; at the end the number of neighbours would
-    fall to 0, and is kept at 1. It withstands f of n attackers for n >= 4 f + 3, in every coordinate.
+    step takes Krum's choice among the uploads that are left, and scores these anew, by one neighbour at least. It withstands f of
+    n attackers for n >= 4 f + 3, in every coordinate.
 
     Args:
       f: attackers, at least 0.
@@ -183,7 +183,8 @@ def _bulyan(stacked: PyTree, weight: jax.Array, *, f: int) -> PyTree:
         return taken.at[best].set(taken[best] | (t < selected))
 
     taken = jax.lax.fori_loop(0, clients - 2 * f, step, jnp.zeros(clients, bool)) & there
-    kept = jnp.maximum(selected - 2 * f, 1)
+    # Of an even number the two in the middle are equally near to the median.
+    kept = jnp.maximum(selected - 2 * f, 2 - selected % 2)
     centre = median(clean, taken.astype(jnp.float32))
 
     def nearest(leaf: jax.Array, middle: jax.Array) -> jax.Array:
