@@ -87,7 +87,7 @@ def fltrust(root: ClientData) -> Rule:
 
     Cao, Fang, Liu, Gong: "FLTrust: Byzantine-robust federated learning via trust bootstrapping", NDSS 2021, Algorithm 2: each
     upload is scaled to the norm of the server's, and weighs ReLU(cosine). The result is 0 where no upload has a positive cosine.
-    It withstands any number of attackers as far as the server's samples are like the clients'.
+    What has no reference is averaged. It withstands any number of attackers as far as the server's samples are like the clients'.
 
     Args:
       root: the server's samples, with the views that the method trains on, e.g. `data.client(0)` of data of the server's own.
@@ -103,6 +103,8 @@ def fltrust(root: ClientData) -> Rule:
 def _by_trust(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, reference: PyTree) -> tuple[PyTree, PyTree]:
     del key
     there = present(stacked, weight)
+    if reference is None:
+        return like(average(cleaned(stacked, there), equal_shares(there)), stacked), memory
     clean, reference = cleaned(stacked, there), jax.tree.map(wide, reference)
     products = jax.tree.map(lambda leaf, r: jnp.sum((leaf * r).reshape(leaf.shape[0], -1), 1), clean, reference)
     size, target = norms(clean), norms(jax.tree.map(lambda leaf: leaf[None], reference))[0]

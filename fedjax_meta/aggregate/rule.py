@@ -13,40 +13,36 @@ Aggregator = Callable[[PyTree, jax.Array], PyTree]
 """`(stacked uploads, leaves [C, ...], weights [C]) -> one tree`. A client whose weight is not above 0 must have no effect."""
 
 
-def nothing(upload: PyTree) -> PyTree:
-    """The memory of a rule that keeps nothing."""
-    del upload
-    return ()
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Rule:
-    """An aggregator that needs a key, a memory or a reference.
+    """An aggregator that needs more than the uploads of this round.
+
+    It is applied to each part of an upload that has a weight of its own: the model's part, and each such part of the statistics.
+    The rows of clients that did not return are 0.
 
     Attributes:
+      combine: `(key, stacked [C, ...], weights [C], memory, reference) -> (tree, memory)`. A client whose weight is not above 0
+        must have no effect.
+      init: `upload -> memory`, from the shapes of a part of an upload.
+      root: samples of the server, on which it runs the method's client rule; the resulting upload is the `reference`, which is
+        `None` without root samples, and for what upload transformations measure.
+      differences: whether the rule is about how much an upload changes, so that clients send by how much buffers moved instead of
+        their values.
       name: for messages and records.
-      combine: `(key, stacked uploads [C, ...], weights [C], memory, reference) -> (tree, memory)`. A client whose weight is not
-        above 0 must have no effect.
-      init: `upload -> memory`, the first memory, from one upload or its shapes.
-      root: samples of the server's own. The server trains on them by the method's client rule in every round, and what it would
-        upload is the `reference`; `None` without.
-      differences: whether the rule is about how much an upload changes, so that buffers and statistics must be sent as
-        differences from what the server has.
       config: hyper-parameters, for the record of a run.
     """
 
-    name: str
     combine: Callable[[Key, PyTree, jax.Array, PyTree, PyTree], tuple[PyTree, PyTree]]
-    init: Callable[[PyTree], PyTree] = nothing
+    init: Callable[[PyTree], PyTree] = lambda upload: ()
     root: ClientData | None = None
     differences: bool = False
+    name: str = "rule"
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @staticmethod
-    def plain(aggregator: Aggregator) -> "Rule":
-        """The rule that calls a plain function."""
-        name = getattr(aggregator, "__name__", type(aggregator).__name__)
-        return Rule(name=name, combine=lambda key, stacked, weight, memory, reference: (aggregator(stacked, weight), memory))
+    @classmethod
+    def plain(cls, function: Aggregator) -> "Rule":
+        """A rule that needs no key, memory or reference."""
+        return cls(combine=lambda key, stacked, weight, memory, reference: (function(stacked, weight), memory))
 
 
 def as_rule(aggregator: Aggregator | Rule) -> Rule:
