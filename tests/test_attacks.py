@@ -192,7 +192,7 @@ def test_stamped_data_have_the_pattern_that_attackers_train_on_where_they_are_te
         )
     )
     size = int(data.size["test_query"][1])
-    np.testing.assert_array_equal(batch.x[:size, -2:, -2:], np.ones((size, 2, 2, 1)))
+    np.testing.assert_allclose(batch.x[:size, -2:, -2:], np.ones((size, 2, 2, 1)), rtol=1e-6)
     np.testing.assert_array_equal(batch.x[:, :-2], honest.x[:, :-2])
     np.testing.assert_array_equal(batch.x[:, :, :-2], honest.x[:, :, :-2])
     np.testing.assert_allclose(batch.x[:size], trained.x[:size], rtol=1e-6)
@@ -264,10 +264,13 @@ def test_an_attacker_does_not_clip_itself_and_norm_bounding_does_it_at_the_serve
 
 def test_a_buffer_is_attacked_by_how_much_it_moved():
     """A batch norm's running averages of the liar become old - 3 (new - old), and the server averages the values."""
-    task = problems.normed_task()
-    task = task._replace(
-        loss=lambda v, batch, key: (lambda loss, new: (0 * loss, new))(*problems.normed_task().loss(v, batch, key))
-    )
+    normed = problems.normed_task()
+
+    def flat_loss(variables, batch, key):
+        value, buffers = normed.loss(variables, batch, key)
+        return 0 * value, buffers
+
+    task = normed._replace(loss=flat_loss)
     plain, lying = (
         problems.build("fedavg", of=task, cohort_size=7, devices=1, weighting="uniform", batch_size=128, attack=attack)
         for attack in (None, attacks.sign_flip((LIAR,), scale=3.0))
@@ -311,7 +314,7 @@ def got_by_others(state):
 
 SENDS_NOTHING = {"local_only"}
 SEPARATE = ("fedavg", "fedamp", "fedfomo", "fedpac", "l2gd", "scaffold", "pfedhn")
-"""One method of each way to send: to be averaged, models, validated models, heads and statistics, values, variates, other numbers."""
+"""One method of each way to send: to be averaged, models, validated models, heads and statistics, values, variates, others."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.METHODS])
@@ -435,8 +438,9 @@ def test_centered_clipping_in_rounds_starts_from_the_last_aggregate():
         before = state.model
         state = jax.jit(algorithm.round)(jax.random.fold_in(KEY, state.round), state, problems.data())[0]
         norms.append(float(fm.aggregate.distances.norms(jax.tree.map(lambda a, b: (a - b)[None], before, state.model))[0]))
-    # Gradients are long beside the radius, so that every round adds at most 1e-4 to what the last one moved by.
-    assert norms[0] <= 1e-4 + 1e-12 and 1.5e-4 < norms[1] <= 2e-4 + 1e-12 < norms[2] <= 3e-4 + 1e-12
+    # Gradients are long beside the radius and hardly change, so that each round adds the first round's step to the last step.
+    assert 1e-5 < norms[0] <= 1e-4 + 1e-12
+    np.testing.assert_allclose(norms, norms[0] * np.array([1, 2, 3]), rtol=1e-2)
     assert problems.forms(start) == problems.forms(state)
 
 
@@ -474,7 +478,7 @@ def test_centered_clipping_in_rounds_starts_from_the_last_aggregate():
         ),
         (lambda: fm.Federation(attack=attacks.sign_flip(0.1), uploads=(fm.uploads.mask(16),)), "which mask cannot stand"),
         (lambda: attacks.parse("flip:attackers=0.1"), "attack='flip' is unknown; allowed are label_flip"),
-        (lambda: attacks.parse("ipm"), "ipm needs attackers, e.g. ipm:attackers="),
+        (lambda: attacks.parse("ipm"), "ipm needs attackers: ipm:attackers=VALUE"),
         (lambda: attacks.parse("ipm:attackers=0.1,sale=3"), "no 'sale'.*did you mean 'scale'"),
     ],
 )

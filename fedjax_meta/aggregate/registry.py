@@ -106,7 +106,7 @@ def made(entry: Entry, name: str, options: Mapping[str, Any], *first: Any) -> An
         raise ValueError(str(error)) from None
     missing = [key for key, parameter in takes if parameter.default is parameter.empty and key not in options]
     if missing:
-        raise ValueError(f"{name} needs {', '.join(missing)}, e.g. {name}:{missing[0]}=2")
+        raise ValueError(f"{name} needs {', '.join(missing)}: {name}:{missing[0]}=VALUE")
     try:
         return entry.make(*first, **options)
     except TypeError as error:
