@@ -71,6 +71,11 @@ class Attack:
         """Whether attackers send something else than they should."""
         return self.lie is not None or self.conspire is not None
 
+    @property
+    def nobody(self) -> bool:
+        """Whether there are no attackers, whatever N is."""
+        return self.attackers == 0 if isinstance(self.attackers, (float, np.floating)) else len(self.attackers) == 0
+
     def members(self, num_clients: int) -> np.ndarray:
         """Bool `[N]`, who attacks.
 

@@ -125,7 +125,7 @@ class Setting:
     def stacks(self) -> bool:
         """Whether all uploads of a cohort are needed at once."""
         attack = self.federation.attack
-        return self.rule is not None or (attack is not None and attack.conspire is not None)
+        return self.rule is not None or (attack is not None and attack.conspire is not None and not attack.nobody)
 
     @cached_property
     def sends_differences(self) -> bool:
