@@ -229,7 +229,7 @@ def save_figure(path: Path, cells: Sequence[Cell], outcomes: Mapping[str, Outcom
 
     splits, systems = ([*dict.fromkeys(getattr(cell, key) for cell in cells)] for key in ("split", "system"))
     rules, columns = [*dict.fromkeys(cell.rule for cell in cells)], [*dict.fromkeys(cell.column for cell in cells)]
-    size = (2.2 + len(systems) * (0.6 * len(columns) + 0.5), 1.2 + len(splits) * (0.34 * len(rules) + 1.4))
+    size = (2.8 + len(systems) * (0.6 * len(columns) + 0.5), 1.2 + len(splits) * (0.34 * len(rules) + 1.4))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(splits), len(systems), squeeze=False)
     scale = mpl.colormaps["viridis"]
@@ -249,7 +249,7 @@ def save_figure(path: Path, cells: Sequence[Cell], outcomes: Mapping[str, Outcom
             axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right", fontsize=8)
             axis.set_yticks(range(len(rules)), [RULES[rule][0] for rule in rules] if j == 0 else [], fontsize=8)
             axis.set_title(f"{SYSTEMS[system].title}, {split_title(split)}", fontsize=9)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{title}\naccuracy of honest clients (percent)", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
@@ -273,7 +273,7 @@ def write_report(folder: Path, title: str, how: str, cells: Sequence[Cell], outc
                 headings, rows = table(some, outcomes, field)
                 runner.show_table(f"{split_title(split)}: {words} (percent)", headings, rows, text_columns=2)
                 lines += [f"## {split_title(split)}: {words}", "", report.markdown_table(headings, rows, text_columns=2), ""]
-    save_figure(folder / "figure.png", cells, outcomes, f"{title}: accuracy of honest clients that trained (percent)")
+    save_figure(folder / "figure.png", cells, outcomes, title)
     took = sum(outcomes[cell.name].seconds for cell in cells) / 60
     lines += ["![Accuracy by rule and attack](figure.png)", "", f"{len(cells)} runs, {took:.0f} minutes. Command:", ""]
     checkpoint.write_text(folder / "report.md", "\n".join([*lines, f"    {runner.command_line(folder)}", ""]))
