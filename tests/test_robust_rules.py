@@ -293,6 +293,18 @@ def test_wrappers_keep_the_memory_and_the_reference_of_the_rule_inside():
     assert use(trusting, np.ones((4, 2)), np.ones(4), reference=jnp.ones(2))[0].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("clients", [1, 2, 3, 6, 7, 20, 33, 64, 65])
+def test_the_sorting_network_sorts(clients):
+    values = RNG.normal(size=(clients, 40)).round(1)
+    values[RNG.uniform(size=values.shape) < 0.1] = np.nan
+    expected = np.sort(np.nan_to_num(values, nan=np.inf), 0)
+    np.testing.assert_array_equal(aggregate.ranks.sort_clients(jnp.asarray(values)), expected)
+    # Every row of zeros and ones, where there are few: a network that sorts these sorts everything (0-1 principle).
+    if clients <= 7:
+        rows = np.array(list(itertools.product([0.0, 1.0], repeat=clients))).T
+        np.testing.assert_array_equal(aggregate.ranks.sort_clients(jnp.asarray(rows)), np.sort(rows, 0))
+
+
 def test_types_are_kept_and_a_rule_compiles_once_for_any_number_of_clients():
     stacked = {"a": jnp.ones((11, 2), jnp.bfloat16), "b": jnp.ones((11, 3), jnp.float32)}
     for aggregator, _ in RULES.values():

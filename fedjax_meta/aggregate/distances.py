@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks
 from fedjax_meta.aggregate.means import wide
-from fedjax_meta.aggregate.ranks import median
+from fedjax_meta.aggregate.ranks import median, sort_clients
 from fedjax_meta.aggregate.rule import Aggregator
 from fedjax_meta.types import PyTree, Rate
 
@@ -188,9 +188,13 @@ def _bulyan(stacked: PyTree, weight: jax.Array, *, f: int) -> PyTree:
     centre = median(clean, taken.astype(jnp.float32))
 
     def nearest(leaf: jax.Array, middle: jax.Array) -> jax.Array:
-        distance = jnp.where(along(taken, leaf), jnp.abs(leaf - middle), jnp.inf)
-        ordered = jax.lax.sort((distance, leaf), dimension=0, num_keys=1)[1]
-        inside = along(jnp.arange(clients), leaf) < jnp.minimum(kept, selected)
+        # Of sorted values, those nearest to a point follow each other: the window whose further end is nearest has them.
+        ordered = sort_clients(jnp.where(along(taken, leaf), leaf, jnp.inf))
+        first = jnp.arange(clients)
+        end = jnp.take(ordered, jnp.minimum(first + kept - 1, clients - 1), 0)
+        reach = jnp.where(along(first + kept <= selected, leaf), jnp.maximum(middle - ordered, end - middle), jnp.inf)
+        begin = jnp.argmin(reach, 0)
+        inside = (along(first, leaf) >= begin) & (along(first, leaf) < begin + jnp.minimum(kept, selected))
         return jnp.sum(ordered, 0, where=inside) / kept.astype(leaf.dtype)
 
     return like(jax.tree.map(nearest, clean, centre), stacked)
