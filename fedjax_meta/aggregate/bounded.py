@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.distances import along, average, cleaned, equal_shares, like, norms, present
+from fedjax_meta.aggregate.distances import along, average, cleaned, equal_shares, like, norms, present, products
 from fedjax_meta.aggregate.means import wide
 from fedjax_meta.aggregate.ranks import median
 from fedjax_meta.aggregate.rule import Rule
@@ -106,11 +106,11 @@ def _by_trust(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, refe
     if reference is None:
         return like(average(cleaned(stacked, there), equal_shares(there)), stacked), memory
     clean, reference = cleaned(stacked, there), jax.tree.map(wide, reference)
-    products = jax.tree.map(lambda leaf, r: jnp.sum((leaf * r).reshape(leaf.shape[0], -1), 1), clean, reference)
+    inner = products(clean, jax.tree.map(lambda leaf, r: jnp.broadcast_to(r, leaf.shape), clean, reference))
     size, target = norms(clean), norms(jax.tree.map(lambda leaf: leaf[None], reference))[0]
     usable = there & (size > 0) & (target > 0)
     scale = jnp.where(usable, target / jnp.where(usable, size, 1), 0)
-    cosine = sum(jax.tree.leaves(products), start=jnp.zeros(())) / jnp.where(usable, size * target, 1)
+    cosine = inner / jnp.where(usable, size * target, 1)
     trust = jnp.where(usable, jnp.maximum(cosine, 0), 0)
     total = jnp.sum(trust)
     return like(average(clean, jnp.where(total > 0, trust * scale / jnp.where(total > 0, total, 1), 0)), stacked), memory

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.means import wide
+from fedjax_meta.aggregate.means import sum_clients, wide
 from fedjax_meta.aggregate.ranks import median, sort_clients
 from fedjax_meta.aggregate.rule import Aggregator
 from fedjax_meta.types import PyTree, Rate
@@ -115,13 +115,22 @@ def along(values: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def norms(stacked: PyTree) -> jax.Array:
     """The Euclidean norm of each upload over all leaves, `[C]`."""
-    squares = [jnp.sum(leaf.reshape(leaf.shape[0], -1) ** 2, 1) for leaf in jax.tree.leaves(stacked)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros(())))
+    return jnp.sqrt(products(stacked, stacked))
+
+
+def products(a: PyTree, b: PyTree) -> jax.Array:
+    """The inner product of each client's trees over all leaves, `[C]`."""
+
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = x.reshape(x.shape[0], -1), y.reshape(y.shape[0], -1)
+        return jnp.einsum("cd,cd->c", x, y, precision=jax.lax.Precision.HIGHEST)
+
+    return sum(jax.tree.leaves(jax.tree.map(one, a, b)), start=jnp.zeros(()))
 
 
 def average(stacked: PyTree, share: jax.Array) -> PyTree:
     """The sum over clients of `share` `[C]` times leaf `[C, ...]`; exactly 0 where the shares are."""
-    return jax.tree.map(lambda leaf: jnp.sum(along(share, leaf).astype(leaf.dtype) * leaf, 0), stacked)
+    return jax.tree.map(lambda leaf: sum_clients(leaf, share), stacked)
 
 
 def equal_shares(there: jax.Array) -> jax.Array:
@@ -136,13 +145,13 @@ def like(tree: PyTree, stacked: PyTree) -> PyTree:
 
 def squared_distances(stacked: PyTree) -> jax.Array:
     """Between every two uploads, over all leaves, `[C, C]`."""
-    leaves = jax.tree.leaves(stacked)
 
-    # Differences rather than inner products: an attacker's large numbers would cost the others' all digits.
+    # Differences rather than inner products of uploads: an attacker's large numbers would cost the others' all digits.
     def from_one(i: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.stack([jnp.sum((leaf - leaf[i]).reshape(leaf.shape[0], -1) ** 2, 1) for leaf in leaves]), 0)
+        apart = jax.tree.map(lambda leaf: leaf - leaf[i], stacked)
+        return products(apart, apart)
 
-    return jax.lax.map(from_one, jnp.arange(leaves[0].shape[0]))
+    return jax.lax.map(from_one, jnp.arange(jax.tree.leaves(stacked)[0].shape[0]))
 
 
 def _order(square: jax.Array, there: jax.Array, f: int) -> jax.Array:
@@ -195,7 +204,7 @@ def _bulyan(stacked: PyTree, weight: jax.Array, *, f: int) -> PyTree:
         reach = jnp.where(along(first + kept <= selected, leaf), jnp.maximum(middle - ordered, end - middle), jnp.inf)
         begin = jnp.argmin(reach, 0)
         inside = (along(first, leaf) >= begin) & (along(first, leaf) < begin + jnp.minimum(kept, selected))
-        return jnp.sum(ordered, 0, where=inside) / kept.astype(leaf.dtype)
+        return sum_clients(jnp.where(inside, ordered, 0)) / kept.astype(leaf.dtype)
 
     return like(jax.tree.map(nearest, clean, centre), stacked)
 

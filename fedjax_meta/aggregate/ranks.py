@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.means import wide
+from fedjax_meta.aggregate.means import sum_clients, wide
 from fedjax_meta.aggregate.rule import Aggregator
 from fedjax_meta.types import PyTree
 
@@ -62,7 +62,7 @@ def _inner_mean(share: float, ordered: jax.Array, count: jax.Array) -> jax.Array
     cut = jnp.floor(share * count + 1e-3).astype(count.dtype)
     rank = jnp.arange(ordered.shape[0]).reshape(-1, *[1] * (ordered.ndim - 1))
     inside = (rank >= cut) & (rank < count - cut)
-    return jnp.sum(ordered, 0, where=inside) / jnp.maximum(count - 2 * cut, 1).astype(ordered.dtype)
+    return sum_clients(jnp.where(inside, ordered, 0)) / jnp.maximum(count - 2 * cut, 1).astype(ordered.dtype)
 
 
 def _by_rank(choose: Callable[[jax.Array, jax.Array], jax.Array], stacked: PyTree, weight: jax.Array) -> PyTree:

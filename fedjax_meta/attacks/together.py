@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.distances import average, equal_shares, norms, squared_distances
+from fedjax_meta.aggregate.distances import average, equal_shares, norms, products, squared_distances
 from fedjax_meta.attacks.attack import Attack
 from fedjax_meta.types import PyTree, Rate, Scalar
 
@@ -92,7 +92,7 @@ def min_max(attackers: float | Sequence[int], *, direction: str = "deviation", s
         most = jnp.max(squared_distances(changes), where=pairs, initial=0)
         # |m + gamma p - x_i|^2 = a gamma^2 + 2 b_i gamma + c_i <= most for every honest i.
         a, c = norms(jax.tree.map(lambda leaf: leaf[None], p))[0] ** 2, norms(apart) ** 2
-        b = _inner(apart, p)
+        b = products(apart, jax.tree.map(lambda leaf, v: jnp.broadcast_to(v, leaf.shape), apart, p))
         root = (-b + jnp.sqrt(jnp.maximum(b**2 + a * (most - c), 0))) / jnp.where(a > 0, a, 1)
         gamma = jnp.where(a > 0, jnp.min(root, where=honest, initial=jnp.inf), 0)
         return _moved(mean, gamma, p)
@@ -143,12 +143,6 @@ def _mean_and_direction(changes: PyTree, honest: jax.Array, direction: str) -> t
         return mean, jax.tree.map(lambda leaf: -jnp.sign(leaf), mean)
     length = norms(jax.tree.map(lambda leaf: leaf[None], mean))[0]
     return mean, jax.tree.map(lambda leaf: -leaf / jnp.where(length > 0, length, 1).astype(leaf.dtype), mean)
-
-
-def _inner(stacked: PyTree, one: PyTree) -> jax.Array:
-    """Inner products of each client's tree with one tree, `[C]`."""
-    products = jax.tree.map(lambda leaf, v: jnp.sum((leaf * v).reshape(leaf.shape[0], -1), 1), stacked, one)
-    return sum(jax.tree.leaves(products), start=jnp.zeros(()))
 
 
 def _moved(start: PyTree, amount: jax.Array, direction: PyTree) -> PyTree:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import masks
-from fedjax_meta.aggregate import WeightedSum, mean, weigh
+from fedjax_meta.aggregate import WeightedSum, mean, sum_clients, weigh
 from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
@@ -70,7 +70,7 @@ def _aggregate(
 
 def _sum(uploads: PyTree, weights: PyTree) -> WeightedSum:
     """The weighted sum of stacked uploads."""
-    return jax.tree.map(lambda leaf: jnp.sum(leaf, 0), jax.vmap(weigh)(uploads, weights))
+    return jax.tree.map(sum_clients, jax.vmap(weigh)(uploads, weights))
 
 
 def _reference(setting: Setting, key: Key, state: State, data: FederatedData) -> PyTree:
