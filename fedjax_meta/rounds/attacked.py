@@ -14,6 +14,7 @@ from fedjax_meta.algorithm import State
 from fedjax_meta.attacks import Attack
 from fedjax_meta.contract import Received
 from fedjax_meta.data import ClientData, FederatedData
+from fedjax_meta.keys import tagged
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting
 from fedjax_meta.types import Key, PyTree
 
@@ -54,7 +55,7 @@ def by_client(
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
         reference = _before(setting, message, before, state)
-        message = _consistent(setting, attack.alone(key, _of(members, id_), message, reference))
+        message = _consistent(setting, attack.alone(tagged(key, "attack"), _of(members, id_), message, reference))
     return message, message.read if attack.conspire is None else (message.read, before)
 
 

@@ -49,7 +49,7 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     new = where(took_part, (personal, trained.memory, residual), (kept.personal, kept.memory, kept.residual))
     stacked = zeros_unless(broken < 0, trained.stacked)
     message = attacked.Message(sent, measured, stacked, setting.read(*new[:2]))
-    message, read = attacked.by_client(setting, tagged(key, "attack"), id_, message, received, state, data)
+    message, read = attacked.by_client(setting, key, id_, message, received, state, data)
     sums, separate = _sent(setting, (message.upload, message.measured), weight, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, Kept(kept.place, kept.seen, *new), jax.tree.map(jnp.asarray, outputs))
