@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedjax_meta import (
     aggregate,
     algorithm,
+    attacks,
     builders,
     checks,
     contract,
@@ -81,6 +82,7 @@ __all__ = [
     "__version__",
     "aggregate",
     "algorithm",
+    "attacks",
     "builders",
     "checkpoint",
     "checks",

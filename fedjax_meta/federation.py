@@ -10,6 +10,7 @@ import optax
 
 from fedjax_meta import checks, schedules
 from fedjax_meta.aggregate import WEIGHTINGS, Aggregator, Rule
+from fedjax_meta.attacks import Attack
 from fedjax_meta.config import plain
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
@@ -46,6 +47,7 @@ class Federation:
         It is counted in `RoundInfo.faults`.
       max_dropped: the share of a cohort's results, in [0, 1], that may be left out so before the round counts as diverged. It
         always does when all are left out.
+      attack: what some clients do to their data or send instead of what they should, see `fedjax_meta.attacks`.
       weighting: how much clients count: "samples", "query" or "uniform"; the method's when not given.
       server_optimizer: factory `rate -> optax.GradientTransformation`, what the server descends along the mean pseudo-gradient
         with; the method's when not given.
@@ -70,6 +72,7 @@ class Federation:
     aggregator: Aggregator | Rule | None = None
     drop_nonfinite: bool = True
     max_dropped: float = 0.5
+    attack: Attack | None = None
     weighting: str | None = None
     server_optimizer: Callable[[Any], optax.GradientTransformation] | None = None
     server_lr: Rate | None = None
@@ -110,6 +113,19 @@ class Federation:
             raise ValueError("noise is scaled to the mean and says nothing of another aggregator: leave one of them out")
         if self.aggregator is not None and "mask" in names:
             raise ValueError("an aggregator must see every upload, which mask hides: leave one of them out")
+
+        if self.attack is not None:
+            self._check_attack(self.attack, names)
+
+    @staticmethod
+    def _check_attack(attack: Any, names: set[str]) -> None:
+        if not isinstance(attack, Attack):
+            raise ValueError(f"attack={checks.shown(attack)} must be an attack such as fm.attacks.sign_flip(0.2)")
+        hiding = sorted({"noise", "mask"} & names)
+        if attack.changes_uploads and hiding:
+            raise ValueError(
+                f"{attack.name} sends what no client clips or rounds, which {hiding[0]} cannot stand: leave one out"
+            )
 
     def __new__(cls, *args: Any, **options: Any) -> "Federation":
         """Refuses an unknown option by the name of the nearest one."""

@@ -56,7 +56,7 @@ def test_a_traced_rate_is_recorded_as_traced():
         ),
         (
             fm.aggregate.trimmed_mean(0.1),
-            "fedjax_meta.aggregate._by_rank(fedjax_meta.aggregate._inner_mean(0.1))",
+            "fedjax_meta.aggregate.ranks._by_rank(fedjax_meta.aggregate.ranks._inner_mean(0.1))",
         ),
         (fm.schedules.given([[0, 1]]), "fedjax_meta.schedules._given([[0, 1]])"),
     ],

@@ -16,6 +16,7 @@ LAYERS = (
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),
     ("aggregate",),
+    ("attacks",),
     ("engine",),
     ("contract",),
     ("federation",),

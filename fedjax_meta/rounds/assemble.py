@@ -16,8 +16,8 @@ from fedjax_meta.engine import replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
+from fedjax_meta.rounds import attacked, server
 from fedjax_meta.rounds import client as clients
-from fedjax_meta.rounds import server
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
 from fedjax_meta.types import Key, PyTree, Variables
 
@@ -140,6 +140,7 @@ class _Rounds:
             devices=f.devices,
             precision=f.precision,
         )
+        outputs = attacked.by_cohort(setting, ids, outputs, state, data)
         moved = server.next_state(setting, key, state, summed, outputs, ids, data)
         kept, diagnostics = server.collaborate(setting, key, moved, kept, outputs, ids, data)
         after = kept._replace(seen=before.seen | outputs.took_part)

@@ -12,6 +12,7 @@ from fedjax_meta.contract import Received, Trained, no_memory
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.engine import ClientUpdate
 from fedjax_meta.keys import tagged
+from fedjax_meta.rounds import attacked
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, must_fit, where, zeros_unless
 from fedjax_meta.types import Key, PyTree
 
@@ -21,6 +22,7 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     method, chain = setting.method, setting.chain
     state, data = context.state, context.data
     client, works, arrives = _fate(setting, key, id_, data.client(jnp.where(id_ < 0, -1, kept.place)))
+    client = attacked.poisoned(setting, client, id_, data)
     received = receive(setting, key, state, kept, data.total_clients)
     received = received._replace(shared_key=tagged(context.key, "shared"))
     trained = method.client(tagged(key, "train"), received, client)
@@ -45,9 +47,11 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     residual = where(returned, residual, residual_if_lost)
     weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
     new = where(took_part, (personal, trained.memory, residual), (kept.personal, kept.memory, kept.residual))
-    sums, separate = _sent(setting, (sent, measured), weight, returned, id_, context)
     stacked = zeros_unless(broken < 0, trained.stacked)
-    outputs = Outputs(trained.metrics, stacked, took_part, returned, broken, separate)
+    message = attacked.Message(sent, measured, stacked, setting.read(*new[:2]))
+    message, read = attacked.by_client(setting, key, id_, message, received, state, data)
+    sums, separate = _sent(setting, (message.upload, message.measured), weight, returned, id_, context)
+    outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, Kept(kept.place, kept.seen, *new), jax.tree.map(jnp.asarray, outputs))
 
 
@@ -105,7 +109,7 @@ def _sent(
     upload = (*upload, measured)
     if setting.chain.fixed_divisor:
         weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
-    if setting.rule is not None:
+    if setting.stacks:
         return (), (zeros_unless(returned, upload), weight)
     sums = weigh(upload, weight)
     if setting.chain.masks_uploads:
@@ -148,9 +152,9 @@ def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) 
     """(the model's part, statistics): shared leaves as a pseudo-gradient, buffers as values or by how much they fell."""
     fell = jax.tree.map(jnp.subtract, model, trained.model)
     descent = fell if trained.pseudo_gradient is None else trained.pseudo_gradient
-    held = fell if setting.chain.sends_differences else trained.model
+    held = fell if setting.sends_differences else trained.model
     part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(held, setting.buffers)[0])
     statistics = trained.statistics
-    if setting.chain.sends_differences and setting.method.statistics_renew_extra:
+    if setting.sends_differences and setting.method.statistics_renew_extra:
         statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)
     return part, statistics

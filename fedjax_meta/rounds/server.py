@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import masks
-from fedjax_meta.aggregate import WeightedSum, mean
+from fedjax_meta.aggregate import WeightedSum, mean, sum_clients, weigh
 from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
+from fedjax_meta.rounds import attacked
 from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting, must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -46,6 +47,7 @@ def _aggregate(
     of the aggregation rule)."""
     rule = setting.rule
     if rule is None:
+        summed = _sum(*outputs.upload) if setting.stacks else summed
         summed = _total(setting, key, summed, outputs.returned, ids, data)
         return mean(summed), summed.weight[1], state.aggregation.rule
     uploads, weights = outputs.upload
@@ -64,6 +66,11 @@ def _aggregate(
         memory.append(renewed)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
     return jax.tree.unflatten(structure, result), total, tuple(memory)
+
+
+def _sum(uploads: PyTree, weights: PyTree) -> WeightedSum:
+    """The weighted sum of stacked uploads."""
+    return jax.tree.map(sum_clients, jax.vmap(weigh)(uploads, weights))
 
 
 def _reference(setting: Setting, key: Key, state: State, data: FederatedData) -> PyTree:
@@ -96,20 +103,20 @@ def _total(
 def _step(
     setting: Setting, state: State, average: PyTree, statistics: PyTree, weight: PyTree, num_clients: int, some: jax.Array
 ) -> State:
-    method, chain = setting.method, setting.chain
+    method = setting.method
     moving, rest = masks.split(state.model, setting.shared)
     descent, held = masks.split(average, setting.shared)
     updates, slots = setting.server.update(descent, state.optimizer, moving)
     buffers, still = masks.split(rest, setting.buffers)
     held = masks.split(held, setting.buffers)[0]
-    if chain.sends_differences:
+    if setting.sends_differences:
         held = jax.tree.map(jnp.subtract, buffers, held)
     model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, still))
     model, slots = where(some, (model, slots), (state.model, state.optimizer))
     state = state._replace(model=model, optimizer=slots)
     if method.update_extra is None:
         return state
-    if chain.sends_differences and method.statistics_renew_extra:
+    if setting.sends_differences and method.statistics_renew_extra:
         statistics = jax.tree.map(lambda change, old: old.astype(change.dtype) + change, statistics, state.extra)
     extra = method.update_extra(without_rows(state), statistics, weight, num_clients)
     must_fit(f"what update_extra of {method.name} returns", extra, state.extra)
@@ -123,10 +130,12 @@ def collaborate(
     method = setting.method
     if method.collaborate is None:
         return kept, {}
-    cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, setting.federation.lanes)
+    personal, memory = attacked.as_read(setting, kept, outputs)
+    cohort = Cohort(ids, kept.place, outputs.returned, personal, memory, outputs.stacked, setting.federation.lanes)
     visible = state if method.whole_population else without_rows(state)
     result = method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
     given, diagnostics = result[:2], result[2] if len(result) > 2 else {}
     must_fit("what collaborate returns", given, (kept.personal, kept.memory))
-    personal, memory = where(outputs.returned, given, (kept.personal, kept.memory))
+    takers = attacked.takers(setting, outputs.returned, ids, data)
+    personal, memory = where(takers, given, (kept.personal, kept.memory))
     return kept._replace(personal=personal, memory=memory), diagnostics

@@ -45,6 +45,7 @@ class Outputs(NamedTuple):
       returned: whether its upload reached the server and counts.
       broken: int32, which leaf of what it returned is not finite, see `algorithm.Faults`.
       upload: its upload and weights, for an aggregator that needs all of them at once.
+      read: what `collaborate` reads of it, where an attack may change that, else `()`.
     """
 
     metrics: dict[str, jax.Array]
@@ -53,6 +54,7 @@ class Outputs(NamedTuple):
     returned: jax.Array
     broken: jax.Array
     upload: PyTree
+    read: PyTree = ()
 
 
 class Context(NamedTuple):
@@ -118,6 +120,17 @@ class Setting:
         """How stacked uploads become one; `None` for the weighted mean, which stacks nothing."""
         given = self.federation.aggregator
         return given if given is None or isinstance(given, Rule) else Rule.plain(given)
+
+    @cached_property
+    def stacks(self) -> bool:
+        """Whether all uploads of a cohort are needed at once."""
+        attack = self.federation.attack
+        return self.rule is not None or (attack is not None and attack.conspire is not None and not attack.nobody)
+
+    @cached_property
+    def sends_differences(self) -> bool:
+        """Whether clients send by how much buffers moved instead of their values."""
+        return self.chain.sends_differences or (self.rule is not None and self.rule.differences)
 
     @cached_property
     def server(self) -> optax.GradientTransformation:

@@ -1,0 +1,92 @@
+"""Weighted means as running sums, so that uploads are never stacked."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from fedjax_meta import checks
+from fedjax_meta.data import ClientData
+from fedjax_meta.types import PyTree
+
+WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}
+"""Names of weightings, each with the view whose number of samples is a client's weight."""
+
+
+def client_weight(weighting: str, data: ClientData) -> jax.Array:
+    """A client's weight in a mean: its number of train samples ("samples"), of query samples ("query"), or 1 ("uniform")."""
+    checks.one_of("weighting", weighting, WEIGHTINGS)
+    view = WEIGHTINGS[weighting]
+    return jnp.ones(()) if view is None else jnp.asarray(data[view].size, jnp.result_type(float))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=["dtypes"])
+@dataclass(frozen=True)
+class WeightedSum:
+    """A running sum of `weight * upload`, and of the weights.
+
+    Attributes:
+      total: like one upload; 16-bit numbers are summed in 32 bits.
+      weight: a scalar, or a tree prefix of the upload when its parts have different weights.
+      dtypes: of the leaves of an upload, and of their mean.
+    """
+
+    total: PyTree
+    weight: PyTree
+    dtypes: tuple[jnp.dtype, ...]
+
+
+def weigh(upload: PyTree, weight: PyTree) -> WeightedSum:
+    """The weighted sum of a single client's upload.
+
+    An upload whose weight is not above 0 has no effect, even where it is not finite.
+
+    Args:
+      upload: a pytree of floating-point arrays.
+      weight: a scalar, or a tree prefix of `upload` with a scalar at each leaf.
+
+    Raises:
+      ValueError: an upload that is not floating-point; its mean would be truncated to integers.
+    """
+    weight = jax.tree.map(lambda w: jnp.where(jnp.asarray(w) > 0, w, 0), weight)
+
+    def scale(w: jax.Array, part: PyTree) -> PyTree:
+        def scaled(leaf: jax.Array) -> jax.Array:
+            exact = wide(leaf)
+            return jnp.where(w > 0, w.astype(exact.dtype) * exact, 0)
+
+        return jax.tree.map(scaled, part)
+
+    dtypes = tuple(jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(upload))
+    return WeightedSum(jax.tree.map(scale, weight, upload), weight, dtypes)
+
+
+def mean(summed: WeightedSum) -> PyTree:
+    """The weighted mean; exactly 0 where the weights sum to 0, so that a round from which no client returns changes nothing."""
+
+    def divide(w: jax.Array, part: PyTree) -> PyTree:
+        some = w > 0
+        return jax.tree.map(lambda leaf: jnp.where(some, leaf / jnp.where(some, w, 1).astype(leaf.dtype), 0), part)
+
+    leaves, structure = jax.tree.flatten(jax.tree.map(divide, summed.weight, summed.total))
+    return jax.tree.unflatten(structure, [leaf.astype(dtype) for leaf, dtype in zip(leaves, summed.dtypes, strict=True)])
+
+
+def wide(leaf: ArrayLike) -> jax.Array:
+    """A leaf in at least 32 bits, for summing: with a mantissa of 8 bits, a large sum absorbs small terms."""
+    array = jnp.asarray(leaf)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise ValueError(f"an upload of {array.dtype}{list(array.shape)} cannot be averaged: it must be floating-point")
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def sum_clients(stacked: jax.Array, share: ArrayLike = 1.0) -> jax.Array:
+    """The sum over clients of `share`, a scalar or `[C]`, times a leaf `[C, ...]` of finite numbers.
+
+    As a matrix product, which on a CPU takes a hundredth of the time of XLA's sum over the first axis.
+    """
+    rows = stacked.reshape(stacked.shape[0], -1)
+    weights = jnp.broadcast_to(jnp.asarray(share, stacked.dtype), stacked.shape[:1])
+    return jnp.dot(weights, rows, precision=jax.lax.Precision.HIGHEST).reshape(stacked.shape[1:])

@@ -1,0 +1,117 @@
+"""Aggregators by name, for a command line."""
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fedjax_meta import checks
+from fedjax_meta.aggregate.bounded import centered_clipping, norm_bounding
+from fedjax_meta.aggregate.distances import bulyan, geometric_median, krum, multi_krum
+from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
+from fedjax_meta.aggregate.ranks import median, trimmed_mean
+from fedjax_meta.aggregate.rule import Aggregator, Rule
+
+
+class Entry(NamedTuple):
+    """One name of a registry.
+
+    Attributes:
+      make: builds the part; its arguments are the options.
+      says: what it is, in one line.
+    """
+
+    make: Callable[..., Any]
+    says: str
+
+
+RULES: Mapping[str, Entry] = {
+    "median": Entry(lambda: median, "median of each number; fewer than half of the clients may attack"),
+    "trimmed_mean": Entry(trimmed_mean, "mean of each number without a share at either end; options: share"),
+    "krum": Entry(krum, "the upload nearest to its neighbours, f < (C - 2) / 2; options: f"),
+    "multi_krum": Entry(multi_krum, "mean of the m best of krum; options: f, m"),
+    "bulyan": Entry(bulyan, "repeated krum, then a trimmed mean, C >= 4 f + 3; options: f"),
+    "geometric_median": Entry(geometric_median, "least sum of distances (RFA); options: iterations, smoothing"),
+    "norm_bounding": Entry(norm_bounding, "mean of uploads of bounded norm; options: bound (the median norm)"),
+    "centered_clipping": Entry(
+        centered_clipping, "moves from the last aggregate by clipped differences; options: radius, iterations"
+    ),
+}
+"""Rules that need nothing but numbers."""
+
+WRAPPERS: Mapping[str, Entry] = {
+    "nearest_neighbours": Entry(
+        nearest_neighbours, "mixes each upload with its n - f nearest before the rule (NNM); options: f"
+    ),
+    "bucketing": Entry(bucketing, "averages random buckets before the rule; options: size"),
+}
+"""Wrappers of a rule, `make(rule, **options)`."""
+
+
+def parse(text: str) -> Aggregator | Rule:
+    """An aggregator from text: `NAME` or `NAME:OPTION=VALUE,...`, with wrappers before it, joined by +.
+
+    `fltrust` needs data, so that only code can make it.
+
+    Raises:
+      ValueError: an unknown name or option, a value that is refused.
+
+    Example:
+      >>> parse("krum:f=2").keywords
+      {'f': 2, 'm': 1}
+      >>> parse("nearest_neighbours:f=2+trimmed_mean:share=0.2").name
+      'nearest_neighbours'
+    """
+    *outer, last = text.split("+")
+    name, options = name_and_options(last)
+    checks.one_of("aggregator", name, RULES)
+    rule = made(RULES[name], name, options)
+    for word in reversed(outer):
+        name, options = name_and_options(word)
+        checks.one_of("wrapper of an aggregator", name, WRAPPERS)
+        rule = made(WRAPPERS[name], name, options, rule)
+    return rule
+
+
+def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
+    """The parts of `NAME:OPTION=VALUE,...`; a value is a number, a tuple in parentheses or a word.
+
+    Raises:
+      ValueError: text of another form.
+
+    Example:
+      >>> name_and_options("sign_flip:scale=10,attackers=(1, 4)")
+      ('sign_flip', {'scale': 10, 'attackers': (1, 4)})
+    """
+    name, _, rest = text.strip().partition(":")
+    try:
+        call = ast.parse(f"f({rest})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError
+        return name, {str(word.arg): _value(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ValueError(f"{text!r} must read NAME or NAME:OPTION=VALUE,OPTION=VALUE, e.g. krum:f=2") from None
+
+
+def made(entry: Entry, name: str, options: Mapping[str, Any], *first: Any) -> Any:
+    """`entry.make(*first, **options)`.
+
+    Raises:
+      ValueError: an option that it does not take, one that is missing, a value that is refused.
+    """
+    takes = list(inspect.signature(entry.make).parameters.items())[len(first) :]
+    try:
+        checks.options(name, options, [key for key, _ in takes], {})
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    missing = [key for key, parameter in takes if parameter.default is parameter.empty and key not in options]
+    if missing:
+        raise ValueError(f"{name} needs {', '.join(missing)}: {name}:{missing[0]}=VALUE")
+    try:
+        return entry.make(*first, **options)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _value(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)

@@ -1,0 +1,125 @@
+"""Where attacks enter a round: what attackers train on, what they send, and what they take of a collaboration.
+
+Without an attack, none of these functions adds anything to a compiled round.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_meta import checks, masks
+from fedjax_meta.algorithm import State
+from fedjax_meta.attacks import Attack
+from fedjax_meta.contract import Received
+from fedjax_meta.data import ClientData, FederatedData
+from fedjax_meta.keys import tagged
+from fedjax_meta.rounds.setting import Kept, Outputs, Setting
+from fedjax_meta.types import Key, PyTree
+
+
+class Message(NamedTuple):
+    """Everything that ONE client sends.
+
+    Attributes:
+      upload: (the model's part, statistics), after the upload transformations.
+      measured: what these measure.
+      stacked: what the server sees separately.
+      read: what `collaborate` reads.
+    """
+
+    upload: PyTree
+    measured: PyTree
+    stacked: PyTree
+    read: PyTree
+
+
+def poisoned(setting: Setting, client: ClientData, id_: jax.Array, data: FederatedData) -> ClientData:
+    """The data that a client trains on."""
+    found = _attack(setting, data)
+    if found is None:
+        return client
+    attack, members = found
+    return attack.poisoned(client, id_, _of(members, id_), data.num_classes)
+
+
+def by_client(
+    setting: Setting, key: Key, id_: jax.Array, message: Message, received: Received, state: State, data: FederatedData
+) -> tuple[Message, PyTree]:
+    """(what a client sends, what `Outputs.read` must hold)."""
+    found = _attack(setting, data)
+    if found is None or not found[0].changes_uploads:
+        return message, ()
+    attack, members = found
+    before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
+    if attack.lie is not None:
+        reference = _before(setting, message, before, state)
+        message = _consistent(setting, attack.alone(tagged(key, "attack"), _of(members, id_), message, reference))
+    return message, message.read if attack.conspire is None else (message.read, before)
+
+
+def by_cohort(setting: Setting, ids: jax.Array, outputs: Outputs, state: State, data: FederatedData) -> Outputs:
+    """The outputs of a cohort whose attackers send what they agreed upon."""
+    found = _attack(setting, data)
+    if found is None or found[0].conspire is None:
+        return outputs
+    attack, members = found
+    (*upload, measured), weights = outputs.upload
+    read, before = outputs.read
+    message = Message(tuple(upload), measured, outputs.stacked, read)
+    common = jax.tree.map(lambda leaf: leaf[None], _before(setting, message._replace(read=()), (), state, stacked=True))
+    reference = common._replace(read=before)
+    message = _consistent(setting, attack.together(_of(members, ids), outputs.returned, message, reference))
+    sent = (*message.upload, message.measured)
+    return outputs._replace(upload=(sent, weights), stacked=message.stacked, read=message.read)
+
+
+def as_read(setting: Setting, kept: Kept, outputs: Outputs) -> tuple[PyTree, PyTree]:
+    """(personal leaves, memories) of a cohort as the server gets to see them."""
+    found = {"personal": kept.personal, "memory": kept.memory}
+    if outputs.read and setting.method.collaborate is not None:
+        found |= dict(zip(filter(None, setting.method.collaborate.reads.split("+")), outputs.read, strict=True))
+    return found["personal"], found["memory"]
+
+
+def takers(setting: Setting, returned: jax.Array, ids: jax.Array, data: FederatedData) -> jax.Array:
+    """Bool `[C]`: who takes what a collaboration gives; those that returned and did not lie."""
+    found = _attack(setting, data)
+    return returned if found is None or not found[0].changes_uploads else returned & ~_of(found[1], ids)
+
+
+def _attack(setting: Setting, data: FederatedData) -> tuple[Attack, np.ndarray] | None:
+    """The attack and its members, bool `[N]`; `None` where nobody attacks."""
+    attack = setting.federation.attack
+    if attack is None:
+        return None
+    members = attack.members(data.total_clients)
+    return (attack, members) if members.any() else None
+
+
+def _of(members: np.ndarray, ids: jax.Array) -> jax.Array:
+    return jnp.asarray(members)[ids] & (ids >= 0)
+
+
+def _before(setting: Setting, message: Message, read: PyTree, state: State, *, stacked: bool = False) -> Message:
+    """What the numbers of a message are compared with: those that the client got, and 0 for changes and statistics."""
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:] if stacked else leaf.shape, leaf.dtype), tree)
+
+    part, statistics = zeros(message.upload)
+    if not setting.sends_differences:
+        part = masks.merge(masks.split(part, setting.shared)[0], masks.split(state.model, setting.buffers)[0])
+        if setting.method.statistics_renew_extra:
+            statistics = state.extra
+    return Message((part, statistics), zeros(message.measured), zeros(message.stacked), read)
+
+
+def _consistent(setting: Setting, message: Message) -> Message:
+    """The message with statistics that the server computes from what it reads (FedAMP), so that both tell the same lie."""
+    part, statistics = message.upload
+    if setting.method.sends_statistics or setting.sends_differences or not message.read:
+        return message
+    same = checks.misplaced_leaf(statistics, message.read[0]) is None
+    return message._replace(upload=(part, message.read[0])) if same else message

@@ -1,0 +1,364 @@
+"""Robust aggregation rules against brute force in NumPy, their properties, and the breakdown that each is known for."""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_meta import aggregate
+from fedjax_meta.aggregate import Rule, as_rule
+from tests import problems
+
+KEY = jax.random.key(4)
+RNG = np.random.default_rng(5)
+
+
+@cache
+def compiled(aggregator):
+    return jax.jit(as_rule(aggregator).combine)
+
+
+def use(aggregator, stacked, weight, memory=None, reference=None, key=KEY):
+    """(result, memory) of an aggregator on arrays of any kind."""
+    rule = as_rule(aggregator)
+    stacked = jax.tree.map(jnp.asarray, stacked)
+    memory = rule.init(jax.tree.map(lambda leaf: leaf[0], stacked)) if memory is None else memory
+    return compiled(aggregator)(key, stacked, jnp.asarray(weight, float), memory, reference)
+
+
+def flat(stacked):
+    return np.concatenate([np.asarray(leaf).reshape(len(leaf), -1) for leaf in jax.tree.leaves(stacked)], 1)
+
+
+def of_norm(vector, most):
+    return vector * min(1, most / max(np.linalg.norm(vector), 1e-300))
+
+
+# One rule a function: a list of the uploads that returned, as vectors -> their aggregate.
+
+
+def krum_scores(uploads, f):
+    """(score, sum of all distances) of each; the second breaks ties."""
+    near = min(max(len(uploads) - f - 2, 1), len(uploads) - 1)
+    lists = [sorted(((x - y) ** 2).sum() for j, y in enumerate(uploads) if j != i) for i, x in enumerate(uploads)]
+    return [(sum(distances[:near]), sum(distances)) for distances in lists]
+
+
+def numpy_multi_krum(uploads, f, m=None):
+    scores = krum_scores(uploads, f)
+    best = sorted(range(len(uploads)), key=lambda i: scores[i])[: max(len(uploads) - f - 2, 1) if m is None else m]
+    return np.mean([uploads[i] for i in best], 0)
+
+
+def numpy_bulyan(uploads, f):
+    left, selected = list(uploads), []
+    for _ in range(max(len(uploads) - 2 * f, 1)):
+        scores = krum_scores(left, f)
+        selected.append(left.pop(scores.index(min(scores))))
+    kept, columns = max(len(selected) - 2 * f, 1 if len(selected) % 2 else 2), []
+    for column in np.array(selected).T:
+        nearest = np.argsort(np.abs(column - np.median(column)))[:kept]
+        columns.append(np.mean(column[nearest]))
+    return np.array(columns)
+
+
+def numpy_geometric_median(uploads, iterations):
+    centre = np.median(uploads, 0)
+    for _ in range(iterations):
+        shares = np.array([1 / max(np.linalg.norm(x - centre), 1e-6) for x in uploads])
+        centre = sum(share * x for share, x in zip(shares / shares.sum(), uploads, strict=True))
+    return centre
+
+
+def numpy_norm_bounding(uploads, bound=None):
+    most = np.median([np.linalg.norm(x) for x in uploads]) if bound is None else bound
+    return np.mean([of_norm(x, most) for x in uploads], 0)
+
+
+def numpy_nearest_neighbours(uploads, f):
+    count = max(len(uploads) - f, 1)
+    return [np.mean(sorted(uploads, key=lambda y, x=x: ((x - y) ** 2).sum())[:count], 0) for x in uploads]
+
+
+RULES = {
+    "krum": (aggregate.krum(2), lambda uploads: numpy_multi_krum(uploads, 2, 1)),
+    "multi_krum": (aggregate.multi_krum(2), lambda uploads: numpy_multi_krum(uploads, 2)),
+    "multi_krum_of_4": (aggregate.multi_krum(1, m=4), lambda uploads: numpy_multi_krum(uploads, 1, 4)),
+    "bulyan": (aggregate.bulyan(2), lambda uploads: numpy_bulyan(uploads, 2)),
+    "geometric_median": (aggregate.geometric_median(7), lambda uploads: numpy_geometric_median(uploads, 7)),
+    "norm_bounding": (aggregate.norm_bounding(2.5), lambda uploads: numpy_norm_bounding(uploads, 2.5)),
+    "norm_bounding_median": (aggregate.norm_bounding(), numpy_norm_bounding),
+    "nearest_neighbours_median": (
+        aggregate.nearest_neighbours(aggregate.median, 3),
+        lambda uploads: np.median(numpy_nearest_neighbours(uploads, 3), 0),
+    ),
+    "nearest_neighbours_krum": (
+        aggregate.nearest_neighbours(aggregate.krum(2), 2),
+        lambda uploads: numpy_multi_krum(numpy_nearest_neighbours(uploads, 2), 2, 1),
+    ),
+}
+EQUIVARIANT = [name for name in RULES if not name.startswith("norm_bounding")]
+
+
+@pytest.fixture(params=list(RULES))
+def rule(request):
+    return RULES[request.param]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("missing", [(), (3,), (0, 4, 5, 9), tuple(range(10))], ids=str)
+def test_a_rule_is_that_of_brute_force_over_the_clients_that_returned(rule, missing, seed):
+    rng = np.random.default_rng([seed, len(missing)])
+    stacked = {"a": rng.normal(size=(11, 2, 3)), "b": {"c": rng.normal(size=(11, 4)), "d": rng.normal(size=11)}}
+    weight = rng.uniform(1, 9, 11)
+    weight[list(missing)] = rng.choice([0, -1, np.nan], len(missing))
+    expected = rule[1]([row for i, row in enumerate(flat(stacked)) if i not in missing])
+    spoilt = jax.tree.map(np.copy, stacked)
+    for leaf in jax.tree.leaves(spoilt):
+        leaf[list(missing)] = rng.choice([np.nan, np.inf, 1e300])
+    got = use(rule[0], spoilt, weight)[0]
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(lambda leaf: leaf.shape[1:], stacked)
+    np.testing.assert_allclose(flat(jax.tree.map(lambda leaf: leaf[None], got))[0], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_an_upload_that_is_not_finite_counts_as_one_that_did_not_return(rule):
+    uploads, weight = RNG.normal(size=(11, 5)), np.ones(11)
+    uploads[2, 3], uploads[7] = np.nan, np.inf
+    expected = rule[1]([row for row in uploads if np.isfinite(row).all()])
+    np.testing.assert_allclose(use(rule[0], uploads, weight)[0], expected, rtol=1e-10)
+
+
+def test_no_client_gives_zero_and_one_client_gives_itself(rule):
+    uploads, name = (
+        jnp.full((11, 3), jnp.nan).at[4].set(jnp.array([0.1, 0.2, -0.3])),
+        next(k for k in RULES if RULES[k] is rule),
+    )
+    assert use(rule[0], uploads, np.zeros(11))[0].tolist() == [0, 0, 0]
+    alone = use(rule[0], uploads, np.arange(11) == 4)[0]
+    np.testing.assert_allclose(alone, uploads[4], rtol=1e-12, err_msg=name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_order_of_clients_and_the_size_of_weights_do_not_matter(data):
+    name = data.draw(st.sampled_from(list(RULES)))
+    seed, order = data.draw(st.integers(0, 999)), np.array(data.draw(st.permutations(range(11))))
+    rng = np.random.default_rng(seed)
+    uploads, weight = rng.normal(size=(11, 4)), rng.uniform(0.1, 5, 11) * (rng.uniform(size=11) < 0.8)
+    one, two = use(RULES[name][0], uploads, weight)[0], use(RULES[name][0], uploads[order], (weight > 0)[order])[0]
+    np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(EQUIVARIANT), st.integers(0, 999), st.floats(-50, 50), st.floats(0.01, 100))
+def test_a_common_shift_and_scale_of_the_uploads_is_one_of_the_result(name, seed, shift, scale):
+    # Smoothing is an absolute distance, which 1e-6 makes unimportant here.
+    rng = np.random.default_rng(seed)
+    uploads, weight = rng.normal(size=(11, 4)), rng.uniform(size=11) < 0.8
+    one, two = use(RULES[name][0], uploads, weight)[0], use(RULES[name][0], scale * uploads + shift, weight)[0]
+    np.testing.assert_allclose(two, scale * np.asarray(one) + (shift if weight.any() else 0), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", [-1e3, 1e10, 3e38])
+@pytest.mark.parametrize("name", [name for name in RULES if not name.startswith("norm_bounding") and "of_4" not in name])
+def test_two_of_eleven_attackers_cannot_move_the_result_far_from_the_others(name, value):
+    honest = RNG.normal(size=(9, 6)).astype(np.float32)
+    uploads = np.vstack([np.full((2, 6), value, np.float32), honest])
+    got = use(RULES[name][0], uploads, np.ones(11))[0]
+    spread = max(np.linalg.norm(a - b) for a, b in itertools.combinations(honest, 2))
+    assert got.dtype == jnp.float32
+    assert np.linalg.norm(got - honest.mean(0)) < spread
+
+
+def test_bulyan_withstands_the_hidden_vulnerability_of_krum():
+    """El Mhamdi et al. 2018, section 3: one coordinate can be moved by about the distance of two honest uploads.
+
+    The attacker sends the honest mean but for one coordinate, in which it is off by less than honest uploads are apart in high
+    dimension, so that Krum takes it.
+    """
+    honest = RNG.normal(size=(9, 400))
+    lie = honest.mean(0)
+    lie[17] += 15
+    uploads = np.vstack([honest, lie, lie])
+    by_krum, by_bulyan = (use(rule, uploads, np.ones(11))[0][17] for rule in (aggregate.krum(2), aggregate.bulyan(2)))
+    assert by_krum == lie[17]
+    assert honest[:, 17].min() <= by_bulyan <= honest[:, 17].max()
+
+
+def test_krum_and_bulyan_have_the_breakdown_that_their_bounds_say():
+    def result(rule, attackers):
+        uploads = np.vstack([np.full((attackers, 2), 1e6), RNG.normal(size=(11 - attackers, 2))])
+        return np.abs(use(rule, uploads, np.ones(11))[0]).max()
+
+    assert result(aggregate.krum(4), 4) < 10 and result(aggregate.krum(4), 7) == 1e6
+    assert result(aggregate.bulyan(2), 2) < 10 and result(aggregate.bulyan(2), 8) > 1e5
+
+
+def test_the_geometric_median_has_the_least_sum_of_distances():
+    uploads = np.vstack([RNG.normal(size=(7, 3)), [[40, 0, 0], [0, -60, 2]]])
+    total = lambda point: np.linalg.norm(uploads - point, axis=1).sum()  # noqa: E731
+    best = scipy.optimize.minimize(total, uploads.mean(0), method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
+    got = use(aggregate.geometric_median(300), uploads, np.ones(9))[0]
+    np.testing.assert_allclose(got, best.x, atol=1e-5)
+    few = use(aggregate.geometric_median(), uploads, np.ones(9))[0]
+    assert total(np.asarray(few)) < 1.001 * best.fun
+
+
+@pytest.mark.parametrize("radius", [None, 1.5])
+def test_centered_clipping_follows_its_recursion_from_the_last_aggregate(radius):
+    """v <- v + 1/n sum_i (x_i - v) min(1, radius / |x_i - v|), two steps a round, over rounds with missing clients."""
+    rule, memory, centre = aggregate.centered_clipping(radius, iterations=2), None, np.zeros(5)
+    for t in range(4):
+        uploads, there = 3 * RNG.normal(size=(6, 5)), np.arange(6) != t
+        for _ in range(2):
+            apart = uploads[there] - centre
+            most = np.median(np.linalg.norm(apart, axis=1)) if radius is None else radius
+            centre = centre + np.mean([of_norm(x, most) for x in apart], 0)
+        got, memory = use(rule, np.where(there[:, None], uploads, np.nan), there, memory)
+        np.testing.assert_allclose(got, centre, rtol=1e-12)
+    nobody, after = use(rule, np.full((6, 5), np.nan), np.zeros(6), memory)
+    assert nobody.tolist() == [0] * 5 and problems.leaves_equal(after, memory)
+
+
+def test_norm_bounding_and_centered_clipping_move_by_no_more_than_an_attackers_share_of_the_bound():
+    honest = RNG.normal(size=(8, 3))
+    for rule in (aggregate.norm_bounding(0.5), aggregate.centered_clipping(0.5)):
+        got = [use(rule, np.vstack([honest, attack * np.ones((2, 3))]), np.ones(10))[0] for attack in (0, 1e9)]
+        assert 0 < np.linalg.norm(got[1] - got[0]) <= 0.5 * 2 / 10 + 1e-12
+
+
+def test_fltrust_is_the_mean_by_trust_of_uploads_of_the_servers_norm():
+    """Cao et al., Algorithm 2: sum_i TS_i |g_0| / |g_i| g_i / sum_i TS_i with TS_i = max(0, cos(g_i, g_0))."""
+    uploads, reference = RNG.normal(size=(7, 6)), RNG.normal(size=6)
+    there = np.arange(7) != 2
+    cosine = uploads @ reference / np.linalg.norm(uploads, axis=1) / np.linalg.norm(reference)
+    trust = np.maximum(cosine, 0) * there
+    assert 0 < (trust > 0).sum() < 6
+    scaled = uploads * (np.linalg.norm(reference) / np.linalg.norm(uploads, axis=1))[:, None]
+    rule = aggregate.fltrust(problems.data().client(0))
+    tree = {"a": np.where(there[:, None], uploads, np.nan)[:, :2], "b": uploads[:, 2:]}
+    got = use(rule, tree, there, reference={"a": jnp.asarray(reference[:2]), "b": jnp.asarray(reference[2:])})[0]
+    np.testing.assert_allclose(np.concatenate([got["a"], got["b"]]), trust @ scaled / trust.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("reference", [[0.0, 0.0], [1.0, 1.0]], ids=["no direction", "all against it"])
+def test_fltrust_stands_still_when_it_trusts_nobody(reference):
+    rule = aggregate.fltrust(problems.data().client(0))
+    assert use(rule, -np.ones((4, 2)), np.ones(4), reference=jnp.array(reference))[0].tolist() == [0, 0]
+
+
+def test_bucketing_hands_over_means_of_random_buckets_that_hold_each_client_once():
+    seen = []
+
+    def spy(stacked, weight):
+        jax.debug.callback(lambda *arrays: seen.append([*map(np.asarray, arrays)]), stacked, weight)
+        return stacked[0]
+
+    uploads, there, rule = 2.0 ** np.arange(8), np.arange(8) != 6, aggregate.bucketing(spy, 3)
+    for number in range(20):
+        use(rule, np.where(there, uploads, np.nan), there, key=jax.random.key(number))
+    jax.effects_barrier()
+    for means, weight in seen:
+        assert weight.tolist() == [1, 1, 1]
+        # Buckets of 3, 3 and 1 of the seven that returned; powers of 2 tell who is in which.
+        parts = [round(mean * count) for mean, count in zip(means, (3, 3, 1), strict=True)]
+        assert [part.bit_count() for part in parts] == [3, 3, 1] and sum(parts) == uploads[there].sum()
+    assert len({tuple(means) for means, _ in seen}) > 10
+    assert use(aggregate.bucketing(aggregate.median, 2), np.full(5, np.nan), np.zeros(5))[0] == 0
+
+
+def test_a_bucket_of_one_and_no_attackers_to_mix_out_change_nothing_or_everything():
+    uploads, weight = RNG.normal(size=(9, 4)), np.array([1, 1, 0, 1, 1, 1, 1, 0, 1])
+    mean = uploads[weight > 0].mean(0)
+    np.testing.assert_allclose(
+        use(aggregate.bucketing(aggregate.median, 1), uploads, weight)[0], np.median(uploads[weight > 0], 0), rtol=1e-12
+    )
+    np.testing.assert_allclose(use(aggregate.nearest_neighbours(aggregate.krum(1), 0), uploads, weight)[0], mean, rtol=1e-12)
+
+
+def test_wrappers_keep_the_memory_and_the_reference_of_the_rule_inside():
+    rule = aggregate.nearest_neighbours(aggregate.bucketing(aggregate.centered_clipping(0.5)), 1)
+    first, memory = use(rule, np.ones((4, 2)), np.ones(4))
+    second, _ = use(rule, np.ones((4, 2)), np.ones(4), memory)
+    assert np.linalg.norm(first) == pytest.approx(0.5) and np.linalg.norm(second) == pytest.approx(1)
+    root = problems.data().client(0)
+    trusting = aggregate.bucketing(aggregate.fltrust(root))
+    assert trusting.root is root and trusting.differences
+    assert use(trusting, np.ones((4, 2)), np.ones(4), reference=jnp.ones(2))[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 6, 7, 20, 33, 64, 65])
+def test_the_sorting_network_sorts(clients):
+    values = RNG.normal(size=(clients, 40)).round(1)
+    values[RNG.uniform(size=values.shape) < 0.1] = np.nan
+    expected = np.sort(np.nan_to_num(values, nan=np.inf), 0)
+    np.testing.assert_array_equal(aggregate.ranks.sort_clients(jnp.asarray(values)), expected)
+    # Every row of zeros and ones, where there are few: a network that sorts these sorts everything (0-1 principle).
+    if clients <= 7:
+        rows = np.array(list(itertools.product([0.0, 1.0], repeat=clients))).T
+        np.testing.assert_array_equal(aggregate.ranks.sort_clients(jnp.asarray(rows)), np.sort(rows, 0))
+
+
+def test_types_are_kept_and_a_rule_compiles_once_for_any_number_of_clients():
+    stacked = {"a": jnp.ones((11, 2), jnp.bfloat16), "b": jnp.ones((11, 3), jnp.float32)}
+    for aggregator, _ in RULES.values():
+        rule = as_rule(aggregator)
+        step = jax.jit(lambda *arguments, rule=rule: rule.combine(*arguments))
+        for there in (np.ones(11), 1.0 * (np.arange(11) < 4)):
+            got = step(KEY, stacked, jnp.asarray(there), rule.init(stacked), None)[0]
+            assert problems.forms(got) == {"a": ((2,), jnp.bfloat16), "b": ((3,), jnp.float32)}
+            assert problems.distance(got, jax.tree.map(jnp.ones_like, got)) < 1e-6
+        assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: aggregate.krum(-1), "f=-1 must be an integer of at least 0"),
+        (lambda: aggregate.multi_krum(1, m=0), "m=0 must be an integer of at least 1"),
+        (
+            lambda: use(aggregate.krum(2), np.ones((6, 2)), np.ones(6)),
+            r"f=2 is too many for krum with C=6 .* below \(C - 2\) / 2",
+        ),
+        (lambda: use(aggregate.multi_krum(1, m=8), np.ones((7, 2)), np.ones(7)), "m=8 is more than the C=7"),
+        (lambda: use(aggregate.bulyan(2), np.ones((10, 2)), np.ones(10)), r"f=2 .* C=10 .* at least 4 f \+ 3 = 11"),
+        (lambda: aggregate.geometric_median(0), "iterations=0 must be an integer"),
+        (lambda: aggregate.geometric_median(smoothing=0), "smoothing=0 must be finite and above 0"),
+        (lambda: aggregate.norm_bounding(-1.0), "bound=-1.0 must be finite and above 0"),
+        (lambda: aggregate.centered_clipping(0.0), "radius=0.0 must be finite and above 0"),
+        (lambda: aggregate.centered_clipping(iterations=0), "iterations=0"),
+        (lambda: aggregate.fltrust(problems.data()), "root must be the data of the server, .* not FederatedData"),
+        (lambda: aggregate.bucketing(aggregate.median, 0), "size=0 must be an integer"),
+        (
+            lambda: use(aggregate.nearest_neighbours(aggregate.median, 2), np.ones((4, 2)), np.ones(4)),
+            r"f=2 .* C=4 .* below C / 2",
+        ),
+        (lambda: use(aggregate.krum(0), np.ones((4, 2), int), np.ones(4)), "cannot be averaged"),
+        (lambda: aggregate.parse("krom:f=1"), "aggregator='krom' is unknown; allowed are median, "),
+        (lambda: aggregate.parse("krum:g=1"), "krum.. takes no 'g'"),
+        (lambda: aggregate.parse("krum"), "krum needs f: krum:f=VALUE"),
+        (lambda: aggregate.parse("krum:2"), "'krum:2' must read NAME or NAME:OPTION=VALUE"),
+        (lambda: aggregate.parse("krum:f=two"), "f='two' must be an integer"),
+        (lambda: aggregate.parse("mixing:f=1+median"), "wrapper of an aggregator='mixing' is unknown"),
+    ],
+)
+def test_what_a_rule_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_every_registered_rule_can_be_made_from_text():
+    options = {"trimmed_mean": ":share=0.2", "krum": ":f=1", "multi_krum": ":f=1,m=3", "bulyan": ":f=1"}
+    uploads = RNG.normal(size=(9, 3))
+    for name, entry in aggregate.RULES.items():
+        rule = aggregate.parse(name + options.get(name, ""))
+        assert "\n" not in entry.says and np.isfinite(use(rule, uploads, np.ones(9))[0]).all()
+    rule = aggregate.parse("nearest_neighbours:f=1 + bucketing:size=3+geometric_median:iterations=3")
+    assert isinstance(rule, Rule) and [rule.name, rule.config["rule"]["name"]] == ["nearest_neighbours", "bucketing"]
+    assert "iterations=3" in rule.config["rule"]["rule"]
