@@ -5,7 +5,7 @@ through these functions, so Flax, Equinox, NNX and hand-written models all work 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Task(NamedTuple):
       head: `(variables, features [B, d]) -> logits [B, K]`, with `predict(v, x) == head(v, features(v, x))`.
       layers: layer names from input to output, as they appear in the paths of the variables; `masks.last` needs them.
       trainable: `variables -> mask` of the leaves that gradients update; the other leaves are buffers.
+      private: how its gradients are made private, see `privacy.private_task`; `None` if they are not.
     """
 
     init: Callable[[Key], Variables]
@@ -50,6 +51,7 @@ class Task(NamedTuple):
     head: Callable[[Variables, jax.Array], jax.Array] | None = None
     layers: tuple[str, ...] = ()
     trainable: Callable[[Variables], Mask] = lambda variables: jax.tree.map(lambda _: True, variables)
+    private: Any = None
 
 
 def require_task(name: str, value: object) -> None:
