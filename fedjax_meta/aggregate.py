@@ -4,9 +4,10 @@ Means are running sums, so that uploads are never stacked. Robust aggregators an
 once.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.typing import ArrayLike
 
 from fedjax_meta import checks
 from fedjax_meta.data import ClientData
-from fedjax_meta.types import PyTree
+from fedjax_meta.types import Key, PyTree
 
 WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}
 """Names of weightings, each with the view whose number of samples is a client's weight."""
@@ -89,6 +90,32 @@ def _wide(leaf: ArrayLike) -> jax.Array:
 
 Aggregator = Callable[[PyTree, jax.Array], PyTree]
 """`(stacked uploads, leaves [C, ...], weights [C]) -> one tree`. A client whose weight is not above 0 must have no effect."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rule:
+    """An aggregator that needs more than the uploads of this round.
+
+    It is applied to each part of an upload that has a weight of its own: the model's part, and each such part of the statistics.
+    The rows of clients that did not return are 0.
+
+    Attributes:
+      combine: `(key, stacked [C, ...], weights [C], memory, reference) -> (tree, memory)`.
+      init: `upload -> memory`, from the shapes of a part of an upload.
+      root: samples of the server, on which it runs the method's client rule; the resulting upload is the `reference`, which is
+        `None` without root samples.
+      config: the name and hyper-parameters, for the record of a run.
+    """
+
+    combine: Callable[[Key, PyTree, jax.Array, PyTree, PyTree], tuple[PyTree, PyTree]]
+    init: Callable[[PyTree], PyTree] = lambda upload: ()
+    root: ClientData | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def plain(cls, function: Aggregator) -> "Rule":
+        """A rule that needs no key, memory or reference."""
+        return cls(combine=lambda key, stacked, weight, memory, reference: (function(stacked, weight), memory))
 
 
 def median(stacked: PyTree, weight: jax.Array) -> PyTree:

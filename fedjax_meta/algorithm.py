@@ -1,7 +1,7 @@
 """What runs: an `Algorithm`, a method and a federation put together, as pure functions of (key, state, data)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,18 @@ from fedjax_meta.types import Key, PyTree, Variables
 from fedjax_meta.uploads import Message
 
 
+class Aggregation(NamedTuple):
+    """What the server keeps for the aggregation of uploads.
+
+    Attributes:
+      uploads: for each upload transformation what it keeps at the server, `()` if nothing.
+      rule: what an `aggregate.Rule` keeps, for each part of an upload that has a weight of its own.
+    """
+
+    uploads: PyTree
+    rule: PyTree
+
+
 class State(NamedTuple):
     """What the next round reads.
 
@@ -19,6 +31,7 @@ class State(NamedTuple):
       model: the server's model, whole. Personal leaves keep their initial values here, unless they are averaged too.
       optimizer: slots of the server optimiser.
       extra: what else the server keeps (control variates, centroids, averaged moments).
+      aggregation: what the federation's upload transformations and aggregator keep at the server.
       personal: personal leaves of all clients, each `[N, ...]`; `None` where a leaf is not personal.
       memory: what else each client keeps from round to round (a second model, its control variate), leaves `[N, ...]`; zeros
         until the client first takes part.
@@ -31,6 +44,7 @@ class State(NamedTuple):
     model: PyTree
     optimizer: PyTree
     extra: PyTree
+    aggregation: Aggregation
     personal: PyTree
     memory: PyTree
     residual: PyTree
@@ -42,20 +56,38 @@ ROWS = ("personal", "memory", "residual", "seen")
 """Fields of a `State` whose leaves are `[N, ...]`."""
 
 
+class Faults(NamedTuple):
+    """What was not finite in a round. Leaves are counted as `Algorithm.checked` lists them; -1 means none.
+
+    Attributes:
+      clients: int32 `[C]`, for each client the first leaf of its result that holds NaN or infinity. Such a client was left out of
+        the round: nothing of it was used, and it keeps what it had.
+      server: int32 scalar, the first such leaf of what the server keeps after the round.
+      diverged: bool scalar, whether the server's leaves are not finite, all clients were left out, or more than the federation
+        tolerates.
+    """
+
+    clients: jax.Array
+    server: jax.Array
+    diverged: jax.Array
+
+
 class RoundInfo(NamedTuple):
     """Diagnostics of one round; no later round reads them.
 
     Attributes:
-      ids: int32 `[C]`, the clients of the cohort.
+      ids: int32 `[C]`, the clients of the cohort; -1 for an empty place.
       metrics: what the clients measured, each `[C]`, or a scalar for the cohort as a whole.
       returned: bool `[C]`, whose results reached the server and count; all when `None`.
       places: int32 `[C]`, their positions in the data; differs from `ids` when the data are a subset, the same when `None`.
+      faults: what was not finite; not known when `None`.
     """
 
     ids: jax.Array
     metrics: dict[str, jax.Array]
     returned: jax.Array | None = None
     places: jax.Array | None = None
+    faults: Faults | None = None
 
 
 class Exchange(NamedTuple):
@@ -89,6 +121,7 @@ class Algorithm:
       cohort: `(key of the round, round, N) -> ids [C]`. A round needs the rows and data of these clients only, so that the
         others need not be on a device. See `host_store`.
       config: the method's and the federation's name and hyper-parameters, as JSON values.
+      checked: `data -> (names of a client's leaves, names of the server's leaves)`, to which `Faults` refers.
       devices, lanes: of the federation; `evaluate` uses the same by default.
       needs_all_rows: whether a round reads the rows of clients outside its cohort, so that a host store is refused.
     """
@@ -100,6 +133,7 @@ class Algorithm:
     exchange: Callable[[FederatedData], Exchange]
     cohort: Callable[[Key, Any, int], jax.Array]
     config: Mapping[str, Any]
+    checked: Callable[[FederatedData], tuple[Sequence[str], Sequence[str]]] | None = None
     devices: int | None = None
     lanes: int | None = None
     needs_all_rows: bool = False

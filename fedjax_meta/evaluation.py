@@ -31,7 +31,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
       confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns.
-      loss: `[N]`, mean cross-entropy.
+      loss: `[N]`, mean cross-entropy. Where it is not finite, the model has diverged and the confusion means nothing: take scores
+        through `metrics.where_finite`, as `summary` does.
     """
 
     confusion: Any
@@ -202,7 +203,9 @@ def with_user_accuracy(
         scores = evaluate(
             algorithm, key, state, data, support=support, query=query, ids=info.places, lanes=lanes, devices=devices
         )
-        mean = jnp.mean(metrics.accuracy(scores.confusion), where=jnp.asarray(counts)[info.ids])
+        counted = jnp.asarray(counts)[info.ids] & (info.ids >= 0)
+        accuracy = metrics.where_finite(metrics.accuracy(scores.confusion), scores.loss)
+        mean = jnp.mean(accuracy, where=counted)
         return after, info._replace(metrics={**info.metrics, "user_accuracy": mean})
 
     return dataclasses.replace(algorithm, round=one_round)

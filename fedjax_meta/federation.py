@@ -8,7 +8,7 @@ import jax
 import optax
 
 from fedjax_meta import checks, schedules
-from fedjax_meta.aggregate import WEIGHTINGS, Aggregator
+from fedjax_meta.aggregate import WEIGHTINGS, Aggregator, Rule
 from fedjax_meta.config import plain
 from fedjax_meta.contract import Population
 from fedjax_meta.data import ClientView
@@ -29,7 +29,12 @@ class Federation:
         from which no client returns changes nothing but its number, apart from what late clients keep.
       uploads: a chain of transformations of what clients send to be averaged, see `fedjax_meta.uploads`.
       aggregator: `(stacked uploads [C, ...], weights [C]) -> upload` in place of the weighted mean, also of statistics:
-        `aggregate.median`, `aggregate.trimmed_mean(share)`. It takes memory for C uploads, where the mean takes one.
+        `aggregate.median`, `aggregate.trimmed_mean(share)`; or an `aggregate.Rule`. It takes memory for C uploads, where the
+        mean takes one.
+      drop_nonfinite: whether a client whose result holds NaN or infinity is left out of the round, and keeps what it had before.
+        It is counted in `RoundInfo.faults`.
+      max_dropped: the share of a cohort's results, in [0, 1], that may be left out so before the round counts as diverged. It
+        always does when all are left out.
       weighting: how much clients count: "samples", "query" or "uniform"; the method's when not given.
       server_optimizer: factory `rate -> optax.GradientTransformation`, what the server descends along the mean pseudo-gradient
         with; the method's when not given.
@@ -51,7 +56,9 @@ class Federation:
     schedule: schedules.Schedule = schedules.uniform
     participation: Callable[[Key, jax.Array], Participation] | None = None
     uploads: tuple[UploadTransform, ...] = ()
-    aggregator: Aggregator | None = None
+    aggregator: Aggregator | Rule | None = None
+    drop_nonfinite: bool = True
+    max_dropped: float = 0.5
     weighting: str | None = None
     server_optimizer: Callable[[Any], optax.GradientTransformation] | None = None
     server_lr: Rate | None = None
@@ -68,11 +75,12 @@ class Federation:
             if getattr(self, name) is not None:
                 checks.count(name, getattr(self, name))
         checks.one_of("precision", self.precision, PRECISIONS)
+        checks.share("max_dropped", self.max_dropped)
         if self.weighting is not None:
             checks.one_of("weighting", self.weighting, WEIGHTINGS)
         for name in ("schedule", "participation", "aggregator", "new_client"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if value is not None and not callable(value) and not (name == "aggregator" and isinstance(value, Rule)):
                 raise ValueError(f"{name}={value!r} must be a function")
         if not isinstance(self.uploads, tuple):
             raise ValueError(

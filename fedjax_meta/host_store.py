@@ -97,10 +97,12 @@ def read_rows(state: State, ids: np.ndarray) -> dict[str, Any]:
 
 
 def write_rows(rows: dict[str, Any], ids: np.ndarray, new: dict[str, Any]) -> None:
-    """Writes rows in place; waits for a device that is still computing them."""
+    """Writes rows in place, none for a negative id; waits for a device that is still computing them."""
+    real = np.flatnonzero(ids >= 0)
+    everyone = len(real) == len(ids)
 
     def write(leaf: np.ndarray, values: Any) -> None:
-        leaf[ids] = np.asarray(values)[: len(ids)]
+        leaf[ids[real]] = np.asarray(values)[: len(ids)] if everyone else np.asarray(values)[real]
 
     jax.tree.map(write, rows, new)
 
@@ -136,27 +138,28 @@ def run_pipelined(
     cohorts: np.ndarray,
     fetch: Callable[[np.ndarray], Any],
     place: Callable[[Any], Any],
-) -> tuple[State, list[dict[str, Any]]]:
+) -> tuple[State, list[Any]]:
     """Rounds one after the other, while the host reads and writes rows and samples.
 
     Args:
-      step: `(shared, rows, before, again, data) -> (shared, rows, metrics)`, a round of a cohort; see `newest_rows`.
+      step: `(shared, rows, before, again, data) -> (shared, rows, line)`, a round of a cohort and its line of the log; see
+        `newest_rows`.
       state: its rows are written in place.
       cohorts: int `[rounds, C]`.
       fetch: `ids -> (rows, data)` of a cohort on the device; does not wait for the transfer.
       place: puts other arrays on the device.
 
     Returns:
-      (state, metrics by round).
+      (state, the lines of the log).
     """
     shared, rows = split_rows(state)
-    log: list[dict[str, Any]] = []
+    log: list[Any] = []
     before: Any = None
     came, data = fetch(cohorts[0])
     for number, ids in enumerate(cohorts):
         again = _places(ids, cohorts[number - 1]) if number else np.full(len(ids), -1, np.int32)
-        shared, after, metrics = step(shared, came, came if before is None else before, place(again), data)
-        log.append(metrics)
+        shared, after, line = step(shared, came, came if before is None else before, place(again), data)
+        log.append(line)
         # The device is busy with this round: the host moves rows meanwhile.
         if before is not None:
             write_rows(rows, cohorts[number - 1], before)

@@ -28,6 +28,17 @@ def accuracy(confusion: Array) -> Array:
     return xp.trace(confusion, axis1=-2, axis2=-1) / xp.maximum(xp.sum(confusion, (-2, -1)), 1)
 
 
+def where_finite(score: Array, loss: Array) -> Array:
+    """A score of each client, NaN where its loss is not finite: such a model predicts nothing, whatever the argmax of NaN is.
+
+    Args:
+      score: `[N]`.
+      loss: `[N]`.
+    """
+    xp = _numpy_of(score)
+    return xp.where(xp.isfinite(loss), score, xp.nan)
+
+
 def micro_accuracy(confusion: Array) -> Scalar:
     """The share of correct predictions over the samples of all clients."""
     return accuracy(_numpy_of(confusion).sum(confusion, -3))
@@ -75,19 +86,21 @@ def summary(confusion: ArrayLike, loss: ArrayLike) -> dict[str, float]:
 
     Returns:
       `accuracy` over the samples of all clients; mean and population standard deviation over clients of accuracy, of F1 as
-      FedMeta-Per takes it (`within_own_classes`) and of F1 without that (`raw_f1`); and the mean `loss` over clients.
+      FedMeta-Per takes it (`within_own_classes`) and of F1 without that (`raw_f1`); and the mean `loss` over clients. All are NaN
+      if the loss of a client is not finite.
     """
-    matrices = np.asarray(confusion)
-    by_client, f1, raw_f1 = accuracy(matrices), macro_f1(within_own_classes(matrices)), macro_f1(matrices)
+    matrices, losses = np.asarray(confusion), np.asarray(loss)
+    scores = accuracy(matrices), macro_f1(within_own_classes(matrices)), macro_f1(matrices)
+    by_client, f1, raw_f1 = (where_finite(score, losses) for score in scores)
     numbers = {
-        "accuracy": micro_accuracy(matrices),
+        "accuracy": micro_accuracy(matrices) if np.all(np.isfinite(losses)) else np.nan,
         "accuracy_mean": np.mean(by_client),
         "accuracy_std": np.std(by_client),
         "f1_mean": np.mean(f1),
         "f1_std": np.std(f1),
         "raw_f1_mean": np.mean(raw_f1),
         "raw_f1_std": np.std(raw_f1),
-        "loss": np.mean(np.asarray(loss)),
+        "loss": np.mean(losses),
     }
     return {name: float(value) for name, value in numbers.items()}
 

@@ -5,6 +5,7 @@ the round, so that a run that resumes from a saved state equals the run that was
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,8 +27,13 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.types import Key
 
+_log = logging.getLogger("fedjax_meta")
+
 _DRAWN_AHEAD = 64
 """Rounds whose cohorts are drawn in advance with a host store."""
+
+_MOST_WARNINGS = 3
+"""Faults that are logged one by one for each stretch of rounds."""
 
 
 class Evaluator(NamedTuple):
@@ -46,6 +52,28 @@ class Evaluator(NamedTuple):
     known: bool | None = None
 
 
+class Fault(NamedTuple):
+    """Something that was not finite in a round.
+
+    Attributes:
+      round: its number, the first round is 1.
+      what: "clients left out", "server not finite" or "loss not finite".
+      clients: ids of the clients that it concerns.
+      leaf: where: the path of the first leaf that was not finite, or the name of the metric.
+      diverged: whether the round counts as diverged, see `algorithm.Faults`.
+    """
+
+    round: int
+    what: str
+    clients: tuple[int, ...]
+    leaf: str
+    diverged: bool
+
+    def __str__(self) -> str:
+        who = f" ({', '.join(map(str, self.clients[:5]))}{', ...' if len(self.clients) > 5 else ''})" if self.clients else ""
+        return f"round {self.round}: {self.what}{who}: {self.leaf}{', diverged' if self.diverged else ''}"
+
+
 class Record(NamedTuple):
     """The results of one evaluation.
 
@@ -55,6 +83,7 @@ class Record(NamedTuple):
       evaluations: what each evaluator returned, as NumPy arrays.
       seconds: wall-clock of training and evaluation since the last record, without compilation.
       compile_seconds: wall-clock of compilation since the last record.
+      faults: what was not finite since the last record, in order.
     """
 
     round: int
@@ -62,11 +91,28 @@ class Record(NamedTuple):
     evaluations: dict[str, Any]
     seconds: float
     compile_seconds: float
+    faults: tuple[Fault, ...] = ()
+
+
+class Log(NamedTuple):
+    """What is known of each round of a run; leaves `[R, ...]`.
+
+    Attributes:
+      metrics: each metric's mean over the clients that returned, `[R]`.
+      some: bool `[R]`, whether any client returned.
+      ids: int32 `[R, C]`, the cohorts.
+      faults: `algorithm.Faults` of each round, or `None`.
+    """
+
+    metrics: dict[str, Any]
+    some: Any
+    ids: Any
+    faults: Any
 
 
 def run_rounds(
     algorithm: Algorithm, key: Key, state: State, data: FederatedData, rounds: Any, *, most: int
-) -> tuple[State, dict[str, jax.Array]]:
+) -> tuple[State, Log]:
     """`rounds` rounds as one loop: a pure function, to be jitted, or vmapped over keys and rates.
 
     Args:
@@ -75,7 +121,7 @@ def run_rounds(
       most: static bound, the length of the metrics returned.
 
     Returns:
-      (state, for each metric its mean over the clients that returned by round `[most]`, zero beyond `rounds`).
+      (state, the log of the rounds, zero beyond `rounds`).
     """
 
     # Jitted by itself, a round is traced once for both its shapes and the loop.
@@ -83,18 +129,20 @@ def run_rounds(
 
     def body(i: Any, carry: Any) -> Any:
         state, log = carry
-        state, metrics = step(key, state, data)
-        return state, jax.tree.map(lambda line, value: line.at[i].set(value), log, metrics)
+        state, line = step(key, state, data)
+        return state, jax.tree.map(lambda lines, value: lines.at[i].set(value), log, line)
 
     shapes = jax.eval_shape(step, key, state, data)[1]
-    log = {name: jnp.zeros(most, shape.dtype) for name, shape in shapes.items()}
+    log = jax.tree.map(lambda shape: jnp.zeros((most, *shape.shape), shape.dtype), shapes)
     return jax.lax.fori_loop(0, rounds, body, (state, log))
 
 
-def _one_round(algorithm: Algorithm, key: Key, state: State, data: FederatedData) -> tuple[State, dict[str, jax.Array]]:
+def _one_round(algorithm: Algorithm, key: Key, state: State, data: FederatedData) -> tuple[State, Log]:
     state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
     # The server does not know the metrics of clients that did not return; the mean is NaN when none returned.
-    return state, {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
+    metrics = {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
+    returned = info.ids >= 0 if info.returned is None else info.returned
+    return state, Log(metrics, jnp.any(returned), info.ids, info.faults)
 
 
 def _counted(values: jax.Array, info: RoundInfo) -> Any:
@@ -171,10 +219,13 @@ def simulate(  # over 80 lines: half of them explain the arguments
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
         started, compiled = time.perf_counter(), run.compile_seconds
         lines: list[dict[str, np.ndarray]] = []
+        faults: list[Fault] = []
         while done < stop:
             count, clock = min(stretch, stop - done), time.perf_counter() - run.compile_seconds
             with _all_there(done):
-                lines.append(run.train(count))
+                log = run.train(count)
+            lines.append(log.metrics)
+            faults += _faults_in(log, done, algorithm, data)
             done += count
             if on_progress is not None:
                 took = time.perf_counter() - run.compile_seconds - clock
@@ -184,7 +235,8 @@ def simulate(  # over 80 lines: half of them explain the arguments
             results = run.measure()
         metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
         compiled = run.compile_seconds - compiled
-        records.append(Record(done, metrics, results, time.perf_counter() - started - compiled, compiled))
+        seconds = time.perf_counter() - started - compiled
+        records.append(Record(done, metrics, results, seconds, compiled, tuple(faults)))
         if on_record is not None:
             on_record(run.state, records[-1])
     return run.state, records
@@ -227,11 +279,11 @@ class _OnDevice:
         self._block = _Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
         self._measure = _Compiled(jax.jit(measure, out_shardings=whole))
 
-    def train(self, count: int) -> dict[str, np.ndarray]:
-        """`count` rounds, to their end; metrics `[count]`."""
+    def train(self, count: int) -> Log:
+        """`count` rounds, to their end."""
         # Without waiting, the clock would be wrong where there is nothing to log.
         self.state, log = jax.block_until_ready(self._block(self.state, *self._read, count))
-        return {name: np.asarray(line)[:count] for name, line in log.items()}
+        return jax.tree.map(lambda line: np.asarray(line)[:count], log)
 
     def measure(self) -> dict[str, Any]:
         """What each evaluator finds."""
@@ -283,9 +335,9 @@ class _OnHost:
 
         def step(shared: State, rows: Any, before: Any, again: Any, cohort: FederatedData, key: Key) -> Any:
             state = shared._replace(**stores.newest_rows(rows, before, again))
-            state, metrics = _one_round(algorithm, key, state, cohort)
+            state, line = _one_round(algorithm, key, state, cohort)
             shared, rows = stores.split_rows(state)
-            return shared, rows, metrics
+            return shared, rows, line
 
         asked = jax.eval_shape(cohorts, 0, round_key)
         self._room = capacity(self._data, asked.shape[1])
@@ -293,9 +345,9 @@ class _OnHost:
         self._step = _Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
         self._measures = {name: _Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
 
-    def train(self, count: int) -> dict[str, np.ndarray]:
-        """`count` rounds, to their end; metrics `[count]`."""
-        log: list[dict[str, Any]] = []
+    def train(self, count: int) -> Log:
+        """`count` rounds, to their end."""
+        log: list[Log] = []
         fetch = partial(self._fetch, self._data, room=self._room)
         while len(log) < count:
             asked = np.asarray(self._cohorts(self.state.round, self._round_key))[: count - len(log)]
@@ -305,7 +357,7 @@ class _OnHost:
 
             self.state, lines = stores.run_pipelined(step, self.state, asked, fetch, self._place)
             log += lines
-        return {name: np.stack([np.asarray(line[name]) for line in log]) for name in log[0]}
+        return jax.tree.map(lambda *lines: np.stack([np.asarray(line) for line in lines]), *log)
 
     def _fetch(self, data: FederatedData, ids: np.ndarray, *, room: int) -> Any:
         return self._place((stores.read_rows(self.state, ids), stores.cohort_data(data, ids, room)))
@@ -368,6 +420,31 @@ def _measured(name: str, test: Evaluator, key: Key, state: State, data: Any) -> 
 def _run_keys(key: Key) -> tuple[Key, Key, Key]:
     """The keys of a run's initial state, rounds and evaluations."""
     return tagged(key, "init"), tagged(key, "rounds"), tagged(key, "evaluations")
+
+
+def _faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData) -> list[Fault]:
+    """The faults of a few rounds, the first of which is round `done + 1`; each is also logged as a warning."""
+    found: list[Fault] = []
+    empty = np.zeros(len(log.some), bool)
+    clients, server, diverged = (None, None, empty) if log.faults is None else log.faults
+    if clients is not None and server is not None and ((clients >= 0).any() or (server >= 0).any()):
+        names = ([], []) if algorithm.checked is None else algorithm.checked(data)
+        for r in np.flatnonzero((clients >= 0).any(1) | (server >= 0)):
+            for leaf in np.unique(clients[r][clients[r] >= 0]):
+                who = tuple(sorted(log.ids[r][clients[r] == leaf].tolist()))
+                found.append(Fault(done + int(r) + 1, "clients left out", who, names[0][int(leaf)], bool(diverged[r])))
+            if server[r] >= 0:
+                found.append(Fault(done + int(r) + 1, "server not finite", (), names[1][server[r]], True))
+    for name, values in log.metrics.items():
+        if "loss" in name:
+            odd = np.flatnonzero(log.some & ~np.isfinite(values))
+            found += [Fault(done + int(r) + 1, "loss not finite", (), name, bool(diverged[r])) for r in odd]
+    found.sort(key=lambda fault: fault.round)
+    for fault in found[:_MOST_WARNINGS]:
+        _log.warning("%s", fault)
+    if len(found) > _MOST_WARNINGS:
+        _log.warning("and %d more until round %d", len(found) - _MOST_WARNINGS, done + len(log.some))
+    return found
 
 
 @contextlib.contextmanager

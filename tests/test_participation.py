@@ -111,7 +111,7 @@ def test_means_of_metrics_are_over_who_returned(data):
         algorithm = climbing(cohort_size=3, participation=rule)
         state = algorithm.init(jax.random.key(0), data)
         _, log = run_rounds(algorithm, jax.random.key(1), state, data, 1, most=1)
-        return float(log["loss"][0])
+        return float(log.metrics["loss"][0])
 
     # The mean loss of client i over its steps: before step t both weights are (t - 1) i, the loss is -2 (t - 1) i^2.
     losses = [-2 * (i + 1) ** 2 * np.mean(np.arange(steps)) for i, steps in enumerate((2, 3, 5))]

@@ -178,7 +178,7 @@ def test_the_number_of_rounds_may_be_traced_and_the_rest_of_the_log_is_zero():
     block = jax.jit(lambda count: run_rounds(ALGORITHM, KEY, start, problems.data(), count, most=4))
     state, log = block(2)
     assert int(state.round) == 2
-    assert np.all(np.asarray(log["loss"])[:2] > 0) and np.all(np.asarray(log["loss"])[2:] == 0)
+    assert np.all(np.asarray(log.metrics["loss"])[:2] > 0) and np.all(np.asarray(log.metrics["loss"])[2:] == 0)
     assert int(block(0)[0].round) == 0
 
 

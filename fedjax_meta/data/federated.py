@@ -77,10 +77,13 @@ class FederatedData:
     def ids_of(self, clients: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         """Ids in the whole population, int32 `[...]`, of the clients at positions `clients`, int `[...]`, of these data.
 
-        The result is a NumPy array if `clients` and `ids` are.
+        The result is a NumPy array if `clients` and `ids` are. A negative position, an empty place, gives -1.
         """
         clients = clients.astype(np.int32) if isinstance(clients, np.ndarray) else jnp.asarray(clients, jnp.int32)
-        return clients if self.ids is None else _rows(self.ids, clients)
+        if self.ids is None:
+            return clients
+        ids = _rows(self.ids, clients)
+        return (np if isinstance(ids, np.ndarray) else jnp).where(clients < 0, -1, ids).astype(np.int32)
 
     def select(self, clients: jax.Array | np.ndarray) -> "FederatedData":
         """A subset of the clients as data of its own; no sample is copied.

@@ -20,7 +20,7 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
 
     Args:
       data: clients whose arrays are on the host.
-      clients: int `[N']`, distinct positions.
+      clients: int `[N']`, distinct positions; -1 for an empty place, which gets no samples.
       capacity: number of samples that the copy has space for. With `capacity(data, N')`, the shapes are the same for any
         N' clients.
 
@@ -30,8 +30,8 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
     Raises:
       ValueError: clients with more than `capacity` samples.
     """
-    start = {name: np.asarray(values)[clients] for name, values in data.start.items()}
-    size = {name: np.asarray(values)[clients] for name, values in data.size.items()}
+    start = {name: np.where(clients < 0, 0, np.asarray(values)[clients]) for name, values in data.start.items()}
+    size = {name: np.where(clients < 0, 0, np.asarray(values)[clients]) for name, values in data.size.items()}
     begin, length = _extents(start, size)
     first = np.cumsum(length) - length
     if length.sum() > capacity:

@@ -28,8 +28,8 @@ def clip(norm: Scalar) -> UploadTransform:
     """
     checks.positive("norm", norm)
 
-    def client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
-        del key
+    def client(key: Key, upload: PyTree, memory: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
+        del key, kept
         return clipped(upload, norm), memory
 
     return UploadTransform(name="clip", client=client, clip_norm=norm, sends_differences=True, config={"norm": norm})

@@ -31,13 +31,14 @@ def noise(multiplier: Scalar) -> UploadTransform:
     """
     checks.not_negative("multiplier", multiplier)
 
-    def server(key: Key, average: PyTree, context: ServerContext) -> PyTree:
+    def server(key: Key, average: PyTree, context: ServerContext, kept: PyTree, measured: PyTree) -> tuple[PyTree, PyTree]:
+        del measured
         deviation = multiplier * context.clip_norm / context.cohort_size
 
         def noisy(key: Key, leaf: jax.Array) -> jax.Array:
             wide = jnp.promote_types(leaf.dtype, jnp.float32)
             return (leaf.astype(wide) + deviation * jax.random.normal(key, leaf.shape, wide)).astype(leaf.dtype)
 
-        return per_leaf(noisy, key, average)
+        return per_leaf(noisy, key, average), kept
 
     return UploadTransform(name="noise", server=server, fixed_divisor=True, config={"multiplier": multiplier})

@@ -26,7 +26,7 @@ def quantize(bits: int) -> UploadTransform:
     checks.count("bits", bits)
     checks.between("bits", bits, 1, 24)
 
-    def client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
+    def client(key: Key, upload: PyTree, memory: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
         return quantized(key, upload, bits), memory
 
     def message(message: Message, leaf: Any) -> Message:

@@ -30,19 +30,17 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
     checks.share("share", share)
     checks.positive("share", share)
 
-    def client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
-        del key
+    def client(key: Key, upload: PyTree, memory: PyTree, at_server: PyTree) -> tuple[PyTree, PyTree]:
+        del key, at_server
         if not feedback:
             return jax.tree.map(lambda leaf: _largest(leaf, kept(leaf.size, share)), upload), memory
         whole = jax.tree.map(jnp.add, upload, memory)
         sent = jax.tree.map(lambda leaf: _largest(leaf, kept(leaf.size, share)), whole)
         left = jax.tree.map(jnp.subtract, whole, sent)
-        return sent, _where_finite(upload, left, memory)
+        return sent, left
 
     def lost(upload: PyTree, memory: PyTree) -> PyTree:
-        if not feedback:
-            return memory
-        return _where_finite(upload, jax.tree.map(jnp.add, upload, memory), memory)
+        return jax.tree.map(jnp.add, upload, memory) if feedback else memory
 
     def init_memory(upload: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), upload) if feedback else ()
@@ -63,12 +61,6 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
         sends_differences=True,
         config={"share": share, "feedback": feedback},
     )
-
-
-def _where_finite(upload: PyTree, new: PyTree, old: PyTree) -> PyTree:
-    """The new residual, or the old one after an upload with NaN or infinity, which would stay in it for ever."""
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(upload)]))
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
 def kept(size: int, share: float) -> int:

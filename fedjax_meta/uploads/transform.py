@@ -51,14 +51,16 @@ class Message(NamedTuple):
         return -(-(self.numbers * self.bits + self.extra_bits) // 8)
 
 
-def _unchanged_client(key: Key, upload: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
-    del key
+def _unchanged_client(key: Key, upload: PyTree, memory: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
+    del key, kept
     return upload, memory
 
 
-def _unchanged_server(key: Key, average: PyTree, context: ServerContext) -> PyTree:
-    del key, context
-    return average
+def _unchanged_server(
+    key: Key, average: PyTree, context: ServerContext, kept: PyTree, measured: PyTree
+) -> tuple[PyTree, PyTree]:
+    del key, context, measured
+    return average, kept
 
 
 def _unchanged_message(message: Message, leaf: Any) -> Message:
@@ -72,9 +74,13 @@ class UploadTransform:
 
     Attributes:
       name: for messages and records; the names in `ORDER_RULES` have rules.
-      client: `(key, upload, memory) -> (upload, memory)`, on one client.
+      client: `(key, upload, memory, kept) -> (upload, memory)`, on one client; `kept` is what the transformation keeps at the
+        server.
       lost: `(upload, memory) -> memory`, what a client keeps when its upload does not reach the server.
-      server: `(key, average, context) -> average`, on the average of the uploads.
+      measure: `(upload, kept) -> scalars`, what else the server gets to know of a client, as a plain mean over those that
+        returned.
+      server: `(key, average, context, kept, measured) -> (average, kept)`, on the average of the uploads.
+      init_server: `(key, upload) -> kept`, what the transformation keeps at the server, in `State.aggregation`.
       init_memory: `upload -> memory`, a client's first memory of this transformation, e.g. a residual of zeros.
       message: `(message, leaf) -> message`, how the size of a floating-point leaf changes.
       encode: `(key, weighted sum of one upload, bound, id, ids) -> integers`, for secure aggregation: what one client sends.
@@ -88,9 +94,11 @@ class UploadTransform:
     """
 
     name: str
-    client: Callable[[Key, PyTree, PyTree], tuple[PyTree, PyTree]] = _unchanged_client
+    client: Callable[[Key, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]] = _unchanged_client
     lost: Callable[[PyTree, PyTree], PyTree] = lambda upload, memory: memory
-    server: Callable[[Key, PyTree, ServerContext], PyTree] = _unchanged_server
+    measure: Callable[[PyTree, PyTree], PyTree] = lambda upload, kept: ()
+    server: Callable[[Key, PyTree, ServerContext, PyTree, PyTree], tuple[PyTree, PyTree]] = _unchanged_server
+    init_server: Callable[[Key, PyTree], PyTree] = lambda key, upload: ()
     init_memory: Callable[[PyTree], PyTree] = lambda upload: ()
     message: Callable[[Message, Any], Message] = _unchanged_message
     encode: Callable[..., PyTree] | None = None
@@ -167,22 +175,33 @@ class Chain:
         """A client's first memory of each transformation."""
         return tuple(transform.init_memory(upload) for transform in self.transforms)
 
-    def client(
-        self, key: Key, upload: PyTree, memory: tuple[PyTree, ...]
-    ) -> tuple[PyTree, tuple[PyTree, ...], tuple[PyTree, ...]]:
-        """All client halves, first to last: (upload, memory, memory if the upload is lost)."""
-        sent, lost = [], []
-        for transform, number, kept in zip(self.transforms, self._numbers, memory, strict=True):
-            lost.append(transform.lost(upload, kept))
-            upload, renewed = transform.client(tagged(key, transform.name, number), upload, kept)
-            sent.append(renewed)
-        return upload, tuple(sent), tuple(lost)
+    def init_server(self, key: Key, upload: PyTree) -> tuple[PyTree, ...]:
+        """What each transformation keeps at the server."""
+        named = zip(self.transforms, self._numbers, strict=True)
+        return tuple(transform.init_server(tagged(key, transform.name, number), upload) for transform, number in named)
 
-    def server(self, key: Key, average: PyTree, context: ServerContext) -> PyTree:
-        """All server halves, last to first."""
-        for transform, number in reversed(list(zip(self.transforms, self._numbers, strict=True))):
-            average = transform.server(tagged(key, transform.name, number), average, context)
-        return average
+    def client(
+        self, key: Key, upload: PyTree, memory: tuple[PyTree, ...], kept: tuple[PyTree, ...]
+    ) -> tuple[PyTree, tuple[PyTree, ...], tuple[PyTree, ...], tuple[PyTree, ...]]:
+        """All client halves, first to last: (upload, what was measured, memory, memory if the upload is lost)."""
+        sent, lost, measured = [], [], []
+        for transform, number, mine, its in zip(self.transforms, self._numbers, memory, kept, strict=True):
+            lost.append(transform.lost(upload, mine))
+            measured.append(transform.measure(upload, its))
+            upload, renewed = transform.client(tagged(key, transform.name, number), upload, mine, its)
+            sent.append(renewed)
+        return upload, tuple(measured), tuple(sent), tuple(lost)
+
+    def server(
+        self, key: Key, average: PyTree, context: ServerContext, kept: tuple[PyTree, ...], measured: tuple[PyTree, ...]
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """All server halves, last to first: (average, what each keeps)."""
+        renewed = list(kept)
+        for i in reversed(range(len(self.transforms))):
+            transform = self.transforms[i]
+            its_key = tagged(key, transform.name, self._numbers[i])
+            average, renewed[i] = transform.server(its_key, average, context, kept[i], measured[i])
+        return average, tuple(renewed)
 
     def encode(self, key: Key, sums: PyTree, bound: float, id_: jax.Array, ids: jax.Array) -> PyTree:
         """What client `id_` sends in place of its weighted sum, see `UploadTransform.encode`."""

@@ -1,0 +1,262 @@
+"""`federate`: a method in a federation as an `Algorithm`."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta import checks, engine, masks
+from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, RoundInfo, State, check_support, state_rows
+from fedjax_meta.contract import Method, Population
+from fedjax_meta.data import ClientView, FederatedData
+from fedjax_meta.engine import replicate, run_cohort
+from fedjax_meta.federation import Federation
+from fedjax_meta.keys import tagged
+from fedjax_meta.masks import Role
+from fedjax_meta.rounds import client as clients
+from fedjax_meta.rounds import server
+from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
+from fedjax_meta.types import Key, PyTree, Variables
+
+
+def federate(method: Method, federation: Federation | None = None) -> Algorithm:
+    """A method in a federation, ready to run.
+
+    Args:
+      method: what a paper says, e.g. `fedavg(task)`.
+      federation: how its rounds are run; `Federation()` when not given.
+
+    Raises:
+      ValueError: a federation that the method cannot run in; on `init`, clients that keep more bytes than are free; on `round`, a
+        cohort larger than the population, a client that returns another structure, shape or type.
+      TypeError: arguments of another kind.
+    """
+    federation = Federation() if federation is None else federation
+    if not isinstance(method, Method):
+        given = method.__name__ if callable(method) and hasattr(method, "__name__") else type(method).__name__
+        raise TypeError(f"federate takes a method such as fm.fedavg(task), not {given}")
+    if not isinstance(federation, Federation):
+        raise TypeError(f"federate takes a Federation, not {type(federation).__name__}")
+    rounds = _Rounds(Setting(method, federation))
+    return Algorithm(
+        init=rounds.init,
+        round=rounds.round,
+        personalize=rounds.personalize,
+        predict=method.predict,
+        exchange=rounds.exchange,
+        cohort=rounds.cohort,
+        config={**method.config, "federation": federation.config},
+        checked=rounds.checked,
+        devices=federation.devices,
+        lanes=federation.lanes,
+        needs_all_rows=method.whole_population,
+    )
+
+
+def as_algorithm(given: Method | Algorithm, federation: Federation | None = None) -> Algorithm:
+    """An algorithm as it is, or a method in a federation.
+
+    Raises:
+      TypeError: neither; a federation beside an algorithm, which has one.
+    """
+    if not isinstance(given, Algorithm):
+        return federate(given, federation)
+    if federation is not None:
+        raise TypeError("federation=... goes with a method; this is an algorithm, which has its federation already")
+    return given
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rounds:
+    """The functions of an `Algorithm`."""
+
+    setting: Setting
+
+    def init(self, key: Key, data: FederatedData) -> State:
+        setting, method, devices = self.setting, self.setting.method, self.setting.federation.devices
+        model = replicate(method.init(tagged(key, "model")), devices)
+        self._check_model(model)
+        if method.needs_classes and data.num_classes == 0:
+            raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
+        own = masks.split(model, setting.personal)[0]
+        fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
+        upload, weight = self._upload_shape(model, data)
+        residual = jax.eval_shape(setting.chain.init_memory, upload)
+
+        def begin(id_: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+            del id_
+            return own, jax.tree.map(_blank, fresh), jax.tree.map(_blank, residual)
+
+        # Memory was already checked when `data` is a subset.
+        rows = engine.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
+        return State(
+            model=model,
+            optimizer=setting.server.init(masks.split(model, setting.shared)[0]),
+            extra=replicate(method.init_extra(model, data), devices),
+            aggregation=replicate(self._init_aggregation(tagged(key, "aggregation"), upload, weight), devices),
+            personal=rows[0],
+            memory=rows[1],
+            residual=rows[2],
+            seen=replicate(jnp.zeros(data.num_clients, bool), devices),
+            round=replicate(jnp.zeros((), jnp.int32), devices),
+        )
+
+    def cohort(self, key: Key, round_: Any, num_clients: int) -> jax.Array:
+        f = self.setting.federation
+        ids = f.schedule(tagged(key, "cohort"), round_, num_clients, f.cohort_size)
+        if ids.shape != (f.cohort_size,) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"schedule must return cohort_size={f.cohort_size} ids, not {ids.dtype}{list(ids.shape)}")
+        return ids
+
+    def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
+        setting, f = self.setting, self.setting.federation
+        if data.ids is not None and data.num_clients == f.cohort_size:
+            # The data are those of a cohort that was drawn before, as a host store does.
+            places = jnp.arange(f.cohort_size, dtype=jnp.int32)
+            empty = jnp.asarray(data.ids) < 0
+        else:
+            places = self.cohort(key, state.round, data.num_clients)
+            empty = places < 0
+        ids, rows = jnp.where(empty, -1, data.ids_of(places)), state_rows(state, data, places)
+        state = jax.tree.map(jnp.asarray, state)
+        sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[places]
+        before = Kept(places, *(jax.tree.map(lambda leaf: leaf[rows], getattr(state, name)) for name in Kept._fields[1:]))
+        if len(before.residual) != len(f.uploads):
+            raise ValueError(
+                f"the state is of a federation with {len(before.residual)} upload transformations, not {len(f.uploads)}"
+            )
+        # Rows of the whole population stay out of what every client gets.
+        context = Context(without_rows(state), data, ids, key)
+        summed, kept, outputs = run_cohort(
+            partial(clients.client_round, setting),
+            tagged(key, "clients"),
+            ids,
+            jnp.where(empty, 0, sizes),
+            before,
+            context,
+            lanes=f.lanes,
+            devices=f.devices,
+            precision=f.precision,
+        )
+        moved = server.next_state(setting, key, state, summed, outputs, ids, data)
+        kept = server.collaborate(setting, key, moved, kept, outputs, ids, data)
+        after = kept._replace(seen=before.seen | outputs.took_part)
+        # An empty place of a cohort writes nowhere.
+        target = jnp.where(empty, state.seen.shape[0], rows)
+        new = {
+            name: jax.tree.map(
+                lambda leaf, row: leaf.at[target].set(row, mode="drop"), getattr(state, name), getattr(after, name)
+            )
+            for name in Kept._fields[1:]
+        }
+        info = RoundInfo(ids, outputs.metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
+        return moved._replace(round=state.round + 1, **new), info
+
+    def _faults(self, outputs: Outputs, state: State) -> Faults:
+        dropped, returned = jnp.sum(outputs.broken >= 0), jnp.sum(outputs.returned)
+        many = dropped > self.setting.federation.max_dropped * (dropped + returned)
+        none = (dropped > 0) & (returned == 0)
+        broken = first_broken(_of_server(state))
+        return Faults(outputs.broken, broken, many | none | (broken >= 0))
+
+    def personalize(
+        self, key: Key, state: State, support: ClientView, client: Any, num_clients: int | None = None
+    ) -> Variables:
+        check_support(support)
+        setting, method, rows = self.setting, self.setting.method, state.seen.shape[0]
+        total = rows if num_clients is None else num_clients
+        if client is not None:
+            checks.indices("client", client, rows)
+            kept = Kept(jnp.arange(rows), *(getattr(state, name) for name in Kept._fields[1:]))
+            row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], kept)
+            row = row._replace(seen=row.seen & setting.federation.own_at_test)
+            received = clients.receive(setting, key, state, row, total)
+            return method.personalize(tagged(key, "personalize"), received, support)
+        new_client = setting.federation.new_client or method.new_client
+        if new_client is not None:
+            population = Population(
+                state.model, state.extra, state.personal, state.memory, state.seen, state.round, setting.federation.lanes
+            )
+            return new_client(tagged(key, "personalize"), population, support)
+        received = clients.receive_fresh(setting, key, state.model, state.extra, state.round, total)
+        return method.personalize(tagged(key, "personalize"), received, support)
+
+    def exchange(self, data: FederatedData) -> Exchange:
+        setting, method = self.setting, self.setting.method
+        state, trained, (personal, memory) = self._shapes(data)
+        common = masks.split(state.model, masks.having(method.roles, Role.SHARED, Role.BUFFER))[0]
+        up = masks.split(state.model, masks.union(setting.shared, setting.buffers))[0]
+        if method.travels is not None:
+            common, sent = jax.eval_shape(method.travels, state.model)
+            up = (sent, masks.split(state.model, setting.personal)[0]) if setting.federation.average_personal else sent
+        given = ()
+        if method.collaborate is not None:
+            given = parts({"personal": personal, "memory": memory}, method.collaborate.gives)
+        extra = state.extra if method.sends_extra else ()
+        statistics = trained.statistics if method.sends_statistics else ()
+        separate = (trained.stacked, setting.read(personal, memory))
+        return Exchange((common, extra, given), (up, statistics), separate, setting.chain.message)
+
+    def checked(self, data: FederatedData) -> tuple[Sequence[str], Sequence[str]]:
+        state, trained, (personal, _) = self._shapes(data)
+        upload, weight = self._sent_shapes(state.model, data)
+        sent = (upload, upload) if self.setting.federation.uploads else upload
+        result = clients.result_of(self.setting, trained, weight, personal, sent)
+        return leaf_names(result), leaf_names(_of_server(state))
+
+    def _shapes(self, data: FederatedData) -> tuple[State, Any, tuple[PyTree, PyTree]]:
+        """Of the state, of what a client returns, and of its own (personal leaves, memory)."""
+        state = jax.eval_shape(self.init, jax.random.key(0), data)
+        train = partial(clients.train_anyone, self.setting, data=data)
+        trained = jax.eval_shape(train, jax.random.key(0), state.model)
+        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
+        return state, trained, row
+
+    def _check_model(self, model: PyTree) -> None:
+        wrong = checks.misplaced_leaf(self.setting.method.roles, model)
+        if wrong is not None:
+            raise ValueError(f"the roles of {self.setting.method.name} must have one at every leaf of its model, but {wrong}")
+
+    def _upload_shape(self, model: PyTree, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """`_sent_shapes`, or nothing where no transformation and no rule asks for them: training is traced for it."""
+        needed = self.setting.federation.uploads or self.setting.rule is not None
+        return self._sent_shapes(model, data) if needed else ((), ())
+
+    def _sent_shapes(self, model: PyTree, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """Shapes of what a client sends to be averaged, and of its weights."""
+        setting = self.setting
+
+        def upload(key: Key, model: PyTree) -> PyTree:
+            trained = clients.train_anyone(setting, key, model, data)
+            weight = clients.weight_of(setting, trained, data.client(0))
+            statistics_weight = weight if trained.statistics_weight is None else trained.statistics_weight
+            extra = setting.method.init_extra(model, data)
+            return clients.upload_of(setting, model, extra, trained), (weight, statistics_weight)
+
+        return jax.eval_shape(upload, jax.random.key(0), model)
+
+    def _init_aggregation(self, key: Key, upload: PyTree, weight: PyTree) -> Aggregation:
+        chain, rule = self.setting.chain, self.setting.rule
+        kept = chain.init_server(tagged(key, "uploads"), upload)
+        if rule is None:
+            return Aggregation(kept, ())
+        residual = jax.eval_shape(chain.init_memory, upload)
+        measured = jax.eval_shape(chain.client, key, upload, residual, kept)[1]
+        weight = (*weight, jax.ShapeDtypeStruct((), jnp.result_type(float)))
+        shapes = cast(Any, jax.tree.structure(weight)).flatten_up_to((*upload, measured))
+        return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes))
+
+
+def _of_server(state: State) -> dict[str, PyTree]:
+    """What the server keeps that must be finite."""
+    return {"model": state.model, "optimizer": state.optimizer, "extra": state.extra}
+
+
+def _blank(leaf: Any) -> jax.Array:
+    """Zeros where a client's first memory will be."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)

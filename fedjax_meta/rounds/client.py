@@ -1,0 +1,156 @@
+"""The client's half of a round: what it starts from, what becomes of its training, and what it sends."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta import masks
+from fedjax_meta.aggregate import WEIGHTINGS, client_weight, weigh
+from fedjax_meta.algorithm import State
+from fedjax_meta.contract import Received, Trained, no_memory
+from fedjax_meta.data import ClientData, FederatedData
+from fedjax_meta.engine import ClientUpdate
+from fedjax_meta.keys import tagged
+from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, must_fit, where, zeros_unless
+from fedjax_meta.types import Key, PyTree
+
+
+def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context: Context) -> ClientUpdate:
+    """What the engine runs for each client: the method's rule, and what becomes of its result."""
+    method, chain = setting.method, setting.chain
+    state, data = context.state, context.data
+    client, works, arrives = _fate(setting, key, id_, data.client(jnp.where(id_ < 0, -1, kept.place)))
+    received = receive(setting, key, state, kept, data.total_clients)
+    received = received._replace(shared_key=tagged(context.key, "shared"))
+    trained = method.client(tagged(key, "train"), received, client)
+    check_trained(setting, trained, received, kept)
+    if jax.tree.leaves(trained.stacked):
+        setting.refuse_hiding_uploads()
+    own_weight = weight_of(setting, trained, client)
+    weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
+    upload = upload_of(setting, state.model, state.extra, trained)
+    personal = masks.split(trained.model, setting.personal)[0]
+    sent, measured, residual, residual_if_lost = chain.client(
+        tagged(key, "uploads"), upload, kept.residual, state.aggregation.uploads
+    )
+    # A transformation may hide NaN, so what it was given counts too.
+    checked = result_of(setting, trained, weight, personal, (upload, sent) if setting.federation.uploads else upload)
+    broken = first_broken(checked) if setting.federation.drop_nonfinite else jnp.full((), -1, jnp.int32)
+    # A client without samples has learned nothing, whatever its rule made of it.
+    works = (own_weight > 0) & works
+    broken = jnp.where(works, broken, -1)
+    took_part = works & (broken < 0)
+    returned = took_part & arrives
+    residual = where(returned, residual, residual_if_lost)
+    weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
+    new = where(took_part, (personal, trained.memory, residual), (kept.personal, kept.memory, kept.residual))
+    sums, separate = _sent(setting, (sent, measured), weight, returned, id_, context)
+    stacked = zeros_unless(broken < 0, trained.stacked)
+    outputs = Outputs(trained.metrics, stacked, took_part, returned, broken, separate)
+    return ClientUpdate(sums, Kept(kept.place, kept.seen, *new), jax.tree.map(jnp.asarray, outputs))
+
+
+def receive(setting: Setting, key: Key, state: State, row: Kept, num_clients: int) -> Received:
+    """What a client starts from: its own leaves and memory if it has taken part, else the server's and fresh ones."""
+    theirs, common = masks.split(state.model, setting.personal)
+    model = masks.merge(where(row.seen, row.personal, theirs), common)
+    fresh = setting.method.init_memory(tagged(key, "memory"), model, num_clients)
+    must_fit(f"the state's memory is not that of {setting.method.name}", row.memory, fresh)
+    fresh = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), fresh, row.memory)
+    memory = where(row.seen, row.memory, fresh)
+    return Received(model, memory, state.extra, state.round, row.seen, tagged(key, "shared"))
+
+
+def receive_fresh(setting: Setting, key: Key, model: PyTree, extra: PyTree, round_: jax.Array, num_clients: int) -> Received:
+    """What a client that never took part starts from."""
+    memory = jax.tree.map(jnp.asarray, setting.method.init_memory(tagged(key, "memory"), model, num_clients))
+    return Received(model, memory, extra, round_, jnp.zeros((), bool), tagged(key, "shared"))
+
+
+def train_anyone(setting: Setting, key: Key, model: PyTree, data: FederatedData) -> Trained:
+    """The first round of a client, for its shapes."""
+    extra = setting.method.init_extra(model, data)
+    received = receive_fresh(setting, key, model, extra, jnp.zeros((), jnp.int32), data.total_clients)
+    return setting.method.client(tagged(key, "train"), received, data.client(0))
+
+
+def result_of(setting: Setting, trained: Trained, weight: PyTree, personal: PyTree, upload: PyTree) -> dict[str, PyTree]:
+    """Everything of a client's result that must be finite; its paths are the names in a report of faults."""
+    return {
+        "weight": weight,
+        "upload": upload,
+        "stacked": trained.stacked,
+        "personal": personal,
+        "memory": trained.memory,
+    }
+
+
+def _fate(setting: Setting, key: Key, id_: jax.Array, client: ClientData) -> tuple[ClientData, Any, Any]:
+    """(the client with its share of the work, whether it works at all, whether its upload would arrive)."""
+    if setting.federation.participation is None:
+        return client, id_ >= 0, True
+    part = setting.federation.participation(tagged(key, "participation"), id_)
+    works = jnp.logical_not(part.crashed) & (part.work > 0) & (id_ >= 0)
+    return client.working(part.work), works, part.returned
+
+
+def _sent(
+    setting: Setting, upload: PyTree, weight: PyTree, returned: jax.Array, id_: jax.Array, context: Context
+) -> tuple[PyTree, PyTree]:
+    """(what is added up over the cohort, what an aggregator gets of each client)."""
+    upload, measured = upload
+    # A measured number of a transformation says something of one client, so all count equally there.
+    weight = (*weight, jnp.where(returned, 1.0, 0.0))
+    upload = (*upload, measured)
+    if setting.chain.fixed_divisor:
+        weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
+    if setting.rule is not None:
+        return (), (zeros_unless(returned, upload), weight)
+    sums = weigh(upload, weight)
+    if setting.chain.masks_uploads:
+        most = largest_weight(setting, context.data)
+        sums = setting.chain.encode(tagged(context.key, "masks"), sums, most, id_, context.ids)
+        sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), sums)
+    return sums, ()
+
+
+def check_trained(setting: Setting, trained: Any, received: Received, kept: Kept) -> None:
+    """Raises an error in one line for a client rule that returns something else than it should."""
+    method = setting.method
+    if not isinstance(trained, Trained) or not isinstance(trained.metrics, dict):
+        raise TypeError(f"the client rule of {method.name} must return Trained(model, metrics), metrics being a dict")
+    must_fit("the model that a client returns", trained.model, received.model)
+    if method.init_memory is no_memory and jax.tree.leaves(trained.memory):
+        raise ValueError(f"clients of {method.name} keep a memory: give Method(init_memory=...) its first value")
+    must_fit("a client's memory must keep the form of init_memory", trained.memory, kept.memory)
+    if trained.pseudo_gradient is not None:
+        sent = (masks.split(tree, setting.shared)[0] for tree in (trained.pseudo_gradient, received.model))
+        must_fit("the pseudo-gradient of a client", *sent)
+
+
+def weight_of(setting: Setting, trained: Trained, client: ClientData) -> jax.Array:
+    """How much a client counts; 0 without train samples."""
+    if trained.weight is not None:
+        return trained.weight
+    weighting = setting.federation.weighting or setting.method.weighting
+    weight = client_weight(weighting, client)
+    return weight if "train" not in client.views else jnp.where(client["train"].size > 0, weight, 0)
+
+
+def largest_weight(setting: Setting, data: FederatedData) -> float:
+    """The largest weight that a client can have."""
+    view = WEIGHTINGS[setting.federation.weighting or setting.method.weighting]
+    return 1.0 if view is None else float(dict(data.max_size)[view])
+
+
+def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:
+    """(the model's part, statistics): shared leaves as a pseudo-gradient, buffers as values or by how much they fell."""
+    fell = jax.tree.map(jnp.subtract, model, trained.model)
+    descent = fell if trained.pseudo_gradient is None else trained.pseudo_gradient
+    held = fell if setting.chain.sends_differences else trained.model
+    part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(held, setting.buffers)[0])
+    statistics = trained.statistics
+    if setting.chain.sends_differences and setting.method.statistics_renew_extra:
+        statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)
+    return part, statistics

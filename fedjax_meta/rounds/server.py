@@ -1,0 +1,131 @@
+"""The server's half of a round: from the sum of the uploads to the next state."""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_meta import masks
+from fedjax_meta.aggregate import WeightedSum, mean
+from fedjax_meta.algorithm import Aggregation, State
+from fedjax_meta.contract import Cohort
+from fedjax_meta.data import FederatedData
+from fedjax_meta.keys import tagged
+from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
+from fedjax_meta.rounds.setting import Kept, Outputs, Setting, must_fit, where, without_rows
+from fedjax_meta.types import Key, PyTree
+from fedjax_meta.uploads import ServerContext
+
+
+def next_state(
+    setting: Setting, key: Key, state: State, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
+) -> State:
+    """The state after the server's step, with the clients' old rows; unchanged if no upload came."""
+    f, chain = setting.federation, setting.chain
+    (average, statistics, measured), weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
+    context = ServerContext(f.cohort_size, chain.clip_norm, ids, outputs.returned)
+    (average, statistics), kept = chain.server(
+        tagged(key, "server uploads"), (average, statistics), context, state.aggregation.uploads, measured
+    )
+    # Noise comes in every round: a round without it would tell that no client returned.
+    some = jnp.any(outputs.returned) | chain.fixed_divisor
+    if setting.method.sums_pseudo_gradients:
+        count = f.cohort_size if chain.fixed_divisor else jnp.sum(outputs.returned)
+        moving, held = masks.split(average, setting.shared)
+        average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
+    moved = _step(setting, state, average, statistics, weight, data.total_clients, some)
+    return moved._replace(aggregation=where(some, Aggregation(kept, memory), state.aggregation))
+
+
+def _aggregate(
+    setting: Setting, key: Key, state: State, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
+) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, PyTree]:
+    """((average of the model's part, of the statistics, of what was measured), summed weight of the statistics, the memory
+    of the aggregation rule)."""
+    rule = setting.rule
+    if rule is None:
+        summed = _total(setting, key, summed, outputs.returned, ids, data)
+        return mean(summed), summed.weight[1], state.aggregation.rule
+    uploads, weights = outputs.upload
+    parts, structure = jax.tree.leaves(weights), cast(Any, jax.tree.structure(weights))
+    stacked = structure.flatten_up_to(uploads)
+    references: list[PyTree] = [None] * len(parts)
+    if rule.root is not None:
+        references = structure.flatten_up_to((*_reference(setting, key, state, data), None))
+    memory, result = [], []
+    inputs = zip(stacked, parts, state.aggregation.rule, references, strict=True)
+    for i, (upload, weight, kept, reference) in enumerate(inputs):
+        combined, renewed = upload, kept
+        if jax.tree.leaves(upload):
+            combined, renewed = rule.combine(tagged(key, "aggregator", i), upload, weight, kept, reference)
+        result.append(combined)
+        memory.append(renewed)
+    total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
+    return jax.tree.unflatten(structure, result), total, tuple(memory)
+
+
+def _reference(setting: Setting, key: Key, state: State, data: FederatedData) -> PyTree:
+    """The upload of the server itself, from its root samples."""
+    assert setting.rule is not None and setting.rule.root is not None
+    key = tagged(key, "root")
+    received = receive_fresh(setting, key, state.model, state.extra, state.round, data.total_clients)
+    trained = setting.method.client(tagged(key, "train"), received, setting.rule.root)
+    return upload_of(setting, state.model, state.extra, trained)
+
+
+def _total(
+    setting: Setting, key: Key, summed: WeightedSum, returned: jax.Array, ids: jax.Array, data: FederatedData
+) -> WeightedSum:
+    """The weighted sum over the cohort, without masks and with the divisor that the upload transformations ask for."""
+    if setting.chain.masks_uploads:
+        forms = jax.tree.unflatten(jax.tree.structure(summed.total), summed.dtypes)
+        total = jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms)
+        weight = jax.tree.map(lambda _: jnp.result_type(float), summed.weight)
+        like = dataclasses.replace(summed, total=total, weight=weight)
+        most = largest_weight(setting, data)
+        summed = setting.chain.decode(tagged(key, "masks"), summed, most, ids, returned, like)
+    if setting.chain.fixed_divisor:
+        # The weights that came in would tell which clients did not return.
+        weight = jax.tree.map(lambda w: jnp.full_like(w, setting.federation.cohort_size), summed.weight)
+        summed = dataclasses.replace(summed, weight=weight)
+    return summed
+
+
+def _step(
+    setting: Setting, state: State, average: PyTree, statistics: PyTree, weight: PyTree, num_clients: int, some: jax.Array
+) -> State:
+    method, chain = setting.method, setting.chain
+    moving, rest = masks.split(state.model, setting.shared)
+    descent, held = masks.split(average, setting.shared)
+    updates, slots = setting.server.update(descent, state.optimizer, moving)
+    buffers, still = masks.split(rest, setting.buffers)
+    held = masks.split(held, setting.buffers)[0]
+    if chain.sends_differences:
+        held = jax.tree.map(jnp.subtract, buffers, held)
+    model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, still))
+    model, slots = where(some, (model, slots), (state.model, state.optimizer))
+    state = state._replace(model=model, optimizer=slots)
+    if method.update_extra is None:
+        return state
+    if chain.sends_differences and method.statistics_renew_extra:
+        statistics = jax.tree.map(lambda change, old: old.astype(change.dtype) + change, statistics, state.extra)
+    extra = method.update_extra(without_rows(state), statistics, weight, num_clients)
+    must_fit(f"what update_extra of {method.name} returns", extra, state.extra)
+    return state._replace(extra=where(some, extra, state.extra))
+
+
+def collaborate(
+    setting: Setting, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData
+) -> Kept:
+    """What clients keep after they got something of each other; unchanged for those that did not return."""
+    method = setting.method
+    if method.collaborate is None:
+        return kept
+    cohort = Cohort(ids, kept.place, outputs.returned, kept.personal, kept.memory, outputs.stacked, setting.federation.lanes)
+    visible = state if method.whole_population else without_rows(state)
+    given = method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
+    must_fit("what collaborate returns", given, (kept.personal, kept.memory))
+    personal, memory = where(outputs.returned, given, (kept.personal, kept.memory))
+    return kept._replace(personal=personal, memory=memory)
