@@ -147,4 +147,5 @@ def fedfomo(
         # The preferences stay at the server.
         collaborate=Collaboration(mix, reads="personal", gives="personal"),
         new_client=new_client,
+        new_client_reads="personal",
     )

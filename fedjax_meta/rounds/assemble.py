@@ -19,6 +19,7 @@ from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds import server
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
+from fedjax_meta.schedules import Poisson
 from fedjax_meta.types import Key, PyTree, Variables
 
 
@@ -113,7 +114,8 @@ class _Rounds:
 
     def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         setting, f = self.setting, self.setting.federation
-        if data.ids is not None and data.num_clients == f.cohort_size:
+        placed = data.ids is not None and data.num_clients == f.cohort_size
+        if placed:
             # The data are those of a cohort that was drawn before, as a host store does.
             places = jnp.arange(f.cohort_size, dtype=jnp.int32)
             empty = jnp.asarray(data.ids) < 0
@@ -152,7 +154,11 @@ class _Rounds:
             )
             for name in Kept._fields[1:]
         }
-        info = RoundInfo(ids, outputs.metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
+        metrics = outputs.metrics
+        if isinstance(f.schedule, Poisson):
+            drawn_of = data.total_clients if placed else data.num_clients
+            metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), drawn_of, f.cohort_size)}
+        info = RoundInfo(ids, metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
         return moved._replace(round=state.round + 1, **new), info
 
     def _faults(self, outputs: Outputs, state: State) -> Faults:
@@ -166,19 +172,20 @@ class _Rounds:
         self, key: Key, state: State, support: ClientView, client: Any, num_clients: int | None = None
     ) -> Variables:
         check_support(support)
-        setting, method, rows = self.setting, self.setting.method, state.seen.shape[0]
-        total = rows if num_clients is None else num_clients
+        setting, method, count = self.setting, self.setting.method, state.seen.shape[0]
+        total = count if num_clients is None else num_clients
         if client is not None:
-            checks.indices("client", client, rows)
-            kept = Kept(jnp.arange(rows), *(getattr(state, name) for name in Kept._fields[1:]))
+            checks.indices("client", client, count)
+            kept = Kept(jnp.arange(count), *(getattr(state, name) for name in Kept._fields[1:]))
             row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], kept)
             row = row._replace(seen=row.seen & setting.federation.own_at_test)
             received = clients.receive(setting, key, state, row, total)
             return method.personalize(tagged(key, "personalize"), received, support)
         new_client = setting.federation.new_client or method.new_client
-        if new_client is not None:
+        if callable(new_client):
+            rows = (None, None) if setting.noisy else (state.personal, state.memory)
             population = Population(
-                state.model, state.extra, state.personal, state.memory, state.seen, state.round, setting.federation.lanes
+                state.model, state.extra, *rows, state.seen, state.round, setting.federation.lanes
             )
             return new_client(tagged(key, "personalize"), population, support)
         received = clients.receive_fresh(setting, key, state.model, state.extra, state.round, total)
