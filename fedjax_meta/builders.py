@@ -28,6 +28,9 @@ def _weighting(name: str, value: Any) -> None:
 
 _or_zero = functools.partial(checks.count, least=0)
 
+PRIVATE = "private_task"
+"""Where the config of a method says that the gradients of its task are private, see `privacy.private_task`."""
+
 USUAL: dict[str, Callable[[str, Any], None]] = {
     "lr": checks.positive,
     "head_lr": checks.positive,
@@ -80,6 +83,8 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
             if option in USUAL and not (value is None and option in may_be_none):
                 USUAL[option](option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
+        if task.private is not None:
+            recorded[PRIVATE] = plain(task.private)
         return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})
 
     return build

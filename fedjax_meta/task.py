@@ -54,6 +54,13 @@ class Task(NamedTuple):
     private: Any = None
 
 
+FIRST_ORDER_ONLY = (
+    "a private task has first derivatives only: exact, hessian_free and implicit meta-gradients need more; use first_order or "
+    "reptile"
+)
+"""What the estimators that it names say of a task with private gradients."""
+
+
 def require_task(name: str, value: object) -> None:
     """Checks the first argument of a method builder.
 

@@ -14,7 +14,7 @@ LAYERS = (
     ("checks", "runtime", "keys", "config"),
     ("task", "masks", "layers", "models", "simplex", "metrics"),
     ("data",),
-    ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),
+    ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads", "privacy"),
     ("aggregate",),
     ("engine",),
     ("contract",),
@@ -40,6 +40,7 @@ OPTIONAL = (
     "chex",
     "cv2",
     "PIL",
+    "dp_accounting",
 )
 
 

@@ -12,3 +12,4 @@ from fedjax_meta.privacy.accounting import (
     gaussian_epsilon,
     noise_for,
 )
+from fedjax_meta.privacy.samples import SamplePrivacy, private_gradient, private_task, sample_epsilon

@@ -5,11 +5,11 @@
 
     (sum_i clip(grad l_i, S) + N(0, (z S)^2)) / B
 
-over the real samples i of a batch of B rows, padded rows included, so that the divisor is fixed. What a method makes of these
-gradients (steps, proximal terms, control variates, first-order meta-gradients) is post-processing.
+over the real samples i of a batch. What a method makes of these gradients (steps, proximal terms, control variates, first-order
+meta-gradients) is post-processing.
 
 What is protected: neighbours differ in ONE sample of one client, which is replaced; how many samples a client holds is public
-(it decides about steps and weights). A replaced sample moves a clipped sum by at most 2 S. Batches are shuffled passes, not
+(it decides about steps, weights and B). A replaced sample moves a clipped sum by at most 2 S. Batches are shuffled passes, not
 Poisson samples, so that no credit is given for sampling or shuffling: the positions at which a sample is seen do not depend on
 data, and n noisy gradients that see it are together one Gaussian mechanism of noise multiplier `z / (2 sqrt(n))`.
 
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from fedjax_meta import checks, masks
 from fedjax_meta.keys import tagged
 from fedjax_meta.privacy.accounting import Guarantee, gaussian_epsilon
-from fedjax_meta.task import Batch, Task, require_task
+from fedjax_meta.task import FIRST_ORDER_ONLY, Batch, Task, require_task
 from fedjax_meta.types import Key, Params, Rate, Variables
 from fedjax_meta.uploads.clip import clipped
 from fedjax_meta.uploads.transform import per_leaf
@@ -47,10 +47,12 @@ class SamplePrivacy:
     Attributes:
       clip: S, the largest norm of one sample's gradient.
       noise: z, the deviation of the noise on a sum of clipped gradients, over S.
+      batch_size: B; the number of real samples in a batch when `None`.
     """
 
     clip: Rate
     noise: Rate
+    batch_size: int | None = None
 
     name = "private_task"
 
@@ -60,7 +62,7 @@ class SamplePrivacy:
         return dataclasses.asdict(self)
 
 
-def private_task(task: Task, *, clip: Rate, noise: Rate) -> Task:
+def private_task(task: Task, *, clip: Rate, noise: Rate, batch_size: int | None = None) -> Task:
     """The task with private gradients, see the head of this file. Losses and predictions stay as they are.
 
     Estimators that need second derivatives, or differences of gradients, are refused by their names.
@@ -69,6 +71,8 @@ def private_task(task: Task, *, clip: Rate, noise: Rate) -> Task:
       task: a task without buffers, which would be statistics of samples without noise; private already is refused.
       clip: S, above 0.
       noise: z, at least 0.
+      batch_size: B, a fixed divisor, with which a partial last batch counts as less than a whole one; when not given, the number
+        of real samples in the batch, so that `clip` -> inf and `noise` 0 give the plain gradient.
 
     Raises:
       ValueError: a value out of range, a task with buffers, a private task.
@@ -76,6 +80,9 @@ def private_task(task: Task, *, clip: Rate, noise: Rate) -> Task:
     require_task("private_task", task)
     checks.positive("clip", clip)
     checks.not_negative("noise", noise)
+    if batch_size is not None:
+        checks.count("batch_size", batch_size)
+    privacy = SamplePrivacy(clip, noise, batch_size)
     if task.private is not None:
         raise ValueError("private_task: the task is private already")
     if not all(jax.tree.leaves(task.trainable(masks.variables_shape(task)))):
@@ -83,55 +90,79 @@ def private_task(task: Task, *, clip: Rate, noise: Rate) -> Task:
             "private_task is for models without buffers: batch-norm statistics are means over samples, without noise"
         )
 
-    @jax.custom_vjp
-    def value(variables: Variables, batch: Batch, key: Key) -> jax.Array:
+    def plain(variables: Variables, batch: Batch, key: Key) -> jax.Array:
         return task.loss(variables, batch, tagged(key, "loss"))[0]
 
     def forward(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
-        return value(variables, batch, key), (variables, batch, key)
+        return plain(variables, batch, key), (variables, batch, key)
 
     def backward(kept: Any, cotangent: jax.Array) -> tuple[Params, None, None]:
-        gradient = _first_order_only(private_gradient(task, clip, noise, *kept))
+        gradient = _first_order_only(private_gradient(task, privacy, *kept))
         return jax.tree.map(lambda leaf: cotangent.astype(leaf.dtype) * leaf, gradient), None, None
 
+    value = jax.custom_vjp(plain)
     value.defvjp(forward, backward)
 
     def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         return value(variables, batch, key), variables
 
-    return task._replace(loss=loss, private=SamplePrivacy(clip, noise))
+    return task._replace(loss=loss, private=privacy)
 
 
-def private_gradient(task: Task, clip: Rate, noise: Rate, variables: Variables, batch: Batch, key: Key) -> Params:
-    """The clipped and noised mean of the gradients of single samples, like `variables`.
+def private_gradient(task: Task, privacy: SamplePrivacy, variables: Variables, batch: Batch, key: Key) -> Params:
+    """The clipped and noised mean of the gradients of single samples, like `variables`; 0 for a batch without real samples.
 
     Args:
       task: with its own loss.
-      clip, noise: S, z.
+      privacy: S, z and B.
       variables: all leaves are parameters.
       batch: `[B, ...]`; rows of weight 0 do not count.
       key: consumed.
     """
 
-    def of_sample(variables: Variables, sample: Batch, key: Key) -> Params:
+    def of_sample(variables: Variables, clip: Rate, sample: Batch, key: Key) -> Params:
         one = jax.tree.map(lambda leaf: leaf[None], sample)
         gradient = jax.grad(lambda variables: task.loss(variables, one, key)[0])(variables)
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), gradient)
         return jax.tree.map(lambda leaf: jnp.where(sample.weight > 0, leaf, 0), clipped(wide, clip))
 
     def of_batch(variables: Variables, batch: Batch, clip: Rate, noise: Rate, key: Key) -> Params:
-        rows = batch.weight.shape[0]
-        keys = jax.random.split(tagged(key, "samples"), rows)
-        total = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), jax.vmap(of_sample, (None, 0, 0))(variables, batch, keys))
+        real = jnp.sum(batch.weight > 0)
+        divisor = jnp.maximum(real, 1) if privacy.batch_size is None else privacy.batch_size
+        keys = jax.random.split(tagged(key, "samples"), batch.weight.shape[0])
+        each = jax.vmap(of_sample, (None, None, 0, 0))(variables, clip, batch, keys)
+        total = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each)
 
         def noisy(key: Key, leaf: jax.Array) -> jax.Array:
-            return (leaf + noise * clip * jax.random.normal(key, leaf.shape, leaf.dtype)) / rows
+            noisy = (leaf + noise * clip * jax.random.normal(key, leaf.shape, leaf.dtype)) / divisor
+            return jnp.where(real > 0, noisy, 0)
 
-        private = per_leaf(noisy, tagged(key, "noise"), total)
+        # Methods may use one key for several gradients, whose noise must not cancel in a difference.
+        its_key = jax.random.fold_in(tagged(key, "noise"), _digest((variables, batch.x, batch.y)))
+        private = per_leaf(noisy, its_key, total)
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), private, variables)
 
     of_batch.__name__ = PRIVATE_GRADIENT
-    return jax.jit(of_batch)(variables, batch, clip, noise, key)
+    return jax.jit(of_batch)(variables, batch, privacy.clip, privacy.noise, key)
+
+
+def _digest(tree: Any) -> jax.Array:
+    """A number that differs for different trees, uint32."""
+
+    def mixed(words: jax.Array) -> jax.Array:
+        # The finaliser of MurmurHash3.
+        words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+        words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+        return words ^ (words >> 16)
+
+    digest = jnp.uint32(0)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32))
+        words = leaf.reshape(-1).astype(jnp.uint32)
+        places = mixed(jnp.arange(words.size, dtype=jnp.uint32) + 1)
+        digest = mixed(digest + jnp.sum(mixed(words ^ places), dtype=jnp.uint32))
+    return digest
 
 
 @jax.custom_jvp
@@ -141,10 +172,7 @@ def _first_order_only(gradient: Params) -> Params:
 
 @_first_order_only.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "a private task has first derivatives only: exact, hessian_free and implicit meta-gradients need more; use first_order "
-        "or reptile"
-    )
+    raise ValueError(FIRST_ORDER_ONLY)
 
 
 def sample_epsilon(noise: float, passes: int, delta: float) -> Guarantee:

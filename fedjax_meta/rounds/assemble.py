@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, engine, masks
 from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, RoundInfo, State, check_support, state_rows
+from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import replicate, run_cohort
@@ -18,6 +19,7 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds import server
+from fedjax_meta.rounds.leaks import refuse_leaks
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
 from fedjax_meta.schedules import Poisson
 from fedjax_meta.types import Key, PyTree, Variables
@@ -93,7 +95,7 @@ class _Rounds:
 
         # Memory was already checked when `data` is a subset.
         rows = engine.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
-        return State(
+        state = State(
             model=model,
             optimizer=setting.server.init(masks.split(model, setting.shared)[0]),
             extra=replicate(method.init_extra(model, data), devices),
@@ -104,6 +106,9 @@ class _Rounds:
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
+        if PRIVATE in method.config:
+            refuse_leaks(setting, state, data)
+        return state
 
     def cohort(self, key: Key, round_: Any, num_clients: int) -> jax.Array:
         f = self.setting.federation
