@@ -45,10 +45,10 @@ class ClientView:
         """A batch of the samples at positions `index` of the view, scaled to the numbers that a model reads.
 
         Args:
-          index: int `[B]`, positions inside the view. A row of weight 0 may have any index; it holds some sample of the view.
+          index: int `[B]`, positions inside the view. A row of weight 0 may have any index; it then holds a sample of the same
+            client, so that no client reads another's.
           weight: `[B]`, 1 for a real sample and 0 for padding.
         """
-        # Not a sample of the next client: a NaN there would reach this client's gradients, weight 0 or not.
         where = self.start + jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
         x = jnp.asarray(self.x).at[where].get(mode="clip")
         if self.offset is not None and self.scale is not None:
