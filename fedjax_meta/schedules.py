@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import special
 
 from fedjax_meta import checks
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -157,6 +156,8 @@ def poisson_capacity(rate: float, num_clients: int, rounds: int, overflow: float
     checks.count("num_clients", num_clients)
     checks.count("rounds", rounds)
     checks.fraction("overflow", overflow)
+    from scipy import special
+
     sizes = np.arange(1, num_clients)
     tails = rounds * special.bdtrc(sizes - 1, num_clients - 1, rate)
     enough = sizes[(tails <= overflow) & (sizes >= rate * num_clients)]

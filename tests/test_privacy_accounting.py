@@ -55,8 +55,8 @@ def test_no_privacy_is_needed_where_delta_alone_is_enough():
 
 
 @pytest.mark.parametrize("accountant", privacy.ACCOUNTANTS)
-def test_the_bounds_of_issue_17(accountant):
-    """N = 50, C = 5, z = 1, 300 rounds, delta = N^-1.1: by Renyi divergences 8.0 under Poisson sampling and 224 under fixed size."""
+def test_fifty_clients_in_cohorts_of_five(accountant):
+    """N = 50, C = 5, z = 1, 300 rounds, delta = N^-1.1: by Renyi divergences 8.0 by Poisson sampling and 224 at fixed size."""
     pytest.importorskip("dp_accounting")
     poisson, fixed = (
         privacy.epsilon(1.0, 300, 50**-1.1, sampling, accountant=accountant).epsilon
@@ -74,8 +74,12 @@ def test_one_round_of_poisson_sampling_is_the_worse_of_two_mixtures(noise, rate)
     without, with_ = normal(0, noise), mixed(rate, normal(1, noise), normal(0, noise))
     for delta in (1e-2, 1e-4):
         found = privacy.epsilon(noise, 1, delta, Poisson(rate)).epsilon
-        worse = [max(hockey_stick(math.exp(e), with_, without), hockey_stick(math.exp(e), without, with_)) for e in (found, found - 0.002)]
-        assert worse[0] <= delta * (1 + 1e-4) and (found < 0.002 or worse[1] > delta)
+
+        def worse(epsilon):
+            return max(hockey_stick(math.exp(epsilon), *pair) for pair in ((with_, without), (without, with_)))
+
+        assert worse(found) <= delta * (1 + 1e-4)
+        assert found < 0.002 or worse(found - 0.002) > delta
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.1), (2.0, 0.5), (0.7, 1.0)])
@@ -124,7 +128,7 @@ def test_rounds_of_poisson_sampling_lie_between_two_roundings_of_a_second_accoun
 
     upper = composed_delta(found, with_, without, rounds, 14.0, True, step=1e-3)
     lower = composed_delta(found, with_, without, rounds, 14.0, False, step=1e-3)
-    assert lower <= delta <= upper and upper < 1.2 * lower
+    assert lower <= delta <= upper < 1.2 * lower
 
 
 def test_rounds_of_fixed_size_lie_above_the_worst_case_and_below_renyi():
@@ -212,7 +216,10 @@ def test_without_its_package_the_accountant_says_what_to_install(monkeypatch):
         (lambda: privacy.epsilon(1.0, 1, 0.0, Everyone()), "delta=0.0 must lie strictly between 0 and 1"),
         (lambda: privacy.epsilon(1.0, 1.5, 0.1, Everyone()), "rounds=1.5 must be an integer of at least 0"),
         (lambda: privacy.epsilon(1.0, 1, 0.1, 0.1), "sampling=0.1 must be a Poisson, FixedSize or Everyone"),
-        (lambda: privacy.epsilon(1.0, 1, 0.1, Everyone(), accountant="prv"), "accountant='prv' is unknown; allowed are pld, rdp"),
+        (
+            lambda: privacy.epsilon(1.0, 1, 0.1, Everyone(), accountant="prv"),
+            "accountant='prv' is unknown; allowed are pld, rdp",
+        ),
         (lambda: privacy.noise_for(0.0, 1, 0.1, Everyone()), "target=0.0 must be finite and above 0"),
         (lambda: Poisson(0.0), "rate=0.0 must be finite and above 0"),
         (lambda: Poisson(0.5, num_clients=10), "num_clients and capacity of Poisson sampling go together"),

@@ -212,7 +212,9 @@ def test_what_a_private_task_cannot_be_is_refused():
         "clip=0.0 must be finite and above 0": lambda: privacy.private_task(task, clip=0.0, noise=1.0),
         "noise=-1.0 must be finite and at least 0": lambda: privacy.private_task(task, clip=1.0, noise=-1.0),
         "batch_size=0 must be an integer": lambda: privacy.private_task(task, clip=1.0, noise=1.0, batch_size=0),
-        "private_task is for models without buffers": lambda: privacy.private_task(problems.normed_task(), clip=1.0, noise=1.0),
+        "private_task is for models without buffers": lambda: privacy.private_task(
+            problems.normed_task(), clip=1.0, noise=1.0
+        ),
         "the task is private already": lambda: privacy.private_task(
             privacy.private_task(task, clip=1.0, noise=1.0), clip=1.0, noise=1.0
         ),

@@ -36,7 +36,8 @@ def test_a_tree_that_is_not_finite_is_clipped_to_zero(value):
 def test_noise_has_the_requested_deviation_and_is_independent_between_leaves():
     tree = {"a": jnp.full(20_000, 3.0), "b": jnp.full(20_000, 3.0), "c": jnp.full(20_000, 3.0, jnp.float32)}
     context = ServerContext(divisor=4, clip_norm=2.0, ids=jnp.arange(4), returned=jnp.ones(4, bool))
-    added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, uploads.noise(1.4, reproducible=True).server(KEY, tree, context, (), ())[0])
+    noised, _ = uploads.noise(1.4, reproducible=True).server(KEY, tree, context, (), ())
+    added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, noised)
     for noise in added.values():
         assert abs(noise.mean()) < 5 * 0.7 / np.sqrt(20_000)
         low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], noise.size) * 0.7**2
@@ -296,7 +297,7 @@ ILLEGAL = {
     "mask first": ((U.mask(), U.quantize(4)), "mask must come last"),
     "bits that spend more than the multiplier": (
         (U.adaptive_clip(1.0, bit_noise=0.4), U.noise(1.0)),
-        "bit_noise must be above half the noise multiplier, 0.5",
+        "bit_noise must be above half the noise multiplier 1.0: the bits alone are less private",
     ),
     "bits without noise": ((U.adaptive_clip(1.0), U.noise(1.0)), "bit_noise must be above half the noise multiplier"),
     "two kinds of clip": ((U.clip(1.0), U.adaptive_clip(2.0)), "clip may stand there once"),
@@ -377,7 +378,9 @@ def _noised(algorithm, seed=0, rounds=1, state=None, data=DATA):
 
 
 def _only_noise(cohort_size=4, **options):
-    return _build(_adds(weight=lambda data: 0), uploads=(uploads.clip(1.0), uploads.noise(1.0, **options)), cohort_size=cohort_size)
+    return _build(
+        _adds(weight=lambda data: 0), uploads=(uploads.clip(1.0), uploads.noise(1.0, **options)), cohort_size=cohort_size
+    )
 
 
 def test_the_noise_of_two_runs_of_one_seed_differs_unless_it_is_to_be_reproducible():
@@ -468,8 +471,8 @@ def _adaptive(norm, **options):
 
 @pytest.mark.parametrize("quantile", [0.0, 0.5, 0.8])
 def test_an_adaptive_norm_follows_the_papers_equation(quantile):
-    """Algorithm 1 of Andrew et al. in NumPy, over 6 rounds in which all clients' uploads grow; every client sends 3 numbers of its
-    gain, so that its norm is sqrt(3) times that, and the server moves by their clipped mean."""
+    """Algorithm 1 of Andrew et al. in NumPy, over 6 rounds in which all clients' uploads grow; every client sends 3 numbers of
+    its gain, so that its norm is sqrt(3) times that, and the server moves by their clipped mean."""
     algorithm = _build(uploads=(_adaptive(3.0, quantile=quantile, rate=0.7),), weighting="uniform")
     state, norm, model = algorithm.init(KEY, DATA), 3.0, 2.0
     for r in range(6):

@@ -115,8 +115,7 @@ def lg_fedavg(
     def predict(variables: Ensemble | Variables, x: Any) -> jax.Array:
         return joint(variables, x) if isinstance(variables, Ensemble) else task.predict(variables, x)
 
-    options = {"new_client": new_client, "new_client_reads": "personal"}
-    return dataclasses.replace(base, predict=predict, needs_classes=True, **options)
+    return dataclasses.replace(base, predict=predict, new_client=new_client, new_client_reads="personal", needs_classes=True)
 
 
 REDUCES_TO = (

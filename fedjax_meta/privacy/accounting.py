@@ -7,10 +7,10 @@ bounds the norm of one upload. What that means depends on the sampling, which is
   the sum moves by at most S.
 - `FixedSize`: C of N clients, uniformly, without replacement. Neighbours differ in what one client holds; N and C stay. The
   sum moves by at most 2 S. For alpha >= 1, `H_alpha(M(D) || M(D')) <= q H_beta(G || G')` with `q = C / N`,
-  `beta = 1 + (alpha - 1) / q` and G, G' the Gaussian mechanism without sampling (Balle, Barthe, Gaboardi, "Privacy amplification by
-  subsampling", NeurIPS 2018, arXiv 1807.01647, theorem 9); the relation is symmetric, which gives the divergences of alpha < 1. Rounds
-  compose as pairs with these divergences do (Zhu, Dong, Wang, "Optimal accounting of differential privacy via characteristic
-  function", AISTATS 2022, arXiv 2106.08567).
+  `beta = 1 + (alpha - 1) / q` and G, G' the Gaussian mechanism without sampling (Balle, Barthe, Gaboardi, "Privacy amplification
+  by subsampling", NeurIPS 2018, arXiv 1807.01647, theorem 9); the relation is symmetric, which gives the divergences of
+  alpha < 1. Rounds compose as pairs with these divergences do (Zhu, Dong, Wang, "Optimal accounting of differential privacy
+  via characteristic function", AISTATS 2022, arXiv 2106.08567).
 - `Everyone`: every client is in every cohort, or who is in it is known or follows another rule. Neighbours differ in one client,
   added or removed, whose uploads count as zeros; the sum moves by at most S. No sampling is credited, so that this holds for
   any schedule that does not look at data.
@@ -27,12 +27,11 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy import optimize, special
 
 from fedjax_meta import checks
 
 ACCOUNTANTS = ("pld", "rdp")
-"""Privacy loss distributions, which are tight, or Renyi divergences of integer orders, which are looser and independent of them."""
+"""Privacy loss distributions, which are tight, or Renyi divergences of integer orders, which are looser."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +69,8 @@ class Poisson:
         """
         if self.num_clients is None or self.capacity is None or self.capacity >= self.num_clients:
             return 0.0
+        from scipy import special
+
         return min(1.0, rounds * float(special.bdtrc(self.capacity - 1, self.num_clients - 1, self.rate)))
 
     def __str__(self) -> str:
@@ -208,6 +209,8 @@ def noise_for(target: float, rounds: int, delta: float, sampling: Sampling, *, a
       >>> noise_for(4.38, 1, 1e-5, Everyone())
       1.0
     """
+    from scipy import optimize
+
     checks.positive("target", target)
     checks.count("rounds", rounds)
 
@@ -233,21 +236,24 @@ def gaussian_delta(epsilon: Any, noise: float) -> Any:
 
     `Phi(m/2 - e/m) - exp(e) Phi(-m/2 - e/m)` with `m = 1 / noise` (Balle, Wang 2018, theorem 8).
     """
+    from scipy import special
+
     move = 1 / noise
     return np.maximum(
-        np.exp(special.log_ndtr(move / 2 - epsilon / move))
-        - np.exp(epsilon + special.log_ndtr(-move / 2 - epsilon / move)),
+        np.exp(special.log_ndtr(move / 2 - epsilon / move)) - np.exp(epsilon + special.log_ndtr(-move / 2 - epsilon / move)),
         0,
     )
 
 
 def gaussian_epsilon(delta: float, noise: float) -> float:
     """The exact epsilon of the Gaussian mechanism, see `gaussian_delta`; 0 where delta is large enough without it."""
+    from scipy import optimize
+
     if gaussian_delta(0.0, noise) <= delta:
         return 0.0
     # log(delta) < -t^2 / 2 for the upper end: Phi(-t) < exp(-t^2 / 2).
     high = (math.sqrt(-2 * math.log(delta)) + 1 / noise) / noise + 1 / noise**2
-    return float(optimize.brentq(lambda value: float(gaussian_delta(value, noise)) - delta, 0.0, high, xtol=1e-12))  # type: ignore[arg-type]
+    return float(optimize.brentq(lambda value: float(gaussian_delta(value, noise)) - delta, 0.0, high, xtol=1e-12))
 
 
 @functools.lru_cache(maxsize=256)

@@ -157,9 +157,9 @@ def _digest(tree: Any) -> jax.Array:
 
     digest = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            leaf = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32))
-        words = leaf.reshape(-1).astype(jnp.uint32)
+        pattern = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(leaf, pattern) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        words = bits.reshape(-1).astype(jnp.uint32)
         places = mixed(jnp.arange(words.size, dtype=jnp.uint32) + 1)
         digest = mixed(digest + jnp.sum(mixed(words ^ places), dtype=jnp.uint32))
     return digest
@@ -191,10 +191,9 @@ def sample_epsilon(noise: float, passes: int, delta: float) -> Guarantee:
     checks.not_negative("noise", noise)
     checks.count("passes", passes, least=0)
     checks.fraction("delta", delta)
-    if passes == 0:
-        value = 0.0
-    else:
-        value = gaussian_epsilon(delta, noise / 2 / math.sqrt(passes)) if noise > 0 else math.inf
+    value = 0.0 if passes == 0 else math.inf
+    if passes > 0 and noise > 0:
+        value = gaussian_epsilon(delta, noise / 2 / math.sqrt(passes))
     return Guarantee(
         value,
         float(delta),

@@ -190,7 +190,7 @@ class _Rounds:
         if callable(new_client):
             rows = (None, None) if setting.noisy else (state.personal, state.memory)
             population = Population(
-                state.model, state.extra, *rows, state.seen, state.round, setting.federation.lanes
+                state.model, state.extra, rows[0], rows[1], state.seen, state.round, setting.federation.lanes
             )
             return new_client(tagged(key, "personalize"), population, support)
         received = clients.receive_fresh(setting, key, state.model, state.extra, state.round, total)

@@ -34,15 +34,17 @@ def refuse_leaks(setting: Setting, state: State, data: FederatedData) -> None:
         marked = after
     rows = dict(zip(("personal", "memory"), marked, strict=True))
     if method.collaborate is not None:
-        sent["collaborate"] = dict(zip(method.collaborate.reads.split("+"), parts(rows, method.collaborate.reads), strict=False))
+        sent["collaborate"] = dict(
+            zip(method.collaborate.reads.split("+"), parts(rows, method.collaborate.reads), strict=False)
+        )
     if method.new_client is not None and setting.federation.new_client is None:
         sent["new_client"] = dict(zip(method.new_client_reads.split("+"), parts(rows, method.new_client_reads), strict=False))
     leaks = [jax.tree_util.keystr(path) for path, mark in jax.tree_util.tree_leaves_with_path(sent) if mark]
     if leaks:
         more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""
         raise ValueError(
-            f"{method.name} lets out what depends on samples without noise ({leaks[0]}{more}): a private task covers gradients of "
-            "its loss alone"
+            f"{method.name} lets out what depends on samples without noise ({leaks[0]}{more}): a private task covers "
+            "gradients of its loss alone"
         )
 
 
@@ -78,10 +80,13 @@ def _mix_marks(setting: Setting, state: State, data: FederatedData, kept: PyTree
     mix = method.collaborate.mix
     like = jax.eval_shape(lambda: _stacked_like(setting, state, data))
     grown = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), like)
-    rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), (state.personal, state.memory))
+    rows = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), (state.personal, state.memory)
+    )
     ids = jnp.arange(count, dtype=jnp.int32)
-    cohort = Cohort(ids, ids, jnp.ones(count, bool), *rows, grown)
-    cohort_marks = Cohort(False, False, False, *kept, stacked)
+    cohort = Cohort(ids, ids, jnp.ones(count, bool), rows[0], rows[1], grown)
+    cohort_marks = cohort._replace(**_everywhere(False, {"ids": 0, "places": 0, "returned": 0}))
+    cohort_marks = cohort_marks._replace(personal=kept[0], memory=kept[1], stacked=stacked)
     visible, marks = without_rows(state), _everywhere(False, without_rows(state))
     if method.whole_population:
         residual, seen = _everywhere(False, state.residual), False

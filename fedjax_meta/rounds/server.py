@@ -27,9 +27,7 @@ def next_state(
     (average, statistics, measured), weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
     kept, divisor = state.aggregation.uploads, setting.divisor(data.total_clients)
     context = ServerContext(divisor, chain.clip_norm(kept), ids, outputs.returned, chain.spent)
-    (average, statistics), kept = chain.server(
-        tagged(key, "server uploads"), (average, statistics), context, kept, measured
-    )
+    (average, statistics), kept = chain.server(tagged(key, "server uploads"), (average, statistics), context, kept, measured)
     # Noise comes in every round: a round without it would tell that no client returned.
     some = jnp.any(outputs.returned) | chain.fixed_divisor
     if setting.method.sums_pseudo_gradients:

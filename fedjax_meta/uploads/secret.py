@@ -23,8 +23,8 @@ def init_secret(key: Key, upload: PyTree) -> jax.Array:
     del key, upload
     if jax.process_count() > 1:
         raise ValueError(
-            "noise from the operating system's randomness needs a run of one process: with several, give reproducible=True, which "
-            "takes it from the run's seed"
+            "noise from the operating system's randomness needs a run of one process: with several, give reproducible=True, "
+            "which takes it from the run's seed"
         )
     return io_callback(_bits, jax.ShapeDtypeStruct((2,), jnp.uint32), ordered=False)
 

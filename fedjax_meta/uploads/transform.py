@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_meta.keys import tagged
 from fedjax_meta.types import Key, PyTree, Scalar
@@ -161,11 +162,13 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
         if i not in noises + masks:
             raise ValueError(f"{where}: {names[i]} must come before clip, because it could raise the norm again")
     multiplier, spent = transforms[noises[0]].config.get("multiplier", 0.0), sum(step.spends for step in transforms)
-    known = not any(isinstance(value, jax.core.Tracer) for value in (multiplier, spent))
-    if known and multiplier > 0 and multiplier**2 * spent >= 1:
+    if any(isinstance(value, jax.core.Tracer) for value in (multiplier, spent)):
+        return
+    multiplier, spent = np.asarray(multiplier), np.asarray(spent)
+    if np.any((multiplier > 0) & (spent > 0) & (multiplier * np.sqrt(spent) >= 1)):
         raise ValueError(
-            f"{where}: bit_noise must be above half the noise multiplier, {multiplier / 2}: the bits alone are less private than "
-            "the multiplier says"
+            f"{where}: bit_noise must be above half the noise multiplier {multiplier}: the bits alone are less private than it "
+            "says"
         )
 
 
