@@ -83,7 +83,7 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
             if option in USUAL and not (value is None and option in may_be_none):
                 USUAL[option](option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
-        private = bound.arguments["task"].private
+        private = getattr(task, "private", None)
         if private is not None:
             recorded[PRIVATE] = plain(private)
         return dataclasses.replace(function(*args, **options), config={"method": name, **recorded})

@@ -148,6 +148,29 @@ def test_masks_of_clients_that_drop_out_are_removed():
     np.testing.assert_allclose(masked.model["buffer"], 2 + np.mean([_gain(0), _gain(3)]), atol=1e-4)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_broken_upload_is_caught_at_its_client_before_it_is_masked(value):
+    """Client 2 counts as one that dropped out: the others' mean comes out, and the fault is reported."""
+
+    def client(key, received, data):
+        trained = _adds()(key, received, data)
+        broken = jax.tree.map(lambda leaf: jnp.where(_who(data) == 2, value, leaf), trained.model)
+        return trained._replace(model=broken)
+
+    state, info = _run(_build(client, weighting="uniform", uploads=(uploads.mask(16),)))
+    np.testing.assert_allclose(state.model["buffer"], 2 + np.mean(_gain(np.array([0, 1, 3]))), atol=1e-4)
+    assert np.flatnonzero(np.asarray(info.faults.clients) >= 0).tolist() == [2]
+
+
+def test_what_a_client_sends_masked_has_the_bytes_that_costs_says():
+    """One integer of 32 bits a number of the model; the weights that travel with them are scalars, which costs leave out."""
+    sums = weigh((problems.task().init(KEY), ()), (jnp.ones(()), jnp.ones(())))
+    sent = uploads.mask(16).encode(KEY, sums, 1.0, jnp.int32(0), jnp.arange(3, dtype=jnp.int32))
+    algorithm = problems.build("fedavg", uploads=(uploads.mask(16),))
+    assert fm.costs.size_in_bytes(sent.total) == fm.costs.traffic(algorithm, problems.data()).up == 39 * 4
+    assert {leaf.dtype for leaf in jax.tree.leaves(sent)} == {jnp.dtype("uint32")}
+
+
 def test_masks_hold_for_clients_of_any_size():
     """Weights of 20,000 samples each: their sum is beyond 2^31 / 2^16, and is not encoded in those units."""
     sizes = np.array([20_000, 5, 20_000, 3])
@@ -358,6 +381,14 @@ def test_a_legal_order_runs(chain):
             "noise is scaled to the mean",
         ),
         (lambda: fm.Federation(uploads=(uploads.mask(),), aggregator=aggregate.median), "an aggregator must see every upload"),
+        (
+            lambda: fm.Federation(uploads=(uploads.mask(),), drop_nonfinite=False),
+            "the server cannot see a broken upload that mask hides",
+        ),
+        (
+            lambda: problems.build("fedfomo", uploads=(uploads.mask(),)),
+            "fedfomo lets the server see what each client sends by itself, which mask cannot cover",
+        ),
         (lambda: fm.Federation(uploads=uploads.clip(1.0)), r"uploads must be a tuple"),
     ],
 )
