@@ -103,7 +103,9 @@ class Federation:
         if self.aggregator is not None and "adaptive_clip" in names:
             raise ValueError("adaptive_clip follows a mean over clients, not another aggregator: leave one of them out")
         if not self.drop_nonfinite and "mask" in names:
-            raise ValueError("the server cannot see a broken upload that mask hides: clients must check it (drop_nonfinite=True)")
+            raise ValueError(
+                "the server cannot see a broken upload that mask hides: clients must check it (drop_nonfinite=True)"
+            )
         if self.aggregator is not None and "mask" in names:
             raise ValueError("an aggregator must see every upload, which mask hides: leave one of them out")
 
