@@ -516,6 +516,12 @@ def test_an_adaptive_norm_follows_the_papers_equation(quantile):
         np.testing.assert_allclose(state.model["buffer"], model, rtol=1e-10)
 
 
+def test_no_noise_at_all_beside_bits_without_noise():
+    chain = (_adaptive(1e6), uploads.noise(0.0))
+    state, _ = _run(_build(uploads=chain))
+    np.testing.assert_allclose(state.model["buffer"], 2 + np.mean(_gain(np.arange(N))), rtol=1e-12)
+
+
 def test_an_adaptive_norm_reaches_the_quantile():
     """Norms are fixed: sqrt(3) (i + 1)^2 of clients 0 to 3. The norm of the quantile 1/2 settles between the second and third."""
 

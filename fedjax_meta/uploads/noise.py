@@ -4,6 +4,8 @@ DP-FedAvg: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recu
 1710.06963, with a fixed divisor (their estimator f_f) and clients that count alike.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -40,7 +42,7 @@ def noise(multiplier: Scalar, *, reproducible: bool = False) -> UploadTransform:
         del measured
         key = key if reproducible else with_secret(key, kept)
         # 1 / z^2 is what all releases together may spend, 1 / deviation^2 each.
-        effective = multiplier / jnp.sqrt(1 - multiplier**2 * context.spent)
+        effective: Any = jnp.where(multiplier > 0, multiplier / jnp.sqrt(1 - multiplier**2 * context.spent), 0)
         deviation = effective * context.clip_norm / context.divisor
 
         def noisy(key: Key, leaf: jax.Array) -> jax.Array:

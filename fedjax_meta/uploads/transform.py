@@ -165,7 +165,8 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
     if any(isinstance(value, jax.core.Tracer) for value in (multiplier, spent)):
         return
     multiplier, spent = np.asarray(multiplier), np.asarray(spent)
-    if np.any((multiplier > 0) & (spent > 0) & (multiplier * np.sqrt(spent) >= 1)):
+    # A multiplier of 0 promises nothing, and 0 times infinity is no number.
+    if np.any(np.where(multiplier > 0, spent, 0) * multiplier**2 >= 1):
         raise ValueError(
             f"{where}: bit_noise must be above half the noise multiplier {multiplier}: the bits alone are less private than it "
             "says"
