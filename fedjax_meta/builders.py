@@ -28,6 +28,9 @@ def _weighting(name: str, value: Any) -> None:
 
 _or_zero = functools.partial(checks.count, least=0)
 
+PRIVATE = "private_task"
+"""Where the config of a method says that the gradients of its task are private, see `privacy.private_task`."""
+
 USUAL: dict[str, Callable[[str, Any], None]] = {
     "lr": checks.positive,
     "head_lr": checks.positive,
@@ -84,6 +87,9 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
             if check is not None and not (value is None and option in may_be_none):
                 check(option, value)
         recorded = {key: plain(bound.arguments[key]) for key in allowed}
+        private = getattr(task, "private", None)
+        if private is not None:
+            recorded[PRIVATE] = plain(private)
         return dataclasses.replace(function(*args, **options), task=task, config={"method": name, **recorded})
 
     return build

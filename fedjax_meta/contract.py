@@ -161,6 +161,8 @@ class Method:
       collaborate: what clients get of each other after a round.
       new_client: `(key, population, support) -> variables` of a client that is not one of the N clients; by default `personalize`
         from the server's model and a fresh memory.
+      new_client_reads: "personal" or "memory" or both, joined by +, or "": what `new_client` reads of the N clients' rows. Rules
+        that read something are refused under `uploads.noise`, which does not cover these.
       statistics_renew_extra: whether the statistics are new values of the extra state, in its structure, so that clipping and
         sparsification act on how much these changed.
       sends_extra: whether clients download the server's extra state in each round.
@@ -187,6 +189,7 @@ class Method:
     update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
     collaborate: Collaboration | None = None
     new_client: Callable[[Key, Population, ClientView], Variables] | None = None
+    new_client_reads: str = "personal+memory"
     statistics_renew_extra: bool = False
     sends_extra: bool = True
     sends_statistics: bool = True

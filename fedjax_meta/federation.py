@@ -57,6 +57,8 @@ class Federation:
       own_at_test: known clients test with their own personal leaves and memory; else with the server's personal leaves and a
         fresh memory.
       new_client: `(key, population, support) -> variables`, what a client does that never took part; the method's when not given.
+        "fresh" is the method's `personalize` from the server's model and a fresh memory, also where the method has another rule.
+        Under `uploads.noise` the population holds no rows of clients.
       lanes: clients that run side by side on a device, see `engine.run_cohort`.
       devices: how many devices share a cohort; all by default.
       precision: of matrix products where the hardware has a choice: "float32", "tf32" or "bfloat16".
@@ -78,7 +80,7 @@ class Federation:
     server_lr: Rate | None = None
     average_personal: bool = False
     own_at_test: bool = True
-    new_client: Callable[[Key, Population, ClientView], Variables] | None = None
+    new_client: Callable[[Key, Population, ClientView], Variables] | str | None = None
     lanes: int | None = None
     devices: int | None = None
     precision: str = "float32"
@@ -94,7 +96,9 @@ class Federation:
             checks.one_of("weighting", self.weighting, WEIGHTINGS)
         for name, (takes, example) in _FUNCTIONS.items():
             value = getattr(self, name)
-            if (value is not None or name == "schedule") and not isinstance(value, Rule):
+            if name == "new_client" and isinstance(value, str):
+                checks.one_of("new_client", value, ("fresh",))
+            elif (value is not None or name == "schedule") and not isinstance(value, Rule):
                 checks.function(name, value, takes, example)
         for name in ("average_personal", "own_at_test", "drop_nonfinite"):
             checks.flag(name, getattr(self, name))
@@ -111,6 +115,12 @@ class Federation:
         names = {transform.name for transform in self.uploads}
         if self.aggregator is not None and "noise" in names:
             raise ValueError("noise is scaled to the mean and says nothing of another aggregator: leave one of them out")
+        if self.aggregator is not None and "adaptive_clip" in names:
+            raise ValueError("adaptive_clip follows a mean over clients, not another aggregator: leave one of them out")
+        if not self.drop_nonfinite and "mask" in names:
+            raise ValueError(
+                "the server cannot see a broken upload that mask hides: clients must check it (drop_nonfinite=True)"
+            )
         if self.aggregator is not None and "mask" in names:
             raise ValueError("an aggregator must see every upload, which mask hides: leave one of them out")
 

@@ -25,6 +25,7 @@ from fedjax_meta.meta import (
     require_fixed_rates,
     require_inner,
     require_query,
+    require_second_order,
     split_support,
 )
 from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, hessian_product, run_inner, value_and_gradient
@@ -164,6 +165,7 @@ def _estimate(
 ) -> MetaGradient:
     """The estimator: runs the inner steps, then solves the linear system for the gradient."""
     require_query(query)
+    require_second_order(loss)
     support, hessian = split_support(support)
     theta = inner.start(meta)
     whole = _whole(as_batches(support, 1) if hessian is None else as_batches(hessian, 1))

@@ -133,4 +133,5 @@ def parameter_loss(task: Task, buffers: Variables) -> Callable[[Params, tuple[Ba
         batch, key = sample
         return task.loss(masks.merge(parameters, buffers), batch, key)[0]
 
+    loss.private = task.private is not None  # type: ignore[attr-defined]
     return loss

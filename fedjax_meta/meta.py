@@ -21,6 +21,7 @@ import optax
 
 from fedjax_meta import checks
 from fedjax_meta.data import Batches
+from fedjax_meta.task import FIRST_ORDER_ONLY
 from fedjax_meta.trajectory import (
     InnerOptimizer,
     Losses,
@@ -369,6 +370,7 @@ def _second_order(
 
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         require_query(query)
+        require_second_order(loss)
         support, hessian = split_support(support)
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
         hessian = as_batches(hessian, support.max_steps) if own_hessian and hessian is not None else None
@@ -509,6 +511,12 @@ def require_query(query: PyTree) -> None:
     """Raises `ValueError` if there is no query; `reptile_gradient` alone works without one."""
     if query is None:
         raise ValueError("query is None, but this meta-gradient is that of the query loss: give it a query batch")
+
+
+def require_second_order(loss: ScalarLoss) -> None:
+    """Raises `ValueError` if the loss is that of a private task: a difference of two noised gradients is no curvature."""
+    if getattr(loss, "private", False):
+        raise ValueError(FIRST_ORDER_ONLY)
 
 
 def split_support(support: PyTree) -> tuple[PyTree, PyTree | None]:

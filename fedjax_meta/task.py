@@ -44,6 +44,7 @@ class Task(NamedTuple):
       head: `(variables, features [B, d]) -> logits [B, K]`, with `predict(v, x) == head(v, features(v, x))`.
       layers: layer names from input to output, as they appear in the paths of the variables; `masks.last` needs them.
       trainable: `variables -> mask` of the leaves that gradients update; the other leaves are buffers.
+      private: how its gradients are made private, see `privacy.private_task`; `None` if they are not.
     """
 
     init: Callable[[Key], Variables]
@@ -53,6 +54,14 @@ class Task(NamedTuple):
     head: Callable[[Variables, jax.Array], jax.Array] | None = None
     layers: tuple[str, ...] = ()
     trainable: Callable[[Variables], Mask] = lambda variables: jax.tree.map(lambda _: True, variables)
+    private: Any = None
+
+
+FIRST_ORDER_ONLY = (
+    "a private task has first derivatives only: exact, hessian_free and implicit meta-gradients need more; use first_order or "
+    "reptile"
+)
+"""What the estimators that it names say of a task with private gradients."""
 
 
 def unchanged(batch: Batch, key: Key) -> tuple[Batch, Key]:

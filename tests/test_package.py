@@ -14,7 +14,7 @@ LAYERS = (
     ("checks", "runtime", "keys", "config", "disk", "escape"),
     ("task", "masks", "layers", "models", "simplex", "metrics"),
     ("data",),
-    ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads"),
+    ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads", "privacy"),
     ("aggregate",),
     ("attacks",),
     ("engine",),
@@ -46,6 +46,7 @@ OPTIONAL = (
     "PIL",
     "pandas",
     "yaml",
+    "dp_accounting",
 )
 
 

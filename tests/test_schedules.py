@@ -1,9 +1,13 @@
 """Cohorts: distinct clients, all equally likely, at a cost that does not grow with the population."""
 
+import fractions
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import fedjax_meta as fm
 from fedjax_meta import schedules
@@ -104,3 +108,75 @@ def test_a_schedule_that_returns_another_number_of_ids_is_refused():
     algorithm = problems.build("fedavg", cohort_size=3, schedule=lambda key, r, n, c: jnp.arange(2))
     with pytest.raises(ValueError, match=r"schedule must return cohort_size=3 ids, not int\d+\[2\]"):
         algorithm.round(jax.random.key(0), algorithm.init(jax.random.key(0), problems.data()), problems.data())
+
+
+def _poisson_cohorts(rate, clients, size, draws=4000):
+    schedule = schedules.poisson(rate)
+
+    def draw(key):
+        return schedule(key, 0, clients, size), schedule.left_out(key, clients, size)
+
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(4), draws)))
+
+
+def test_poisson_sampling_draws_each_client_by_itself():
+    """Sizes follow Binomial(N, q), every client has the share q, and pairs are independent."""
+    clients, rate, draws = 9, 0.3, 4000
+    cohorts, left_out = _poisson_cohorts(rate, clients, clients)
+    assert cohorts.dtype == np.int32 and not left_out.any()
+    assert all(sorted(set(row[row >= 0])) == row[row >= 0].tolist() and set(row[row < 0]) <= {-1} for row in cohorts)
+    drawn = np.array([np.isin(np.arange(clients), row) for row in cohorts])
+    sizes = np.bincount(drawn.sum(1), minlength=clients + 1)
+    expected = draws * stats.binom.pmf(np.arange(clients + 1), clients, rate)
+    # The rare large cohorts together, so that every cell expects enough.
+    assert stats.chisquare([*sizes[:7], sizes[7:].sum()], [*expected[:7], expected[7:].sum()]).pvalue > 1e-3
+    assert np.all(np.abs(drawn.mean(0) - rate) < 4.5 * np.sqrt(rate * (1 - rate) / draws))
+    correlations = np.corrcoef(drawn.T)[np.triu_indices(clients, 1)]
+    assert np.all(np.abs(correlations) < 4.5 / np.sqrt(draws))
+
+
+def test_clients_without_a_slot_are_counted_and_any_client_may_be_one():
+    clients, rate, slots = 6, 0.4, 3
+    cohorts, left_out = _poisson_cohorts(rate, clients, slots)
+    whole, _ = _poisson_cohorts(rate, clients, clients)
+    drawn = (whole >= 0).sum(1)
+    np.testing.assert_array_equal(left_out, np.maximum(drawn - slots, 0))
+    np.testing.assert_array_equal((cohorts >= 0).sum(1), np.minimum(drawn, slots))
+    assert all(set(part[part >= 0]) <= set(row) for part, row in zip(cohorts, whole, strict=True))
+    shares = np.bincount(cohorts[cohorts >= 0], minlength=clients) / len(cohorts)
+    assert np.ptp(shares) < 8 * np.sqrt(0.25 / len(cohorts))
+
+
+def test_a_rate_of_one_takes_everyone():
+    np.testing.assert_array_equal(schedules.poisson(1)(jax.random.key(0), 0, 5, 5), np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("rate", "clients", "rounds", "overflow"), [(0.1, 200, 300, 1e-9), (0.5, 20, 10, 1e-4), (0.9, 4, 9, 0.01)]
+)
+def test_a_capacity_is_the_smallest_whose_tail_is_small_enough(rate, clients, rounds, overflow):
+    """Against the sum of binomial probabilities, in exact integers and fractions."""
+    q = fractions.Fraction(rate)
+
+    def tail(slots):
+        others = clients - 1
+        return rounds * sum(math.comb(others, k) * q**k * (1 - q) ** (others - k) for k in range(slots, clients))
+
+    capacity = schedules.poisson_capacity(rate, clients, rounds, overflow)
+    assert capacity == clients or tail(capacity) <= overflow
+    assert tail(capacity - 1) > overflow
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: schedules.poisson(0), "rate=0 must be finite and above 0"),
+        (lambda: schedules.poisson(1.5), "rate=1.5 must lie between 0 and 1"),
+        (lambda: schedules.poisson(0.5)(jax.random.key(0), 0, 7, 3), "cohort_size=3 has fewer slots than the 3.5 clients"),
+        (lambda: schedules.poisson(0.5)(jax.random.key(0), 0, 7, 8), "cohort_size=8 is more than the N=7 clients"),
+        (lambda: schedules.poisson_capacity(0.1, 100, 10, 0.0), "overflow=0.0 must lie strictly between 0 and 1"),
+    ],
+)
+def test_poisson_sampling_that_cannot_be_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

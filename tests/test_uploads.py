@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import fedjax_meta as fm
 from fedjax_meta import aggregate, uploads
@@ -11,7 +12,7 @@ from fedjax_meta.aggregate import weigh
 from fedjax_meta.uploads.clip import clipped
 from fedjax_meta.uploads.transform import ServerContext
 from tests import problems
-from tests.test_rounds import START, N, _adds, _build, _gain, _run, _who
+from tests.test_rounds import DATA, START, N, _adds, _build, _gain, _run, _tested, _who
 
 KEY = jax.random.key(2)
 
@@ -34,11 +35,13 @@ def test_a_tree_that_is_not_finite_is_clipped_to_zero(value):
 
 def test_noise_has_the_requested_deviation_and_is_independent_between_leaves():
     tree = {"a": jnp.full(20_000, 3.0), "b": jnp.full(20_000, 3.0), "c": jnp.full(20_000, 3.0, jnp.float32)}
-    context = ServerContext(cohort_size=4, clip_norm=2.0, ids=jnp.arange(4), returned=jnp.ones(4, bool))
-    added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, uploads.noise(1.4).server(KEY, tree, context, (), ())[0])
+    context = ServerContext(divisor=4, clip_norm=2.0, ids=jnp.arange(4), returned=jnp.ones(4, bool))
+    noised, _ = uploads.noise(1.4, reproducible=True).server(KEY, tree, context, (), ())
+    added = jax.tree.map(lambda leaf: np.asarray(leaf, float) - 3, noised)
     for noise in added.values():
         assert abs(noise.mean()) < 5 * 0.7 / np.sqrt(20_000)
-        assert abs(noise.std() - 0.7) < 5 * 0.7 / np.sqrt(2 * 20_000)
+        low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], noise.size) * 0.7**2
+        assert low < np.sum(noise**2) < high
     assert abs(np.corrcoef(added["a"], added["b"])[0, 1]) < 5 / np.sqrt(20_000)
 
 
@@ -91,7 +94,8 @@ def test_one_client_moves_the_server_by_no_more_than_its_share():
 
 def test_a_round_adds_noise_even_when_nobody_returns_and_another_in_every_round():
     """Deviation z S / C = 3 * 2 / 4; the optimiser's step along it is as it is along a gradient."""
-    options = {"init": lambda key: START | {"shared": jnp.zeros(20_000)}, "uploads": (uploads.clip(2.0), uploads.noise(3.0))}
+    options = {"init": lambda key: START | {"shared": jnp.zeros(20_000)}}
+    options["uploads"] = (uploads.clip(2.0), uploads.noise(3.0, reproducible=True))
     algorithm = _build(_adds(weight=lambda data: 0), server_lr=0.5, **options)
     one, _ = _run(algorithm)
     two, _ = _run(algorithm, 2)
@@ -104,7 +108,7 @@ def test_a_round_adds_noise_even_when_nobody_returns_and_another_in_every_round(
 @pytest.mark.parametrize("name", ["scaffold", "fedmeta_per_metasgd", "apfl"])
 def test_uploads_of_any_method_can_be_clipped_noised_and_stacked(name):
     """With a loose norm and without noise, the result is the plain mean of clients that count alike."""
-    options = {"cohort_size": 7, "devices": 1, "lanes": 2}
+    options = {"cohort_size": 7, "devices": 1, "lanes": 2, "new_client": "fresh"}
     choices = (
         {"uploads": (uploads.clip(1e9), uploads.noise(0.0))},
         {"aggregator": aggregate.trimmed_mean(0.0)},
@@ -142,6 +146,29 @@ def test_masks_of_clients_that_drop_out_are_removed():
     plain, masked = (_run(_build(**chosen, **more))[0] for more in ({}, {"uploads": (uploads.mask(16),)}))
     np.testing.assert_allclose(masked.model["shared"], plain.model["shared"], atol=1e-4)
     np.testing.assert_allclose(masked.model["buffer"], 2 + np.mean([_gain(0), _gain(3)]), atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_broken_upload_is_caught_at_its_client_before_it_is_masked(value):
+    """Client 2 counts as one that dropped out: the others' mean comes out, and the fault is reported."""
+
+    def client(key, received, data):
+        trained = _adds()(key, received, data)
+        broken = jax.tree.map(lambda leaf: jnp.where(_who(data) == 2, value, leaf), trained.model)
+        return trained._replace(model=broken)
+
+    state, info = _run(_build(client, weighting="uniform", uploads=(uploads.mask(16),)))
+    np.testing.assert_allclose(state.model["buffer"], 2 + np.mean(_gain(np.array([0, 1, 3]))), atol=1e-4)
+    assert np.flatnonzero(np.asarray(info.faults.clients) >= 0).tolist() == [2]
+
+
+def test_what_a_client_sends_masked_has_the_bytes_that_costs_says():
+    """One integer of 32 bits a number of the model; the weights that travel with them are scalars, which costs leave out."""
+    sums = weigh((problems.task().init(KEY), ()), (jnp.ones(()), jnp.ones(())))
+    sent = uploads.mask(16).encode(KEY, sums, 1.0, jnp.int32(0), jnp.arange(3, dtype=jnp.int32))
+    algorithm = problems.build("fedavg", uploads=(uploads.mask(16),))
+    assert fm.costs.size_in_bytes(sent.total) == fm.costs.traffic(algorithm, problems.data()).up == 39 * 4
+    assert {leaf.dtype for leaf in jax.tree.leaves(sent)} == {jnp.dtype("uint32")}
 
 
 def test_masks_hold_for_clients_of_any_size():
@@ -291,11 +318,19 @@ ILLEGAL = {
         "noise needs a clip before it",
     ),
     "mask first": ((U.mask(), U.quantize(4)), "mask must come last"),
+    "bits that spend more than the multiplier": (
+        (U.adaptive_clip(1.0, bit_noise=0.4), U.noise(1.0)),
+        "bit_noise must be above half the noise multiplier 1.0: the bits alone are less private",
+    ),
+    "bits without noise": ((U.adaptive_clip(1.0), U.noise(1.0)), "bit_noise must be above half the noise multiplier"),
+    "two kinds of clip": ((U.clip(1.0), U.adaptive_clip(2.0)), "clip may stand there once"),
     "two clips": ((U.clip(1.0), U.clip(2.0)), "clip may stand there once"),
     "no transformation": ((1.0,), r"must hold upload transformations such as fm.uploads.clip\(1.0\), not 1.0"),
 }
 LEGAL = [
     (),
+    (U.adaptive_clip(1.0),),
+    (U.quantize(8), U.adaptive_clip(1.0, bit_noise=2.0), U.noise(1.0), U.mask()),
     (U.sparsify(0.5), U.quantize(8), U.clip(1.0), U.noise(1.0)),
     (U.quantize(8), U.clip(1.0), U.noise(1.0), U.mask()),
     (U.clip(1.0), U.sparsify(0.5, feedback=False)),
@@ -322,6 +357,13 @@ def test_a_legal_order_runs(chain):
     [
         (lambda: uploads.clip(0.0), "norm=0.0 must be finite and above 0"),
         (lambda: uploads.noise(-1.0), "multiplier=-1.0 must be finite and at least 0"),
+        (lambda: uploads.adaptive_clip(0.0), "norm=0.0 must be finite and above 0"),
+        (lambda: uploads.adaptive_clip(1.0, quantile=2.0), r"quantile=2.0 must lie in \[0, 1\]"),
+        (lambda: uploads.adaptive_clip(1.0, bit_noise=-1.0), "bit_noise=-1.0 must be finite and at least 0"),
+        (
+            lambda: fm.Federation(uploads=(uploads.adaptive_clip(1.0),), aggregator=aggregate.median),
+            "adaptive_clip follows a mean over clients",
+        ),
         (lambda: uploads.quantize(0), "bits=0 must be an integer of at least 1"),
         (lambda: uploads.quantize(32), "bits=32 must lie in"),
         (
@@ -339,9 +381,230 @@ def test_a_legal_order_runs(chain):
             "noise is scaled to the mean",
         ),
         (lambda: fm.Federation(uploads=(uploads.mask(),), aggregator=aggregate.median), "an aggregator must see every upload"),
+        (
+            lambda: fm.Federation(uploads=(uploads.mask(),), drop_nonfinite=False),
+            "the server cannot see a broken upload that mask hides",
+        ),
+        (
+            lambda: problems.build("fedfomo", uploads=(uploads.mask(),)),
+            "fedfomo lets the server see what each client sends by itself, which mask cannot cover",
+        ),
         (lambda: fm.Federation(uploads=uploads.clip(1.0)), r"uploads must be a tuple"),
     ],
 )
 def test_what_a_transformation_cannot_do_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+# ------------------------------------------------------------------------------------------------ the key of the noise
+
+
+def _noised(algorithm, seed=0, rounds=1, state=None, data=DATA):
+    """Rounds of an algorithm whose clients send nothing, so that the server moves by noise alone."""
+    state = jax.jit(algorithm.init)(jax.random.key(seed), data) if state is None else state
+    for r in range(int(state.round), rounds):
+        state, _ = jax.jit(algorithm.round)(jax.random.fold_in(jax.random.key(seed), r), state, data)
+    return state
+
+
+def _only_noise(cohort_size=4, **options):
+    return _build(
+        _adds(weight=lambda data: 0), uploads=(uploads.clip(1.0), uploads.noise(1.0, **options)), cohort_size=cohort_size
+    )
+
+
+def test_the_noise_of_two_runs_of_one_seed_differs_unless_it_is_to_be_reproducible():
+    one, two = (_noised(_only_noise()).model["shared"] for _ in range(2))
+    assert np.all(one != two)
+    one, two = (_noised(_only_noise(reproducible=True)).model["shared"] for _ in range(2))
+    np.testing.assert_array_equal(one, two)
+    assert _only_noise().config["federation"]["uploads"][1] == {"name": "noise", "multiplier": 1.0, "reproducible": False}
+
+
+def test_a_run_goes_on_from_its_state_exactly_and_the_secret_never_changes():
+    algorithm = _only_noise()
+    one = _noised(algorithm, rounds=1)
+    whole, resumed = _noised(algorithm, rounds=3, state=one), _noised(_only_noise(), rounds=3, state=one)
+    assert problems.leaves_equal(whole.model, resumed.model)
+    (_, secret), (_, after) = one.aggregation.uploads, whole.aggregation.uploads
+    np.testing.assert_array_equal(secret, after)
+    assert secret.dtype == jnp.uint32 and secret.shape == (2,)
+    # Neither the round nor the seed decides alone.
+    other = _noised(algorithm, rounds=1, seed=1, state=_noised(algorithm, rounds=0)._replace(aggregation=one.aggregation))
+    assert np.all(other.model["shared"] != one.model["shared"])
+
+
+def test_secrets_are_drawn_when_a_program_runs_and_are_in_no_program():
+    algorithm = _only_noise()
+    begin = jax.jit(algorithm.init).lower(KEY, DATA).compile()
+    secrets = [np.asarray(begin(KEY, DATA).aggregation.uploads[1]) for _ in range(8)]
+    assert len({tuple(secret) for secret in secrets}) == 8
+    state = begin(KEY, DATA)
+    text = jax.jit(algorithm.round).lower(KEY, state, DATA).as_text() + begin.as_text()
+    assert not any(str(word) in text for secret in secrets for word in secret)
+    # The words are uniform: 8 of them have about half of their 512 bits set.
+    assert abs(int(np.unpackbits(np.array(secrets).view(np.uint8)).sum()) - 256) < 5 * np.sqrt(512 / 4)
+
+
+def test_all_devices_have_the_same_secret():
+    algorithm = problems.build("fedavg", cohort_size=4, devices=2, uploads=(uploads.clip(1.0), uploads.noise(1.0)))
+    secret = jax.jit(algorithm.init)(KEY, problems.data()).aggregation.uploads[1]
+    copies = [np.asarray(shard.data) for shard in secret.addressable_shards]
+    assert len(copies) == 2 and np.array_equal(*copies) and copies[0].any()
+
+
+def test_several_processes_are_refused_unless_the_noise_is_reproducible(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="needs a run of one process"):
+        _only_noise().init(KEY, DATA)
+    assert _only_noise(reproducible=True).init(KEY, DATA).aggregation.uploads[1] == ()
+
+
+def test_members_of_a_sweep_have_noise_of_their_own():
+    algorithm = _only_noise()
+
+    def run(key):
+        return algorithm.round(key, algorithm.init(key, DATA), DATA)[0].model["shared"]
+
+    noise = jax.jit(jax.vmap(run))(jax.random.split(KEY, 3))
+    assert len(np.unique(noise)) == noise.size
+
+
+# -------------------------------------------------------------------------------------------------------- exact clipping
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_clipping_is_exact_in_every_type(form, size):
+    """The norm of the returned numbers, in float64, is at most the bound, and their direction is kept within their type."""
+    rng, form = np.random.default_rng(size), jnp.dtype(form)
+    for scale, norm in ((1.0, 0.5), (300.0, 1.0), (1e-3, 1e-4), (2e-7, 1e-6), (1.0, 1 / 3)):
+        numbers = rng.uniform(0.9, 1.0, size) * scale if size > 7 else rng.normal(size=size) * scale
+        tree = {"a": jnp.asarray(numbers[: size // 2 + 1], form), "b": jnp.asarray(numbers[size // 2 + 1 :], form)}
+        given = np.concatenate([np.asarray(leaf, float) for leaf in jax.tree.leaves(tree)])
+        for cut in (clipped(tree, norm), jax.jit(clipped)(tree, norm)):
+            sent = np.concatenate([np.asarray(leaf, float) for leaf in jax.tree.leaves(cut)])
+            assert np.linalg.norm(sent) <= norm
+            if np.linalg.norm(given) <= norm * (1 - 1e-3):
+                np.testing.assert_array_equal(sent, given)
+            elif form.itemsize > 2 or norm / np.sqrt(size) > 1e-3:
+                wanted = given * min(1, norm / np.linalg.norm(given))
+                np.testing.assert_allclose(sent, wanted, rtol=2 * float(jnp.finfo(form).eps) + 2e-4)
+
+
+# ------------------------------------------------------------------------------------------------------ adaptive clipping
+
+
+def _adaptive(norm, **options):
+    return uploads.adaptive_clip(norm, **options, reproducible=True)
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.5, 0.8])
+def test_an_adaptive_norm_follows_the_papers_equation(quantile):
+    """Algorithm 1 of Andrew et al. in NumPy, over 6 rounds in which all clients' uploads grow; every client sends 3 numbers of
+    its gain, so that its norm is sqrt(3) times that, and the server moves by their clipped mean."""
+    algorithm = _build(uploads=(_adaptive(3.0, quantile=quantile, rate=0.7),), weighting="uniform")
+    state, norm, model = algorithm.init(KEY, DATA), 3.0, 2.0
+    for r in range(6):
+        state, _ = jax.jit(algorithm.round)(jax.random.fold_in(KEY, r), state, DATA)
+        gains = _gain(np.arange(N), r)
+        norms = np.sqrt(3) * gains
+        model += np.mean(gains * np.minimum(1, norm / norms))
+        norm *= np.exp(-0.7 * (np.mean(norms <= norm) - quantile))
+        np.testing.assert_allclose(state.aggregation.uploads[0]["norm"], norm, rtol=1e-12)
+        np.testing.assert_allclose(state.model["buffer"], model, rtol=1e-10)
+
+
+def test_no_noise_at_all_beside_bits_without_noise():
+    chain = (_adaptive(1e6), uploads.noise(0.0))
+    state, _ = _run(_build(uploads=chain))
+    np.testing.assert_allclose(state.model["buffer"], 2 + np.mean(_gain(np.arange(N))), rtol=1e-12)
+
+
+def test_an_adaptive_norm_reaches_the_quantile():
+    """Norms are fixed: sqrt(3) (i + 1)^2 of clients 0 to 3. The norm of the quantile 1/2 settles between the second and third."""
+
+    def client(key, received, data):
+        return fm.Trained(jax.tree.map(lambda leaf: leaf + _gain(_who(data)), received.model), {})
+
+    algorithm = _build(client, uploads=(_adaptive(0.1),), weighting="uniform")
+    state = algorithm.init(KEY, DATA)
+    step = jax.jit(algorithm.round)
+    for r in range(80):
+        state, _ = step(jax.random.fold_in(KEY, r), state, DATA)
+    assert np.sqrt(3) * 4 * 0.8 < float(state.aggregation.uploads[0]["norm"]) < np.sqrt(3) * 9
+
+
+def test_bits_and_uploads_share_the_budget():
+    """1 / z^2 = 1 / z_up^2 + 1 / (2 sigma_b)^2, and both noises have the deviations that this says."""
+    z, bits, size = 1.2, 0.9, 20_000
+    chain = (_adaptive(2.0, bit_noise=bits, rate=1.0), uploads.noise(z, reproducible=True))
+    init = {"init": lambda key: START | {"shared": jnp.zeros(size)}}
+    algorithm = _build(_adds(weight=lambda data: 0), uploads=chain, **init)
+    state = algorithm.init(KEY, DATA)
+    step = jax.jit(jax.vmap(lambda key: algorithm.round(key, state, DATA)[0]))
+    after = step(jax.random.split(KEY, 200))
+    uploaded = np.asarray(after.model["shared"])[:20].reshape(-1) * 4 / 2
+    wanted = (z**-2 - (2 * bits) ** -2) ** -0.5
+    low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], uploaded.size) * wanted**2
+    assert low < np.sum(uploaded**2) < high
+    # No client returns: the share of bits is 1/2 by the shift of each, and what moves the norm is their noise alone.
+    moved = -np.log(np.asarray(after.aggregation.uploads[0]["norm"]) / 2.0) * 4
+    low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], moved.size) * bits**2
+    assert low < np.sum(moved**2) < high
+
+
+# ------------------------------------------------------------------------------------------------------ Poisson sampling
+
+
+def test_a_private_sum_over_a_poisson_cohort_is_divided_by_its_expected_size():
+    schedule = fm.schedules.poisson(0.5)
+    algorithm = _build(schedule=schedule, uploads=(uploads.clip(5.0), uploads.noise(0.0)), cohort_size=4)
+    state, sizes = algorithm.init(KEY, DATA), set()
+    step = jax.jit(algorithm.round)
+    for r in range(8):
+        before = float(state.model["buffer"])
+        state, info = step(jax.random.fold_in(KEY, r), state, DATA)
+        here = np.asarray(info.ids)[np.asarray(info.ids) >= 0]
+        gains = _gain(here, r)
+        expected = np.sum(gains * np.minimum(1, 5 / (np.sqrt(3) * gains))) / 2
+        np.testing.assert_allclose(float(state.model["buffer"]) - before, expected, rtol=1e-12, atol=1e-14)
+        assert int(info.metrics["left_out"]) == 0
+        sizes.add(len(here))
+    assert len(sizes) > 2
+
+
+def test_clients_left_out_are_in_the_metrics_of_the_round():
+    algorithm = _build(schedule=fm.schedules.poisson(0.5), uploads=(uploads.clip(5.0), uploads.noise(0.0)), cohort_size=2)
+    state, counts = algorithm.init(KEY, DATA), []
+    step = jax.jit(algorithm.round)
+    for r in range(12):
+        key = jax.random.fold_in(KEY, r)
+        _, info = step(key, state, DATA)
+        drawn = int(jnp.sum(fm.schedules.poisson(0.5)(fm.keys.tagged(key, "cohort"), 0, N, N) >= 0))
+        assert int(info.metrics["left_out"]) == max(drawn - 2, 0)
+        counts.append(int(info.metrics["left_out"]))
+    assert max(counts) > 0
+
+
+# ---------------------------------------------------------------------------------------- what new clients may read
+
+
+def test_new_clients_may_not_read_what_others_keep_where_there_is_noise():
+    chain = (uploads.clip(1.0), uploads.noise(1.0))
+    for name in ("fedmeta_per", "lg_fedavg"):
+        with pytest.raises(ValueError, match=rf"new clients of {name} read what trained clients keep \(personal\)"):
+            problems.build(name, uploads=chain)
+        algorithm = problems.build(name, uploads=chain, new_client="fresh", cohort_size=4, devices=1)
+        state = algorithm.init(KEY, problems.data())
+        # Whatever the rows of trained clients hold, a new client tests with the same model.
+        other = state._replace(personal=jax.tree.map(lambda leaf: leaf + 1, state.personal), seen=jnp.ones(7, bool))
+        support = problems.data().client(0)["test_support"]
+        one, two = (algorithm.personalize(KEY, s, support, None) for s in (state, other))
+        assert problems.leaves_equal(one, two)
+    rule = lambda key, population, support: population.personal["own"]  # noqa: E731
+    with pytest.raises(TypeError, match="NoneType"):
+        _tested(_build(new_client=rule, uploads=chain), _build(uploads=chain).init(KEY, DATA), None)
+    with pytest.raises(ValueError, match="new_client='old' is unknown; allowed are fresh"):
+        fm.Federation(new_client="old")

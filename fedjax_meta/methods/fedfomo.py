@@ -207,4 +207,5 @@ def fedfomo(
         # The preferences stay at the server, and models from before training with their clients.
         collaborate=Collaboration(mix, reads="personal", gives="personal"),
         new_client=new_client,
+        new_client_reads="personal",
     )

@@ -366,6 +366,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         update_extra=_average_slots if averaged else None,
         statistics_renew_extra=averaged,
         new_client=rules.new_client if any(jax.tree.leaves(layout.personal)) else None,
+        new_client_reads="personal",
     )
 
 

@@ -115,7 +115,7 @@ def lg_fedavg(
     def predict(variables: Ensemble | Variables, x: Any) -> jax.Array:
         return joint(variables, x) if isinstance(variables, Ensemble) else task.predict(variables, x)
 
-    return dataclasses.replace(base, predict=predict, new_client=new_client, needs_classes=True)
+    return dataclasses.replace(base, predict=predict, new_client=new_client, new_client_reads="personal", needs_classes=True)
 
 
 REDUCES_TO = (

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, engine, masks
 from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, RoundInfo, State, check_support, state_rows
+from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import replicate, run_cohort
@@ -18,7 +19,9 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import attacked, server
 from fedjax_meta.rounds import client as clients
+from fedjax_meta.rounds.leaks import refuse_leaks
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
+from fedjax_meta.schedules import Poisson
 from fedjax_meta.types import Key, PyTree, Variables
 
 
@@ -91,7 +94,7 @@ class _Rounds:
 
         # Memory was already checked when `data` is a subset.
         rows = engine.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
-        return State(
+        state = State(
             model=model,
             optimizer=setting.server.init(masks.split(model, setting.shared)[0]),
             extra=replicate(method.init_extra(model, data), devices),
@@ -102,6 +105,9 @@ class _Rounds:
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
+        if PRIVATE in method.config:
+            refuse_leaks(setting, state, data)
+        return state
 
     def cohort(self, key: Key, round_: Any, num_clients: int) -> jax.Array:
         f = self.setting.federation
@@ -112,7 +118,8 @@ class _Rounds:
 
     def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         setting, f = self.setting, self.setting.federation
-        if data.ids is not None and data.num_clients == f.cohort_size:
+        placed = data.ids is not None and data.num_clients == f.cohort_size
+        if placed:
             # The data are those of a cohort that was drawn before, as a host store does.
             places = jnp.arange(f.cohort_size, dtype=jnp.int32)
             empty = jnp.asarray(data.ids) < 0
@@ -152,9 +159,11 @@ class _Rounds:
             )
             for name in Kept._fields[1:]
         }
-        info = RoundInfo(
-            ids, outputs.metrics | diagnostics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved)
-        )
+        metrics = outputs.metrics | diagnostics
+        if isinstance(f.schedule, Poisson):
+            drawn_of = data.total_clients if placed else data.num_clients
+            metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), drawn_of, f.cohort_size)}
+        info = RoundInfo(ids, metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
         return moved._replace(round=state.round + 1, **new), info
 
     def _faults(self, outputs: Outputs, state: State) -> Faults:
@@ -168,19 +177,20 @@ class _Rounds:
         self, key: Key, state: State, support: ClientView, client: Any, num_clients: int | None = None
     ) -> Variables:
         check_support(support)
-        setting, method, rows = self.setting, self.setting.method, state.seen.shape[0]
-        total = rows if num_clients is None else num_clients
+        setting, method, count = self.setting, self.setting.method, state.seen.shape[0]
+        total = count if num_clients is None else num_clients
         if client is not None:
-            checks.indices("client", client, rows)
-            kept = Kept(jnp.arange(rows), *(getattr(state, name) for name in Kept._fields[1:]))
+            checks.indices("client", client, count)
+            kept = Kept(jnp.arange(count), *(getattr(state, name) for name in Kept._fields[1:]))
             row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], kept)
             row = row._replace(seen=row.seen & setting.federation.own_at_test)
             received = clients.receive(setting, key, state, row, total)
             return method.personalize(tagged(key, "personalize"), received, support)
         new_client = setting.federation.new_client or method.new_client
-        if new_client is not None:
+        if callable(new_client):
+            rows = (None, None) if setting.noisy else (state.personal, state.memory)
             population = Population(
-                state.model, state.extra, state.personal, state.memory, state.seen, state.round, setting.federation.lanes
+                state.model, state.extra, rows[0], rows[1], state.seen, state.round, setting.federation.lanes
             )
             return new_client(tagged(key, "personalize"), population, support)
         received = clients.receive_fresh(setting, key, state.model, state.extra, state.round, total)

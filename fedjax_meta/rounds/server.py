@@ -24,16 +24,15 @@ def next_state(
     setting: Setting, key: Key, state: State, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
 ) -> State:
     """The state after the server's step, with the clients' old rows; unchanged if no upload came."""
-    f, chain = setting.federation, setting.chain
+    chain = setting.chain
     (average, statistics, measured), weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
-    context = ServerContext(f.cohort_size, chain.clip_norm, ids, outputs.returned)
-    (average, statistics), kept = chain.server(
-        tagged(key, "server uploads"), (average, statistics), context, state.aggregation.uploads, measured
-    )
+    kept, divisor = state.aggregation.uploads, setting.divisor(data.total_clients)
+    context = ServerContext(divisor, chain.clip_norm(kept), ids, outputs.returned, chain.spent)
+    (average, statistics), kept = chain.server(tagged(key, "server uploads"), (average, statistics), context, kept, measured)
     # Noise comes in every round: a round without it would tell that no client returned.
     some = jnp.any(outputs.returned) | chain.fixed_divisor
     if setting.method.sums_pseudo_gradients:
-        count = f.cohort_size if chain.fixed_divisor else jnp.sum(outputs.returned)
+        count = divisor if chain.fixed_divisor else jnp.sum(outputs.returned)
         moving, held = masks.split(average, setting.shared)
         average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
     moved = _step(setting, state, average, statistics, weight, data.total_clients, some)
@@ -95,7 +94,7 @@ def _total(
         summed = setting.chain.decode(tagged(key, "masks"), summed, most, ids, returned, like)
     if setting.chain.fixed_divisor:
         # The weights that came in would tell which clients did not return.
-        weight = jax.tree.map(lambda w: jnp.full_like(w, setting.federation.cohort_size), summed.weight)
+        weight = jax.tree.map(lambda w: jnp.full_like(w, setting.divisor(data.total_clients)), summed.weight)
         summed = dataclasses.replace(summed, weight=weight)
     return summed
 

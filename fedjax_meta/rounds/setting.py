@@ -16,6 +16,7 @@ from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.masks import Role
+from fedjax_meta.schedules import Poisson
 from fedjax_meta.types import Key, Mask, PyTree
 from fedjax_meta.uploads import Chain
 
@@ -83,6 +84,7 @@ class Setting:
                 parts({"personal": (), "memory": ()}, words)
             if self.method.collaborate.reads:
                 self.refuse_hiding_uploads()
+        self._refuse_handing_out_rows()
         if self.method.travels is not None and self.federation.uploads:
             raise ValueError(
                 f"{self.method.name} sends other numbers than those that the simulation averages: uploads= cannot change them"
@@ -140,6 +142,25 @@ class Setting:
         if f.server_lr is not None:
             optimizer = (optax.sgd if f.server_optimizer is None else f.server_optimizer)(f.server_lr)
         return optimizer
+
+    def divisor(self, num_clients: int) -> float:
+        """What a sum is divided by where the divisor is fixed: C, or what the schedule draws on average."""
+        schedule = self.federation.schedule
+        return schedule.expected(num_clients) if isinstance(schedule, Poisson) else self.federation.cohort_size
+
+    @property
+    def noisy(self) -> bool:
+        """Whether uploads are noised for differential privacy, which does not cover what clients keep."""
+        return self.chain.fixed_divisor
+
+    def _refuse_handing_out_rows(self) -> None:
+        method = self.method
+        parts({"personal": (), "memory": ()}, method.new_client_reads)
+        if self.noisy and self.federation.new_client is None and method.new_client is not None and method.new_client_reads:
+            raise ValueError(
+                f"new clients of {method.name} read what trained clients keep ({method.new_client_reads}), which noise does not "
+                'cover: give Federation(new_client="fresh"), with which they start from the server\'s model'
+            )
 
     def refuse_hiding_uploads(self) -> None:
         """Raises `ValueError` where uploads are hidden from the server; for a method whose server must see them."""

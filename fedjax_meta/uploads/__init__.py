@@ -3,7 +3,7 @@
 Give them to a federation in order: `Federation(uploads=(clip(1.0), noise(0.8)))`. `ORDER_RULES` says which orders are legal.
 """
 
-from fedjax_meta.uploads.clip import clip
+from fedjax_meta.uploads.clip import adaptive_clip, clip
 from fedjax_meta.uploads.mask import mask
 from fedjax_meta.uploads.noise import noise
 from fedjax_meta.uploads.quantize import quantize
@@ -16,6 +16,7 @@ __all__ = [
     "Message",
     "ServerContext",
     "UploadTransform",
+    "adaptive_clip",
     "check_order",
     "clip",
     "mask",

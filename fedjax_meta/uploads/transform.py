@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_meta.keys import tagged
 from fedjax_meta.types import Key, PyTree, Scalar
@@ -20,16 +21,18 @@ class ServerContext(NamedTuple):
     """What the server half of a transformation may use.
 
     Attributes:
-      cohort_size: C, a Python int.
-      clip_norm: the norm to which the chain clips, if it clips.
+      divisor: what a fixed divisor is: the cohort size C, or the expected number of clients under Poisson sampling.
+      clip_norm: the norm to which the chain clips in this round, if it clips.
       ids: int32 `[C]`, the cohort.
       returned: bool `[C]`, whose upload reached the server.
+      spent: what other noisy releases of the chain take of the noise's budget, see `UploadTransform.spends`.
     """
 
-    cohort_size: int
+    divisor: float
     clip_norm: Scalar | None
     ids: jax.Array
     returned: jax.Array
+    spent: Scalar = 0.0
 
 
 class Message(NamedTuple):
@@ -86,10 +89,13 @@ class UploadTransform:
       encode: `(key, weighted sum of one upload, bound, id, ids) -> integers`, for secure aggregation: what one client sends.
         `bound` is the largest weight that a client can have, a Python number.
       decode: `(key, sum of the integers, bound, ids, returned, like) -> weighted sum`, its inverse at the server.
-      clip_norm: the bound on an upload's norm that this transformation guarantees, if it does.
+      clip_norm: the bound on an upload's norm that this transformation guarantees, if it does: a number, or `kept -> number`.
+      spends: for a transformation that releases a noisy measurement of its own, 1 / (its deviation over its sensitivity)^2.
+        `noise` then adds so much more that both together are as private as its multiplier says.
       has_feedback: whether `memory` carries what was left out of one upload into the next.
       sends_differences: whether clients then send by how much buffers moved instead of their values.
-      fixed_divisor: whether the sum is divided by C even if some clients do not return, and all count equally.
+      fixed_divisor: whether the sum is divided by `ServerContext.divisor` even if some clients do not return, and all count
+        equally.
       config: hyper-parameters, for the record of a run.
     """
 
@@ -103,7 +109,8 @@ class UploadTransform:
     message: Callable[[Message, Any], Message] = _unchanged_message
     encode: Callable[..., PyTree] | None = None
     decode: Callable[..., PyTree] | None = None
-    clip_norm: Scalar | None = None
+    clip_norm: Scalar | Callable[[PyTree], Scalar] | None = None
+    spends: Scalar = 0.0
     has_feedback: bool = False
     sends_differences: bool = False
     fixed_divisor: bool = False
@@ -117,7 +124,7 @@ ORDER_RULES = (
     "sparsify comes before quantize: its residual would leave the grid of levels",
     "sparsify and mask exclude each other: masks cancel only over the same coordinates",
     "mask comes last: nothing can read a masked upload",
-    "clip, noise and mask come at most once",
+    "clip, noise and mask come at most once, and adaptive_clip counts as clip",
 )
 """The legal orders in words; `check_order` refuses the others by name."""
 
@@ -154,6 +161,16 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
     for i in range(clips[0] + 1, len(transforms)):
         if i not in noises + masks:
             raise ValueError(f"{where}: {names[i]} must come before clip, because it could raise the norm again")
+    multiplier, spent = transforms[noises[0]].config.get("multiplier", 0.0), sum(step.spends for step in transforms)
+    if any(isinstance(value, jax.core.Tracer) for value in (multiplier, spent)):
+        return
+    multiplier, spent = np.asarray(multiplier), np.asarray(spent)
+    # A multiplier of 0 promises nothing, and 0 times infinity is no number.
+    if np.any(np.where(multiplier > 0, spent, 0) * multiplier**2 >= 1):
+        raise ValueError(
+            f"{where}: bit_noise must be above half the noise multiplier {multiplier}: the bits alone are less private than it "
+            "says"
+        )
 
 
 class Chain:
@@ -165,11 +182,17 @@ class Chain:
         # A key depends on the name, and on how many of this name came before: other transformations change no draw.
         names = [transform.name for transform in transforms]
         self._numbers = [names[:i].count(name) for i, name in enumerate(names)]
-        norms = [transform.clip_norm for transform in transforms if transform.clip_norm is not None]
-        self.clip_norm = norms[-1] if norms else None
+        self.spent = sum(transform.spends for transform in transforms)
         self.sends_differences = any(transform.sends_differences for transform in transforms)
         self.fixed_divisor = any(transform.fixed_divisor for transform in transforms)
         self.masks_uploads = any(transform.encode is not None for transform in transforms)
+
+    def clip_norm(self, kept: tuple[PyTree, ...]) -> Scalar | None:
+        """The norm to which the chain clips in a round in which its transformations keep `kept`, if it clips."""
+        for transform, its in zip(self.transforms, kept, strict=True):
+            if transform.clip_norm is not None:
+                return transform.clip_norm(its) if callable(transform.clip_norm) else transform.clip_norm
+        return None
 
     def init_memory(self, upload: PyTree) -> tuple[PyTree, ...]:
         """A client's first memory of each transformation."""
