@@ -12,10 +12,19 @@ from fedjax_meta import checks
 
 AGGREGATORS: dict[str, Callable[..., Any]] = {
     "mean": lambda: None,
-    "median": lambda: fm.aggregate.median,
+    **{name: entry.make for name, entry in fm.aggregate.RULES.items()},
     "trimmed_mean": functools.partial(fm.aggregate.trimmed_mean, share=0.1),
 }
 """By name, what makes an aggregator from its options; the mean is what a federation takes when it has none."""
+
+ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in fm.attacks.ATTACKS.items()}
+"""By name, what makes an attack from its options."""
+
+SCHEDULES: dict[str, Callable[..., Any]] = {"uniform": lambda: fm.schedules.uniform, "poisson": fm.schedules.poisson}
+"""By name, what makes a schedule of cohorts from its options."""
+
+CLIPS: dict[str, Callable[..., Any]] = {"fixed": fm.uploads.clip, "adaptive": fm.uploads.adaptive_clip}
+"""By name, what clips uploads."""
 
 PARTICIPATION: dict[str, Callable[..., Any]] = {
     "unreliable": fm.participation.unreliable,
@@ -102,6 +111,33 @@ def part(flag: str, text: str, registry: Mapping[str, Callable[..., Any]]) -> An
         return registry[name](**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what}: {checks.first_line(error)}") from error
+
+
+def aggregator(flag: str, text: str) -> Any:
+    """An aggregator from `NAME:KEY=VALUE,...`; wrappers such as `nearest_neighbours:f=2` come before it, joined by +.
+
+    Raises:
+      ValueError: see `part`.
+    """
+    if "+" not in text:
+        return part(flag, text, AGGREGATORS)
+    try:
+        return fm.aggregate.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def clip(flag: str, text: str) -> fm.uploads.UploadTransform:
+    """A clip from its norm, or from `adaptive:KEY=VALUE,...`.
+
+    Raises:
+      ValueError: see `part`.
+    """
+    try:
+        norm = float(text)
+    except ValueError:
+        return part(flag, text, CLIPS)
+    return fm.uploads.clip(norm)
 
 
 def _takes(options: Mapping[str, Any]) -> str:

@@ -92,6 +92,7 @@ class Plan(NamedTuple):
       tests: by key of the metrics, e.g. "fedper/local".
       rounds, eval_every, seed, store: see `fedjax_meta.simulate`.
       config: what else the results depend on, e.g. the data set, as JSON values.
+      guarantee: `rounds -> privacy.Guarantee` of a system with noise, for the progress line and the record; `None` without.
     """
 
     name: str
@@ -104,12 +105,14 @@ class Plan(NamedTuple):
     seed: int
     config: Mapping[str, Any]
     store: str | None = None
+    guarantee: Callable[[int], fm.privacy.Guarantee] | None = None
 
     @property
     def full_config(self) -> dict[str, Any]:
         """Everything that the results depend on; a resumed run must agree in all of it."""
         run = {"tests": list(self.tests), "rounds": self.rounds, "eval_every": self.eval_every, "seed": self.seed}
-        return {**self.config, "algorithm": self.algorithm.config, **run}
+        private = {} if self.guarantee is None else {"privacy": self.guarantee(self.rounds).config}
+        return {**self.config, "algorithm": self.algorithm.config, **run, **private}
 
 
 def prepare(devices: int | None, compile_cache: bool, *, cohort_size: int) -> int:
@@ -449,7 +452,8 @@ def _score(row: Mapping[str, Any], plan: Plan) -> str:
             test.clients, f"{test.clients} " + (f"{100 * accuracy:.1f} %" if math.isfinite(accuracy) else "not finite")
         )
     measured = row["train"].get("user_accuracy")
-    return ", ".join([*([f"UA {100 * measured[-1]:.1f} %"] if measured else []), *first.values()])
+    spent = [] if plan.guarantee is None else [f"epsilon {plan.guarantee(row['round']).epsilon:.3g}"]
+    return ", ".join([*([f"UA {100 * measured[-1]:.1f} %"] if measured else []), *first.values(), *spent])
 
 
 @contextlib.contextmanager

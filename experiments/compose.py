@@ -18,7 +18,9 @@ import typer
 
 import fedjax_meta as fm
 from experiments import _runner as runner
-from experiments._parts import AGGREGATORS, PARTICIPATION, assignments, part, rated
+from experiments._parts import AGGREGATORS, ATTACKS, PARTICIPATION, SCHEDULES, assignments, part, rated
+from experiments._parts import aggregator as aggregator_of
+from experiments._parts import clip as clip_of
 from fedjax_meta import checkpoint, checks, escape, implicit, meta, models, report
 from fedjax_meta.data import protocols, sources
 
@@ -42,8 +44,9 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 UPLOADS: dict[str, Callable[[Any], fm.uploads.UploadTransform]] = {
     "sparsify": fm.uploads.sparsify,
     "quantize": fm.uploads.quantize,
-    "clip": fm.uploads.clip,
+    "clip": lambda text: clip_of("--clip", str(text)),
     "noise": fm.uploads.noise,
+    "reproducible_noise": functools.partial(fm.uploads.noise, reproducible=True),
     "mask": fm.uploads.mask,
 }
 """Upload transformations by flag, in the order of the chain; this order is legal for all of them together."""
@@ -54,7 +57,8 @@ FLAGS = {
     "participation": "--participation, or --late and --crashed",
     "server_optimizer": "--server-optimizer",
     "devices": "--devices",
-    "schedule": "Python code",
+    "schedule": "--schedule",
+    "attack": "--attack",
     "new_client": "Python code",
 }
 """What to use for the options of a federation that are no plain values; Python code for those that are not named here."""
@@ -87,6 +91,8 @@ def compose(
     aggregator: str | None = None,
     participation: str | None = None,
     unreliable: Mapping[str, float] | None = None,
+    schedule: str | None = None,
+    attack: str | None = None,
     uploads: Mapping[str, Any] | None = None,
     devices: int | None = None,
     **options: Any,
@@ -100,10 +106,12 @@ def compose(
       outer_optimizer: name in `OPTIMIZERS`, of the clients' meta-updates.
       federation: options of `fedjax_meta.Federation` that are plain values.
       server_optimizer: name in `OPTIMIZERS` and a rate, "adam:0.01".
-      aggregator: name in `AGGREGATORS` with its options, "trimmed_mean:share=0.2" or short "trimmed_mean:0.2"; the weighted mean
-        when not given.
+      aggregator: name in `AGGREGATORS` with its options, "trimmed_mean:share=0.2" or short "trimmed_mean:0.2", with wrappers
+        before it, "nearest_neighbours:f=2+median"; the weighted mean when not given.
       participation: name in `PARTICIPATION` with its options, "stragglers:share=0.5,epochs=5"; all clients return when not given.
       unreliable: options of `participation.unreliable` in place of `participation`.
+      schedule: name in `SCHEDULES` with its options, "poisson:rate=0.1"; uniform cohorts when not given.
+      attack: name in `ATTACKS` with its options, "sign_flip:attackers=0.2,scale=10"; nobody attacks when not given.
       uploads: by name in `UPLOADS`, the argument of each.
       devices: how many devices share a cohort.
       **options: of the method.
@@ -129,7 +137,11 @@ def compose(
             name, shared["server_lr"] = rated("--server-optimizer", server_optimizer, OPTIMIZERS, 1.0)
             shared["server_optimizer"] = OPTIMIZERS[name]
         if aggregator is not None:
-            shared["aggregator"] = part("--aggregator", aggregator, AGGREGATORS)
+            shared["aggregator"] = aggregator_of("--aggregator", aggregator)
+        if schedule is not None:
+            shared["schedule"] = part("--schedule", schedule, SCHEDULES)
+        if attack is not None:
+            shared["attack"] = part("--attack", attack, ATTACKS)
         if participation is not None:
             if unreliable:
                 raise ValueError("--participation replaces --late and --crashed: write unreliable:late=...,crashed=...")
@@ -196,6 +208,7 @@ def make_plans(
     devices: int | None,
     store: str | None,
     config: Mapping[str, Any],
+    delta: float | None = None,
 ) -> list[runner.Plan]:
     """One training run for every system and seed.
 
@@ -206,11 +219,15 @@ def make_plans(
       rounds, eval_every, seeds, store: see `fedjax_meta.simulate`.
       cohort_size, devices: of the federation, where a system does not say otherwise.
       config: what else the results depend on.
+      delta: of differential privacy, where a system has noise.
     """
     plans = []
     for name, parts in systems.items():
         federation = {"cohort_size": cohort_size, **parts.get("federation", {})}
         algorithm = compose(task, **{**parts, "federation": federation}, devices=devices)
+        guarantee = guarantee_of(algorithm, data.train.num_clients, delta)
+        if guarantee is not None:
+            guarantee(rounds)  # what cannot be accounted for is refused before the run has a folder
         # Refuses a cohort that is larger than the population, before the run has a folder.
         algorithm.cohort(jax.random.key(0), 0, data.train.num_clients)
         title = parts["algorithm"] + ("*" if _changes(parts) else "")
@@ -230,10 +247,36 @@ def make_plans(
                 seed=seed,
                 config=config,
                 store=store,
+                guarantee=guarantee,
             )
             for seed in seeds
         ]
     return plans
+
+
+def guarantee_of(
+    algorithm: fm.Algorithm, num_clients: int, delta: float | None
+) -> Callable[[int], fm.privacy.Guarantee] | None:
+    """`rounds -> guarantee` of a system with noise, `None` for one without.
+
+    Raises:
+      ValueError: a delta without noise, or out of range; dp-accounting is not installed.
+    """
+    if not any(step["name"] == "noise" for step in algorithm.config["federation"]["uploads"]):
+        return None
+    chosen = num_clients**-1.1 if delta is None else delta
+    checks.fraction("--delta", chosen)
+
+    @functools.cache
+    def after(rounds: int) -> fm.privacy.Guarantee:
+        try:
+            found = fm.privacy.spent(algorithm.config, rounds, num_clients, chosen)
+        except ImportError as error:
+            raise ValueError(str(error)) from None
+        assert found is not None
+        return found
+
+    return after
 
 
 def _changes(parts: Mapping[str, Any]) -> str:
@@ -247,9 +290,9 @@ def _changes(parts: Mapping[str, Any]) -> str:
     return ", ".join(changed)
 
 
-def write_report(folder: Path, title: str, changes: str, series: Sequence[report.Series]) -> None:
-    """Prints the table, and writes it as `report.md` with `figure.png`; `changes` explains the star."""
-    note = f"* {changes}" if changes else ""
+def write_report(folder: Path, title: str, changes: str, series: Sequence[report.Series], *, privacy: str = "") -> None:
+    """Prints the table, and writes it as `report.md` with `figure.png`; `changes` and `privacy` explain the star."""
+    note = "; ".join(filter(None, [f"* {changes}" if changes else "", privacy]))
     headings = ("system", "clients", "accuracy", "mean ± std over clients", "macro F1")
     rows = []
     for key in dict.fromkeys((one.title, one.clients) for one in series):
@@ -335,15 +378,47 @@ def main(  # long because every option brings its help text
             show_default=False,
         ),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE,...",
+            help="Which clients take part: "
+            + ", ".join(SCHEDULES)
+            + ", e.g. `poisson:rate=0.1`, whose --clients-per-round is "
+            "the most that a round can hold.",
+            show_default=False,
+        ),
+    ] = None,
+    attack: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE,...",
+            help="What some clients do to harm the others: "
+            + ", ".join(ATTACKS)
+            + ", e.g. `sign_flip:attackers=0.2,scale=10`.",
+            show_default=False,
+        ),
+    ] = None,
     late: Annotated[float, typer.Option(help="Probability that a client's upload is late.")] = 0.0,
     crashed: Annotated[float, typer.Option(help="Probability that a client crashes in a round.")] = 0.0,
     sparsify: Annotated[
         float | None, typer.Option(help="Share of an upload's numbers that are sent, with error feedback.", show_default=False)
     ] = None,
     quantize: Annotated[int | None, typer.Option(help="Bits for each number of an upload.", show_default=False)] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest norm of an upload.", show_default=False)] = None,
+    clip_: Annotated[
+        str | None,
+        typer.Option(
+            "--clip", metavar="NORM", help="Largest norm of an upload, or `adaptive:KEY=VALUE,...`.", show_default=False
+        ),
+    ] = None,
     noise: Annotated[
         float | None, typer.Option(help="Noise multiplier of differential privacy; needs --clip.", show_default=False)
+    ] = None,
+    reproducible_noise: Annotated[
+        bool, typer.Option("--reproducible-noise", help="Take the noise from --seeds: for studies, it protects nobody.")
+    ] = False,
+    delta: Annotated[
+        float | None, typer.Option(help="Of differential privacy; N^-1.1 for N clients when not given.", show_default=False)
     ] = None,
     mask: Annotated[
         int | None,
@@ -412,7 +487,8 @@ def main(  # long because every option brings its help text
         checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)
         checks.one_of("--protocol", protocol, PROTOCOLS)
         unreliable = {name: value for name, value in (("late", late), ("crashed", crashed)) if value != 0}
-        flags = {"sparsify": sparsify, "quantize": quantize, "clip": clip, "noise": noise, "mask": mask}
+        noised = "reproducible_noise" if reproducible_noise else "noise"
+        flags = {"sparsify": sparsify, "quantize": quantize, "clip": clip_, noised: noise, "mask": mask}
         named = {"personal": personal, "personal_rates": personal_rates, "adapts": adapts}
         named |= {"learned_rates": True if learned_rates else None}
         systems: dict[str, dict[str, Any]] = {
@@ -426,6 +502,8 @@ def main(  # long because every option brings its help text
                 "aggregator": aggregator,
                 "participation": participation,
                 "unreliable": unreliable,
+                "schedule": schedule,
+                "attack": attack,
                 "uploads": {name: value for name, value in flags.items() if value is not None},
                 **of_method(set_ or ()),
                 **{name: value for name, value in named.items() if value is not None},
@@ -458,6 +536,7 @@ def main(  # long because every option brings its help text
             cohort_size=clients_per_round,
             devices=shared,
             store=store,
+            delta=delta,
             config=config,
         )
         runner.check_titles(plans)
@@ -469,7 +548,9 @@ def main(  # long because every option brings its help text
         )
         results = runner.run_all(plans, folder, on_divergence=on_divergence)
         changes = _changes(systems["composition"])
-        write_report(folder, f"{data.name}: round {rounds}", changes, runner.all_series(plans, results))
+        series = runner.all_series(plans, results)
+        spent = next((str(plan.guarantee(rounds)) for plan in plans if plan.guarantee is not None), "")
+        write_report(folder, f"{data.name}: round {rounds}", changes, series, privacy=spent)
         runner.exit_if_all_diverged(plans, results)
 
 

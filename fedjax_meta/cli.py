@@ -24,7 +24,7 @@ from fedjax_meta.study import page, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
-from fedjax_meta.study.system import AGGREGATORS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, UPLOADS
+from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
 console = Console()
 errors = Console(stderr=True)
@@ -146,6 +146,8 @@ def list_(
                 ("estimator", ESTIMATORS),
                 ("optimizer", OPTIMIZERS),
                 ("aggregator", AGGREGATORS),
+                ("attack", ATTACKS),
+                ("schedule", SCHEDULES),
                 ("participation", PARTICIPATION),
                 ("uploads", UPLOADS),
             )

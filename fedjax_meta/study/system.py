@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from fedjax_meta import aggregate, checks, implicit, meta, participation, uploads
+from fedjax_meta import aggregate, attacks, checks, implicit, meta, participation, schedules, uploads
 from fedjax_meta import federation as federations
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.contract import Method
@@ -32,10 +32,9 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "yogi": optax.yogi,
     "adagrad": optax.adagrad,
 }
-AGGREGATORS: dict[str, Callable[..., Any]] = {
-    "median": lambda: aggregate.median,
-    "trimmed_mean": aggregate.trimmed_mean,
-}
+AGGREGATORS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in aggregate.RULES.items()}
+ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
+SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"uniform": lambda: schedules.uniform, "poisson": schedules.poisson}
 PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
     "unreliable": participation.unreliable,
     "stragglers": participation.stragglers,
@@ -44,6 +43,7 @@ UPLOADS: dict[str, Callable[..., uploads.UploadTransform]] = {
     "sparsify": uploads.sparsify,
     "quantize": uploads.quantize,
     "clip": uploads.clip,
+    "adaptive_clip": uploads.adaptive_clip,
     "noise": uploads.noise,
     "mask": uploads.mask,
 }
@@ -55,9 +55,14 @@ PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
     "outer_optimizer": (OPTIMIZERS, True),
     "server_optimizer": (OPTIMIZERS, True),
     "aggregator": (AGGREGATORS, False),
+    "attack": (ATTACKS, False),
     "participation": (PARTICIPATION, False),
+    "schedule": (SCHEDULES, False),
 }
 """Options that name a part: its registry, and whether the option wants the part as a factory that is called later."""
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"aggregator": aggregate.parse, "attack": attacks.parse}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ class System:
     """A method in a federation, ready to be compared.
 
     A part is written as its name (`outer_optimizer: adam`), or as a name with options (`estimator: {name: implicit,
-    prox_weight: 2.0}`).
+    prox_weight: 2.0}`); aggregators and attacks also as on a command line (`aggregator: nearest_neighbours:f=2+median`).
 
     Attributes:
       method: name in `METHODS`.
@@ -133,6 +138,8 @@ def part(option: str, given: Any) -> Any:
     if given is None:
         return None
     registry, as_factory = PARTS[option]
+    if isinstance(given, str) and ":" in given and option in _PARSERS:
+        return _PARSERS[option](given)
     if not as_factory:
         return _made(option, registry, given)
     name, options = _name_and_options(option, given)
