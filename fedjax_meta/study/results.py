@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, escape, report
+from fedjax_meta import costs, escape, privacy, report
+from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
@@ -71,6 +72,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if not system.grid:
         remarks.append("not tuned")
+    remarks += _privacy(algorithm, study.rounds, clients.train.num_clients)
     return Line(
         title=study.title_of(outcome.system),
         numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
@@ -82,6 +84,17 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
     )
+
+
+def _privacy(algorithm: Algorithm, rounds: int, num_clients: int) -> list[str]:
+    """What the clients of a system with noise are promised, at delta = N^-1.1."""
+    if not any(step["name"] == "noise" for step in algorithm.config["federation"]["uploads"]):
+        return []
+    try:
+        found = privacy.spent(algorithm.config, rounds, num_clients, num_clients**-1.1)
+    except ImportError as error:
+        return [f"epsilon unknown: {error}"]
+    return [] if found is None else [f"epsilon {found.epsilon:.3g}, delta {found.delta:.2g}"]
 
 
 HEADINGS = ("system", "known", "worst 10 %", "new", "behind local", "upload", "chosen", "remark")

@@ -248,4 +248,8 @@ def test_a_system_takes_its_parts_by_name():
     )
     config = system.build(task, outer_lr=0.01).config
     assert config["outer_lr"] == 0.01 and config["federation"]["cohort_size"] == 3
+    robust = {"aggregator": "nearest_neighbours:f=1+median", "attack": {"name": "sign_flip", "attackers": 0.2}}
+    shared = System(method="fedavg", federation={**robust, "schedule": {"name": "poisson", "rate": 0.3}}).build(task).config
+    assert shared["federation"]["schedule"] == {"name": "poisson", "rate": 0.3}
+    assert "nearest_neighbours" in json.dumps(shared["federation"]["aggregator"])
     assert "implicit" in json.dumps(config["estimator"]) and "clip" in json.dumps(config["federation"]["uploads"])
