@@ -119,6 +119,8 @@ def require_parts(task: Task, method: str, *, as_predicted: bool = False) -> Log
       ValueError: the loss is an opaque function, or has dropout or batch statistics where `as_predicted` is true.
     """
     loss = task.loss
+    if task.private is not None:
+        raise ValueError(f"{method} takes gradients of the model's logits, which those of private_task do not cover")
     if not isinstance(loss, LogitsLoss):
         raise ValueError(
             f"{method} needs to know what the task's loss is made of, but it is an opaque function: "

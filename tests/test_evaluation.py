@@ -12,7 +12,7 @@ import sklearn.metrics
 
 import fedjax_meta as fm
 from fedjax_meta import engine, evaluation
-from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from tests import problems
 
@@ -36,6 +36,7 @@ STATE = State(
     model=jnp.linspace(0, 1, K),
     optimizer=(),
     extra=(),
+    aggregation=Aggregation((), ()),
     personal=jnp.asarray(RNG.normal(size=(4, K))),
     memory=(),
     residual=(),

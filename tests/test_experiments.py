@@ -263,7 +263,7 @@ def test_a_run_that_is_refused_has_no_folder(tmp_path):
     result = invoke(compose.app, "--algorithm", "fedavg", "--compare", "fedavg", *words)
     assert (result.exit_code, "two systems have the title 'fedavg'" in result.stderr) == (1, True)
     result = invoke(compose.app, "--algorithm", "fedper", "--store", "/dev/null/rows", *words)
-    assert (result.exit_code, "Not a directory: '/dev/null/rows'" in result.stderr) == (1, True)
+    assert (result.exit_code, "/dev/null/rows" in result.stderr) == (1, True)
     assert not (tmp_path / "run").exists()
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_diverges_is_marked_and_no_success(policy, tmp_path):
     for extra in ([], ["--resume"]):
         result = invoke(compose.app, *words, "--on-divergence", policy, *extra)
         assert result.exit_code == 3, result.output
-        assert "fedavg* (diverged at round 1)" in (out / "report.md").read_text()
+        assert "fedavg\\* (diverged at round 1)" in (out / "report.md").read_text()
         assert result.stderr.splitlines()[-1].startswith("all systems diverged")
     if policy == "continue":
         first = invoke(compose.app, *words[:-1], str(tmp_path / "again"))
@@ -302,7 +302,7 @@ def test_one_system_that_diverges_does_not_fail_the_others(tmp_path):
     result = invoke(compose.app, *words, "--on-divergence", "stop")
     assert result.exit_code == 0, result.output
     lines = (out / "report.md").read_text().splitlines()
-    assert any(line.startswith("| fedavg* (diverged at round 1) | local |") for line in lines)
+    assert any(line.startswith("| fedavg\\* (diverged at round 1) | local |") for line in lines)
     assert any(re.match(r"\| fedper \| local \| \d+\.\d\d \|", line) for line in lines)
 
 

@@ -124,9 +124,9 @@ def test_what_a_run_spends_follows_from_its_config(options, clients, sampling):
 
 def test_a_run_without_noise_spends_nothing_that_could_be_named_and_odd_noise_is_refused():
     assert privacy.spent(fm.Federation(uploads=(uploads.clip(1.0),)).config, 5, 50, 1e-5) is None
-    several = fm.Federation(uploads=(uploads.clip(1.0), uploads.noise(jnp.array([1.0, 2.0]))))
+    odd = {"uploads": [{"name": "clip", "norm": 1.0}, {"name": "noise", "multiplier": [1.0, 2.0]}]}
     with pytest.raises(ValueError, match=r"must be one number to be accounted for, not \[1.0, 2.0\]"):
-        privacy.spent(several.config, 5, 50, 1e-5)
+        privacy.spent(fm.Federation().config | odd, 5, 50, 1e-5)
 
 
 @pytest.mark.parametrize(

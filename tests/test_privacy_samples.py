@@ -130,11 +130,8 @@ REFUSED = {
         SECOND_ORDER,
     ),
     "fedala": r"lets out what depends on samples without noise \(\['upload'\]",  # stops by losses
-    "fedem": r"lets out .* \(\['upload'\]",  # responsibilities
     "fedfomo": r"lets out .* \(\['collaborate'\]",  # validation losses
-    "fedpac": r"lets out .* \(\['collaborate'\]",  # class means of features
-    "fedrod": r"lets out .* \(\['upload'\]",  # class counts in its loss
-    "moon": r"lets out .* \(\['upload'\]",  # features in its loss
+    **dict.fromkeys(("apfl_outputs", "fedem", "fedpac", "fedrod", "moon"), "takes gradients of the model's logits"),
 }
 """Methods that would let something out without noise, or cannot be learned from first derivatives."""
 

@@ -242,4 +242,4 @@ def test_nothing_in_a_table_is_taken_for_markup():
     assert "[red]t[/red]" in shown
     lines = report.markdown_table(cells, [cells]).splitlines()
     assert len(lines) == 3
-    assert lines[2] == "| [bold]a[/bold] | x\\|y z | [/] |"
+    assert lines[2] == r"| \[bold\]a\[/bold\] | x\|y z | \[/\] |"

@@ -3,6 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -100,8 +101,8 @@ class Attack:
         views: dict[str, ClientView] = {}
         for name, view in client.views.items():
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(name.encode())), id_)
-            fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-            views[name] = _PoisonedView(**fields, poison=self.poison, key=key, attacks=attacks, num_classes=num_classes)
+            change = partial(_changed, self.poison, view, key, attacks, num_classes)
+            views[name] = dataclasses.replace(view, change=change)
         return ClientData(views)
 
     def alone(self, key: Key, attacks: jax.Array, sent: PyTree, before: PyTree) -> PyTree:
@@ -136,21 +137,13 @@ class Attack:
         return _on_changes(one_for_all, lambda leaf: along(active, leaf), sent, before)
 
 
-@dataclasses.dataclass(frozen=True)
-class _PoisonedView(ClientView):
-    """A view whose samples an attacker changes when they are taken."""
-
-    poison: Poison | None = None
-    key: Key | None = None
-    attacks: Any = False
-    num_classes: int = 0
-
-    def take(self, index: jax.Array, weight: jax.Array) -> Batch:
-        batch = super().take(index, weight)
-        assert self.poison is not None and self.key is not None
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(self.key, index)
-        changed = self.poison(batch, jax.vmap(jax.random.uniform)(keys), self, self.num_classes)
-        return jax.tree.map(lambda new, old: jnp.where(self.attacks, new, old), changed, batch)
+def _changed(
+    poison: Poison, view: ClientView, key: Key, attacks: jax.Array, num_classes: int, batch: Batch, index: jax.Array
+) -> Batch:
+    """A batch as an attacker changes it; a sample is changed alike whenever it is taken."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+    changed = poison(batch, jax.vmap(jax.random.uniform)(keys), view, num_classes)
+    return jax.tree.map(lambda new, old: jnp.where(attacks, new, old), changed, batch)
 
 
 def _on_changes(

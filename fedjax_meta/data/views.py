@@ -1,7 +1,7 @@
 """`ClientView` and `ClientData`: the part of the flat arrays that one client sees, and the batches made from it."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ class ClientView:
       work: share in [0, 1] of the training steps that the client performs; may be traced, `None` means all. It models a
         client that stops early: `epochs`, `endless` and `full` return `ceil(work * steps)` of their steps. `in_order` and
         `in_chunks` always cover the whole view, because evaluation and statistics are not training.
+      order: `positions -> positions`, which sample stands where; as stored when `None`. With a smaller `size` it picks some.
+      change: `(batch, positions) -> batch`, what becomes of samples when they are taken; nothing when `None`.
     """
 
     x: jax.Array | np.ndarray
@@ -36,6 +38,8 @@ class ClientView:
     size: Scalar
     max_size: int
     work: Scalar | None = None
+    order: Callable[[jax.Array], jax.Array] | None = None
+    change: Callable[[Batch, jax.Array], Batch] | None = None
 
     def _performed(self, steps: Scalar) -> Scalar:
         """The number of steps that the client performs of `steps`."""
@@ -50,11 +54,14 @@ class ClientView:
             client, so that no client reads another's.
           weight: `[B]`, 1 for a real sample and 0 for padding.
         """
-        where = self.start + jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
+        index = jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
+        index = index if self.order is None else self.order(index)
+        where = self.start + index
         x = jnp.asarray(self.x).at[where].get(mode="clip")
         if self.offset is not None and self.scale is not None:
             x = (x.astype(jnp.result_type(float)) - self.offset) * self.scale
-        return Batch(x, jnp.asarray(self.y).at[where].get(mode="clip"), weight.astype(jnp.result_type(float)))
+        batch = Batch(x, jnp.asarray(self.y).at[where].get(mode="clip"), weight.astype(jnp.result_type(float)))
+        return batch if self.change is None else self.change(batch, index)
 
     def epochs(self, key: Key, batch_size: int, epochs: int = 1, *, share: Scalar | None = None) -> Batches:
         """Shuffled passes over the view, `ceil(size / batch_size)` steps each; the last batch of a pass may be partial.

@@ -16,6 +16,7 @@ vote; the code tries the grid on the test set.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.methods.fedavg import fedavg
-from fedjax_meta.task import Batch, Task
+from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate, Scalar, Variables
 
 
@@ -43,25 +44,9 @@ def trained_on(size: Scalar, validation_share: Rate) -> jax.Array:
     return size - jnp.floor(validation_share * size + 1e-3).astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class FirstOnes(ClientView):
-    """The first `size` samples of a view in the fixed order.
-
-    Attributes:
-      whole: number of samples of the view.
-    """
-
-    whole: Scalar = 0
-
-    @classmethod
-    def of(cls, view: ClientView, count: Scalar) -> "FirstOnes":
-        """The first `count` samples of a view."""
-        fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-        return cls(**(fields | {"size": count}), whole=view.size)
-
-    def take(self, index: jax.Array, weight: jax.Array) -> Batch:
-        """As `ClientView.take`."""
-        return super().take(in_fixed_order(index, self.whole), weight)
+def first_ones(view: ClientView, count: Scalar) -> ClientView:
+    """The first `count` samples of a view in the fixed order."""
+    return dataclasses.replace(view, size=count, order=partial(in_fixed_order, size=view.size))
 
 
 class Datastore(NamedTuple):
@@ -157,7 +142,7 @@ def knn_per(
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         view = data["train"]
-        part = FirstOnes.of(view, trained_on(view.size, validation_share))
+        part = first_ones(view, trained_on(view.size, validation_share))
         return base.client(key, received, ClientData({**data.views, "train": part}))
 
     def chosen_mixing(store: Datastore, counts: jax.Array) -> jax.Array:
@@ -177,7 +162,7 @@ def knn_per(
         model, index = base.personalize(key, received, support), jnp.arange(support.max_size, dtype=jnp.int32)
         real = index < support.size
         samples = support.take(in_fixed_order(index, support.size) if holds_out else index, real)
-        # Padding may hold another client's samples, which must not enter this client's datastore.
+        # Padding repeats samples, which must not count twice.
         keys = jnp.where(real[:, None], extract(model, samples.x), 0)
         store = Datastore(model, keys, jnp.where(real, samples.y, 0), real, jnp.zeros(()))
         if mixing is not None:

@@ -93,7 +93,7 @@ def _mix_marks(setting: Setting, state: State, data: FederatedData, kept: PyTree
         visible, marks = state, marks._replace(personal=kept[0], memory=kept[1], residual=residual, seen=seen)
 
     def mixed(key: Key, visible: State, cohort: Cohort, data: FederatedData) -> PyTree:
-        return mix(key, visible, cohort._replace(lanes=setting.federation.lanes), data)
+        return mix(key, visible, cohort._replace(lanes=setting.federation.lanes), data)[:2]
 
     return marks_of(mixed, (False, marks, cohort_marks, _samples(data)), jax.random.key(0), visible, cohort, data)
 

@@ -209,9 +209,7 @@ def _check_seeds(name: str, seeds: Any) -> None:
     if not isinstance(seeds, (list, tuple)) or not seeds:
         raise ValueError(f"{name}={seeds!r} must be a list of at least one seed")
     for seed in seeds:
-        checks.count(name, seed, least=0)
-        if seed >= 2**32:
-            raise ValueError(f"{name}: {seed} must be below 2^32")
+        checks.seed(name, seed, bits=32)
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{name}={list(seeds)} names a seed twice")
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta.methods.knn_per import FirstOnes, in_fixed_order, trained_on
+from fedjax_meta.methods.knn_per import first_ones, in_fixed_order, trained_on
 from tests import problems
 from tests.methods.common import KEY, batch, build, personalized, run, start
 
@@ -48,7 +48,7 @@ def test_the_model_never_sees_the_samples_that_its_share_is_chosen_on():
 def test_an_epoch_goes_once_through_the_samples_that_are_trained_on():
     view = problems.data().client(2)["train"]
     size = int(view.size)
-    part = FirstOnes.of(view, trained_on(view.size, 0.3))
+    part = first_ones(view, trained_on(view.size, 0.3))
     batches = part.epochs(KEY, 8)
     seen = [batches.get(t, 0) for t in range(int(batches.steps))]
     x = np.concatenate([np.asarray(b.x)[np.asarray(b.weight) > 0] for b in seen])

@@ -90,7 +90,7 @@ def test_a_test_client_takes_one_step_on_all_of_its_support_view():
 def test_three_batches_share_no_sample_unless_the_client_has_too_few(size, times):
     # 3 x 6 = 18 rows: of 33 samples none comes twice, and of 4 each comes 4 or 5 times.
     data = fm.from_clients(
-        [(np.arange(size)[:, None] / 1.0, np.zeros(size, int))], num_classes=2, views={"train": ([0], [size])}
+        [(np.arange(size)[:, None] / 1.0, np.zeros(size, int))], num_classes=1, views={"train": ([0], [size])}
     )
     batches = independent_batches(KEY, data.client(0)["train"], 6)
     drawn = np.concatenate([np.asarray(b.get(0, 0).x)[:, 0].astype(int) for b in batches])
@@ -102,7 +102,7 @@ def test_every_local_step_draws_afresh_and_gives_each_batch_its_role():
     # The "gradient" of this estimator counts the samples in b0, b1 and b2, so that the model after a round lists them.
     size = 40
     data = fm.from_clients(
-        [(np.arange(size)[:, None] / 1.0, np.zeros(size, int))], num_classes=2, views={"train": ([0], [size])}
+        [(np.arange(size)[:, None] / 1.0, np.zeros(size, int))], num_classes=1, views={"train": ([0], [size])}
     )
 
     def counting(inner):

@@ -178,7 +178,7 @@ BAD = {
     "no clients": (tree(scenarios={"a": {"clients": 0}}), "scenarios.a: clients=0 must be an integer of at least 1"),
     "no seeds": (tree(seeds=[]), "seeds=.* must be a list of at least one seed"),
     "a seed twice": (tree(seeds=[1, 1]), "names a seed twice"),
-    "a seed of more than 32 bits": (tree(seeds=[2**40]), "must be below 2.32"),
+    "a seed of more than 32 bits": (tree(seeds=[2**40]), "must be an integer of at least 0 and below 2..32"),
     "no rounds": (tree(rounds=0), "rounds=0 must be an integer of at least 1"),
     "two systems of one title": (
         tree(systems={name: {"method": "fedavg", "title": "A"} for name in "ab"}),
