@@ -1,5 +1,6 @@
 """Bad inputs: models, tasks, masks, scores, costs, evaluation, runs, checkpoints, reports."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -246,13 +247,13 @@ SAVED = {
     "a state of another structure": Row(
         lambda: _saved(like=lambda state: state._replace(model={"w": jnp.ones(3)})), ("cannot resume", "another structure")
     ),
-    "a truncated record": Row(
-        lambda: _saved(lambda folder: (folder / "1" / "run.json").write_text("{")), ("damaged checkpoint", "run.json")
+    "a truncated checkpoint": Row(
+        lambda: _saved(lambda folder: os.truncate(folder / "1.ckpt", 100)), ("damaged checkpoint", "1.ckpt")
     ),
-    "a record that is binary": Row(
-        lambda: _saved(lambda folder: (folder / "1" / "run.json").write_bytes(b"\xff\xfe\n")), ("damaged checkpoint",)
+    "a checkpoint that is something else": Row(
+        lambda: _saved(lambda folder: (folder / "1.ckpt").write_bytes(b"\xff\xfe\n")), ("damaged checkpoint",)
     ),
-    "a missing record": Row(lambda: _saved(lambda folder: (folder / "1" / "run.json").unlink()), ("damaged checkpoint",)),
+    "an empty checkpoint": Row(lambda: _saved(lambda folder: (folder / "1.ckpt").write_bytes(b"")), ("damaged checkpoint",)),
     "a folder that is a file": Row(
         lambda: checkpoint.save(__file__, STATE_OF_NONE, [], {}), ("could not save round 1", "earlier checkpoints are intact")
     ),
