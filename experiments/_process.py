@@ -72,7 +72,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         text = str(stop) if isinstance(stop, Stopped) else "stopped; everything that was saved is still there"
         errors.print(Text(text, style="yellow"), soft_wrap=True)
         raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError) as error:
         _remove_started()
         if debug:
             raise

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Column
 from rich.text import Text
 
@@ -262,6 +263,11 @@ def exit_if_diverged(systems: Sequence[bool]) -> None:
         raise typer.Exit(3)
 
 
+def loading(dataset: str) -> Status:
+    """A spinner while a data set is read; its name is text of the user."""
+    return console.status(Text(f"loading {dataset}"))
+
+
 def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
     """Prints a table with as many of its columns, from the left, as the terminal has room for; into a file all of them."""
     whole = Console(file=console.file, width=max(console.width, 160)) if not console.is_terminal else console
@@ -460,7 +466,7 @@ def _score(row: Mapping[str, Any], plan: Plan) -> str:
 def _display(runs: int) -> Iterator[_Display]:
     columns = [
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         *([BarColumn(bar_width=16)] if console.width >= 120 else []),
         TextColumn("round {task.completed}/{task.total}"),
         TimeElapsedColumn(),
@@ -523,6 +529,9 @@ def numbers(text: str, name: str, convert: Callable[[str], float] = int) -> list
         raise ValueError(f"{name} {text!r} must be numbers separated by commas, e.g. 1,2,3") from None
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} {text!r} must name at least one value, and none twice")
+    if name == "--seeds":
+        for seed in values:
+            checks.seed(name, seed)
     return values
 
 

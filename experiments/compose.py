@@ -521,7 +521,7 @@ def main(  # long because every option brings its help text
             checks.seed("--seeds", seed)
         checks.seed("--data-seed", data_seed, bits=32)
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
-        with runner.console.status(f"loading {escape.console(dataset)}"):
+        with runner.loading(dataset):
             source = sources.load(dataset, data_dir=data_dir)
             data = PROTOCOLS[protocol](source, seed=data_seed, **({} if clients is None else {"num_clients": clients}))
         config = {"experiment": "compose", "dataset": dataset, "protocol": protocol, "clients": clients}

@@ -513,7 +513,7 @@ def main(  # long because every option brings its help text
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
         task = models.lenet() if family == "cifar10" else models.mlp()
         fm.masks.resolve(f"last:{personal_layers}", task, name="--personal-layers")
-        with runner.console.status(f"loading {dataset}"):
+        with runner.loading(dataset):
             source = sources.load(dataset, data_dir=data_dir, download=download)
             data = load(source, chosen, seed=data_seed, pairing=pairing)
         config = {"experiment": "fedmeta_per", "dataset": dataset, "pairing": pairing, "data_seed": data_seed}

@@ -457,7 +457,7 @@ def main(  # long because every option brings its help text
         if cohort > num_clients:
             raise ValueError(f"--clients-per-round {cohort} is more than the --num-clients {num_clients} there are")
         shared = runner.prepare(devices, compile_cache, cohort_size=cohort)
-        with runner.console.status(f"loading {dataset}"):
+        with runner.loading(dataset):
             source = sources.load(dataset, data_dir=data_dir, download=download)
         config = {
             "experiment": "fedpac",

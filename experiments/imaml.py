@@ -275,7 +275,7 @@ def main(  # long because every option brings its help text
         chosen = runner.names(systems, "--systems", SYSTEMS)
         epoch_list, seed_list = runner.numbers(epochs, "--epochs"), runner.numbers(seeds, "--seeds")
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
-        with runner.console.status(f"loading {dataset}"):
+        with runner.loading(dataset):
             data = protocols.fedmeta_per_clients(sources.load(dataset, data_dir=data_dir), seed=data_seed)
         task = models.lenet() if dataset == "cifar10" else models.mlp()
         config = {"experiment": "imaml", "dataset": dataset, "data_seed": data_seed}

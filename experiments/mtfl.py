@@ -524,7 +524,7 @@ def main(  # long because every option brings its help text
         shares = [1.0] if what == "shift" else shares
         smallest = check_sizes(counts, shares)
         shared = runner.prepare(devices, compile_cache, cohort_size=smallest)
-        with runner.console.status(f"loading {dataset}"):
+        with runner.loading(dataset):
             source = sources.load(dataset, data_dir=data_dir, download=download)
             division: dict[str, Any] = {"noisy": noisy, "data_seed": data_seed, "norm": norm, "momentum": momentum}
             settings = [here for count in counts for here in make_settings(source, clients=count, shares=shares, **division)]

@@ -255,7 +255,7 @@ def main(
             noises = {value: privacy.noise_for(value, rounds, delta, setting.sampling) for value in wanted}
         systems = [System("none", None, 0.0)]
         systems += [System(way, value, noises[value]) for way in ways for value in wanted]
-        with runner.console.status(f"loading {dataset}"):
+        with runner.loading(dataset):
             source = sources.load(dataset, data_dir=data_dir)
             data, test = clients_of(source, clients, concentration=concentration, seed=data_seed), test_of(source)
         inputs = int(np.prod(source.x_train.shape[1:]))

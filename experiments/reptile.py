@@ -301,7 +301,7 @@ def main(  # long because every option brings its help text
         parts = []
         # Everything is built once with concrete rates, so that wrong values are refused before anything is trained.
         for dataset in names:
-            with runner.console.status(f"loading {dataset}"):
+            with runner.loading(dataset):
                 protocol, task = load(dataset, data_dir=data_dir, seed=data_seed)
             cohort = round(ROUND_SHARE * protocol.train.num_clients)
             for name in chosen:

@@ -381,7 +381,7 @@ def main(  # long because every option brings its help text
         rounds = (15 if quick else 40) if rounds is None else rounds
         seed_list = runner.numbers(("1" if quick else "1,2,3") if seeds is None else seeds, "--seeds")
         shared = runner.prepare(devices, compile_cache, cohort_size=num_clients)
-        with runner.console.status(f"loading {dataset}"):
+        with runner.loading(dataset):
             source = sources.load(dataset, data_dir=data_dir)
         size = {"num_clients": num_clients, "num_new": new_clients, "seed": data_seed}
         cut = {split: make_clients(source, split, **size) for split in split_list}

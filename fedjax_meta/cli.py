@@ -283,7 +283,7 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         errors.print("stopped; the same command with the same --out goes on", style="yellow")
         raise typer.Exit(130) from None
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError) as error:
         if debug:
             raise
         errors.print(f"error: {escape.console(str(error).splitlines()[0])}", soft_wrap=True)
