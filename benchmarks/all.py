@@ -26,12 +26,14 @@ def main(
     scaling = ["--repeats", "3", "--max-clients", "100000", "--max-cohort", "1024"] if quick else []
     systems = ["--repeats", "3"] if quick else []
     start = ["--repeats", "1"] if quick else []
+    sweeps = ["--rates", "4", "--seeds", "2", "--rounds", "20"] if quick else []
     for command in (
         ["peers.py", *peers, "--output", rows],
         ["scaling.py", *scaling, "--output", rows],
         ["second_order.py", "--output", rows],
         ["systems.py", *systems, "--output", rows],
         ["start.py", *start, "--output", rows],
+        ["sweeps.py", *sweeps, "--output", rows],
         ["roofline.py", rows, "--figure", folder / "roofline.png"],
     ):
         subprocess.run([sys.executable, str(HERE / command[0]), *map(str, command[1:])], check=True)

@@ -51,7 +51,7 @@ def first_round(experiment: str, folder: Path, cache: Path) -> float:
         begin = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
         try:
-            while not any(folder.glob("state/*/1")):
+            while not any(folder.glob("state/*/1.ckpt")):
                 if process.poll() is not None:
                     log.seek(0)
                     raise RuntimeError(
