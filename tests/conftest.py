@@ -1,6 +1,9 @@
 """Tests run in float64, on two CPU devices, with fast compilation, which takes most of their time."""
 
+import gc
+import itertools
 import os
+import pathlib
 
 import jax
 import pytest
@@ -19,9 +22,22 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_enable_x64", True)
 runtime.use_all_cores()  # keeps the two devices, and turns the compilation cache on
 
+_finished = itertools.count(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps the tests of a file, which share compiled programs, in one process, unless they are in a group already."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Drops compiled programs when there are many: each takes memory maps, of which Linux gives a process 65,530.
+
+    What a later test of the file needs is compiled again.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if next(_finished) % 20 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
