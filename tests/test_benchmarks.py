@@ -160,7 +160,8 @@ def test_start_is_timed_to_the_first_saved_round(tmp_path, monkeypatch):
         "assert sys.argv[1:4] == ['--dataset', 'mnist', '--out']\n"
         "pathlib.Path(os.environ['FEDJAX_META_CACHE'], 'seen').touch()\n"
         "time.sleep(0.2)\n"
-        "pathlib.Path(sys.argv[4], 'state', 'run', '1').mkdir(parents=True)\n"
+        "pathlib.Path(sys.argv[4], 'state', 'run').mkdir(parents=True)\n"
+        "pathlib.Path(sys.argv[4], 'state', 'run', '1.ckpt').touch()\n"
         "time.sleep(100)\n",
     )
     monkeypatch.setattr(start, "ROOT", tmp_path)
