@@ -36,8 +36,9 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     sent, measured, residual, residual_if_lost = chain.client(
         tagged(key, "uploads"), upload, kept.residual, state.aggregation.uploads
     )
-    # A transformation may hide NaN, so what it was given counts too.
-    checked = result_of(setting, trained, weight, personal, (upload, sent) if setting.federation.uploads else upload)
+    # What training left is in memory already; the upload may exist only as a part of the sum. A transformation may hide NaN.
+    learned = learned_of(setting, trained)
+    checked = result_of(setting, trained, weight, personal, (learned, sent) if setting.federation.uploads else learned)
     broken = first_broken(checked) if setting.federation.drop_nonfinite else jnp.full((), -1, jnp.int32)
     # A client without samples has learned nothing, whatever its rule made of it.
     works = (own_weight > 0) & works
@@ -146,6 +147,13 @@ def largest_weight(setting: Setting, data: FederatedData) -> float:
     """The largest weight that a client can have."""
     view = WEIGHTINGS[setting.federation.weighting or setting.method.weighting]
     return 1.0 if view is None else float(dict(data.max_size)[view])
+
+
+def learned_of(setting: Setting, trained: Trained) -> PyTree:
+    """What an upload is made from, in the structure of `upload_of`: it is finite where this is."""
+    descent = trained.model if trained.pseudo_gradient is None else trained.pseudo_gradient
+    part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(trained.model, setting.buffers)[0])
+    return part, trained.statistics
 
 
 def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:

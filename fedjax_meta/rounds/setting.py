@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, masks
+from fedjax_meta import checks, masks, runtime
 from fedjax_meta.aggregate import Rule
 from fedjax_meta.algorithm import ROWS, State
 from fedjax_meta.contract import Method
@@ -19,6 +19,9 @@ from fedjax_meta.masks import Role
 from fedjax_meta.schedules import Poisson
 from fedjax_meta.types import Key, Mask, PyTree
 from fedjax_meta.uploads import Chain
+
+_SMALL = 1024
+"""Number of entries up to which the simplest way to look for NaN is the fastest."""
 
 
 class Kept(NamedTuple):
@@ -219,10 +222,23 @@ def zeros_unless(condition: jax.Array, tree: PyTree) -> PyTree:
 
 def first_broken(tree: PyTree) -> jax.Array:
     """Which leaf of a tree, counted as by `leaf_names`, is the first that holds NaN or infinity; -1 if there is none. int32."""
-    flags = [jnp.any(~jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+    flags = [_not_finite(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
     if not flags:
         return jnp.full((), -1, jnp.int32)
     return jnp.where(jnp.any(jnp.stack(flags)), jnp.argmax(jnp.stack(flags)), -1).astype(jnp.int32)
+
+
+def _not_finite(leaf: jax.Array) -> jax.Array:
+    """Whether a leaf holds NaN or infinity."""
+
+    def exact() -> jax.Array:
+        return jnp.any(~jnp.isfinite(leaf))
+
+    if leaf.size < _SMALL or leaf.dtype.itemsize < 4 or not runtime.on_cpu():
+        return exact()
+    # XLA's product of vectors is faster on a CPU than its reductions; only an overflow needs a closer look.
+    flat = leaf.reshape(-1)
+    return jax.lax.cond(jnp.isfinite(jnp.vdot(flat, flat)), lambda: jnp.zeros((), bool), exact)
 
 
 def leaf_names(tree: PyTree) -> list[str]:
