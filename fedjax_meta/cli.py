@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 import shlex
 import sys
 import time
@@ -172,7 +173,7 @@ def _datasets() -> dict[str, str]:
 
 def _first_line(thing: Any) -> str:
     text = inspect.getdoc(getattr(thing, "func", thing)) or ""
-    return text.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+    return re.split(r"\.\s+(?=[A-Z])", text.split("\n\n")[0].replace("\n", " "))[0].rstrip(".")
 
 
 def _announce(study: Study, built: Mapping[str, Clients]) -> None:
