@@ -74,13 +74,13 @@ def run(
     with _one_line_errors(debug):
         chosen = load(study, set_ or ())
         runtime.use_all_cores()
-        built = {name: scenario.build(data_dir) for name, scenario in chosen.scenarios.items()}
+        built = runs.build(chosen, data_dir)
         _announce(chosen, built)
         if dry_run:
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = _command(folder)
-        outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), data_dir=data_dir, command=command)
+        outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))

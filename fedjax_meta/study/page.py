@@ -136,7 +136,7 @@ def _by_client(study: Study, clients: Clients, outcomes: Sequence[Outcome], colo
 
 
 def _gains(study: Study, clients: Clients, outcomes: Sequence[Outcome], colors: Mapping[str, str]) -> str:
-    local = next((one for one in outcomes if study.systems[one.system].method == "local_only"), None)
+    local = next((one for one in outcomes if study.systems[one.system].method == results.LOCAL), None)
     others = [one for one in outcomes if one is not local]
     if local is None or not others:
         return ""

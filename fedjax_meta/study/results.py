@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_meta import costs, escape, privacy, report
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
+from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines, points_of
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 
@@ -43,13 +43,16 @@ class Line(NamedTuple):
     remark: str
 
 
+LOCAL = "local_only"
+"""The method that the others are held against, where a study has it."""
+
 NOTHING = (float("nan"), float("nan"))
 
 
 def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outcome]) -> list[Line]:
     """The table of a scenario: its systems in the order of the study, and what takes no training."""
     mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
-    local = next((one for one in mine if study.systems[one.system].method == "local_only"), None)
+    local = next((one for one in mine if study.systems[one.system].method == LOCAL), None)
     alone = None if local is None else _by_client(local, KNOWN)
     table = [_line(study, outcome, clients, alone) for outcome in mine]
     for title, groups in baselines(clients, study.seeds[0]).items():
@@ -130,11 +133,15 @@ def markdown(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outc
 def explanation(study: Study) -> str:
     """What the numbers of a table mean."""
     seeds = f"mean ± sample standard deviation over {len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
-    return (
-        f"Accuracy in percent after round {study.rounds}, mean over clients ({seeds}). Rates were chosen by "
-        f"{study.tuning.metric} on train samples that were held back, after {study.tuning.rounds or study.rounds} rounds. "
-        '"behind local": known clients that do worse than by local training alone.'
-    )
+    text = f"Accuracy in percent after round {study.rounds}, mean over clients ({seeds})."
+    if any(len(points_of(system)) > 1 for system in study.systems.values()):
+        text += (
+            f" Grids were searched by {study.tuning.metric} on train samples that were held back, after "
+            f"{study.tuning.rounds or study.rounds} rounds."
+        )
+    if any(system.method == LOCAL for system in study.systems.values()):
+        text += ' "behind local": known clients that do worse than by local training alone.'
+    return text
 
 
 def load(folder: str | Path) -> "pandas.DataFrame":

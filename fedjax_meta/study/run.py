@@ -100,14 +100,21 @@ class _Saved(NamedTuple):
     round: Any
 
 
-def run(study: Study, folder: Path, *, watcher: Watcher, data_dir: str | None = None, command: str = "") -> list[Outcome]:
+def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
+    """The clients of every scenario."""
+    return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
+
+
+def run(
+    study: Study, folder: Path, *, watcher: Watcher, clients: Mapping[str, Clients] | None = None, command: str = ""
+) -> list[Outcome]:
     """Runs what is not finished of a study.
 
     Args:
       study: what to run.
       folder: of the run; made if it is not there. A run that was stopped goes on where it was.
       watcher: is told of every step.
-      data_dir: where tensorflow-datasets keeps prepared sets.
+      clients: of every scenario, as `build` gives them; built here when not given.
       command: how the run was started, for the record.
 
     Returns:
@@ -118,16 +125,16 @@ def run(study: Study, folder: Path, *, watcher: Watcher, data_dir: str | None = 
         message names the first field that differs).
       OSError: the folder cannot be written.
     """
-    built = {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
-    for clients in built.values():
+    built = build(study) if clients is None else clients
+    for of_scenario in built.values():
         for name in study.systems:
-            _check(study.system(name), clients)
+            _check(study.system(name), of_scenario)
     checkpoint.lock(folder)
     _open(study, folder, built, command)
     outcomes = []
-    for scenario, clients in built.items():
+    for scenario, of_scenario in built.items():
         for name in study.systems:
-            outcomes.append(_system(study, scenario, name, clients, folder, watcher))
+            outcomes.append(_system(study, scenario, name, of_scenario, folder, watcher))
             watcher.end(outcomes[-1])
     return outcomes
 
