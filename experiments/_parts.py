@@ -9,29 +9,19 @@ from typing import Any
 
 import fedjax_meta as fm
 from fedjax_meta import checks
+from fedjax_meta.study import system
 
 AGGREGATORS: dict[str, Callable[..., Any]] = {
     "mean": lambda: None,
-    **{name: entry.make for name, entry in fm.aggregate.RULES.items()},
+    **system.AGGREGATORS,
     "trimmed_mean": functools.partial(fm.aggregate.trimmed_mean, share=0.1),
 }
 """By name, what makes an aggregator from its options; the mean is what a federation takes when it has none."""
 
-ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in fm.attacks.ATTACKS.items()}
-"""By name, what makes an attack from its options."""
-
-SCHEDULES: dict[str, Callable[..., Any]] = {"uniform": lambda: fm.schedules.uniform, "poisson": fm.schedules.poisson}
-"""By name, what makes a schedule of cohorts from its options."""
+ATTACKS, SCHEDULES, PARTICIPATION = system.ATTACKS, system.SCHEDULES, system.PARTICIPATION
 
 CLIPS: dict[str, Callable[..., Any]] = {"fixed": fm.uploads.clip, "adaptive": fm.uploads.adaptive_clip}
 """By name, what clips uploads."""
-
-PARTICIPATION: dict[str, Callable[..., Any]] = {
-    "unreliable": fm.participation.unreliable,
-    "stragglers": fm.participation.stragglers,
-    "deadline": fm.participation.deadline,
-}
-"""By name, what makes a rule of participation from its options."""
 
 
 def value(text: str) -> Any:

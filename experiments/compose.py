@@ -6,14 +6,12 @@
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args
 
 import jax
-import optax
 import typer
 
 import fedjax_meta as fm
@@ -21,26 +19,14 @@ from experiments import _runner as runner
 from experiments._parts import AGGREGATORS, ATTACKS, PARTICIPATION, SCHEDULES, assignments, part, rated
 from experiments._parts import aggregator as aggregator_of
 from experiments._parts import clip as clip_of
-from fedjax_meta import checkpoint, checks, escape, implicit, meta, models, report
+from fedjax_meta import checkpoint, checks, escape, models, report
 from fedjax_meta.data import protocols, sources
+from fedjax_meta.study.scenario import model_for
+from fedjax_meta.study.system import ESTIMATORS, OPTIMIZERS
 
-ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
-    "exact": meta.exact,
-    "first_order": meta.first_order,
-    "hessian_free": meta.hessian_free,
-    "implicit": implicit.implicit_gradient,
-    "reptile": meta.reptile_gradient,
-}
 NEEDED: dict[str, dict[str, Any]] = {"implicit": {"prox_weight": 2.0}}
 """Options that an estimator needs, with the values that they have when the user gives none."""
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "sgd": optax.sgd,
-    "momentum": functools.partial(optax.sgd, momentum=0.9),
-    "adam": optax.adam,
-    "yogi": optax.yogi,
-    "adagrad": optax.adagrad,
-}
 UPLOADS: dict[str, Callable[[Any], fm.uploads.UploadTransform]] = {
     "sparsify": fm.uploads.sparsify,
     "quantize": fm.uploads.quantize,
@@ -182,18 +168,6 @@ def _plain_values(algorithm: str, federation: Mapping[str, Any]) -> dict[str, An
         if name not in PLAIN:
             raise ValueError(f"--federation cannot set {name}: use {FLAGS.get(name, 'Python code')}")
     return dict(federation)
-
-
-def model(name: str | None, data: fm.FederatedData) -> fm.Task:
-    """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron."""
-    shape = data.x.shape[1:]
-    color = len(shape) == 3 and shape[-1] == 3
-    name = ("lenet" if color else "mlp") if name is None else name
-    checks.one_of("--model", name, models.MODELS)
-    takes = inspect.signature(models.MODELS[name]).parameters
-    if "inputs" in takes:
-        return models.MODELS[name](inputs=math.prod(shape), classes=data.num_classes)
-    return models.MODELS[name](image=shape if len(shape) == 3 else (*shape, 1), classes=data.num_classes)
 
 
 def make_plans(
@@ -528,7 +502,7 @@ def main(  # long because every option brings its help text
         config |= {"data_seed": data_seed, "model": network}
         plans = make_plans(
             systems,
-            model(network, data.train),
+            model_for(network, data.train, {}),
             data,
             rounds=rounds,
             eval_every=eval_every,

@@ -236,6 +236,7 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any])
     shape = data.x.shape[1:]
     if name is None:
         name = "lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp"
+    checks.one_of("model", name, models.MODELS)
     build = models.MODELS[name]
     if "inputs" in inspect.signature(build).parameters:
         return build(inputs=math.prod(shape), classes=data.num_classes, **options)

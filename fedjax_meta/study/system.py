@@ -38,6 +38,7 @@ SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"uniform": lambda: sc
 PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
     "unreliable": participation.unreliable,
     "stragglers": participation.stragglers,
+    "deadline": participation.deadline,
 }
 UPLOADS: dict[str, Callable[..., uploads.UploadTransform]] = {
     "sparsify": uploads.sparsify,
