@@ -39,6 +39,10 @@ class State(NamedTuple):
       seen: bool `[N]`, whether a client has taken part yet. A client that has not starts from the server's leaves and a fresh
         memory.
       round: int32 scalar, the number of finished rounds.
+
+    On several CPU devices of one process, JAX takes a state apart (as it does when a state is handed to a jitted function) only
+    after the round that makes it has finished. XLA's CPU client has a thread for each device; a Python loop that is many rounds
+    ahead of them can leave one waiting for another until XLA aborts the process.
     """
 
     model: PyTree
@@ -50,6 +54,24 @@ class State(NamedTuple):
     residual: PyTree
     seen: jax.Array
     round: jax.Array
+
+
+def _children(state: State) -> tuple[Any, ...]:
+    """The fields of a state, whose round has finished if it runs on several CPU devices, see `State`."""
+    made = state.round
+    if isinstance(made, jax.Array) and not isinstance(made, jax.core.Tracer):
+        devices = made.devices()
+        if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+            made.block_until_ready()
+    return tuple(state)
+
+
+jax.tree_util.register_pytree_with_keys(
+    State,
+    lambda state: (tuple(zip(map(jax.tree_util.GetAttrKey, State._fields), _children(state), strict=True)), None),
+    lambda _, children: State(*children),
+    lambda state: (_children(state), None),
+)
 
 
 ROWS = ("personal", "memory", "residual", "seen")

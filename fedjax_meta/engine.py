@@ -90,6 +90,18 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
     return jax.tree.map(once, tree)
 
 
+def place_state(state: PyTree, places: PyTree) -> Any:
+    """A copy of a state, each leaf where `places` says; it may be donated."""
+
+    def copy(leaf: Any, place: Sharding) -> jax.Array:
+        if not place.is_fully_addressable and getattr(leaf, "sharding", None) != place:
+            # With several processes, only host arrays that are equal in all of them can be put on all devices.
+            leaf = np.asarray(leaf)
+        return jax.device_put(leaf, place, may_alias=False)
+
+    return jax.tree.map(copy, state, places)
+
+
 def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None, *, look_first: bool = True) -> Any:
     """Leaves `[N, ...]` of `begin(client id)` for clients `ids` `[N]`, partitioned over the devices if their number divides N.
 

@@ -79,12 +79,6 @@ def use_all_cores(*, cores: int | None = None, compile_cache: bool = True) -> in
 
     It does not start JAX's backend, so `jax.distributed.initialize` may follow it. A second such call changes nothing.
 
-    A Python loop over a jitted round on several CPU devices must wait for its rounds, e.g. `jax.block_until_ready(state)` in
-    each. XLA's CPU client has a thread for each device and admits 32 programs at a time: a loop that is further ahead blocks
-    those threads, and XLA aborts the process with a rendezvous time-out. `simulate` waits by itself. (JAX 0.10.2:
-    `jax_cpu_enable_async_dispatch=False` does not prevent this. `PJRT_NPROC` of twice the devices does, but made convolutions
-    on two cores 40 % slower.)
-
     Args:
       cores: the number of CPU devices; the cores that this process may use when not given. The environment overrides it
         (`JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in `XLA_FLAGS`). When it is not given, so does

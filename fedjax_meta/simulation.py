@@ -276,7 +276,7 @@ class _OnDevice:
             self.state = begin(init_key, data)
         else:
             _must_fit(state, initial.out_info)
-            self.state = jax.device_put(state, places, may_alias=False)
+            self.state = engine.place_state(state, places)
         whole = places.round
         test_data = {name: test.data for name, test in tests.items()}
         self._read = engine.place_shared((data, round_key), whole)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -25,12 +26,12 @@ def federation(**options):
 
 
 def main(process: str, processes: str, address: str, folder: str, rounds: str, last: str = "") -> None:
-    """Runs `rounds` rounds and saves the state every third; after round `last` the second process kills itself."""
+    """Runs until round `rounds`, from the last checkpoint on; saves every third; after `last` the second process kills itself."""
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=10)
     import fedjax_meta as fm
-    from fedjax_meta import engine, evaluation, simulation
+    from fedjax_meta import checkpoint, engine, evaluation, simulation
 
     fm.use_all_cores()  # keeps the one device, and turns the compilation cache on
     # Evaluate clients on the devices that hold them, as with many clients: each process then has its own clients' results only.
@@ -42,16 +43,20 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
     def save(state: fm.State, record: simulation.Record) -> None:
         assert jax.device_count() == int(processes)
         assert not state.personal["head"]["w"].is_fully_addressable
-        leaves = multihost_utils.process_allgather(jax.tree.leaves(state), tiled=True)
+        whole = multihost_utils.process_allgather(state, tiled=True)
         if jax.process_index() == 0:
+            checkpoint.save(Path(folder) / "state", jax.tree.map(jnp.asarray, whole), [], {"seed": 3})
             found = record.evaluations["known"]
-            np.savez(Path(folder) / "state.npz", *leaves, train_loss=record.metrics["loss"], **found._asdict())
+            np.savez(Path(folder) / "state.npz", *jax.tree.leaves(whole), train_loss=record.metrics["loss"], **found._asdict())
         elif last and record.round >= int(last):
             os.kill(os.getpid(), signal.SIGKILL)
 
     tests = {"known": simulation.Evaluator(test, data, known=True)}
     options = {"rounds": int(rounds), "eval_every": 3, "evaluators": tests, "on_record": save}
-    fm.simulate(method, data, key=jax.random.key(3), **options)
+    like = jax.eval_shape(method.init, jax.random.key(0), data)
+    found = checkpoint.restore(Path(folder) / "state", like, {"seed": 3})
+    print("training", flush=True)
+    fm.simulate(method, data, key=jax.random.key(3), state=None if found is None else found.state, **options)
 
 
 if __name__ == "__main__":

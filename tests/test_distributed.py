@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from tests.process import federation
 ROOT = Path(__file__).parent.parent
 
 
-def start(folder: Path, *arguments: str) -> list[tuple[int, str]]:
-    """Runs both processes to their end; (exit code, output) of each."""
+def begin(folder: Path, *arguments: str) -> list[subprocess.Popen]:
+    """Starts both processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.process", str(i), "2", address, str(folder), *arguments],
             cwd=ROOT,
@@ -33,6 +34,11 @@ def start(folder: Path, *arguments: str) -> list[tuple[int, str]]:
         )
         for i in range(2)
     ]
+
+
+def start(folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """Runs both processes to their end; (exit code, output) of each."""
+    processes = begin(folder, *arguments)
     try:
         outputs = [process.communicate(timeout=180)[0] for process in processes]
     finally:
@@ -94,6 +100,49 @@ for devices in (2, 4, 8):
         [sys.executable, "-c", code], check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_two_processes_go_on_from_a_checkpoint_of_two(tmp_path):
+    for folder, stops in ((tmp_path / "whole", ["7"]), (tmp_path / "broken", ["3", "7"])):
+        folder.mkdir()
+        for stop in stops:
+            for code, output in start(folder, stop):
+                assert code == 0, output
+    same(tmp_path / "whole", tmp_path / "broken")
+
+
+def same(whole: Path, broken: Path) -> None:
+    """Fails unless the last states of two folders agree bit for bit."""
+    (state, found), (other, others) = saved(whole), saved(broken)
+    jax.tree.map(np.testing.assert_array_equal, state, other)
+    np.testing.assert_array_equal(found["confusion"], others["confusion"])
+    np.testing.assert_array_equal(found["loss"], others["loss"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
+def test_one_of_two_processes_is_killed_at_any_moment(tmp_path, seed):
+    """Each time either process is killed, both start again; the run that results is the one that was left alone."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").mkdir()
+    rounds = "60"
+    begun = time.monotonic()
+    assert all(code == 0 for code, _ in start(tmp_path / "whole", rounds))
+    whole = time.monotonic() - begun
+    rng, killed = np.random.default_rng(seed), 0
+    for _ in range(8):
+        processes = begin(tmp_path / "broken", rounds)
+        while processes[0].stdout.readline().strip() not in ("training", ""):
+            continue
+        time.sleep(rng.uniform(0, whole / 3))
+        victim = int(rng.integers(2))
+        processes[victim].kill()
+        outputs = [process.communicate(timeout=180)[0] for process in processes]
+        killed += processes[victim].returncode < 0
+        assert processes[victim].returncode <= 0, outputs
+    assert all(code == 0 for code, _ in start(tmp_path / "broken", rounds))
+    assert killed > 0
+    same(tmp_path / "whole", tmp_path / "broken")
 
 
 @pytest.mark.long

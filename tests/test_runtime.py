@@ -159,3 +159,25 @@ runtime.log_idle_cores()
     ]
     assert run(code, JAX_NUM_CPU_DEVICES="1") == ""
     assert run(code.replace("= lambda: 4", "= lambda: 4; runtime.use_all_cores()")) == ""
+
+
+def test_a_loop_of_ones_own_is_never_more_than_a_round_ahead_of_its_devices():
+    run("""
+import jax, numpy as np
+import fedjax_meta as fm
+from fedjax_meta import models
+fm.use_all_cores(cores=2, compile_cache=False)
+rng = np.random.default_rng(0)
+data = fm.from_clients([(rng.normal(size=(60, 64)), rng.integers(0, 3, 60)) for _ in range(6)], num_classes=3)
+algorithm = fm.federate(fm.fedavg(models.mlp(inputs=64, classes=3), epochs=5, batch_size=5))
+step = jax.jit(algorithm.round)
+state = algorithm.init(jax.random.key(0), data)
+ahead = []
+for i in range(20):
+    made = state
+    state, _ = step(jax.random.key(i), state, data)
+    assert len(state.round.sharding.device_set) == 2
+    assert made.round.is_ready()
+    ahead.append(not state.round.is_ready())
+assert any(ahead[1:])  # a round takes longer than to hand it on: Python is ahead
+""")

@@ -8,16 +8,16 @@ bounds the norm of one upload. What that means depends on the sampling, which is
 - `FixedSize`: C of N clients, uniformly, without replacement. Neighbours differ in what one client holds; N and C stay. The
   sum moves by at most 2 S. For alpha >= 1, `H_alpha(M(D) || M(D')) <= q H_beta(G || G')` with `q = C / N`,
   `beta = 1 + (alpha - 1) / q` and G, G' the Gaussian mechanism without sampling (Balle, Barthe, Gaboardi, "Privacy amplification
-  by subsampling", NeurIPS 2018, arXiv 1807.01647, theorem 9); the relation is symmetric, which gives the divergences of
-  alpha < 1. Rounds compose as pairs with these divergences do (Zhu, Dong, Wang, "Optimal accounting of differential privacy
-  via characteristic function", AISTATS 2022, arXiv 2106.08567).
+  by subsampling", NeurIPS 2018, arXiv 1807.01647, sampling without replacement); the relation is symmetric, which gives the
+  divergences of alpha < 1. Rounds compose as pairs with these divergences do (Zhu, Dong, Wang, "Optimal accounting of
+  differential privacy via characteristic function", AISTATS 2022, arXiv 2106.08567).
 - `Everyone`: every client is in every cohort, or who is in it is known or follows another rule. Neighbours differ in one client,
   added or removed, whose uploads count as zeros; the sum moves by at most S. No sampling is credited, so that this holds for
   any schedule that does not look at data.
 
 In all three the divisor of the sum is fixed and public. Composition needs the package dp-accounting (extra `privacy`), but for
 `Everyone`, which has a closed form (Balle, Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, arXiv
-1805.06530, theorem 8).
+1805.06530).
 """
 
 import dataclasses
@@ -234,7 +234,7 @@ def noise_for(target: float, rounds: int, delta: float, sampling: Sampling, *, a
 def gaussian_delta(epsilon: Any, noise: float) -> Any:
     """The exact delta of the Gaussian mechanism whose noise has `noise` times the deviation of its sensitivity.
 
-    `Phi(m/2 - e/m) - exp(e) Phi(-m/2 - e/m)` with `m = 1 / noise` (Balle, Wang 2018, theorem 8).
+    `Phi(m/2 - e/m) - exp(e) Phi(-m/2 - e/m)` with `m = 1 / noise` (Balle, Wang 2018).
     """
     from scipy import special
 

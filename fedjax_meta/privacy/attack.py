@@ -128,7 +128,7 @@ def logit_of_loss(loss: ArrayLike) -> np.ndarray[Any, Any]:
 def largest_advantage(epsilon: float, delta: float) -> float:
     """The largest advantage of any attack on an (epsilon, delta)-private run: `(exp(e) - 1 + 2 delta) / (exp(e) + 1)`.
 
-    Kairouz, Oh, Viswanath, "The composition theorem for differential privacy", ICML 2015, arXiv 1311.0776, theorem 2.1.
+    Kairouz, Oh, Viswanath, "The composition theorem for differential privacy", ICML 2015, arXiv 1311.0776.
 
     Example:
       >>> largest_advantage(0.0, 0.0), largest_advantage(math.inf, 0.0)
@@ -142,7 +142,7 @@ def largest_advantage(epsilon: float, delta: float) -> float:
 
 def largest_true_positives(false_positives: float, epsilon: float, delta: float) -> float:
     """The largest share of members that any attack finds at a share of false positives: the smaller of `exp(e) f + delta` and
-    `1 - exp(-e) (1 - delta - f)` (the same theorem)."""
+    `1 - exp(-e) (1 - delta - f)` (the same paper)."""
     checks.share("false_positives", false_positives)
     checks.share("delta", delta)
     if math.isnan(epsilon) or epsilon < 0:

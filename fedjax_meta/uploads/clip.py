@@ -50,7 +50,7 @@ def adaptive_clip(
         S <- S exp(-rate ((sum_i (b_i - 1/2) + N(0, bit_noise^2)) / m + 1/2 - quantile)).
 
     With `noise(z)` after it, the noise on the uploads has the multiplier `(z^-2 - (2 bit_noise)^-2)^(-1/2)`, so that uploads and
-    bits together are as private as z says (the paper's theorem 1). The paper takes `bit_noise = m / 20`.
+    bits together are as private as z says (the paper's splitting of z). The paper takes `bit_noise = m / 20`.
 
     Args:
       norm: the first S, above 0.
