@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, masks
+from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import Batches
 from fedjax_meta.local import proximal_term
 from fedjax_meta.meta import (
@@ -22,6 +22,7 @@ from fedjax_meta.meta import (
     MetaGradient,
     as_batches,
     check_problem,
+    own_copy,
     require_fixed_rates,
     require_inner,
     require_query,
@@ -167,6 +168,7 @@ def _estimate(
     require_query(query)
     require_second_order(loss)
     support, hessian = split_support(support)
+    meta = own_copy(inner, loss, meta, support, query, options.steps)
     theta = inner.start(meta)
     whole = _whole(as_batches(support, 1) if hessian is None else as_batches(hessian, 1))
     support, query = check_problem(loss, theta, support, query, options.steps)
@@ -302,7 +304,7 @@ def conjugate_gradient(
         return x, residual, direction, left_after, taken + jnp.where(negative | broken, 0, 1), negative
 
     start = (x, residual, residual, left, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
-    x, _, _, left, taken, negative = jax.lax.while_loop(unfinished, step, start)
+    x, _, _, left, taken, negative = loops.while_loop(unfinished, step, start)
     # A right side that is not finite stops the loop before it starts.
     x = jax.tree.map(lambda leaf, like: jnp.where(jnp.isfinite(left), leaf, jnp.nan).astype(like.dtype), x, form)
     return Solution(x, taken, jnp.sqrt(left / jnp.where(size > 0, size, 1)), negative)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import masks
+from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
@@ -85,6 +85,7 @@ def train_on(
 ) -> tuple[Variables, Any, jax.Array]:
     """`train` with an optimiser that goes on from `slots`; returns (variables, slots, mean loss)."""
     batches = batches.keyed(key)
+    variables = loops.own(variables, lambda variables: loss(variables, *batches.get(0, 0)))
 
     def step(t: Any, carry: Any) -> Any:
         variables, slots, total = carry
@@ -101,7 +102,7 @@ def train_on(
         moving = optax.apply_updates(moving, updates)
         return masks.merge(moving, fixed), slots, total + result
 
-    variables, slots, total = jax.lax.fori_loop(0, batches.steps, step, (variables, slots, jnp.zeros(())))
+    variables, slots, total = loops.fori_loop(batches.steps, step, (variables, slots, jnp.zeros(())))
     return variables, slots, total / jnp.maximum(batches.steps, 1)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks
+from fedjax_meta import checks, loops
 from fedjax_meta.data import Batches
 from fedjax_meta.task import FIRST_ORDER_ONLY
 from fedjax_meta.trajectory import (
@@ -372,6 +372,7 @@ def _second_order(
         require_query(query)
         require_second_order(loss)
         support, hessian = split_support(support)
+        meta = own_copy(inner, loss, meta, support, query, steps)
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
         hessian = as_batches(hessian, support.max_steps) if own_hessian and hessian is not None else None
         if hessian is not None and hessian.max_steps < support.max_steps:
@@ -404,6 +405,7 @@ def first_order(inner: InnerOptimizer, *, steps: int = 1) -> Estimator:
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         require_query(query)
         support, _ = split_support(support)
+        meta = own_copy(inner, loss, meta, support, query, steps)
         support, query = check_problem(loss, inner.start(meta), support, query, steps)
         adapted, losses, pull_back = first_order_vjp(loss, meta, support, inner)
         query_loss, outer = value_and_gradient(loss, adapted, query, 0)
@@ -439,6 +441,7 @@ def reptile_gradient(inner: InnerOptimizer, *, steps: int = 1, scale: Rate = 1.0
 
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         support, _ = split_support(support)
+        meta = own_copy(inner, loss, meta, support, query, steps)
         phi = inner.start(meta)
         support, query = check_problem(loss, phi, support, query, steps)
         adapted, losses = run_inner(loss, meta, support, inner)
@@ -464,7 +467,9 @@ def adapt(
       (adapted parameters, mean loss over the steps, each taken before its update).
     """
     require_inner("adapt", inner)
-    support = as_batches(split_support(support)[0], steps)
+    support = split_support(support)[0]
+    meta = own_copy(inner, loss, meta, support, None, steps)
+    support = as_batches(support, steps)
     adapted, losses = run_inner(loss, meta, support, inner)
     return adapted, losses.total / jnp.maximum(support.steps, 1)
 
@@ -479,6 +484,16 @@ def as_batches(batch: PyTree, steps: int) -> Batches:
     if batch.max_steps < 1 or (isinstance(batch.steps, int) and batch.steps < 1):
         raise ValueError(f"steps={batch.steps} of the support must be at least 1 (max_steps={batch.max_steps})")
     return batch
+
+
+def own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree, steps: int) -> Params:
+    """The meta-parameters as a value of each device's own, see `loops.own`."""
+
+    def losses(meta: Params) -> list[Any]:
+        batches = [as_batches(batch, steps) for batch in (support, query) if batch is not None]
+        return [loss(inner.start(meta), batch.get(0, 0)) for batch in batches]
+
+    return loops.own(meta, losses)
 
 
 def check_loss(loss: ScalarLoss, params: Params, batches: Batches) -> None:

@@ -17,6 +17,7 @@ import optax
 from jax.extend.core import Literal
 from jax.tree_util import Partial
 
+from fedjax_meta import loops
 from fedjax_meta.data import Batches
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
@@ -104,7 +105,7 @@ def _walk(
         value, gradient = value_and_gradient(loss, phi, support, first + i)
         return inner.update(meta, gradient, state, phi), losses.add(first + i, value)
 
-    return _loop(count, step, (start, losses))
+    return loops.fori_loop(count, step, (start, losses))
 
 
 def value_and_gradient(loss: ScalarLoss, params: Params, batches: Batches, step: Scalar) -> tuple[jax.Array, Updates]:
@@ -208,8 +209,8 @@ def first_order_vjp(
             memory = _write(memory, t, (phi, state, gradient))
             return inner.update(meta, gradient, state, phi), losses.add(t, value), memory
 
-        memory = _slots(support.max_steps, (*start, phi))
-        (adapted, _), losses, memory = _loop(support.steps, step, (start, Losses.none(), memory))
+        memory = loops.storage(support.max_steps, (*start, phi))
+        (adapted, _), losses, memory = loops.fori_loop(support.steps, step, (start, Losses.none(), memory))
 
     def pull_back(outer: Params) -> Params:
         total = jax.tree.map(jnp.zeros_like, meta)
@@ -220,7 +221,7 @@ def first_order_vjp(
                 _, pull_update = jax.vjp(lambda meta: inner.update(meta, gradient, state, phi)[0], meta)
                 return jax.tree.map(jnp.add, total, pull_update(outer)[0])
 
-            total = _loop(support.steps, back, total)
+            total = loops.fori_loop(support.steps, back, total)
         _, pull_start = jax.vjp(inner.start, meta)
         return jax.tree.map(jnp.add, total, pull_start(outer)[0])
 
@@ -343,42 +344,54 @@ def _through_time(
             value, after, kept = record(first + i, *after)
             return after, losses.add(first + i, value), _write(memory, i, kept)
 
-        return jax.lax.fori_loop(0, count, step, (after, Losses.none(), _slots(slots, kept)))
+        return loops.fori_loop(count, step, (after, Losses.none(), loops.storage(slots, kept)))
 
     def backward(first: Scalar, count: Scalar, memory: PyTree, carry: PyTree) -> PyTree:
         def step(i: Scalar, carry: PyTree) -> PyTree:
             t = count - 1 - i
             return replay(first + t, _read(memory, t))(carry)
 
-        return jax.lax.fori_loop(0, count, step, carry)
+        return loops.fori_loop(count, step, carry)
 
     if checkpoint_every is None:
         after, losses, memory = forward(0, support.steps, support.max_steps, start)
         return after, losses, lambda carry: backward(0, support.steps, memory, carry)
 
     every = min(checkpoint_every, support.max_steps)
-    segments = (support.steps + every - 1) // every
+    if isinstance(support.steps, int):
+        # Loops of static lengths can be differentiated in their turn.
+        whole, rest = divmod(support.steps, every)
+    else:
+        whole, rest = (support.steps + every - 1) // every, 0
 
     def length(segment: Scalar) -> Scalar:
-        return jnp.minimum(every, support.steps - segment * every)
+        return every if isinstance(support.steps, int) else jnp.minimum(every, support.steps - segment * every)
 
-    def pass_segment(segment: Scalar, carry: PyTree) -> PyTree:
+    def pass_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
         after, losses, memory = carry
         memory = _write(memory, segment, after)
-        first, count = segment * every, length(segment)
-        after, losses = _walk(loss, meta, support, inner, after, losses=losses, first=first, count=count)
+        after, losses = _walk(loss, meta, support, inner, after, losses=losses, first=segment * every, count=count)
         return after, losses, memory
 
-    memory = _slots(-(-support.max_steps // every), start)
-    after, losses, memory = jax.lax.fori_loop(0, segments, pass_segment, (start, Losses.none(), memory))
-
-    def back_segment(i: Scalar, carry: PyTree) -> PyTree:
-        segment = segments - 1 - i
-        first, count = segment * every, length(segment)
+    def back_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
+        first = segment * every
         _, _, inside = forward(first, count, every, _read(memory, segment))
         return backward(first, count, inside, carry)
 
-    return after, losses, lambda carry: jax.lax.fori_loop(0, segments, back_segment, carry)
+    carry = (start, Losses.none(), loops.storage(-(-support.max_steps // every), start))
+    carry = loops.fori_loop(whole, lambda segment, carry: pass_segment(segment, carry, length(segment)), carry)
+    after, losses, memory = pass_segment(whole, carry, rest) if rest else carry
+
+    def unwind(carry: PyTree) -> PyTree:
+        carry = back_segment(whole, carry, rest) if rest else carry
+
+        def back(i: Scalar, carry: PyTree) -> PyTree:
+            segment = whole - 1 - i
+            return back_segment(segment, carry, length(segment))
+
+        return loops.fori_loop(whole, back, carry)
+
+    return after, losses, unwind
 
 
 def _memory(
@@ -432,22 +445,12 @@ def _bytes(shapes: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def _slots(count: int, shapes: PyTree) -> PyTree:
-    """Uninitialised storage for `count` trees of these shapes."""
-    return jax.tree.map(lambda leaf: jax.lax.empty((count, *leaf.shape), leaf.dtype), shapes)
-
-
 def _write(slots: PyTree, i: Scalar, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda slot, leaf: slot.at[i].set(leaf), slots, tree)
 
 
 def _read(slots: PyTree, i: Scalar) -> PyTree:
     return jax.tree.map(lambda slot: slot[i], slots)
-
-
-def _loop(count: Scalar, body: Callable[[Scalar, PyTree], PyTree], carry: PyTree) -> PyTree:
-    """`fori_loop`, without a loop if there is exactly one step."""
-    return body(0, carry) if isinstance(count, int) and count == 1 else jax.lax.fori_loop(0, count, body, carry)
 
 
 # --------------------------------------------------------------------------------------------------- the state of an optimiser

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta import loops
 from fedjax_meta.types import Key, PyTree, Scalar
 
 CHUNK = 96
@@ -96,5 +97,5 @@ class Batches:
             return jax.tree.map(lambda leaf: weight.astype(leaf.dtype) * leaf, function(batch)), weight
 
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(term, 0))
-        total, weight = jax.lax.fori_loop(0, self.chunks, lambda c, acc: jax.tree.map(jnp.add, acc, term(c)), zero)
+        total, weight = loops.fori_loop(self.chunks, lambda c, acc: jax.tree.map(jnp.add, acc, term(c)), zero)
         return jax.tree.map(lambda leaf: leaf / jnp.maximum(weight, 1e-30).astype(leaf.dtype), total)
