@@ -143,7 +143,9 @@ def test_fedpac():
             held = [of_client[k] for of_client in means if k in of_client]
             centroids[k] = sum(n * mean for n, mean in held) / sum(n for n, _ in held)
         state = (library.first, library.last)[number]
-        extra = np.r_[np.ravel([centroids.get(k, np.zeros(4)) for k in range(CLASSES)]), [k in centroids for k in range(CLASSES)]]
+        extra = np.r_[
+            np.ravel([centroids.get(k, np.zeros(4)) for k in range(CLASSES)]), [k in centroids for k in range(CLASSES)]
+        ]
         check(state, number + 1, model=w, personal=rows(own, library.w)[:, HEAD], extra=extra)
 
 
@@ -151,9 +153,7 @@ def test_fedpac():
 
 
 @pytest.mark.parametrize("scale", [0.2, 1.0])
-@written_from(
-    "omarfoq/knn-per", "ee17520", "client.py:520-554", "datastore.py:60-67", "client.py:488-518"
-)
+@written_from("omarfoq/knn-per", "ee17520", "client.py:520-554", "datastore.py:60-67", "client.py:488-518")
 def test_knn_per(scale):
     """exp(-|z - z_k|^2 / (d sigma)) of the k nearest by class, over their sum, mixed with the model's probabilities."""
     neighbours, mixing = 5, 0.3
