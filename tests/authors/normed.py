@@ -10,7 +10,7 @@ SHAPES = ((4,), (4,), (4,), (4,), (4,), (4, 3), (3,), (3, 4))
 """Running mean and variance; shift and scale of the batch norm; bias and kernel of the first layer and of the head."""
 ENDS = np.cumsum([int(np.prod(shape)) for shape in SHAPES])
 PLACES = np.arange(ENDS[-1])
-STATISTICS, BATCH_NORM = PLACES < ENDS[1], PLACES < ENDS[3]
+STATISTICS, BATCH_NORM = ENDS[1] > PLACES, ENDS[3] > PLACES
 AFFINE, NONE = BATCH_NORM & ~STATISTICS, PLACES < 0
 EPSILON, MOMENTUM = 1e-5, 0.1
 

@@ -46,9 +46,9 @@ class Small(torch.nn.Module):
 
 
 def train(model, optimizer, batches, loss=None, clip=None, set_to_none=True):
-    for x, y in batches:
+    for batch in batches:
         optimizer.zero_grad(set_to_none=set_to_none)
-        x, y = tensor(x), torch.tensor(y, dtype=torch.long)
+        x, y = tensor(batch[0]), torch.tensor(batch[1], dtype=torch.long)
         value = torch.nn.functional.cross_entropy(model(x), y)
         (value if loss is None else value + loss(model, x, y)).backward()
         if clip is not None:
