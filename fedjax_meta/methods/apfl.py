@@ -12,7 +12,9 @@ Deng, Kamani, Mahdavi: "Adaptive personalized federated learning", arXiv 2003.13
 
 Differs from the paper: alpha adapts once a round, at its first batch. v_i starts from the server's model at the time when
 client i first takes part, which is w^0 in the first round only. `mix="outputs"` mixes the logits of both models instead of
-their weights, as the authors' code does; for models that are linear in their weights it is the same.
+their weights, as the authors' code does; for models that are linear in their weights it is the same. `steps="in_turn"` is the
+rest of that code: v takes its step at the w that has just moved, and alpha follows after the first batch, along
+<v - w, alpha dF/dv + (1 - alpha) dF/dw> + 0.02 alpha, F the loss of the mixture before v's step.
 """
 
 import dataclasses
@@ -26,10 +28,10 @@ import optax
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
-from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task, require_parts
-from fedjax_meta.types import Key, Mask, Rate, Scalar, Variables
+from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Scalar, Variables
 
 
 class Own(NamedTuple):
@@ -88,6 +90,43 @@ class _Mixing:
 
         return loss
 
+    def in_turn(self, received: Received, batches: Batches, step: optax.GradientTransformation, share_lr: Rate) -> Trained:
+        """A client's round as in the authors' code, on batches that come with keys."""
+
+        def parts(model: Variables) -> tuple[Params, Variables]:
+            return masks.split(model, self.trainable)
+
+        def moved(gradient: Params, slots: PyTree, model: Variables, after: Variables) -> tuple[Variables, PyTree]:
+            """(`model` after a step, with the buffers of `after`; slots)."""
+            updates, slots = step.update(gradient, slots, parts(model)[0])
+            return masks.merge(optax.apply_updates(parts(model)[0], updates), parts(after)[1]), slots
+
+        def on_batch(t: Any, carry: Any) -> Any:
+            w, v, share, slots_w, slots_v, total = carry
+            batch, key = batches.get(t, 0)
+
+            def alone(theirs: Params) -> tuple[jax.Array, Variables]:
+                return self.task.loss(masks.merge(theirs, parts(w)[1]), batch, key)
+
+            gradient, after = jax.grad(alone, has_aux=True)(parts(w)[0])
+            w, slots_w = moved(gradient, slots_w, w, after)
+
+            def mixed(mine: Params, theirs: Params) -> tuple[jax.Array, Variables]:
+                return self.loss(masks.merge(mine, parts(v)[1]), masks.merge(theirs, parts(w)[1]), share, batch, key)
+
+            (value, after), (of_v, of_w) = jax.value_and_grad(mixed, (0, 1), has_aux=True)(parts(v)[0], parts(w)[0])
+            v, slots_v = moved(of_v, slots_v, v, after)
+            both = jax.tree.map(lambda dv, dw: share * dv + (1 - share) * dw, of_v, of_w)
+            slope = optax.tree.vdot(optax.tree.sub(parts(v)[0], parts(w)[0]), both) + 0.02 * share
+            share = jnp.where(t == 0, jnp.clip(share - share_lr * slope, 0, 1), share)
+            return w, v, share, slots_w, slots_v, total + value
+
+        shared, own = received.model, received.memory
+        slots = step.init(parts(shared)[0])
+        start = (shared, own.model, own.share, slots, slots, jnp.zeros(()))
+        shared, model, share, _, _, total = jax.lax.fori_loop(0, batches.steps, on_batch, start)
+        return Trained(shared, {"loss": total / jnp.maximum(batches.steps, 1), "share": share}, memory=Own(model, share))
+
 
 @method_builder
 def apfl(
@@ -97,6 +136,7 @@ def apfl(
     share: Rate = 0.5,
     share_lr: Rate | None = None,
     mix: str = "weights",
+    steps: str = "together",
     epochs: int = 1,
     batch_size: int = 32,
     new_client_epochs: int = 1,
@@ -111,6 +151,7 @@ def apfl(
       share: alpha before a client's first round, from 0 (the global model) to 1 (a personal one).
       share_lr: learning rate of alpha, 0 keeps it; `lr` when not given.
       mix: "weights" (paper) or "outputs" (authors' code).
+      steps: of w and v on a batch, "together" from the w and v before (paper) or "in_turn" (authors' code).
       optimizer: as in `fedavg`, for w and v each.
       weighting: as in `fedavg`; "uniform" is the paper's, w being a plain mean over the clients of a round.
 
@@ -121,6 +162,7 @@ def apfl(
     checks.not_negative("share_lr", share_lr)
     checks.between("share", share, 0, 1)
     checks.one_of("mix", mix, ("weights", "outputs"))
+    checks.one_of("steps", steps, ("together", "in_turn"))
     if mix == "outputs":
         features.require_no_buffers(task, "apfl with mix='outputs'")
         require_parts(task, "apfl with mix='outputs'")
@@ -130,6 +172,8 @@ def apfl(
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         own, shared, loss_key = received.memory, received.model, tagged(key, "loss")
         batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
+        if steps == "in_turn":
+            return mixing.in_turn(received, batches.keyed(loss_key), optimizer(lr), share_lr)
         # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα, on the batch and with the dropout of the first step.
         batch, batch_key = batches.keyed(loss_key).get(0, 0)
         slope = jax.grad(lambda share: mixing.loss(own.model, shared, share, batch, batch_key)[0])(own.share)

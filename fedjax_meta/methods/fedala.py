@@ -16,9 +16,12 @@ Differs from the paper: "until convergence" means that the mean losses of the la
 below `tolerance`, or `most_passes` passes. All passes of a round go over the same random samples. The first round of a client,
 in which it has no local model, is the paper's round 1, whenever it comes. Lower layers take all of the global model, buffers
 too. Differs from the authors' code (serverALA.py): there all clients are initialised in each round and tested with that model,
-here those of the cohort, and those that are tested fit their weights to the support view instead of train samples.
+here those of the cohort, and those that are tested fit their weights to the support view instead of train samples. There the
+samples are a run of neighbours, here a random share; passes are without incomplete batches, in the samples' order in the paper's
+runs (FedALA's repository) and shuffled in PFLlib. `layer_idx` there counts tensors: 2 is the head's weights and bias.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +63,7 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
     window: int = 10,
     tolerance: Rate = 0.1,
     most_passes: int = 100,
+    converged_by: str = "mean",
     epochs: int = 1,
     batch_size: int = 10,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -76,6 +80,8 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
       window: how many passes the test of convergence looks at.
       tolerance: standard deviation of their losses below which the weights have converged.
       most_passes: passes after which a client stops in any case.
+      converged_by: which loss of a pass the test looks at, the "mean" of its batches or the "last_batch", as in the authors'
+        code, which also wants one pass more than `window`.
       epochs, batch_size, optimizer, weighting: as in `fedavg`; the weights are learned in batches of this size too.
 
     Raises:
@@ -86,6 +92,8 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
     checks.count("window", window, least=2)
     checks.not_negative("tolerance", tolerance)
     checks.count("most_passes", most_passes)
+    checks.one_of("converged_by", converged_by, ("mean", "last_batch"))
+    by_last = converged_by == "last_batch"
     trainable = task.trainable(masks.variables_shape(task))
     higher = masks.intersection(masks.resolve(adapts, task, name="adapts"), trainable)
 
@@ -101,17 +109,21 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
             return task.loss(blend(weights), batch, key)[0], weights
 
         batches, loss_key = view.epochs(tagged(key, "ala"), batch_size, share=sample_share), tagged(key, "ala loss")
+        all_but_last = dataclasses.replace(batches, steps=jnp.maximum(batches.steps - 1, 0))
+        last = dataclasses.replace(batches, get=lambda step, chunk: batches.get(batches.steps - 1, chunk), steps=1, max_steps=1)
+        last = last.only_if(batches.steps > 0)
         everything = jax.tree.map(lambda _: True, own.weights)
         most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
 
         def goes_on(carry: Any) -> jax.Array:
             _, recent, passes = carry
-            return (passes < most) & ((passes < window) | (jnp.std(recent) >= tolerance))
+            return (passes < most) & ((passes < window + by_last) | (jnp.std(recent) >= tolerance))
 
         def one_pass(carry: Any) -> Any:
             weights, recent, passes = carry
             key = jax.random.fold_in(loss_key, passes)
-            weights, value = local.train(key, loss, weights, batches, clipped_sgd(weight_lr), everything)
+            for some in (all_but_last, last) if by_last else (batches,):
+                weights, value = local.train(key, loss, weights, some, clipped_sgd(weight_lr), everything)
             return weights, recent.at[passes % window].set(value), passes + 1
 
         start = (own.weights, jnp.zeros(window), jnp.zeros((), jnp.int32))

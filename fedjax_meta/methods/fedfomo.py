@@ -14,7 +14,8 @@ Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized federated learning with firs
 A client weighs the models that it downloads, and its own trained one, against its model from before the round's training; where
 none is better, the round's training is undone. Differs from the paper: clients exchange models at the end of a round rather
 than at the beginning of the next, so a client tests with what it took over. Exploration falls by `exploration_decay` a round,
-to 0. The authors' code measures distances by the sum of absolute differences by default, the paper by the Euclidean norm.
+to 0. The authors' code measures distances by the sum of absolute differences by default, the paper by the Euclidean norm; its
+preferences grow by the weights divided by the size of their sum, which changes who is downloaded from later, here by the weights.
 
 `reference="trained"` is another rule: a client weighs the others' models against its own as it is after training, which then
 counts 0 as soon as anybody is better, and keeps that one where nobody is.
@@ -69,8 +70,23 @@ def takeover(gain: jax.Array, distance: jax.Array, valid: jax.Array) -> tuple[ja
     return weight, jnp.where(total > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
+DISTANCES: dict[str, Callable[[PyTree], jax.Array]] = {
+    "euclidean": optax.tree.norm,
+    "absolute": lambda tree: sum((jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(tree)), jnp.zeros(())),
+    "squared": lambda tree: optax.tree.norm(tree, squared=True),
+}
+"""How far apart two models are, from their difference: as in the paper, and as `l1` and `l2` of the authors' code."""
+
+
 def compare(
-    task: Task, key: Key, reference: Variables, others: PyTree, valid: jax.Array, view: ClientView, lanes: int | None
+    task: Task,
+    key: Key,
+    reference: Variables,
+    others: PyTree,
+    valid: jax.Array,
+    view: ClientView,
+    lanes: int | None,
+    distance: str = "euclidean",
 ) -> tuple[jax.Array, jax.Array]:
     """`takeover` of one client from models, leaves `[M, ...]`, by their losses on its validation view."""
 
@@ -78,10 +94,10 @@ def compare(
         # The same key for all models, so that they are compared under the same dropout.
         return view.full().mean(lambda batch: task.loss(model, batch, jax.random.clone(key))[0], 0)
 
-    def distance(model: Variables) -> jax.Array:
-        return optax.tree.norm(optax.tree.sub(model, reference))
+    def apart_from(model: Variables) -> jax.Array:
+        return DISTANCES[distance](optax.tree.sub(model, reference))
 
-    loss, apart = map_clients(lambda model: (validation_loss(model), distance(model)), others, lanes=lanes)
+    loss, apart = map_clients(lambda model: (validation_loss(model), apart_from(model)), others, lanes=lanes)
     return takeover(validation_loss(reference) - loss, apart, valid)
 
 
@@ -123,6 +139,7 @@ def fedfomo(
     exploration: Scalar = 0.3,
     exploration_decay: Scalar = 0.05,
     reference: str = "before",
+    distance: str = "euclidean",
     train_view: str = "query",
     validation_view: str = "support",
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -136,6 +153,7 @@ def fedfomo(
       exploration_decay: by how much that falls each round.
       reference: what a client weighs models against: its own "before" the round's training (the paper), which it keeps from then
         on, with its trained one always among the candidates; or its own "trained" one, see above.
+      distance: between models: "euclidean" (the paper), "absolute" (the authors' code) or "squared" (that code with l2).
       train_view, validation_view: disjoint views, to train on and to weigh models on (the paper: 80 % and 20 %).
 
     Raises:
@@ -144,6 +162,7 @@ def fedfomo(
     checks.between("exploration", exploration, 0, 1)
     checks.between("exploration_decay", exploration_decay, 0, 1)
     checks.one_of("reference", reference, ("before", "trained"))
+    checks.one_of("distance", distance, DISTANCES)
     if downloads is not None:
         checks.count("downloads", downloads)
     keeps = reference == "before"
@@ -172,7 +191,7 @@ def fedfomo(
             start = memory.before if keeps else own
             models = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
             view = data.client(cohort.places[place])[validation_view]
-            weight, share = compare(task, tagged(key, "loss", id_), start, models, usable, view, lanes=1)
+            weight, share = compare(task, tagged(key, "loss", id_), start, models, usable, view, 1, distance)
             row, stays = jnp.zeros(count).at[chosen].add(share), 1 - jnp.sum(share)
             preference = memory.preference.at[cohort.ids[chosen]].add(weight)
             # Nobody is better: what a client keeps is what it compared with.
@@ -191,7 +210,7 @@ def fedfomo(
 
     def new_client(key: Key, population: Population, support: ClientView) -> Variables:
         start, pool = population.model, population.personal
-        _, share = compare(task, tagged(key, "loss"), start, pool, population.seen, support, population.lanes)
+        _, share = compare(task, tagged(key, "loss"), start, pool, population.seen, support, population.lanes, distance)
         keep = 1 - jnp.sum(share)
         return jax.tree.map(lambda own, models: keep * own + jnp.tensordot(share, models, 1), start, pool)
 

@@ -12,9 +12,9 @@ Algorithm 2. FedAvgM: Hsu, Qi, Brown, arXiv 1909.06335.
 
 m ← β₁m + (1-β₁)Δ;  x ← x + η m / (√v + τ);  v by rule.
 
-There is no bias correction. `optax.adam` and `optax.yogi` have one and are therefore other methods, as are Keras's optimisers
-and those of simulators built on it. A federation takes them as `server_optimizer` just as well. Buffers never go through a
-server optimiser.
+There is no bias correction. The authors' code runs Keras's optimisers, whose Adam and Yogi have one: `bias_correction=True` and
+`initial=0.0`, their option for Yogi. `optax.adam` and `optax.yogi` correct the moments themselves and are further methods; a
+federation takes them as `server_optimizer` just as well. Buffers never go through a server optimiser.
 """
 
 import dataclasses
@@ -43,14 +43,22 @@ SECOND_MOMENTS = {
 
 
 class Slots(NamedTuple):
-    """What an adaptive server keeps: the moments m and v, each like the model."""
+    """What an adaptive server keeps: the moments m and v, each like the model, and with bias correction the number of steps."""
 
     first: Params
     second: Params
+    count: Any = ()
 
 
 def adaptive(
-    rule: str, server_lr: Rate, *, b1: Rate = 0.9, b2: Rate = 0.99, tau: Rate = 1e-3, initial: Rate | None = None
+    rule: str,
+    server_lr: Rate,
+    *,
+    b1: Rate = 0.9,
+    b2: Rate = 0.99,
+    tau: Rate = 1e-3,
+    initial: Rate | None = None,
+    bias_correction: bool = False,
 ) -> optax.GradientTransformation:
     """An adaptive server optimiser; `partial(adaptive, "adam")` is a factory for `Federation(server_optimizer=...)`.
 
@@ -74,13 +82,19 @@ def adaptive(
     checks.not_negative("initial", start)
 
     def init(params: Params) -> Slots:
-        return Slots(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda leaf: jnp.full_like(leaf, start), params))
+        first, second = jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda leaf: jnp.full_like(leaf, start), params)
+        return Slots(first, second, jnp.zeros((), jnp.int32) if bias_correction else ())
 
     def update(descent: Updates, slots: Slots, params: Params | None = None) -> tuple[Updates, Slots]:
         del params
         first = jax.tree.map(lambda m, d: b1 * m + (1 - b1) * d, slots.first, descent)
         second = jax.tree.map(lambda v, d: SECOND_MOMENTS[rule](v, d**2, b2), slots.second, descent)
-        return jax.tree.map(lambda m, v: -server_lr * m / (jnp.sqrt(v) + tau), first, second), Slots(first, second)
+        rate, count = server_lr, slots.count
+        if bias_correction:
+            count = count + 1
+            rate = rate * jnp.sqrt(1 - jnp.power(b2, count)) / (1 - jnp.power(b1, count))
+        updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + tau), first, second)
+        return updates, Slots(first, second, count)
 
     return optax.GradientTransformation(init, update)
 
@@ -129,19 +143,20 @@ def fedopt(
     b2: Rate = 0.99,
     tau: Rate = 1e-3,
     initial: Rate | None = None,
+    bias_correction: bool = False,
 ) -> optax.GradientTransformation:
     """FedAvg with an adaptive server optimiser; what `fedadagrad`, `fedadam` and `fedyogi` have in common.
 
     A client that never took part does what it does in `fedavg`.
 
     Args:
-      rule, server_lr, b1, b2, tau, initial: as in `adaptive`.
+      rule, server_lr, b1, b2, tau, initial, bias_correction: as in `adaptive`.
       The others: as in `fedavg`.
 
     Raises:
       ValueError: an option out of range.
     """
-    return adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial)
+    return adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial, bias_correction=bias_correction)
 
 
 @variant(fedopt, rule="adagrad", b1=0.0)

@@ -13,9 +13,10 @@ Dinh, Tran, Nguyen: "Personalized federated learning with Moreau envelopes", Neu
 | 1 / S | `weighting="uniform"` | `[C]` |
 
 Differs from the paper: the personal model of a client is found at test time, from the server's model and its support set, as
-in the definition of theta; the authors test the last theta of training. Within a round theta continues from one batch to the
-next, as in their code. Their code also has a `weight_decay` of 0.001, here 0 by default, weighs clients by their samples
-(`weighting="samples"`), and trains the clients that are not sampled.
+in the definition of theta. Within a round theta continues from one batch to the next, as in their code. That code also has a
+`weight_decay` of 0.001, here 0 by default, weighs clients by their samples (`weighting="samples"`), and trains the clients that
+are not sampled. What it tests as the personal model is w_i at the end of the round (`tests="local"`), because its list of
+theta's tensors is that of the model, into which w_i is copied first.
 
 `keep_local=True` is another algorithm, the one that MTFL's authors (arXiv 2007.09236) ran under this name: w_i stays with its
 client from round to round and is never reset to the server's model, where only theta starts; running statistics are
@@ -53,6 +54,7 @@ def pfedme(
     test_epochs: int = 1,
     weight_decay: Rate = 0.0,
     keep_local: bool = False,
+    tests: str = "theta",
     weighting: str = "uniform",
 ) -> Method:
     """pFedMe. Every client, known or new, finds its personal model around the server's from its support set.
@@ -70,10 +72,14 @@ def pfedme(
       weight_decay: mu, of the steps that find theta.
       keep_local: let w_i stay with its client, as MTFL's authors did. A known client then tests w_i, a new one the server's
         model.
+      tests: what a known client predicts with, "theta" as above, or "local", its w_i of the last round that it took part in, as
+        in the authors' code. A new client then tests the server's model.
 
     Raises:
       ValueError: an option out of range.
     """
+    checks.one_of("tests", tests, ("theta", "local"))
+    remembers = keep_local or tests == "local"
     checks.positive("prox_weight", prox_weight)
     checks.not_negative("weight_decay", weight_decay)
     checks.count("local_rounds", local_rounds)
@@ -106,10 +112,10 @@ def pfedme(
 
         start = (received.model, received.memory if keep_local else received.model, jnp.zeros(()))
         _, own, total = jax.lax.fori_loop(0, batches.steps, step, start)
-        return Trained(own, {"loss": total / jnp.maximum(batches.steps, 1)}, memory=own if keep_local else ())
+        return Trained(own, {"loss": total / jnp.maximum(batches.steps, 1)}, memory=own if remembers else ())
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        if keep_local:
+        if remembers:
             return received.memory
         batches = support.epochs(tagged(key, "order"), batch_size, test_epochs).keyed(tagged(key, "loss"))
 
@@ -125,5 +131,5 @@ def pfedme(
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
-        init_memory=lambda key, model, num_clients: model if keep_local else (),
+        init_memory=lambda key, model, num_clients: model if remembers else (),
     )

@@ -337,3 +337,24 @@ def check(state, round_, *, model, personal=None, memory=None, extra=(), optimiz
     took_part = {i for cohort in COHORTS[:round_] for i in cohort}
     assert np.asarray(state.seen).tolist() == [i in took_part for i in range(N)]
     assert int(state.round) == round_
+
+
+def agree(library, after, *, personal=NOTHING, blank=None, **server):
+    """Compares both states of a `Library` with what `two_rounds` gave.
+
+    Args:
+      library: the library's side.
+      after: what `two_rounds` gave.
+      personal: mask of the entries that stay with their client.
+      blank: the row of a client without a memory; no client has one when not given.
+      server: what the server keeps beside the model, as in `check`.
+    """
+    for number, (w, own, memory) in enumerate(after):
+        check(
+            (library.first, library.last)[number],
+            number + 1,
+            model=w,
+            personal=rows(own, library.w)[:, personal],
+            memory=None if blank is None else rows(memory, blank),
+            **server,
+        )

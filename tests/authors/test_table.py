@@ -1,0 +1,47 @@
+"""docs/authors_code.md says what the tests of this folder were written from, and names only methods and options that exist."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import fedjax_meta as fm
+from fedjax_meta.federation import OPTIONS
+from tests.authors.source import READ
+
+PAGE = (Path(__file__).parents[2] / "docs" / "authors_code.md").read_text()
+FILES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem not in ("test_table", "test_torch"))
+
+
+def sources():
+    """The rows of the table of sources."""
+    for file in FILES:
+        module = importlib.import_module(f"tests.authors.{file}")
+        for name, test in vars(module).items():
+            for source in READ.get(name, []) if inspect.isfunction(test) and test.__module__ == module.__name__ else []:
+                yield f"| `{file}::{name}` | {source.repository} `{source.commit}` | {', '.join(source.places)} |"
+
+
+def test_every_source_stands_in_the_table():
+    expected = sorted(set(sources()))
+    found = sorted(line for line in PAGE.splitlines() if line.startswith("| `test_"))
+    assert found == expected, "the table of sources should be:\n" + "\n".join(expected)
+
+
+def rows():
+    """(methods, what reproduces the code) of the table of methods."""
+    table = PAGE.split("## Methods")[1].split("\n## ")[0]
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`"):
+            yield re.findall(r"`(\w+)`", cells[0]), cells[3]
+
+
+def test_at_least_twenty_methods_are_compared_and_their_options_exist():
+    compared = {name for names, _ in rows() for name in names}
+    assert len(compared) >= 20
+    for names, cell in rows():
+        takes = set.intersection(*(set(inspect.signature(fm.METHODS[name]).parameters) for name in names))
+        takes |= set(OPTIONS)
+        for option in re.findall(r"`(\w+)=", cell):
+            assert option in takes, f"{names} have no option {option}"
