@@ -15,9 +15,10 @@ KEY, CLIP, WHO = jax.random.key(4), 0.05, 2
 
 REFUSED = {
     **dict.fromkeys(
-        ("afl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp"), "lets the server see what each client sends by itself"
+        ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp"),
+        "lets the server see what each client sends by itself",
     ),
-    **dict.fromkeys(("cfl", "pfedhn", "pfedhn_pc", "pfedsim"), "sends other numbers than those that the simulation averages"),
+    **dict.fromkeys(("pfedhn", "pfedhn_pc", "pfedsim"), "sends other numbers than those that the simulation averages"),
 }
 """Methods that noise cannot cover."""
 

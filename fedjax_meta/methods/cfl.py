@@ -13,8 +13,8 @@ fl_devices.py 62-151 and clustered_federated_learning.ipynb 221-266.
 | c_1, c_2 | `bipartition` | bool `[C]` |
 
 Differs from the code: at most `clusters` of them, a split acts from the next round on (there in its own round), the first part
-keeps the number, and a member that is not in the cohort when its cluster splits stays with that part. Server optimisers other than
-the default move the model of a new cluster from the initial model in its first round.
+keeps the number, and a member that is not in the cohort when its cluster splits stays with that part. A server optimiser other
+than the default moves the model of a new cluster from the initial model in its first round.
 """
 
 from collections.abc import Callable
