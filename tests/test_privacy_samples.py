@@ -118,12 +118,14 @@ SECOND_ORDER = "a private task has first derivatives only"
 REFUSED = {
     **dict.fromkeys(
         (
+            "anil",
             "fedmeta",
             "fedmeta_metasgd",
             "fedmeta_per",
             "fedmeta_per_metasgd",
             "fedmeta_server",
             "imaml",
+            "mamlpp",
             "perfedavg",
             "perfedavg_exact",
         ),

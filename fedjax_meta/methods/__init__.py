@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.methods.afl import afl
+from fedjax_meta.methods.anil import anil
 from fedjax_meta.methods.apfl import apfl, apfl_outputs
 from fedjax_meta.methods.cfl import cfl
 from fedjax_meta.methods.ditto import ditto
@@ -38,6 +39,7 @@ from fedjax_meta.methods.imaml import imaml
 from fedjax_meta.methods.knn_per import knn_per
 from fedjax_meta.methods.l2gd import l2gd
 from fedjax_meta.methods.lg_fedavg import lg_fedavg
+from fedjax_meta.methods.mamlpp import mamlpp
 from fedjax_meta.methods.moon import moon
 from fedjax_meta.methods.mtfl import fedavg_adam, fedbn, mtfl, mtfl_fedavg_adam
 from fedjax_meta.methods.perfedavg import perfedavg, perfedavg_exact, perfedavg_fo
@@ -52,6 +54,7 @@ __all__ = [
     "METHODS",
     "REDUCTIONS",
     "afl",
+    "anil",
     "apfl",
     "apfl_outputs",
     "cfl",
@@ -97,6 +100,7 @@ __all__ = [
     "l2gd",
     "lg_fedavg",
     "local_only",
+    "mamlpp",
     "moon",
     "mtfl",
     "mtfl_fedavg_adam",
