@@ -110,6 +110,7 @@ __all__ = [
     "methods",
     "metrics",
     "models",
+    "multistep",
     "participation",
     "privacy",
     "received_model",

@@ -107,6 +107,14 @@ def fraction(name: str, value: Any) -> None:
     _check_numbers(name, value, False, lambda number: (number > 0) & (number < 1), "lie strictly between 0 and 1")
 
 
+def below_one(name: str, *factors: Any) -> None:
+    """Raises `ValueError` unless the product of concrete factors, numbers that were checked by themselves, is below 1."""
+    if all(_concrete(factor) for factor in factors):
+        product = float(np.prod([np.asarray(factor, float) for factor in factors]))
+        if not product < 1:
+            raise ValueError(f"{name}={product:.6g} must be below 1")
+
+
 def share(name: str, value: Any) -> None:
     """Raises `ValueError` unless a concrete `value` lies in [0, 1]."""
     _check_numbers(name, value, False, lambda number: (number >= 0) & (number <= 1), "lie between 0 and 1")

@@ -158,6 +158,9 @@ class Method:
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0.
+      direction: `(state, mean pseudo-gradient, mean statistics, summed statistics weight, N) -> (pseudo-gradient, statistics)`,
+        what the server descends along and what `update_extra` gets, for rules that no weighted mean expresses (FedNova, qFedAvg);
+        as they are when not given. `state` is the one before the step, without rows of clients; only shared leaves are there.
       collaborate: what clients get of each other after a round.
       new_client: `(key, population, support) -> variables` of a client that is not one of the N clients; by default `personalize`
         from the server's model and a fresh memory.
@@ -187,6 +190,7 @@ class Method:
     init_memory: Callable[[Key, PyTree, int], PyTree] = no_memory
     init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra
     update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
+    direction: Callable[[Any, Updates, PyTree, Any, int], tuple[Updates, PyTree]] | None = None
     collaborate: Collaboration | None = None
     new_client: Callable[[Key, Population, ClientView], Variables] | None = None
     new_client_reads: str = "personal+memory"

@@ -5,7 +5,7 @@ K is the number of classes, d the number of features.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,27 @@ def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int
     return feature_shape(task, variables, data.client(0)[data.views[0]])
 
 
+def head_shape(task: Task, method: str) -> tuple[int, int]:
+    """(K, d) of a task, from the shapes of its head alone: d is the one size of a leaf that the head takes.
+
+    For a method that must know d before it sees data.
+
+    Raises:
+      ValueError: no features and head, or a head that takes no such number of features.
+    """
+    _, head = require_features(task, method)
+    variables = masks.variables_shape(task)
+    for width in sorted({size for leaf in jax.tree.leaves(variables) for size in leaf.shape}):
+        features = jax.ShapeDtypeStruct((2, width), jnp.result_type(float))
+        try:
+            logits = jax.eval_shape(head, variables, features)
+        # The head is code of the user's own, which may raise anything for features of another width.
+        except Exception:
+            continue
+        return logits.shape[-1], width
+    raise ValueError(f"{method} must know how many features the head takes, and no size of the model's leaves is their number")
+
+
 class ClassSums(NamedTuple):
     """Sums over a client's samples, one entry per class.
 
@@ -202,6 +223,36 @@ def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size
     dtype = jnp.result_type(float)
     start = ClassSums(jnp.zeros(classes, dtype), jnp.zeros((classes, width), dtype), jnp.zeros(classes, dtype))
     return jax.lax.fori_loop(0, batches.steps, step, start)
+
+
+class Centroids(NamedTuple):
+    """A server's mean feature of each class.
+
+    Attributes:
+      mean: over all clients, `[K, d]`.
+      known: whether a class has a centroid yet, bool `[K]`.
+    """
+
+    mean: jax.Array
+    known: jax.Array
+
+
+def no_centroids(task: Task, variables: Variables, data: FederatedData) -> Centroids:
+    """Centroids of no class yet, for `Method.init_extra`."""
+    classes, width = shape_in(task, variables, data)
+    return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
+
+
+def renewed_centroids(state: Any, mean: PyTree, weight: PyTree, num_clients: int) -> Centroids:
+    """A `Method.update_extra` of centroids from the means of (sums of features `[K, d]`, how many they are `[K]`).
+
+    A class that no client of the cohort holds keeps its last centroid.
+    """
+    del weight, num_clients
+    total, count = mean
+    held = count > 0
+    fresh = total / jnp.where(held, count, 1)[:, None]
+    return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
 
 
 def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> jax.Array:

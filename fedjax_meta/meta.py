@@ -132,11 +132,13 @@ def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
     return InnerOptimizer(partial(_start_fixed, "sgd(rate)"), lambda meta, phi: (), update, mask=mask)
 
 
-def learned_sgd(*, mask: Mask | None = None) -> InnerOptimizer:
+def learned_sgd(*, mask: Mask | None = None, per_step: bool = False) -> InnerOptimizer:
     """Inner gradient descent with the rates of a `MetaSGD`, phi - rates * g, differentiated with respect to both.
 
     Args:
       mask: boolean tree of the leaves that adapt; all by default.
+      per_step: whether each leaf has one rate for each step, `[S]`, in place of one for each entry (MAML++); steps beyond S take
+        the last one.
 
     Raises:
       ValueError: from the estimator: the meta-parameters are not a `MetaSGD`, or its rates do not match its parameters.
@@ -159,6 +161,12 @@ def learned_sgd(*, mask: Mask | None = None) -> InnerOptimizer:
         gradient = _masked(gradient, mask)
         return jax.tree.map(lambda p, r, g: p - (r * g).astype(p.dtype), phi, meta.rates, gradient), state
 
+    def update_by_step(meta: MetaSGD, gradient: Updates, step: jax.Array, phi: Params) -> tuple[Params, jax.Array]:
+        rates = jax.tree.map(lambda r: r.at[step].get(mode="clip"), meta.rates)
+        return update(MetaSGD(meta.params, rates), gradient, (), phi)[0], step + 1
+
+    if per_step:
+        return InnerOptimizer(start, lambda meta, phi: jnp.zeros((), jnp.int32), update_by_step, learned=True, mask=mask)
     return InnerOptimizer(start, lambda meta, phi: (), update, learned=True, mask=mask)
 
 

@@ -164,9 +164,9 @@ def test_frozen_leaves_never_move_and_only_personal_leaves_are_kept(name):
 
 
 PERSONAL = {
-    "head": {"fedper", "fedper_meta", "fedmeta_per", "fedmeta_per_metasgd", "fedpac", "fedrep", "pfedhn_pc"},
+    "head": {"fedper", "fedper_meta", "fedmeta_per", "fedmeta_per_metasgd", "fedpac", "fedrep", "pfedhn_pc", "fedas", "gpfl"},
     "body": {"lg_fedavg"},
-    "all": {"local_only", "fedfomo", "fedamp", "heur_fedamp", "l2gd"},
+    "all": {"local_only", "fedfomo", "fedamp", "heur_fedamp", "l2gd", "fedproto", "fedcac"},
     "bn": {"mtfl", "mtfl_fedavg_adam", "fedbn"},
 }
 """The personal leaves that each paper has; in the papers of the other methods every leaf of the model is shared."""

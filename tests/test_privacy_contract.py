@@ -14,8 +14,11 @@ from tests import problems
 KEY, CLIP, WHO = jax.random.key(4), 0.05, 2
 
 REFUSED = {
-    **dict.fromkeys(("fedamp", "fedfomo", "fedpac", "heur_fedamp"), "lets the server see what each client sends by itself"),
-    **dict.fromkeys(("pfedhn", "pfedhn_pc"), "sends other numbers than those that the simulation averages"),
+    **dict.fromkeys(
+        ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp"),
+        "lets the server see what each client sends by itself",
+    ),
+    **dict.fromkeys(("pfedhn", "pfedhn_pc", "pfedsim"), "sends other numbers than those that the simulation averages"),
 }
 """Methods that noise cannot cover."""
 

@@ -118,12 +118,14 @@ SECOND_ORDER = "a private task has first derivatives only"
 REFUSED = {
     **dict.fromkeys(
         (
+            "anil",
             "fedmeta",
             "fedmeta_metasgd",
             "fedmeta_per",
             "fedmeta_per_metasgd",
             "fedmeta_server",
             "imaml",
+            "mamlpp",
             "perfedavg",
             "perfedavg_exact",
         ),
@@ -131,7 +133,11 @@ REFUSED = {
     ),
     "fedala": r"lets out what depends on samples without noise \(\['upload'\]",  # stops by losses
     "fedfomo": r"lets out .* \(\['collaborate'\]",  # validation losses
-    **dict.fromkeys(("apfl_outputs", "fedem", "fedpac", "fedrod", "moon"), "takes gradients of the model's logits"),
+    **dict.fromkeys(("afl", "cfl", "fedas", "ifca", "qfedavg"), "lets out what depends on samples without noise"),  # losses
+    **dict.fromkeys(
+        ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "moon"),
+        "takes gradients of the model's logits",
+    ),
 }
 """Methods that would let something out without noise, or cannot be learned from first derivatives."""
 

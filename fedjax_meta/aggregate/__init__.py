@@ -6,7 +6,7 @@ is a plain function of stacked uploads and weights, or a `Rule`, which may have 
 
 from fedjax_meta.aggregate.bounded import centered_clipping, fltrust, norm_bounding
 from fedjax_meta.aggregate.distances import bulyan, geometric_median, krum, multi_krum
-from fedjax_meta.aggregate.means import WEIGHTINGS, WeightedSum, client_weight, mean, sum_clients, weigh
+from fedjax_meta.aggregate.means import WEIGHTINGS, WeightedSum, client_weight, mean, per_unit, sum_clients, weigh
 from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.mixtures import combine
 from fedjax_meta.aggregate.ranks import median, trimmed_mean
@@ -36,6 +36,7 @@ __all__ = [
     "nearest_neighbours",
     "norm_bounding",
     "parse",
+    "per_unit",
     "sum_clients",
     "trimmed_mean",
     "weigh",

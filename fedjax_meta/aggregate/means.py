@@ -74,6 +74,19 @@ def mean(summed: WeightedSum) -> PyTree:
     return jax.tree.unflatten(structure, [leaf.astype(dtype) for leaf, dtype in zip(leaves, summed.dtypes, strict=True)])
 
 
+def per_unit(total: PyTree, amount: jax.Array) -> PyTree:
+    """`total / amount`, leaf by leaf; 0 where `amount`, a scalar or the leading axes of every leaf, is not above 0.
+
+    The ratio of two means is that of two sums: clients count as much as their `amount`, which the server need not see by itself.
+    """
+
+    def divide(leaf: jax.Array) -> jax.Array:
+        by = jnp.reshape(amount, jnp.shape(amount) + (1,) * (leaf.ndim - jnp.ndim(amount)))
+        return jnp.where(by > 0, leaf / jnp.where(by > 0, by, 1).astype(leaf.dtype), 0)
+
+    return jax.tree.map(divide, total)
+
+
 def wide(leaf: ArrayLike) -> jax.Array:
     """A leaf in at least 32 bits, for summing: with a mantissa of 8 bits, a large sum absorbs small terms."""
     array = jnp.asarray(leaf)

@@ -36,8 +36,9 @@ from fedjax_meta.contract import Method, Population, Received, Reduction, Traine
 from fedjax_meta.data import CHUNK, Batches, ClientData, ClientView
 from fedjax_meta.engine import map_clients
 from fedjax_meta.keys import tagged
+from fedjax_meta.multistep import EveryStep, multi_step
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Updates, Variables
+from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Scalar, Updates, Variables
 
 Draw = Callable[[Key, ClientData, Any], tuple[Any, Any]]
 """`(key, data, step) -> (support, query)`: what one meta-step of a client adapts on and is judged by.
@@ -116,6 +117,7 @@ class _FedMeta:
     meta_steps: int
     test_prox_weight: Rate | None
     score: str
+    step_weights: Callable[[Scalar, int], jax.Array] | None
 
     def fresh_slots(self, model: PyTree) -> PyTree:
         return self.outer.init(masks.split(model, self.layout.trainable)[0])
@@ -152,6 +154,8 @@ class _FedMeta:
         def meta_step(t: Any, carry: Any) -> Any:
             parameters, slots, total, _ = carry
             support, query = self.draw_batches(key, data, t)
+            if self.step_weights is not None:
+                query = EveryStep(query, self.step_weights(received.round, self.inner_steps))
             result = self.meta_gradient(loss, parameters, support, query)
             updates, slots = self.outer.step(result.gradient, slots, parameters)
             # Reptile may run without a query set, and then reports its support loss.
@@ -252,8 +256,10 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     inner_lr: Rate = 0.001,
     outer_lr: Rate = 0.001,
     learned_rates: bool = False,
+    rates_per: str = "entry",
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     estimator: Callable[[meta.InnerOptimizer], meta.Estimator] = meta.exact,
+    step_weights: Callable[[Scalar, int], jax.Array] | None = None,
     outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.adam,
     outer_slots: str = "fresh",
     outer_at: str = "client",
@@ -279,9 +285,11 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
       inner_lr: alpha, the rate of adaptation; with `learned_rates` its initial value for every parameter.
       outer_lr: beta, the rate of the meta-update.
       learned_rates: learn one inner rate per parameter (Meta-SGD); else MAML.
+      rates_per: what a learned rate belongs to: an "entry" of a leaf (Meta-SGD), or a whole leaf in one "step" (MAML++).
       inner_optimizer: factory `inner_lr -> optax.GradientTransformation` of adaptation, started afresh each time and
         differentiated through; gradient descent when not given.
       estimator: how the meta-gradient is found, a function of the inner optimiser: `meta.exact`, `meta.first_order`, ...
+      step_weights: `(round, S) -> [S]`, how much the query counts after each inner step, for `estimator=multistep.multi_step`.
       outer_optimizer: factory `outer_lr -> optax.GradientTransformation`, started afresh in each round; its step is the
         meta-update.
       outer_slots: "kept" lets a client keep the outer optimiser's state (Adam's moments) of its personal leaves from round to
@@ -316,13 +324,14 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     checks.one_of("score", score, ("online", "fitted"))
     _check_estimator(estimator)
     _check_combination(outer_at, outer_slots, meta_steps, server_sum, learned_rates, personal_rates, inner_optimizer)
+    _check_steps(rates_per, learned_rates, step_weights, batch_size, estimator)
     trainable = task.trainable(masks.variables_shape(task))
     own = masks.resolve(personal, task, name="personal")
     own_rates = own if personal_rates is None else masks.resolve(personal_rates, task, name="personal_rates")
     layout = _Layout(learned_rates, trainable, own, own_rates)
     adapted_leaves = masks.split(masks.resolve(adapts, task, name="adapts"), trainable)[0]
     if learned_rates:
-        inner = meta.learned_sgd(mask=adapted_leaves)
+        inner = meta.learned_sgd(mask=adapted_leaves, per_step=rates_per == "step")
     elif inner_optimizer is None:
         inner = meta.sgd(inner_lr, mask=adapted_leaves)
     else:
@@ -341,11 +350,13 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         meta_steps=meta_steps,
         test_prox_weight=test_prox_weight,
         score=score,
+        step_weights=step_weights,
     )
 
     def init(key: Key) -> PyTree:
         variables = task.init(key)
-        return layout.model(variables, jax.tree.map(lambda leaf: jnp.full_like(leaf, inner_lr), variables))
+        shape = {"shape": (inner_steps,)} if rates_per == "step" else {}
+        return layout.model(variables, jax.tree.map(lambda leaf: jnp.full_like(leaf, inner_lr, **shape), variables))
 
     def init_memory(key: Key, model: PyTree, num_clients: int) -> PyTree:
         del key, num_clients
@@ -390,6 +401,20 @@ def _check_estimator(estimator: Any) -> None:
             "estimator must be a function of the inner optimiser, e.g. estimator=fm.meta.exact or partial(fm.meta.hessian_free, "
             "delta=1e-2), not its result or its name"
         )
+
+
+def _check_steps(rates_per: str, learned_rates: bool, step_weights: Any, batch_size: int | None, estimator: Any) -> None:
+    checks.one_of("rates_per", rates_per, ("entry", "step"))
+    if rates_per == "step" and not learned_rates:
+        raise ValueError("rates_per='step' needs learned_rates=True: there are no rates to learn otherwise")
+    if batch_size is not None and (rates_per == "step" or step_weights is not None):
+        raise ValueError(
+            f"batch_size={batch_size} gives clients unlike numbers of steps: rates and weights of steps need None"
+        )
+    if (step_weights is None) != (estimator is not multi_step):
+        raise ValueError("step_weights and estimator=multistep.multi_step need each other")
+    if step_weights is not None:
+        checks.function("step_weights", step_weights, ("round", "steps"), "multistep.annealed(100)")
 
 
 def _check_combination(

@@ -36,22 +36,11 @@ from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.features import Centroids
 from fedjax_meta.keys import tagged
 from fedjax_meta.simplex import bounds, mixtures
 from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate, Variables
-
-
-class Centroids(NamedTuple):
-    """The server's extra state.
-
-    Attributes:
-      mean: mean feature of each class over all clients, `[K, d]`.
-      known: whether a class has a centroid yet, bool `[K]`.
-    """
-
-    mean: jax.Array
-    known: jax.Array
 
 
 class Statistics(NamedTuple):
@@ -134,19 +123,6 @@ def noisy(key: Key, sums: features.ClassSums, deviation: float) -> features.Clas
 def sent_statistics(key: Key, sums: features.ClassSums, deviation: float) -> Statistics:
     """The statistics of noisy means, with the variance of the clean ones."""
     return statistics(noisy(key, sums, deviation))._replace(variance=statistics(sums).variance)
-
-
-def _no_centroids(task: Task, model: Variables, data: FederatedData) -> Centroids:
-    classes, width = features.shape_in(task, model, data)
-    return Centroids(jnp.zeros((classes, width)), jnp.zeros(classes, bool))
-
-
-def _update_centroids(state: State, mean: PyTree, weight: PyTree, num_clients: int) -> Centroids:
-    del weight, num_clients
-    total, count = mean
-    held = count > 0
-    fresh = total / jnp.where(held, count, 1)[:, None]
-    return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
 
 
 def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
@@ -243,8 +219,8 @@ def fedpac(
         roles=masks.roles(own, trainable),
         weighting=weighting,
         init_memory=init_memory,
-        init_extra=partial(_no_centroids, task) if align else no_extra,
-        update_extra=_update_centroids if align else None,
+        init_extra=partial(features.no_centroids, task) if align else no_extra,
+        update_extra=features.renewed_centroids if align else None,
         collaborate=Collaboration(_mix_heads, reads="personal", gives="personal") if collaborate else None,
         needs_classes=True,
     )

@@ -105,6 +105,9 @@ def _step(
     method = setting.method
     moving, rest = masks.split(state.model, setting.shared)
     descent, held = masks.split(average, setting.shared)
+    if method.direction is not None:
+        descent, statistics = method.direction(without_rows(state), descent, statistics, weight, num_clients)
+        must_fit(f"the pseudo-gradient that direction of {method.name} returns", descent, moving)
     updates, slots = setting.server.update(descent, state.optimizer, moving)
     buffers, still = masks.split(rest, setting.buffers)
     held = masks.split(held, setting.buffers)[0]

@@ -45,7 +45,7 @@ def test_a_new_client_of_local_training_starts_at_the_initial_model_and_a_known_
     assert problems.distance(personalized(algorithm, state, 3), expected) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["fedpac", "moon", "fedrod", "knn_per"])
+@pytest.mark.parametrize("name", ["fedpac", "moon", "fedrod", "knn_per", "fedproto", "feddbe", "fedas", "gpfl"])
 def test_a_task_without_features_is_refused_by_name(name):
     for without in ({"features": None}, {"head": None}):
         with pytest.raises(ValueError, match=f"{name} looks at features, but the task has no features and head"):
@@ -54,7 +54,10 @@ def test_a_task_without_features_is_refused_by_name(name):
         features.with_projection(problems.task()._replace(features=None), 4, 3)
 
 
-@pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedpac", "pfedhn_pc", "fedavg_ft", "fedala"])
+@pytest.mark.parametrize(
+    "name",
+    ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedpac", "pfedhn_pc", "fedavg_ft", "fedala", "fedas", "gpfl", "pfedsim"],
+)
 def test_a_task_without_named_layers_has_no_head(name):
     with pytest.raises(ValueError, match="layers"):
         fm.METHODS[name](problems.task()._replace(layers=()))
@@ -67,9 +70,12 @@ def lacking():
     return fm.from_clients([(rng.normal(size=(len(y), 5)), y) for y in labels], num_classes=3)
 
 
-@pytest.mark.parametrize("name", ["fedpac", "fedrod", "moon", "knn_per", "fedem"])
+@pytest.mark.parametrize(
+    "name",
+    ["fedpac", "fedrod", "moon", "knn_per", "fedem", "fedproto", "feddbe", "fedas", "gpfl", "ifca", "cfl", "afl", "qfedavg"],
+)
 def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_finite(name):
-    algorithm, data = build(name, **OPTIONS), lacking()
+    algorithm, data = build(name, **OPTIONS, **({"clusters": 3} if name == "cfl" else {})), lacking()
     state = run(algorithm, 3, data=data)
     assert all(
         bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,0 +1,126 @@
+"""pFedSim: FedAvg at first; then each client keeps its head and mixes the bodies of clients whose heads are like its own.
+
+Tan, Zhou, Liu, Wang, Yu: "pFedSim: similarity-aware model aggregation towards personalized federated learning", 2023, arXiv
+2305.15706; the steps are those of its first author's code, KarhouTam/FL-bench, src/server/pfedsim.py 38-148.
+
+| paper | here | shape |
+|---|---|---|
+| omega_i, phi_i | leaves outside and inside `head` | |
+| the model of client i | `Own.model` | like the model |
+| its mixture | `Own.start` | like the model |
+| S_ij | `mixture`, -log(1 - cosine), normalised | `[C, C]` |
+
+Differs from the code: a mixture is over the bodies of the last cohort of a client (there over all clients, with similarities of
+the last cohort in which two of them met), and cosines are those of whole heads (there the mean over classes of those of rows).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_meta import checks, local, masks
+from fedjax_meta.aggregate import combine
+from fedjax_meta.algorithm import State
+from fedjax_meta.builders import method_builder
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
+from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.task import Task
+from fedjax_meta.types import Key, PyTree, Rate, Variables
+
+
+class Own(NamedTuple):
+    """A client's memory: its trained model, where it starts next, whether it took part after the warm-up."""
+
+    model: Variables
+    start: Variables
+    personal: jax.Array
+
+
+def mixture(heads: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.Array:
+    """S_ij = -log(1 - min(max(0, cosine), most)) over the valid clients, S_ii = -log(1 - most), rows normalised.
+
+    Args:
+      heads: `[C, p]`, all parameters of each head.
+      valid: bool `[C]`, whose models came; the others keep their own.
+      most: the cosine of a client with itself.
+    """
+    norm = jnp.sqrt(jnp.sum(heads**2, 1))
+    unit = heads / jnp.where(norm > 0, norm, 1)[:, None]
+    cosine = jnp.clip(jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST), 0, most)
+    myself = jnp.eye(len(heads), dtype=bool)
+    weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-cosine), 0)
+    weight = jnp.where(myself, -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
+    return weight / jnp.sum(weight, 1, keepdims=True)
+
+
+@method_builder
+def pfedsim(
+    task: Task,
+    *,
+    lr: Rate = 0.01,
+    warmup: int = 50,
+    head: masks.MaskSpec = "head",
+    epochs: int = 5,
+    batch_size: int = 32,
+    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    weighting: str = "samples",
+) -> Method:
+    """pFedSim. After the warm-up a known client tests with its trained model; before it, and a new client, with the server's.
+
+    Args:
+      task: a model with named layers.
+      warmup: rounds of FedAvg; in the authors' code half of all rounds.
+      head: mask of the leaves that stay with their client, and whose cosines are taken.
+      lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
+
+    Raises:
+      ValueError: an option out of range.
+    """
+    checks.count("warmup", warmup, least=0)
+    own, trainable = masks.resolve(head, task, name="head"), task.trainable(masks.variables_shape(task))
+
+    def choose(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        late, memory = received.round >= warmup, received.memory
+        start = choose(late & memory.personal, memory.start, received.model)
+        passes = {"epochs": epochs, "batch_size": batch_size}
+        model, loss = local.train_epochs(key, task.loss, start, data["train"], optimizer(lr), trainable, **passes)
+        # The server's model stays as the warm-up left it.
+        sent = choose(late, received.model, model)
+        return Trained(sent, {"loss": loss}, memory=Own(model, model, late), stacked=model)
+
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        del key, state, data
+        heads, _ = masks.split(cohort.stacked, own)
+        leaves = jax.tree.leaves(masks.split(heads, trainable_head)[0])
+        matrix = mixture(jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1), cohort.returned)
+        bodies = combine(matrix, masks.split(cohort.stacked, own)[1])
+        memory = cohort.memory._replace(start=masks.merge(heads, bodies))
+        return cohort.personal, memory, {"own_share": jnp.diagonal(matrix)}
+
+    trainable_head = masks.split(masks.intersection(own, trainable), own)[0]
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        del key, support
+        return choose(received.memory.personal, received.memory.model, received.model)
+
+    return Method(
+        init=task.init,
+        client=client,
+        personalize=personalize,
+        predict=task.predict,
+        roles=masks.roles(masks.nothing(task), trainable),
+        weighting=weighting,
+        init_memory=lambda key, model, num_clients: Own(model, model, jnp.zeros((), bool)),
+        # One model travels each way: the server's in the warm-up, the mixture after it. The server averages what it sees.
+        travels=lambda model: (model, ()),
+        collaborate=Collaboration(mix, reads="", gives=""),
+    )
+
+
+REDUCES_TO = (Reduction("pFedSim in its warm-up is FedAvg", "pfedsim", {"warmup": 100}, "fedavg", {}),)

@@ -1,0 +1,141 @@
+"""Two rounds of clustered federated learning.
+
+IFCA (jichan3751/ifca, mnist/train_cluster_mnist.py 299-350, 370-402): client i takes s = argmin_j f_i(theta_j), trains theta_s,
+and theta_j becomes the mean of the models of its clients; without any it stays.
+CFL (felisat/clustered-federated-learning, fl_devices.py 62-151): models become means over clusters; complete linkage of the
+cosines of updates splits a cluster in two. Here a part that is new starts from its parent's model in its next round.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.cluster import hierarchy
+
+import fedjax_meta as fm
+from fedjax_meta.methods.cfl import bipartition
+from tests import problems
+from tests.methods.common import FULL, build, mean, of, run, step
+from tests.methods.common import gradient as problem_gradient
+from tests.methods.common import start as begin
+from tests.whole_rounds.world import (
+    COHORTS,
+    KNOWN,
+    LATE,
+    NEW,
+    Library,
+    check,
+    descend,
+    epochs,
+    flat,
+    loss,
+    near,
+    order_key,
+    rows,
+    task,
+    view,
+)
+
+RATE, BATCH, SERVER, CLUSTERS = 0.15, 4, 0.7, 3
+
+
+def stacked(tree):
+    """[M, 27]: the models of a tree whose leaves are [M, ...]."""
+    return np.stack([flat(jax.tree.map(lambda leaf, j=j: leaf[j], tree)) for j in range(CLUSTERS)])
+
+
+def library_order(models):
+    """The flat order of a tree whose leaves are [M, ...]: leaf by leaf."""
+    return np.concatenate([models[:, begin:end].ravel() for begin, end in ((0, 12), (12, 15), (15, 27))])
+
+
+def test_two_rounds_of_ifca():
+    library = Library(fm.ifca(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH), server_lr=SERVER)
+    models, own, visited = stacked(library.start.model), {}, set()
+    for number, cohort in enumerate(COHORTS):
+        trained = {}
+        for i in cohort:
+            own[i] = int(np.argmin([loss(theta, view(i, "train")) for theta in models]))
+            trained[i] = descend(models[own[i]], RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
+        visited |= {own[i] for i in cohort}
+        for j in {own[i] for i in cohort}:
+            mean = np.mean([trained[i] for i in cohort if own[i] == j], 0)
+            models[j] += SERVER * (mean - models[j])
+        memory = rows({i: [float(j)] for i, j in own.items()}, [0.0])
+        check((library.first, library.last)[number], number + 1, model=library_order(models), memory=memory)
+    assert len(visited) > 1
+    for i in (KNOWN, LATE):
+        near(library.tested(i), models[own[i]])
+    best = np.argmin([loss(theta, view(NEW, "test_support")) for theta in models])
+    near(library.tested(NEW), models[best])
+
+
+def apart(updates):
+    """Which of the updates complete linkage of -cosine puts apart from the first, by SciPy."""
+    unit = np.array(updates) / np.linalg.norm(updates, axis=1, keepdims=True)
+    distance = 1 - unit @ unit.T
+    label = hierarchy.fcluster(hierarchy.complete(distance[np.triu_indices(len(unit), 1)]), 2, "maxclust")
+    return label != label[0]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_two_rounds_of_cfl(splits):
+    """With these thresholds a cluster of three is split after its first round, or never."""
+    bounds = {"mean_norm": 1e3 if splits else 1e-9, "client_norm": 1e-3, "first_split": 0}
+    library = Library(fm.cfl(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH, **bounds))
+    models, alive, place = stacked(library.start.model), [True, False, False], {}
+    near(models[1], models[0])
+    for number, cohort in enumerate(COHORTS):
+        trained, updates = {}, {}
+        for i in cohort:
+            live = [j for j in range(CLUSTERS) if alive[j]]
+            nearest = live[int(np.argmin([loss(models[j], view(i, "train")) for j in live]))]
+            cluster, parent = place.setdefault(i, (nearest, nearest))
+            start = models[cluster if alive[cluster] else parent]
+            trained[i] = descend(start, RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
+            updates[i] = trained[i] - start
+        for j in {place[i][0] for i in cohort}:
+            models[j], alive[j] = np.mean([trained[i] for i in cohort if place[i][0] == j], 0), True
+        for j in range(CLUSTERS):
+            members = [i for i in cohort if place[i][0] == j]
+            if splits and len(members) >= 3:
+                free = 1 + max(cluster for cluster, _ in place.values())
+                far = apart([updates[i] for i in members])
+                place |= {i: (free, j) for i, moved in zip(members, far, strict=True) if moved}
+        memory = rows({i: np.array(pair, float) for i, pair in place.items()}, np.zeros(2))
+        state = (library.first, library.last)[number]
+        check(state, number + 1, model=library_order(models), memory=memory, extra=np.array(alive, float))
+    assert any(cluster > 0 for cluster, _ in place.values()) == splits
+    for i in (KNOWN, LATE):
+        cluster, parent = place[i]
+        near(library.tested(i), models[cluster if alive[cluster] else parent])
+    live = [j for j in range(CLUSTERS) if alive[j]]
+    near(library.tested(NEW), models[live[int(np.argmin([loss(models[j], view(NEW, "test_support")) for j in live]))]])
+
+
+def test_a_bipartition_is_that_of_scipy():
+    rng = np.random.default_rng(0)
+    for count in (3, 4, 7, 9):
+        updates, members = rng.normal(size=(count, 3)), np.ones(count, bool)
+        members[1] = count == 3
+        unit = updates / np.linalg.norm(updates, axis=1, keepdims=True)
+        found = np.asarray(bipartition(jnp.asarray(unit @ unit.T), jnp.asarray(members)))
+        assert found[members].tolist() == apart(updates[members]).tolist() and not found[~members].any()
+
+
+def test_a_new_cluster_starts_from_its_parents_model_and_then_has_its_own():
+    """Full gradients and all clients: in round 1 one cluster is split; in round 2 each part takes its own mean step."""
+    options = {**FULL, "clusters": 2, "lr": 0.1, "mean_norm": 1e3, "client_norm": 0.0, "first_split": 0}
+    algorithm = build("cfl", **options)
+    first = run(algorithm, 1)
+    where = np.asarray(first.memory.cluster)
+    start = jax.tree.map(lambda leaf: leaf[0], first.model)
+    initial = of(begin(algorithm).model, 0)
+    expected = mean([step(initial, 0.1, problem_gradient(initial, i)) for i in range(7)])
+    assert problems.distance(start, expected) < 1e-12 and set(where) == {0, 1}
+    second = run(algorithm, 1, first)
+    for number in (0, 1):
+        members = [step(start, 0.1, problem_gradient(start, i)) for i in np.flatnonzero(where == number)]
+        assert problems.distance(of(second.model, number), mean(members)) < 1e-12
+    assert np.asarray(second.memory.cluster).tolist() == where.tolist() and np.asarray(second.extra).tolist() == [True, True]
+    assert algorithm.needs_all_rows

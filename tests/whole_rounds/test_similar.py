@@ -1,0 +1,98 @@
+"""Two rounds of methods in which clients take from those that are like them: pFedSim and FedCAC.
+
+pFedSim (KarhouTam/FL-bench, src/server/pfedsim.py 114-148): after the warm-up client i starts from its own head and the body
+sum_j S_ij theta_j, S_ij = -log(1 - max(0, cosine of heads)), 0.9999 in place of the cosine with itself, rows normalised.
+FedCAC (TsingZ0/PFLlib, clientcac.py 72-121, servercac.py 79-118): critical are the entries of a leaf with the largest |change *
+value|; O_ij = 1 - |m_i - m_j| / (2 |m_i|); client i averages over j with O_ij >= mean + (t + 1) / beta (max - mean) and itself,
+and starts from that mean at critical entries and from the global mean elsewhere.
+"""
+
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from tests.whole_rounds.world import (
+    COHORTS,
+    HEAD,
+    KNOWN,
+    LATE,
+    NEW,
+    TRAIN,
+    Library,
+    check,
+    descend,
+    epochs,
+    near,
+    order_key,
+    rows,
+    task,
+)
+
+RATE, BATCH, SERVER = 0.3, 4, 0.7
+LEAVES = (slice(0, 12), slice(12, 15), slice(15, 27))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_two_rounds_of_pfedsim(warmup):
+    options = {"lr": RATE, "warmup": warmup, "epochs": 2, "batch_size": BATCH}
+    library = Library(fm.pfedsim(task(), **options), server_lr=SERVER)
+    w, own, shares = library.w, {}, []
+    for number, cohort in enumerate(COHORTS):
+        late, trained = number >= warmup, {}
+        for i in cohort:
+            start = own[i][27:54] if late and i in own and own[i][54] else w
+            trained[i] = descend(start, RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
+        heads = np.array([trained[i][HEAD] for i in cohort])
+        unit = heads / np.linalg.norm(heads, axis=1, keepdims=True)
+        cosine = np.maximum(unit @ unit.T, 0)
+        np.fill_diagonal(cosine, 0.9999)
+        weight = -np.log(1 - cosine)
+        weight /= weight.sum(1, keepdims=True)
+        mixed = weight @ np.array([trained[i] for i in cohort])
+        for place, i in enumerate(cohort):
+            own[i] = np.r_[trained[i], np.where(HEAD, trained[i], mixed[place]), float(late)]
+        shares.append(weight)
+        if not late:
+            w = w + SERVER * (np.average([trained[i] for i in cohort], 0, [TRAIN[i] for i in cohort]) - w)
+        check((library.first, library.last)[number], number + 1, model=w, memory=rows(own, np.zeros(55)))
+    assert np.min(np.diag(shares[-1])) < 0.99
+    for i in (KNOWN, LATE):
+        near(library.tested(i), own[i][:27] if own[i][54] else w)
+    near(library.tested(NEW), w)
+
+
+def critical(before, after, share):
+    marks = np.zeros(27)
+    for leaf in LEAVES:
+        score = np.abs((after - before) * after)[leaf]
+        least = np.sort(score)[::-1][int(share * len(score)) - 1]
+        marks[leaf] = score >= least
+    return marks
+
+
+@pytest.mark.parametrize(("share", "patience"), [(0.5, 3.0), (0.9, 1.0)])
+def test_two_rounds_of_fedcac(share, patience):
+    options = {"lr": RATE, "share": share, "patience": patience, "epochs": 2, "batch_size": BATCH}
+    library = Library(fm.fedcac(task(), **options), server_lr=SERVER)
+    common, own, marks, chosen = library.w, {}, {}, []
+    for number, cohort in enumerate(COHORTS):
+        trained = {}
+        for i in cohort:
+            start = np.where(marks[i], own[i], common) if i in own else common
+            trained[i] = descend(start, RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
+            marks[i] = critical(start, trained[i], share)
+        pairs = [(i, j) for i in cohort for j in cohort if i != j]
+        overlap = {(i, j): 1 - np.abs(marks[i] - marks[j]).sum() / (2 * marks[i].sum()) for i, j in pairs}
+        mean = np.mean(list(overlap.values()))
+        least = mean + (number + 1) / patience * (max(overlap.values()) - mean)
+        for i in cohort:
+            with_ = [i] + [j for j in cohort if j != i and overlap[i, j] >= least]
+            chosen.append(len(with_))
+            own[i] = np.mean([trained[j] for j in with_], 0)
+        common = np.average([trained[i] for i in cohort], 0, [TRAIN[i] for i in cohort])
+        kept = {"personal": rows(own, library.w), "memory": rows(marks, np.zeros(27))}
+        check((library.first, library.last)[number], number + 1, model=library.w, extra=common, **kept)
+    assert len(set(chosen)) > 1
+    for i in (KNOWN, LATE):
+        near(library.tested(i), np.where(marks[i], own[i], common))
+    near(library.tested(NEW), common)
