@@ -25,6 +25,7 @@ from fedjax_meta import (
     keys,
     local,
     masks,
+    measures,
     meta,
     methods,
     metrics,
@@ -36,6 +37,7 @@ from fedjax_meta import (
     simulation,
     sweeps,
     task,
+    tasks,
     types,
     uploads,
 )
@@ -45,13 +47,15 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Rece
 from fedjax_meta.data import FederatedData, from_clients, from_partition, train_test_views
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
+from fedjax_meta.measures import Metric
 from fedjax_meta.methods import *  # noqa: F403
 from fedjax_meta.participation import Participation
 from fedjax_meta.rounds import federate
 from fedjax_meta.runtime import use_all_cores
 from fedjax_meta.simulation import Evaluator, Record, simulate
 from fedjax_meta.sweeps import sweep
-from fedjax_meta.task import Batch, Task, classification
+from fedjax_meta.task import Batch, Task, Weighted, classification
+from fedjax_meta.tasks import from_loss, multi_label, next_token, regression
 
 if TYPE_CHECKING:
     from fedjax_meta import checkpoint, layers, models, report, study
@@ -71,6 +75,7 @@ __all__ = [
     "FederatedData",
     "Federation",
     "Method",
+    "Metric",
     "Participation",
     "Population",
     "Received",
@@ -80,6 +85,7 @@ __all__ = [
     "State",
     "Task",
     "Trained",
+    "Weighted",
     "__version__",
     "aggregate",
     "algorithm",
@@ -98,6 +104,7 @@ __all__ = [
     "federate",
     "federation",
     "from_clients",
+    "from_loss",
     "from_partition",
     "host_store",
     "implicit",
@@ -105,15 +112,19 @@ __all__ = [
     "layers",
     "local",
     "masks",
+    "measures",
     "meta",
     "method_builder",
     "methods",
     "metrics",
     "models",
+    "multi_label",
     "multistep",
+    "next_token",
     "participation",
     "privacy",
     "received_model",
+    "regression",
     "report",
     "rounds",
     "runtime",
@@ -124,6 +135,7 @@ __all__ = [
     "sweep",
     "sweeps",
     "task",
+    "tasks",
     "train_test_views",
     "types",
     "uploads",
