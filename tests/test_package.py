@@ -47,6 +47,8 @@ OPTIONAL = (
     "pandas",
     "yaml",
     "dp_accounting",
+    "equinox",
+    "h5py",
 )
 
 
