@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fedjax_meta.models.convolutional import ResNet18, SensorNetwork, resnet18, sensor_cnn
 from fedjax_meta.models.functional import from_functions
 from fedjax_meta.models.images import (
     ACTIVATIONS,
@@ -17,6 +18,8 @@ from fedjax_meta.models.images import (
     mtfl_mlp,
 )
 from fedjax_meta.models.linen import from_linen
+from fedjax_meta.models.recurrent import CharacterNetwork, char_gru, char_lstm
+from fedjax_meta.models.transformer import Transformer, transformer
 from fedjax_meta.task import Task
 
 if TYPE_CHECKING:
@@ -34,6 +37,11 @@ MODELS: dict[str, Callable[..., Task]] = {
     "mtfl_cnn": mtfl_cnn,
     "elu_mlp": elu_mlp,
     "logistic": logistic,
+    "char_lstm": char_lstm,
+    "char_gru": char_gru,
+    "transformer": transformer,
+    "sensor_cnn": sensor_cnn,
+    "resnet18": resnet18,
 }
 """Builders by name, for command lines."""
 
@@ -41,7 +49,13 @@ __all__ = [
     "ACTIVATIONS",
     "MODELS",
     "NORMS",
+    "CharacterNetwork",
     "Network",
+    "ResNet18",
+    "SensorNetwork",
+    "Transformer",
+    "char_gru",
+    "char_lstm",
     "elu_mlp",
     "fedpac_cnn",
     "flax_task",
@@ -54,6 +68,9 @@ __all__ = [
     "mlp",
     "mtfl_cnn",
     "mtfl_mlp",
+    "resnet18",
+    "sensor_cnn",
+    "transformer",
 ]
 
 

@@ -54,7 +54,7 @@ def from_nnx(
       ...     def __call__(self, x, weight=None):
       ...         mask = None if weight is None else weight[:, None] > 0
       ...         return self.head(nnx.relu(self.norm(self.fc1(x), mask=mask)))
-      >>> task = from_nnx(Small, (4,), layers=("fc1", "head"))
+      >>> task = from_nnx(Small, (4,), layers=("fc1", "head"), sample_dtype=jnp.float32)
       >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape
       (2, 3)
     """
