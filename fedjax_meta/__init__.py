@@ -24,11 +24,13 @@ from fedjax_meta import (
     implicit,
     keys,
     local,
+    lora,
     masks,
     measures,
     meta,
     methods,
     metrics,
+    multistep,
     participation,
     privacy,
     rounds,
@@ -59,11 +61,15 @@ from fedjax_meta.tasks import from_loss, multi_label, next_token, regression
 
 if TYPE_CHECKING:
     from fedjax_meta import checkpoint, layers, models, report, study
+    from fedjax_meta.models import from_equinox, from_functions, from_linen, from_nnx
 
 __version__ = "0.1.0"
 
 _ON_DEMAND = ("checkpoint", "layers", "models", "report", "study")
 """Modules that are imported when they are first used: they need Flax or an extra."""
+
+_MODEL_BUILDERS = ("from_equinox", "from_functions", "from_linen", "from_nnx")
+"""Functions of `models` that are imported when they are first used."""
 
 __all__ = [
     "Algorithm",
@@ -104,13 +110,18 @@ __all__ = [
     "federate",
     "federation",
     "from_clients",
+    "from_equinox",
+    "from_functions",
+    "from_linen",
     "from_loss",
+    "from_nnx",
     "from_partition",
     "host_store",
     "implicit",
     "keys",
     "layers",
     "local",
+    "lora",
     "masks",
     "measures",
     "meta",
@@ -149,6 +160,8 @@ __all__ += methods.__all__
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return importlib.import_module(f"fedjax_meta.{name}")
+    if name in _MODEL_BUILDERS:
+        return getattr(importlib.import_module("fedjax_meta.models"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,10 +11,10 @@ import fedjax_meta
 # A module imports only from its own line and the lines above it. A folder counts as one module.
 LAYERS = (
     ("types",),
-    ("checks", "runtime", "keys", "config", "disk", "escape"),
-    ("task", "tasks", "measures", "masks", "layers", "models", "simplex", "metrics"),
+    ("checks", "runtime", "keys", "config", "disk", "escape", "loops"),
+    ("task", "tasks", "measures", "masks", "layers", "models", "lora", "simplex", "metrics"),
     ("data",),
-    ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads", "privacy"),
+    ("local", "features", "trajectory", "meta", "implicit", "multistep", "participation", "schedules", "uploads", "privacy"),
     ("aggregate",),
     ("attacks",),
     ("engine",),
@@ -47,6 +47,8 @@ OPTIONAL = (
     "pandas",
     "yaml",
     "dp_accounting",
+    "equinox",
+    "h5py",
 )
 
 

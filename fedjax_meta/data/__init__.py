@@ -3,6 +3,7 @@
 from fedjax_meta.data.batches import CHUNK, Batches
 from fedjax_meta.data.builders import from_clients, from_partition, train_test_views
 from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data.natural import Natural
 from fedjax_meta.data.packing import capacity, pack
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import (
@@ -28,6 +29,7 @@ __all__ = [
     "ClientData",
     "ClientView",
     "FederatedData",
+    "Natural",
     "Partition",
     "Protocol",
     "Source",

@@ -10,7 +10,7 @@ import importlib.util
 import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,50 @@ def load_prepared(name: str, data_dir: Path, cache_dir: Path, *, download: bool)
     return known
 
 
+def load_text(name: str, data_dir: Path, *, download: bool) -> str:
+    """The text of a prepared set with a feature "text": its splits "train", "validation" and "test", one after the other.
+
+    Raises:
+      ValueError: a set that is unknown, not prepared, damaged, or without text.
+    """
+    builder = _builder(name, data_dir, download, needs=_check_text)
+    parts = []
+    for split in [split for split in ("train", "validation", "test") if split in builder.info.splits]:
+        try:
+            with _quiet():
+                records = builder.as_data_source(split=split)
+                parts += [record["text"].decode() for record in records]
+        except NotImplementedError:
+            raise _not_array_record(name, builder) from None
+        except Exception as error:  # the readers of records and protocol buffers raise exceptions of many types
+            raise ValueError(
+                f"data set {name!r} in {builder.data_path} cannot be read ({_first_line(error)}); "
+                "delete that folder and prepare it again"
+            ) from error
+    return "".join(parts)
+
+
+def _check_text(name: str, builder: Any) -> None:
+    if "text" not in (builder.info.features or {}):
+        raise ValueError(f"data set {name!r} has no feature 'text'; it has {', '.join(builder.info.features or {})}")
+
+
+def _not_array_record(name: str, builder: Any) -> ValueError:
+    return ValueError(
+        f"data set {name!r} in {builder.data_path} is not stored as array_record, so reading it would need TensorFlow; "
+        "prepare it again with file_format='array_record'"
+    )
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
 
 
-def _builder(name: str, data_dir: Path, download: bool) -> Any:
-    """The tensorflow-datasets builder of a set, which is prepared first if `download` allows it."""
+def _builder(name: str, data_dir: Path, download: bool, needs: Callable[[str, Any], Any] | None = None) -> Any:
+    """The tensorflow-datasets builder of a set, which is prepared first if `download` allows it.
+
+    `needs(name, builder)` refuses a set of the wrong kind, before it is downloaded; one of labelled images by default.
+    """
     try:
         with _quiet():
             import tensorflow_datasets as tfds
@@ -85,7 +123,7 @@ def _builder(name: str, data_dir: Path, download: bool) -> Any:
         raise ValueError(unknown) from None
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"data set {name!r} cannot be read from {data_dir}: {_first_line(error)}") from None
-    _feature_keys(name, builder)
+    (needs or _feature_keys)(name, builder)
     if prepared:
         return builder
     if not download:
@@ -153,10 +191,7 @@ def _read_split(name: str, builder: Any, split: str) -> tuple[np.ndarray, np.nda
         with _quiet():
             records = builder.as_data_source(split=split, decoders={image_key: tfds.decode.SkipDecoding()})
     except NotImplementedError:
-        raise ValueError(
-            f"data set {name!r} in {builder.data_path} is not stored as array_record, so reading it would need TensorFlow; "
-            "prepare it again with file_format='array_record'"
-        ) from None
+        raise _not_array_record(name, builder) from None
     x, y = None, np.empty(len(records), np.int32)
     for begin in range(0, len(records), 4096):
         try:

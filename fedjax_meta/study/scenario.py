@@ -21,6 +21,7 @@ from fedjax_meta.data import (
     train_test_views,
     transforms,
 )
+from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.sources import Source
 from fedjax_meta.task import Task
 
@@ -133,10 +134,10 @@ class Scenario:
     """A data set, its clients and their model.
 
     Attributes:
-      dataset: name for `data.sources.load`, or the path of an .npz file.
-      partition: name in `PARTITIONS` or `PAPERS`.
+      dataset: name for `data.sources.load`, or the path of an .npz file; or a name in `natural_sets.NATURAL`.
+      partition: name in `PARTITIONS` or `PAPERS`; "natural" for a data set of `NATURAL`, whose clients are given.
       options: of the partition.
-      clients: N, new ones included; the paper's number when not given for a paper's partition.
+      clients: N, new ones included; the paper's number when not given for a paper's partition, all for natural clients.
       model: name in `models.MODELS`; by default the LeNet for colour images, else the perceptron.
       model_options: of the model.
       shift: name in `SHIFTS`, with `shift_options`; none when not given.
@@ -168,8 +169,13 @@ class Scenario:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        checks.one_of("partition", self.partition, [*PARTITIONS, *PAPERS])
-        _check_options(f"partition {self.partition}", {**PARTITIONS, **PAPERS}[self.partition], self.options)
+        if self.dataset in NATURAL:
+            if self.partition != "natural":
+                raise ValueError(f"the clients of {self.dataset} are given: partition={self.partition!r} must be 'natural'")
+            check_options(self.dataset, self.options)
+        else:
+            checks.one_of("partition", self.partition, [*PARTITIONS, *PAPERS])
+            _check_options(f"partition {self.partition}", {**PARTITIONS, **PAPERS}[self.partition], self.options)
         if self.model is not None:
             checks.one_of("model", self.model, models.MODELS)
             _check_options(f"model {self.model}", models.MODELS[self.model], self.model_options)
@@ -194,17 +200,24 @@ class Scenario:
         Raises:
           ValueError: a data set that is not there, too few samples for so many clients.
         """
-        source = sources.load(self.dataset, data_dir=data_dir)
-        if self.partition in PAPERS:
-            train, new, title, note = self._of_paper(source)
+        if self.dataset in NATURAL:
+            train, new, title, note = self._of_natural(data_dir)
+        elif self.partition in PAPERS:
+            train, new, title, note = self._of_paper(sources.load(self.dataset, data_dir=data_dir))
         else:
-            train, new, title, note = self._of_partition(source)
+            train, new, title, note = self._of_partition(sources.load(self.dataset, data_dir=data_dir))
         if self.shift is not None:
             train = SHIFTS[self.shift](train, **{"seed": self.seed, **self.shift_options})
             title += f", {self.shift}"
         tuning = holdout.validation_samples(train, self.validation, support=self.support)
         task = model_for(self.model, train, self.model_options)
         return Clients(task, train, tuning, new, title, note, fingerprint(train, new))
+
+    def _of_natural(self, data_dir: str | None) -> tuple[FederatedData, FederatedData | None, str, str]:
+        source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(8, most_clients=self.clients)
+        data = source.federated(test=self.test, support=self.support, seed=self.seed)
+        train, new = holdout.new_clients(data, self.new, support=self.support, seed=self.seed)
+        return train, new, f"{source.name}, {len(source.sizes)} natural clients", f"{source}. {source.note}".rstrip(". ")
 
     def _of_paper(self, source: Source) -> tuple[FederatedData, FederatedData | None, str, str]:
         given = {} if self.clients is None else {"num_clients": self.clients}
@@ -238,7 +251,12 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any])
         name = "lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp"
     checks.one_of("model", name, models.MODELS)
     build = models.MODELS[name]
-    if "inputs" in inspect.signature(build).parameters:
+    takes = inspect.signature(build).parameters
+    if "vocabulary" in takes:
+        return build(vocabulary=data.num_classes, length=shape[0], **options)
+    if "window" in takes:
+        return build(window=shape, classes=data.num_classes, **options)
+    if "inputs" in takes:
         return build(inputs=math.prod(shape), classes=data.num_classes, **options)
     return build(image=shape if len(shape) == 3 else (*shape, 1), classes=data.num_classes, **options)
 
@@ -255,7 +273,8 @@ def fingerprint(*populations: FederatedData | None) -> str:
 def _check_options(where: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     taken = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
     if where.startswith("model"):
-        taken = [name for name in inspect.signature(function).parameters if name not in ("inputs", "classes", "image")]
+        given_by_data = ("inputs", "classes", "image", "window", "vocabulary", "length", "loss")
+        taken = [name for name in inspect.signature(function).parameters if name not in given_by_data]
     try:
         checks.options(where, given, [name for name in taken if name != "num_clients"], {})
     except TypeError as error:

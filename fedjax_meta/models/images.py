@@ -1,13 +1,10 @@
-"""The networks of the papers as `Task`s, and `flax_task`, which makes a `Task` from any Flax module."""
+"""The image and vector networks of the papers: perceptrons and small convolutional networks."""
 
-import inspect
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,10 +12,8 @@ from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.layers import FORMS, INITS, BatchNorm, Conv, Dense
-from fedjax_meta.task import Batch, LogitsLoss, Task, check_layers, cross_entropy
-from fedjax_meta.types import Key, Mask, Params, PyTree, Variables
-
-# ------------------------------------------------------------------------------------------------------------------- networks
+from fedjax_meta.models.linen import from_linen
+from fedjax_meta.task import Task
 
 # All of these are non-decreasing, so they commute with max-pooling: they run on the pooled images only.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -104,149 +99,6 @@ class Network(nn.Module):
         return h.reshape(h.shape[0], -1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- tasks
-
-
-def flax_task(
-    module: nn.Module,
-    sample_shape: tuple[int, ...],
-    *,
-    layers: tuple[str, ...] = (),
-    features: str | None = None,
-    head: str | None = None,
-    loss: Callable[[jax.Array, Batch], jax.Array] = cross_entropy,
-    sample_dtype: DTypeLike | None = None,
-) -> Task:
-    """A task from any Flax (linen) module.
-
-    The module's `__call__(x, ...)` returns logits `[B, K]`. Its other arguments are recognised by name: a flag `train` or
-    `training` (or `deterministic`, which gets the opposite value), and `weight [B]`, 1 for real rows and 0 for padding. A
-    module with none of them is called with `x` alone. Every variable collection except `params` is a buffer: training updates
-    it, and no gradient reaches it. Dropout gets its key under the name `dropout`.
-
-    Args:
-      module: the module, unbound.
-      sample_shape: shape of one input.
-      layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
-      features: name of the method `(x, ...) -> [B, d]` that stops before the head; it takes the same flags as `__call__`.
-      head: name of the submodule or method `[B, d] -> [B, K]` that continues from there.
-      loss: `(logits, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
-      sample_dtype: dtype of the inputs; JAX's default float type if `None`.
-
-    Raises:
-      ValueError: the module lacks a given layer, method or flag. A module with batch statistics must take `train` and `weight`
-        (for `flax.linen.BatchNorm`, as its `mask`), because rows of padding would enter its statistics otherwise.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> class Small(nn.Module):
-      ...     @nn.compact
-      ...     def __call__(self, x):
-      ...         return nn.Dense(3, name="head")(nn.relu(nn.Dense(8, name="fc1")(x)))
-      >>> task = flax_task(Small(), (4,), layers=("fc1", "head"))
-      >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape
-      (2, 3)
-    """
-    checks.instance("module", module, nn.Module, "models.Network((784,), 10)")
-    for extent in _tuple("sample_shape", sample_shape):
-        checks.count("sample_shape", extent)
-    check_layers(layers)
-    for option, name in (("features", features), ("head", head)):
-        if name is not None:
-            checks.word(option, name)
-    if not callable(loss):
-        raise ValueError(f"loss={checks.shown(loss)} must be a function (logits, batch)")
-    if (features is None) != (head is None):
-        raise ValueError(f"features={features!r} and head={head!r} must be given together")
-    if features is not None and not callable(getattr(type(module), features, None)):
-        raise ValueError(f"features={features!r} is not a method of {type(module).__name__}")
-    flags = _flags(type(module).__call__)
-    feature_flags = _flags(getattr(type(module), features)) if features else flags
-    init = partial(_flax_init, module, flags, (1, *sample_shape), sample_dtype or jnp.result_type(float))
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    _check_module(module, layers, flags, shapes)
-    evaluate, logits = partial(_flax_evaluate, module), partial(_flax_logits, module, flags)
-    predict = partial(evaluate, type(module).__call__, flags)
-    samples = jax.ShapeDtypeStruct((2, *sample_shape), sample_dtype or jnp.result_type(float))
-    return Task(
-        init=init,
-        loss=LogitsLoss(logits, loss, as_predicted=_as_predicted(logits, predict, shapes, samples)),
-        predict=predict,
-        features=partial(evaluate, getattr(type(module), features), feature_flags) if features else None,
-        head=partial(evaluate, lambda bound, z: getattr(bound, head)(z), lambda train, weight: {}) if head else None,
-        layers=tuple(layers),
-        trainable=_flax_trainable,
-    )
-
-
-_Flags = Callable[[bool, jax.Array | None], dict[str, Any]]
-
-
-def _flax_init(module: nn.Module, flags: _Flags, shape: tuple[int, ...], dtype: DTypeLike, key: Key) -> Variables:
-    rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-    return flax.core.unfreeze(module.init(rngs, jnp.zeros(shape, dtype), **flags(False, jnp.ones(1))))
-
-
-def _flax_logits(
-    module: nn.Module, flags: _Flags, variables: Variables, batch: Batch, key: Key
-) -> tuple[jax.Array, Variables]:
-    buffers = [name for name in variables if name != "params"]
-    arguments = flags(True, batch.weight)
-    logits, updated = module.apply(variables, batch.x, rngs={"dropout": key}, mutable=buffers, **arguments)
-    return logits, {**variables, **flax.core.unfreeze(updated)}
-
-
-def _as_predicted(
-    logits: Callable[..., Any], predict: Callable[..., jax.Array], variables: Variables, x: jax.ShapeDtypeStruct
-) -> bool:
-    """Whether a module without buffers computes the same in training as in evaluation, without dropout in particular."""
-    if set(variables) != {"params"}:
-        return False
-
-    def program(function: Callable[..., Any]) -> str:
-        weight, key = jax.ShapeDtypeStruct(x.shape[:1], jnp.result_type(float)), jax.eval_shape(jax.random.key, 0)
-        # Two traces of one function differ in the addresses of its helpers.
-        return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(variables, x, weight, key)))
-
-    return program(lambda v, x, weight, key: logits(v, Batch(x, weight, weight), key)[0]) == program(
-        lambda v, x, weight, key: predict(v, x)
-    )
-
-
-def _flax_evaluate(module: nn.Module, method: Callable[..., Any], flags: _Flags, variables: Variables, x: PyTree) -> jax.Array:
-    return jnp.asarray(module.apply(variables, x, method=method, **flags(False, None)))
-
-
-def _flax_trainable(variables: Variables) -> Mask:
-    return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
-
-
-def _check_module(module: nn.Module, layers: tuple[str, ...], flags: _Flags, shapes: Variables) -> None:
-    """Raises `ValueError` for a layer name without parameters, and for batch statistics without `train` and `weight`."""
-    params: Params = shapes.get("params", {})
-    named = {str(part.key) for path, _ in jax.tree_util.tree_leaves_with_path(params) for part in path}
-    for layer in layers:
-        if layer not in named:
-            raise ValueError(f"layers={layers} names {layer!r}, but the parameters are called {', '.join(sorted(named))}")
-    taken = flags(True, jnp.ones(1))
-    if "batch_stats" in shapes and not ("weight" in taken and len(taken) == 2):
-        raise ValueError(
-            f"module {type(module).__name__} has batch statistics, so its __call__ must take train (or deterministic) and "
-            f"weight [B]: rows of padding would enter them otherwise; it takes {', '.join(taken) or 'neither'}"
-        )
-
-
-def _flags(method: Callable[..., Any]) -> _Flags:
-    """`(train, weight) -> keyword arguments`, reduced to those in the signature of a module's method."""
-    accepted = inspect.signature(method).parameters
-
-    def arguments(train: bool, weight: jax.Array | None) -> dict[str, Any]:
-        values = {"train": train, "training": train, "deterministic": not train, "weight": weight}
-        return {name: value for name, value in values.items() if name in accepted}
-
-    return arguments
-
-
 def _network_task(
     sample_shape: tuple[int, ...],
     classes: int,
@@ -278,7 +130,7 @@ def _network_task(
             if height < 1 or width < 1:
                 raise ValueError(f"image={sample_shape} is too small for the convolutions and poolings of this network")
     module = Network(sample_shape, classes, convs=convs, start=init, dtype=dtype, form=form, norm=norm, **layout)
-    return flax_task(module, sample_shape, layers=module.layers, features="features", head="head")
+    return from_linen(module, sample_shape, layers=module.layers, features="features", head="head")
 
 
 def _is_float(dtype: Any) -> bool:
@@ -419,15 +271,3 @@ def logistic(inputs: int = 60, classes: int = 10, *, init: str = "torch", dtype:
     Arguments as for `mlp`.
     """
     return _network_task((inputs,), classes, init=init, dtype=dtype)
-
-
-MODELS: dict[str, Callable[..., Task]] = {
-    "mlp": mlp,
-    "lenet": lenet,
-    "fedpac_cnn": fedpac_cnn,
-    "mtfl_mlp": mtfl_mlp,
-    "mtfl_cnn": mtfl_cnn,
-    "elu_mlp": elu_mlp,
-    "logistic": logistic,
-}
-"""Builders by name, for command lines."""

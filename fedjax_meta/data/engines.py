@@ -1,0 +1,290 @@
+"""Federated data that other engines wrote: FedJAX's SQLite, TensorFlow Federated's HDF5, and PFLlib's folders.
+
+Nothing of a file is run. PFLlib pickles a dict of arrays into its .npz files; it is read by a parser that knows arrays alone.
+"""
+
+import codecs
+import io
+import os
+import pickle
+import sqlite3
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.data import text
+from fedjax_meta.data.natural import Natural, of_clients
+
+PAIRS = (("pixels", "label"), ("x", "y"), ("image", "label"))
+"""Names of inputs and targets in the data sets of FedJAX and TensorFlow Federated."""
+
+SNIPPETS = "snippets"
+"""The feature of the Shakespeare data of both: texts of one speaker."""
+
+
+def read_fedjax_sqlite(path: str | os.PathLike, *, length: int = 80, published: str = "") -> Natural:
+    """Reads a database of FedJAX: a table `federated_data (client_id, data, num_examples)` of zlib-compressed msgpack.
+
+    Clients have the features `pixels` and `label`, `x` and `y`, or `image` and `label`; of `snippets` (Shakespeare),
+    next-character sequences are made.
+
+    Args:
+      path: of the database, e.g. `shakespeare_train.sqlite`.
+      length: T of sequences.
+      published: see `Natural`.
+
+    Raises:
+      ValueError: no such file, no such database, damaged data, clients without samples or of other features.
+    """
+    shown = repr(os.fspath(path))
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"there is no file {shown}: FedJAX downloads its databases, e.g. fedjax.datasets.shakespeare.load_split"
+        )
+    connection = sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        rows = connection.execute("SELECT client_id, data FROM federated_data ORDER BY rowid").fetchall()
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{shown} is no database of FedJAX: {checks.first_line(error)}") from None
+    finally:
+        connection.close()
+    clients = [(_name(client), _unpacked(_name(client), shown, data)) for client, data in rows]
+    return _natural(clients, shown, Path(path).stem, length, published)
+
+
+def read_tff_hdf5(path: str | os.PathLike, *, length: int = 80, published: str = "") -> Natural:
+    """Reads an HDF5 file of TensorFlow Federated: a group `examples` with a group a client; features as for FedJAX.
+
+    It needs the package h5py. Arguments and errors as for `read_fedjax_sqlite`.
+    """
+    shown = repr(os.fspath(path))
+    try:
+        import h5py
+    except ImportError:
+        raise ValueError(f"reading {shown} needs the package h5py: pip install 'fedjax_meta[hdf5]'") from None
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"there is no file {shown}: TensorFlow Federated downloads its archives, e.g. tff.simulation.datasets.shakespeare"
+        )
+    try:
+        with h5py.File(path, "r") as file:
+            if "examples" not in file:
+                raise ValueError(f"{shown} is no HDF5 file of TensorFlow Federated: it has no group 'examples'")
+            groups = file["examples"]
+            clients = [(name, {key: np.asarray(groups[name][key]) for key in groups[name]}) for name in groups]
+    except (OSError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{shown} is no HDF5 file, or it was cut off: {checks.first_line(error)}") from None
+    return _natural(clients, shown, Path(path).stem, length, published)
+
+
+def _name(client: Any) -> str:
+    return client.decode(errors="replace") if isinstance(client, bytes) else str(client)
+
+
+def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
+    if not clients:
+        raise ValueError(f"{shown} has no clients")
+    features = clients[0][1]
+    if SNIPPETS in features:
+        return _of_snippets(clients, shown, name, length, published)
+    pair = next((pair for pair in PAIRS if set(pair) <= features.keys()), None)
+    if pair is None:
+        raise ValueError(
+            f"clients of {shown} have the features {', '.join(features)}; pixels and label, x and y, or snippets are read"
+        )
+    rows = []
+    for client, arrays in clients:
+        if not set(pair) <= arrays.keys():
+            raise ValueError(f"client {client!r} of {shown} has no {' and '.join(pair)}")
+        x, y = (np.asarray(arrays[key]) for key in pair)
+        rows.append((client, x[..., None] if x.ndim == 3 else x, y.astype(np.int32)))
+    classes = int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1
+    return of_clients(rows, where=shown, num_classes=classes, name=name, published=published)
+
+
+def _of_snippets(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
+    texts = {client: "\n".join(_name(snippet) for snippet in arrays[SNIPPETS]) for client, arrays in clients}
+    for client, arrays in clients:
+        if not len(arrays[SNIPPETS]):
+            raise ValueError(f"client {client!r} of {shown} has no samples")
+    vocabulary = text.characters(texts.values())
+    rows = {client: text.next_tokens(text.encode(spoken, vocabulary), length) for client, spoken in texts.items()}
+    kept = {client: pair for client, pair in rows.items() if len(pair[0])}
+    note = (
+        f"{len(rows) - len(kept)} clients have fewer than {length + 1} characters and are left out"
+        if len(kept) < len(rows)
+        else ""
+    )
+    return of_clients(
+        kept,
+        where=shown,
+        num_classes=len(vocabulary),
+        name=name,
+        note=note,
+        published=published,
+        ordered=True,
+        vocabulary=vocabulary,
+    )
+
+
+def _unpacked(client: str, shown: str, data: bytes) -> dict[str, Any]:
+    """A client's features, from zlib-compressed msgpack with arrays as extension types 1 (numbers), 3 (one number), 4 (bytes)."""
+
+    def extension(code: int, content: bytes) -> Any:
+        if code in (1, 3):
+            shape, dtype, buffer = msgpack.unpackb(content, raw=True)
+            array = np.frombuffer(buffer, np.dtype(dtype.decode())).reshape(shape)
+            return array if code == 1 else array[()]
+        if code == 4:
+            shape, flat = msgpack.unpackb(content, raw=True)
+            return np.array(flat, object).reshape(shape)
+        raise ValueError(f"unknown extension type {code}")
+
+    try:
+        features = msgpack.unpackb(zlib.decompress(data), ext_hook=extension, raw=False)
+    except (zlib.error, ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise ValueError(f"the data of client {client!r} of {shown} are damaged: {checks.first_line(error)}") from None
+    if not isinstance(features, dict):
+        raise ValueError(f"the data of client {client!r} of {shown} are no dict of features")
+    return features
+
+
+# ----------------------------------------------------------------------------------------------------------------------- PFLlib
+
+
+def read_pfllib(folder: str | os.PathLike) -> Natural:
+    """Reads a data set of PFLlib: folders `train` and `test` with `0.npz, 1.npz, ...`, each with x and y of a client.
+
+    Raises:
+      ValueError: no such folders, a client in one of them alone, a file that holds anything but arrays x and y.
+    """
+    folder = Path(folder)
+    parts: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for part in ("train", "test"):
+        files = sorted((folder / part).glob("*.npz"), key=lambda path: (len(path.stem), path.stem))
+        if not files:
+            raise ValueError(
+                f"there is no .npz in {str(folder / part)!r}: PFLlib's dataset/generate_*.py write NAME/train and NAME/test"
+            )
+        parts[part] = {path.stem: _pair(path) for path in files}
+    if parts["train"].keys() != parts["test"].keys():
+        odd = sorted(parts["train"].keys() ^ parts["test"].keys())[0]
+        raise ValueError(f"client {odd} of {str(folder)!r} is in one of train and test alone")
+    rows, sizes = [], []
+    for client, (x, y) in parts["train"].items():
+        x_test, y_test = parts["test"][client]
+        if x.shape[1:] != x_test.shape[1:]:
+            raise ValueError(f"client {client} of {str(folder)!r} has samples {list(x.shape[1:])} in train and others in test")
+        inputs = np.concatenate([x, x_test])
+        # PFLlib stores images [channels, height, width].
+        inputs = np.moveaxis(inputs, 1, -1) if inputs.ndim == 4 and inputs.shape[1] in (1, 3) else inputs
+        rows.append((client, inputs, np.concatenate([y, y_test]).astype(np.int32)))
+        sizes.append(len(y))
+    return of_clients(
+        rows,
+        where=repr(str(folder)),
+        num_classes=int(max(y.max() for _, _, y in rows if len(y))) + 1,
+        name=folder.name,
+        train_sizes=np.array(sizes, np.int64),
+    )
+
+
+def _pair(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            stored = dict(_members(archive, names))
+    except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{str(path)!r} is no .npz, or it was cut off: {checks.first_line(error)}") from None
+    except (_Refused, pickle.UnpicklingError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} holds more than arrays: {checks.first_line(error)}") from None
+    data = stored.get("data", stored)
+    data = data[()] if isinstance(data, np.ndarray) and data.shape == () else data
+    if not isinstance(data, dict) or not {"x", "y"} <= data.keys():
+        raise ValueError(f"{str(path)!r} has no arrays x and y")
+    x, y = np.asarray(data["x"]), np.asarray(data["y"])
+    if not checks.is_real(x.dtype) or not np.issubdtype(y.dtype, np.integer) or y.ndim != 1 or len(x) != len(y):
+        raise ValueError(
+            f"{str(path)!r} must have numbers x [n, ...] and class labels y [n], not {x.dtype}{list(x.shape)} and "
+            f"{y.dtype}{list(y.shape)}"
+        )
+    return x, y
+
+
+def _members(archive: zipfile.ZipFile, names: list[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        content = io.BytesIO(archive.read(name))
+        version = np.lib.format.read_magic(content)
+        read: Callable[..., Any] = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(content)
+        if dtype.hasobject:
+            loaded = _Arrays(content).load()
+            value = loaded.item() if isinstance(loaded, np.ndarray) and loaded.shape == () else loaded
+        else:
+            value = np.frombuffer(content.read(), dtype).reshape(shape)
+        yield name.removesuffix(".npy"), value
+
+
+class _Refused(Exception):  # noqa: N818 - never leaves this module
+    """What a pickle asks for that is no array."""
+
+
+class _Plain:
+    """An array or a dtype while it is read: what pickle's instructions do to it is kept, and nothing is called."""
+
+    def __init__(self, kind: str, *arguments: Any) -> None:
+        self.kind, self.arguments, self.state = kind, arguments, None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads dicts and lists of NumPy arrays; every name that a pickle asks for beside those of arrays is refused."""
+
+    KNOWN = {  # noqa: RUF012
+        ("numpy", "ndarray"): lambda: None,
+        ("numpy", "dtype"): lambda *arguments: _Plain("dtype", *arguments),
+        ("_codecs", "encode"): lambda value, coding: codecs.encode(str(value), "latin1") if coding == "latin1" else b"",
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A stand-in for the names of arrays."""
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return lambda *arguments: _Plain("array")
+        if (module, name) in self.KNOWN:
+            return self.KNOWN[module, name]
+        raise _Refused(f"it asks for {module}.{name}")
+
+    def load(self) -> Any:
+        """The content, with real arrays in place of what was kept."""
+        return _real(super().load())
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_real(item) for item in value]
+    if not isinstance(value, _Plain):
+        return value
+    if value.kind != "array" or not isinstance(value.state, tuple) or len(value.state) != 5:
+        raise _Refused("an array without content")
+    _, shape, dtype, fortran, content = value.state
+    code = dtype.arguments[0] if isinstance(dtype, _Plain) else None
+    if code == "O" or (isinstance(code, str) and code.startswith("O")):
+        items = [_real(item) for item in content]
+        return items[0] if shape == () else items
+    byte_order = dtype.state[1] if isinstance(dtype, _Plain) and dtype.state else "="
+    real = np.dtype(code).newbyteorder(byte_order if byte_order in "<>=" else "=")
+    if real.hasobject:
+        raise _Refused("an array of Python objects")
+    return np.frombuffer(content, real).reshape(shape, order="F" if fortran else "C")

@@ -1,0 +1,262 @@
+"""`from_functions`: a `Task` from plain functions, with buffers and randomness; what all other `from_...` builders end in."""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from fedjax_meta import checks
+from fedjax_meta.task import Batch, LogitsLoss, Task, check_layers, cross_entropy
+from fedjax_meta.types import Key, Mask, PyTree, Variables
+
+Criterion = Callable[[jax.Array, Batch], jax.Array]
+"""`(outputs [B, ...], batch) -> scalar`, a mean over the real samples."""
+
+
+class Apply(Protocol):
+    """A model in one function.
+
+    `key` and `weight [B]` (1 for a real row, 0 for padding) are `None` in evaluation mode. The second result is the variables
+    with new buffers.
+    """
+
+    def __call__(  # noqa: D102
+        self, variables: Variables, x: PyTree, *, train: bool, key: Key | None, weight: jax.Array | None
+    ) -> tuple[jax.Array, Variables]: ...
+
+
+def everything_trainable(variables: Variables) -> Mask:
+    """True at every leaf."""
+    return jax.tree.map(lambda _: True, variables)
+
+
+def from_functions(
+    init: Callable[[Key], Variables],
+    apply: Apply,
+    sample_shape: Any,
+    *,
+    trainable: Callable[[Variables], Mask] = everything_trainable,
+    features: Callable[[Variables, PyTree], jax.Array] | None = None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None = None,
+    layers: tuple[str, ...] = (),
+    loss: Criterion = cross_entropy,
+    sample_dtype: DTypeLike | None = None,
+) -> Task:
+    """A task from a hand-written model with buffers, dropout or both. (`fm.classification` is enough for one with neither.)
+
+    Args:
+      init: `key -> variables`, any pytree of arrays. Leaves that are not floating-point are kept as floating-point numbers,
+        because a server averages buffers; `apply` gets them back in their own type, rounded.
+      apply: `(variables, x [B, ...], *, train, key, weight) -> (outputs [B, ...], variables)`, see `Apply`.
+      sample_shape: shape of one input, or one input as a pytree of arrays or `jax.ShapeDtypeStruct`.
+      trainable: `variables -> mask` of the leaves that gradients update; the others are buffers.
+      features, head: `(variables, x) -> [B, d]` and `(variables, features) -> outputs`, in evaluation mode; both or neither.
+      layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
+      loss: `(outputs, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
+      sample_dtype: dtype of the inputs where `sample_shape` is a shape; JAX's default float type if `None`.
+
+    Raises:
+      ValueError: arguments that are no such functions, a layer that no variable has, variables that `apply` does not return in
+        their form.
+
+    Example:
+      >>> init = lambda key: {"head": {"w": jnp.zeros((4, 3))}, "steps": jnp.zeros((), int)}
+      >>> def apply(variables, x, *, train, key, weight):
+      ...     kept = jax.random.bernoulli(key, 0.5, x.shape) if train else 0.5
+      ...     return (kept * x) @ variables["head"]["w"], {**variables, "steps": variables["steps"] + int(train)}
+      >>> moves = lambda variables: {"head": {"w": True}, "steps": False}
+      >>> task = from_functions(init, apply, (4,), trainable=moves, layers=("head",))
+      >>> task.predict(task.init(jax.random.key(0)), jnp.ones((2, 4))).shape
+      (2, 3)
+    """
+    checks.function("init", init, ("key",), "lambda key: variables")
+    checks.function("trainable", trainable, ("variables",), "lambda variables: mask")
+    if not callable(apply):
+        raise ValueError(f"apply={checks.shown(apply)} must be a function (variables, x, *, train, key, weight)")
+    if (features is None) != (head is None):
+        raise ValueError("features and head must be given together")
+    check_criterion(loss)
+    check_layers(layers)
+    model = _Model(init, apply)
+    variables = jax.eval_shape(model.init, jax.random.key(0))
+    check_layer_names(layers, variables)
+    x = samples(sample_shape, 2, sample_dtype)
+    model.check(x)
+    return Task(
+        init=model.init,
+        loss=LogitsLoss(model.logits, loss, as_predicted=_as_predicted(model, variables, x)),
+        predict=model.predict,
+        features=None if features is None else partial(model.evaluated, features),
+        head=None if head is None else partial(model.evaluated, head),
+        layers=tuple(layers),
+        trainable=trainable,
+    )
+
+
+class _Model:
+    """The functions of a `Task`, around `apply`, with leaves of every type stored as floating-point numbers."""
+
+    def __init__(self, init: Callable[[Key], Variables], apply: Apply) -> None:
+        self._init, self._apply = init, apply
+        self._forms = jax.eval_shape(init, jax.random.key(0))
+        # A model of floating-point leaves alone is called with the very trees that it returned.
+        self._all_real = all(_is_real(leaf.dtype) for leaf in jax.tree.leaves(self._forms))
+
+    def init(self, key: Key) -> Variables:
+        return self._stored(self._init(key))
+
+    def logits(self, variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        outputs, updated = self._apply(self._own(variables), batch.x, train=True, key=key, weight=batch.weight)
+        return outputs, self._stored(updated)
+
+    def predict(self, variables: Variables, x: PyTree) -> jax.Array:
+        return jnp.asarray(self._apply(self._own(variables), x, train=False, key=None, weight=None)[0])
+
+    def evaluated(self, function: Callable[[Variables, Any], jax.Array], variables: Variables, x: PyTree) -> jax.Array:
+        return jnp.asarray(function(self._own(variables), x))
+
+    def _stored(self, variables: Variables) -> Variables:
+        # A batch norm whose statistics are float32 returns float64 ones of float64 inputs.
+        return jax.tree.map(
+            lambda leaf, form: leaf.astype(form.dtype if _is_real(form.dtype) else jnp.result_type(float)),
+            variables,
+            self._forms,
+        )
+
+    def _own(self, variables: Variables) -> Variables:
+        if self._all_real:
+            return variables
+        return jax.tree.map(
+            lambda leaf, form: leaf if _is_real(form.dtype) else jnp.round(leaf).astype(form.dtype), variables, self._forms
+        )
+
+    def check(self, x: PyTree) -> None:
+        """Raises `ValueError` unless `apply` returns variables like those that it gets."""
+        rows = jax.ShapeDtypeStruct(jax.tree.leaves(x)[0].shape[:1], jnp.result_type(float))
+
+        def apply(variables: Variables, x: PyTree, key: Key, weight: jax.Array) -> Variables:
+            return self._apply(variables, x, train=True, key=key, weight=weight)[1]
+
+        updated = jax.eval_shape(apply, self._forms, x, jax.eval_shape(jax.random.key, 0), rows)
+        shapes = [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, bool), tree) for tree in (updated, self._forms)]
+        odd = checks.mismatch(*shapes)
+        if odd is not None:
+            raise ValueError(f"the variables that apply returns must have the form of those that it gets, but {odd}")
+
+
+def _is_real(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _as_predicted(model: _Model, variables: Variables, x: PyTree) -> bool:
+    """Whether a model computes the same in training as in evaluation and has no buffers: no dropout in particular."""
+
+    def program(function: Callable[..., Any]) -> str:
+        rows = jax.tree.leaves(x)[0].shape[:1]
+        weight, key = jax.ShapeDtypeStruct(rows, jnp.result_type(float)), jax.eval_shape(jax.random.key, 0)
+        # Two traces of one function differ in the addresses of its helpers.
+        return re.sub(r"0x[0-9a-f]+", "", str(_without_unused(jax.make_jaxpr(function)(variables, x, weight, key).jaxpr)))
+
+    def trained(variables: Variables, x: PyTree, weight: jax.Array, key: Key) -> Any:
+        return model.logits(variables, Batch(x, weight, weight), key)
+
+    def evaluated(variables: Variables, x: PyTree, weight: jax.Array, key: Key) -> Any:
+        del weight, key
+        return model.predict(variables, x), variables
+
+    return program(trained) == program(evaluated)
+
+
+def _without_unused(jaxpr: Any) -> Any:
+    """The program without the steps whose results nobody reads, e.g. keys of a model that has no dropout."""
+    needed, kept = set(map(id, jaxpr.outvars)), []
+    for step in reversed(jaxpr.eqns):
+        if step.effects or needed & set(map(id, step.outvars)):
+            needed |= set(map(id, step.invars))
+            kept.append(step)
+    return jaxpr.replace(eqns=kept[::-1])
+
+
+# ---------------------------------------------------------------------------------------------- shared by the from_... builders
+
+
+def samples(sample: Any, rows: int, dtype: DTypeLike | None = None) -> PyTree:
+    """Shapes of a batch of inputs.
+
+    Args:
+      sample: a shape (a tuple or list of sizes), or a pytree of arrays or `jax.ShapeDtypeStruct` without the batch axis.
+      rows: B.
+      dtype: of a shape; JAX's default float type if `None`.
+
+    Raises:
+      ValueError: neither of the two, or a size below 1.
+
+    Example:
+      >>> samples((28, 28), 2, jnp.int32)
+      ShapeDtypeStruct(shape=(2, 28, 28), dtype=int32)
+    """
+    if isinstance(sample, (tuple, list)) and not any(_is_form(leaf) for leaf in jax.tree.leaves(sample)):
+        for extent in sample:
+            checks.count("sample_shape", extent)
+        return jax.ShapeDtypeStruct((rows, *sample), dtype or jnp.result_type(float))
+    leaves = jax.tree.leaves(sample)
+    if not leaves or not all(_is_form(leaf) for leaf in leaves):
+        raise ValueError(
+            f"sample_shape={checks.shown(sample)} must be a tuple of sizes, or one input as a pytree of arrays or "
+            "jax.ShapeDtypeStruct"
+        )
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)), sample
+    )
+
+
+def _is_form(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def zeros(shapes: PyTree) -> PyTree:
+    """Arrays of zeros of these shapes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def check_criterion(loss: Any) -> None:
+    """Raises `ValueError` unless a loss can be called."""
+    if not callable(loss):
+        raise ValueError(f"loss={checks.shown(loss)} must be a function (logits, batch)")
+
+
+def check_layer_names(layers: tuple[str, ...], variables: Variables) -> None:
+    """Raises `ValueError` for a layer name that is in no path of the variables."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
+    named = {jax.tree_util.keystr((part,), simple=True) for path in paths for part in path}
+    for layer in layers:
+        if layer not in named:
+            raise ValueError(f"layers={layers} names {layer!r}, but the variables are called {', '.join(sorted(named))}")
+
+
+def check_split(owner: str, has: Callable[[str], bool], features: str | None, head: str | None) -> None:
+    """Raises `ValueError` unless `features` and `head` are both `None` or both names that the model has."""
+    for option, name in (("features", features), ("head", head)):
+        if name is not None:
+            checks.word(option, name)
+    if (features is None) != (head is None):
+        raise ValueError(f"features={features!r} and head={head!r} must be given together")
+    for option, name in (("features", features), ("head", head)):
+        if name is not None and not has(name):
+            raise ValueError(f"{option}={name!r} is not a method of {owner}")
+
+
+def flags(method: Callable[..., Any]) -> Callable[[bool, jax.Array | None], dict[str, Any]]:
+    """`(train, weight) -> keyword arguments`, reduced to those in the signature of a module's method."""
+    accepted = inspect.signature(method).parameters
+
+    def arguments(train: bool, weight: jax.Array | None) -> dict[str, Any]:
+        values = {"train": train, "training": train, "deterministic": not train, "weight": weight}
+        return {name: value for name, value in values.items() if name in accepted}
+
+    return arguments

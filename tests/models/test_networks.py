@@ -1,0 +1,217 @@
+"""Sequence, sensor and residual models against NumPy, XLA's convolution and counts of parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_meta import masks, models
+from fedjax_meta.models.convolutional import _Strided
+from fedjax_meta.models.recurrent import Recurrent
+
+
+def count(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+# ------------------------------------------------------------------------------------------------------------------- recurrent
+
+
+def lstm(p, x):
+    hidden = p["state_kernel"].shape[1]
+    h = c = np.zeros((len(x), hidden))
+    states = []
+    for t in range(x.shape[1]):
+        z = x[:, t] @ p["kernel"].T + p["bias"] + h @ p["state_kernel"].T
+        i, f, g, o = (z[:, k * hidden : (k + 1) * hidden] for k in range(4))
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        states.append(h)
+    return np.stack(states, 1)
+
+
+def gru(p, x):
+    hidden = p["state_kernel"].shape[1]
+    h, states = np.zeros((len(x), hidden)), []
+    kernels = [p["kernel"][k * hidden : (k + 1) * hidden] for k in range(3)]
+    owns = [p["state_kernel"][k * hidden : (k + 1) * hidden] for k in range(3)]
+    b = [p["bias"][k * hidden : (k + 1) * hidden] for k in range(3)]
+    for t in range(x.shape[1]):
+        r = sigmoid(x[:, t] @ kernels[0].T + b[0] + h @ owns[0].T)
+        z = sigmoid(x[:, t] @ kernels[1].T + b[1] + h @ owns[1].T)
+        n = np.tanh(x[:, t] @ kernels[2].T + b[2] + r * (h @ owns[2].T + p["state_bias"]))
+        h = (1 - z) * n + z * h
+        states.append(h)
+    return np.stack(states, 1)
+
+
+@pytest.mark.parametrize(("cell", "reference"), [("lstm", lstm), ("gru", gru)])
+def test_recurrent_layers_are_the_equations(cell, reference):
+    layer, x = Recurrent(5, cell, forget=0.7), normal(0, 3, 6, 4)
+    params = layer.init(jax.random.key(1), x)["params"]
+    np.testing.assert_allclose(layer.apply({"params": params}, x), reference(jax.tree.map(np.asarray, params), x), atol=1e-12)
+
+
+def test_the_forget_bias_is_raised_and_all_else_starts_within_the_bound():
+    params = Recurrent(16, forget=1.0).init(jax.random.key(0), normal(0, 1, 2, 3))["params"]
+    bias = np.array(params["bias"])
+    bias[16:32] -= 1
+    assert np.abs(bias).max() <= 0.25
+    assert max(np.abs(leaf).max() for leaf in (params["kernel"], params["state_kernel"])) <= 0.25
+
+
+@pytest.mark.parametrize(
+    ("task", "parameters"),
+    [
+        # embedding 80 x 8; LSTMs 4 x 256 x (8 + 256 + 1) and 4 x 256 x (256 + 256 + 1); head 257 x 80
+        (models.char_lstm(every=False), 640 + 271_360 + 525_312 + 20_560),
+        (models.char_lstm(90), 720 + 271_360 + 525_312 + 23_130),
+        (models.char_lstm(65, hidden=128, depth=1), 520 + 4 * 128 * 137 + 129 * 65),
+        (models.char_gru(65, hidden=128), 520 + 3 * 128 * 137 + 128 + 129 * 65),
+        (
+            models.transformer(65, 80, width=64, heads=2, depth=2),
+            65 * 64 + 80 * 64 + 2 * (12 * 64**2 + 13 * 64) + 128 + 65 * 65,
+        ),
+        (models.sensor_cnn(), 32 * 9 * 9 + 32 + 64 * 9 * 32 + 64 + 128 * 26 * 64 + 128 + 129 * 6),
+        (models.resnet18(), 11_173_962),
+    ],
+    ids=["LEAF", "FedJAX", "one layer", "GRU", "transformer", "sensors", "ResNet-18"],
+)
+def test_numbers_of_parameters(task, parameters):
+    assert count(masks.variables_shape(task)) == parameters
+
+
+SEQUENCES = {
+    "lstm": lambda **options: models.char_lstm(11, 7, embedding=3, hidden=5, depth=2, **options),
+    "gru": lambda **options: models.char_gru(11, 7, embedding=3, hidden=5, **options),
+    "transformer": lambda: models.transformer(11, 7, width=8, heads=2, depth=2),
+}
+
+
+@pytest.mark.parametrize("model", SEQUENCES)
+def test_an_output_depends_on_its_token_and_earlier_ones_alone(model):
+    task = SEQUENCES[model]()
+    variables = task.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 7))
+    changed = tokens.copy()
+    changed[:, 4] = (changed[:, 4] + 1) % 11
+    before, after = (np.asarray(task.predict(variables, jnp.asarray(t))) for t in (tokens, changed))
+    assert before.shape == (2, 7, 11)
+    np.testing.assert_allclose(before[:, :4], after[:, :4], atol=1e-12)
+    assert (np.abs(before[:, 4:] - after[:, 4:]).max((0, 2)) > 1e-6).all()
+    # A shorter sequence gives the same outputs: nothing depends on padding at the end.
+    np.testing.assert_allclose(task.predict(variables, jnp.asarray(tokens[:, :3])), before[:, :3], atol=1e-12)
+
+
+def test_predicting_after_the_last_token_alone_is_the_last_of_all_predictions():
+    every, last = SEQUENCES["lstm"](), SEQUENCES["lstm"](every=False)
+    variables, x = every.init(jax.random.key(0)), jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
+    np.testing.assert_allclose(last.predict(variables, x), every.predict(variables, x)[:, -1], atol=1e-12)
+
+
+def test_the_transformer_is_its_equations():
+    task, width, heads = SEQUENCES["transformer"](), 8, 2
+    variables = task.init(jax.random.key(0))
+    noise = jax.tree.map(lambda leaf: leaf + 0.1 * normal(leaf.size, *leaf.shape), variables)
+    p = jax.tree.map(np.asarray, noise)["params"]
+    tokens = np.random.default_rng(0).integers(0, 11, (1, 5))
+
+    def norm(q, x):
+        mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        return (x - mean) / np.sqrt(var + 1e-6) * q["scale"] + q["bias"]
+
+    def dense(q, x):
+        return x @ q["kernel"].T + q["bias"]
+
+    x = p["embed"]["embedding"][tokens[0]] + p["position"][:5]
+    for name in ("block1", "block2"):
+        q = p[name]
+        z = norm(q["norm1"], x)
+        read = np.zeros((5, width))
+        for head in range(heads):
+            part = slice(head * width // heads, (head + 1) * width // heads)
+            query, key, value = (dense(q[n], z)[:, part] for n in ("query", "key", "value"))
+            for t in range(5):
+                scores = np.exp(query[t] @ key[: t + 1].T / np.sqrt(width / heads))
+                read[t, part] = scores / scores.sum() @ value[: t + 1]
+        x = x + dense(q["out"], read)
+        inner = dense(q["inner1"], norm(q["norm2"], x))
+        inner = 0.5 * inner * (1 + np.tanh(np.sqrt(2 / np.pi) * (inner + 0.044715 * inner**3)))
+        x = x + dense(q["inner2"], inner)
+    expected = dense(p["head"], norm(p["norm"], x))
+    np.testing.assert_allclose(task.predict(noise, jnp.asarray(tokens))[0], expected, atol=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------------- convolutional
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "stride", "padding"), [((9, 8), 3, 2, 1), ((9, 8), 1, 2, 0), ((6, 7), 3, 1, 1), ((20,), 5, 2, 2)]
+)
+def test_strided_convolutions_are_those_of_xla(shape, size, stride, padding):
+    layer, x = _Strided(4, size, stride, padding), normal(0, 2, *shape, 3)
+    kernel = layer.init(jax.random.key(0), x)["params"]["kernel"]
+    letters = "NHWC"[: 1 + len(shape)] + "C" if len(shape) == 1 else "NHWC"
+    kernels = "OHI" if len(shape) == 1 else "OHWI"
+    expected = jax.lax.conv_general_dilated(
+        x, kernel, (stride,) * len(shape), [(padding, padding)] * len(shape), dimension_numbers=(letters, kernels, letters)
+    )
+    np.testing.assert_allclose(layer.apply({"params": {"kernel": kernel}}, x), expected, atol=1e-12)
+
+
+def test_the_sensor_network_pools_after_each_convolution():
+    task = models.sensor_cnn((20, 2), 3, convs=((4, 3), (5, 3)), hidden=(6,))
+    variables, x = task.init(jax.random.key(0)), normal(0, 2, 20, 2)
+    p, h = jax.tree.map(np.asarray, variables)["params"], x
+    for name in ("conv1", "conv2"):
+        kernel = p[name]["kernel"]
+        z = np.stack([np.einsum("bki,oki->bo", h[:, t : t + 3], kernel) for t in range(h.shape[1] - 2)], 1) + p[name]["bias"]
+        z = z[:, : z.shape[1] // 2 * 2]
+        h = np.maximum(z.reshape(len(z), -1, 2, z.shape[-1]).max(2), 0)
+    h = np.maximum(h.reshape(len(h), -1) @ p["fc1"]["kernel"].T + p["fc1"]["bias"], 0)
+    np.testing.assert_allclose(task.features(variables, x), h, atol=1e-12)
+    np.testing.assert_allclose(task.predict(variables, x), h @ p["head"]["kernel"].T + p["head"]["bias"], atol=1e-12)
+
+
+def test_a_residual_network_of_images_has_an_output_a_class_and_gradients_everywhere():
+    task = models.resnet18((8, 8, 3), 5, width=4)
+    variables, x = task.init(jax.random.key(0)), jnp.asarray(normal(0, 2, 8, 8, 3))
+    assert task.predict(variables, x).shape == (2, 5)
+    gradient = jax.grad(lambda v: jnp.sum(task.predict(v, x) ** 2))(variables)
+    assert all(float(jnp.max(jnp.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
+    np.testing.assert_allclose(
+        task.predict(variables, x)[:1], task.predict(variables, x[:1]), atol=1e-9
+    )  # no batch statistics
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: models.char_lstm(1), "vocabulary=1 must be an integer of at least 2"),
+        (lambda: models.char_lstm(hidden=0), "hidden=0 must be an integer of at least 1"),
+        (lambda: models.char_gru(every="last"), "every='last' must be True or False"),
+        (lambda: models.transformer(heads=3), "heads=3 must divide width=128"),
+        (lambda: models.sensor_cnn((9, 3)), "window=(9, 3) is too short for the convolutions"),
+        (lambda: models.sensor_cnn(128), "window=128 must be (samples in time, channels)"),
+        (lambda: models.resnet18(groups=3), "groups=3 must divide width=64"),
+        (lambda: models.resnet18((32, 32)), "image=(32, 32) must be (height, width, channels)"),
+        (
+            lambda: SEQUENCES["transformer"]().predict(
+                SEQUENCES["transformer"]().init(jax.random.key(0)), jnp.zeros((1, 8), int)
+            ),
+            "is longer than the 7 positions of this transformer",
+        ),
+    ],
+)
+def test_bad_sizes_are_refused_in_one_line(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert words in str(error.value)
