@@ -1,5 +1,6 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import jax
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
 from fedjax_meta.methods import METHODS
-from fedjax_meta.process import command_line, console, errors, one_line_errors
+from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
 from fedjax_meta.study import page, results
@@ -26,6 +28,9 @@ from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
+
+EXTENSIONS = 4
+"""How often `--extend` moves a grid on, where the study does not say it."""
 
 DIVERGED = 3
 """Exit code when every run diverged."""
@@ -58,6 +63,9 @@ def run(
     ] = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
+    ] = False,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -69,6 +77,8 @@ def run(
     """
     with one_line_errors(debug):
         chosen = load(study, set_ or ())
+        if extend and not chosen.tuning.extend:
+            chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
         _announce(chosen, built)
@@ -76,7 +86,7 @@ def run(
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
-        outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
+        outcomes = _train(chosen, folder, built, command)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
@@ -197,6 +207,29 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         _print_table("", headings, rows)
 
 
+def _train(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> list[runs.Outcome]:
+    """Runs a study; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
+    numbers: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        numbers.append(number)
+        if len(numbers) > 1:
+            raise Interrupted(number)
+
+    try:
+        with signals(on_signal):
+            return runs.run(
+                study,
+                folder,
+                watcher=_Lines(study),
+                clients=built,
+                command=command,
+                should_stop=lambda: bool(numbers),
+            )
+    except runs.Stopped as stop:
+        raise Stopped(f"stopped in {stop}; all of it is saved. Continue with: {command}", numbers[0]) from None
+
+
 def _columns(rows: Sequence[Sequence[str]], which: Sequence[int]) -> tuple[list[str], list[list[str]]]:
     """(headings, rows) of some columns of the results."""
     return [results.HEADINGS[column] for column in which], [[row[column] for column in which] for row in rows]
@@ -225,12 +258,12 @@ class _Lines(runs.Watcher):
 
     def __init__(self, study: Study) -> None:
         self._study = study
-        self._what, self._rounds, self._started, self._first = "", 0, 0.0, 0
+        self._what, self._rounds, self._started, self._first, self._members = "", 0, 0.0, 0, 0
         self._shown = 0.0
 
     def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
         self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} runs)"
-        self._rounds, self._started, self._first = rounds, time.perf_counter(), done
+        self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
         self._say(f"{self._what}: compiling")
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
@@ -243,7 +276,8 @@ class _Lines(runs.Watcher):
             for fault in record.faults[:1]:
                 console.print(f"  {escape.console(str(fault))}", style="yellow")
         if not console.is_terminal:
-            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}"))
+            fewer = f", {len(records)} left" if len(records) < self._members else ""
+            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}"))
 
     def end(self, outcome: runs.Outcome) -> None:
         scores = [trial.rows[-1]["tests"][runs.KNOWN]["scores"]["accuracy_mean"] for trial in outcome.final]

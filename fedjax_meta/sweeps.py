@@ -5,6 +5,7 @@ weights, seeds. The program is compiled once. On a CPU the members are dealt to 
 after the other: no core waits for another within a round. On an accelerator they are lanes of one program.
 """
 
+import copy
 import dataclasses
 import itertools
 import threading
@@ -110,7 +111,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
       at_once: members that a device trains side by side; one on a CPU and all on an accelerator by default.
       on_record: called after each evaluation with (state of all members, finished rounds, each member's record, `None` for those
         that were pruned). The next block reuses the memory of the state: copy what you keep.
-      on_progress: as in `simulate`, with metrics `[M, rounds]`.
+      on_progress: as in `simulate`, with metrics `[A, rounds]` of the A members that go on.
       should_stop: as in `simulate`.
       prune: called after each evaluation but the last, before `on_record`, with (finished rounds, each member's record); says for
         each member whether it goes on. The others keep their state, with the number of rounds that they have finished, and get no
@@ -159,7 +160,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
                 took = time.perf_counter() - programs.waited - clock
                 stretch = int(np.clip(count / max(took, 1e-3), 1, programs.most))
             if on_progress is not None:
-                on_progress(done, logs[-1].metrics)
+                on_progress(done, {name: values[run.active] for name, values in logs[-1].metrics.items()})
             stopped = should_stop is not None and should_stop()
             if stopped:
                 break
@@ -219,6 +220,13 @@ def _check_members(members: Sequence[Member]) -> None:
             raise ValueError(f"a sweep has the member {label} twice")
 
 
+def _check_points(build: Build, members: Sequence[Member], federation: Federation | None) -> None:
+    """Tries each point with plain numbers: traced ones pass every check."""
+    _check_members(members)
+    for point in {tuple(member.numbers.items()) for member in members}:
+        _algorithm(build, dict(point), federation)
+
+
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
     made = build(**numbers)
@@ -267,10 +275,8 @@ class Programs:
         at_once: int | None = None,
         prunes: bool = False,
     ) -> None:
-        _check_members(members)
-        # At the door, each point is tried with plain numbers: traced ones pass every check.
-        for point in {tuple(member.numbers.items()) for member in members}:
-            _algorithm(build, dict(point), federation)
+        _check_points(build, members, federation)
+        self._build, self._federation = build, federation
         tests = dict(evaluators or {})
         available = engine.client_mesh(devices).devices
         mesh = Mesh(available[: min(len(members), available.size)], (MEMBERS,))
@@ -331,6 +337,19 @@ class Programs:
         self.begin.compile(who, None, data)
         self.block.compile(who, state, (data, np.int32(1)))
         self.measure.compile(who, state, tests)
+
+    def of(self, members: Sequence[Member]) -> "Programs":
+        """The same programs for other members.
+
+        Raises:
+          ValueError: another count or other names, and what `sweep` raises.
+        """
+        if len(members) != len(self.members) or list(members[0].numbers) != list(self.members[0].numbers):
+            raise ValueError("these programs are of a sweep of other members")
+        _check_points(self._build, members, self._federation)
+        other = copy.copy(self)
+        other.members, other.waited = list(members), 0.0
+        return other
 
     def place_data(self) -> tuple[FederatedData, dict[str, Any]]:
         """The clients that train, and what is tested, on the devices."""
