@@ -21,7 +21,8 @@ from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
-from fedjax_meta.study import page, results
+from fedjax_meta.study import folder as folders
+from fedjax_meta.study import page, presets, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
@@ -136,6 +137,40 @@ def compare(
         )
 
 
+@app.command("runs")
+def runs_(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs.")] = Path("runs"),
+    debug: DebugOption = False,
+) -> None:
+    """Lists the runs in a folder: title, date, state and the best system of each scenario."""
+    with one_line_errors(debug):
+        found = folders.index(folder)
+        for one in found:
+            console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {one.started[:16].replace('T', ' ')}  {one.state}")
+            console.print(f"  {escape.console(one.title)}")
+            for scenario, system, value in one.best:
+                console.print(f"  {escape.console(f'{scenario}: best is {system}, {value:.2f} % over known clients')}")
+        if not found:
+            console.print(f"{escape.console(str(folder))} holds no runs")
+
+
+@app.command()
+def preset(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    to: Annotated[Path, typer.Option(help="Folder of the presets.")] = presets.HERE,
+    name: Annotated[str | None, typer.Option(help="Of the scenario, where the run has one.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Saves what a run's grids found as presets, which studies of this folder use by name.
+
+    `fedjax-meta preset runs/first`, then `preset: mnist_small-pairs/fedavg` in a system
+    """
+    with one_line_errors(debug):
+        for path in presets.save(run, to, name):
+            for system, found in presets.read(path, path.stem).items():
+                console.print(escape.console(f"{path.stem}/{system}  {found}"))
+
+
 @app.command("list")
 def list_(
     what: Annotated[str, typer.Argument(help="methods, partitions, models, shifts, parts or datasets.")] = "methods",
@@ -161,6 +196,7 @@ def list_(
             for name, part in registry.items()
         },
         "datasets": _datasets(),
+        "presets": {name: str(found) for name, found in presets.known().items()},
     }
     with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, disk, report, runtime
+from fedjax_meta import checkpoint, costs, disk, report, runtime
+from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
@@ -42,7 +43,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
     begun = _begun(folder)
     if path.is_file() and begun:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_run(folder)
         _compare(folder, content, fixed, rounds, begun)
         before, started = content["fixed"], content.get("started", started)
         fixed = {kind: {**before.get(kind, {}), **given} for kind, given in fixed.items()}
@@ -63,6 +64,12 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "command": command,
         **environment(),
         "clients": facts,
+        "traffic": {
+            name: {
+                system: sum(costs.traffic(_first(study.system(system), clients), clients.train)) for system in study.systems
+            }
+            for name, clients in built.items()
+        },
         "systems": {name: resolved(study.system(name), next(iter(built.values()))) for name in study.systems},
         "rounds": rounds,
         "fixed": fixed,
@@ -71,10 +78,14 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     _write(path, content)
 
 
+def read_run(folder: Path) -> dict[str, Json]:
+    """What `run.json` says."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
 def close_run(folder: Path) -> None:
     """Says in `run.json` that everything is finished."""
-    content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    _write(folder / "run.json", {**content, "finished": _now()})
+    _write(folder / "run.json", {**read_run(folder), "finished": _now()})
 
 
 def _write(path: Path, content: Json) -> None:
@@ -90,7 +101,7 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
     fixed = {
         "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
         "systems": {name: options_of(study.system(name)) for name in study.systems},
-        "tuning": {key: getattr(study.tuning, key) for key in ("on", "clients", "halving")},
+        "tuning": {key: getattr(study.tuning, key) for key in ("validation", "clients", "halving")},
         "clients": {name: clients.fingerprint for name, clients in built.items()},
     }
     return json.loads(json.dumps(fixed))
@@ -101,10 +112,13 @@ def options_of(system: System) -> dict[str, Json]:
     return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title")}
 
 
+def _first(system: System, clients: Clients) -> Algorithm:
+    return system.build(clients.task, **points_of(system)[0])
+
+
 def resolved(system: System, clients: Clients) -> dict[str, Json]:
     """Every hyper-parameter of a system, defaults included; a list where it has a grid."""
-    config = system.build(clients.task, **points_of(system)[0]).config
-    return {**config, "grid": {name: list(values) for name, values in system.grid.items()}}
+    return {**_first(system, clients).config, "grid": {name: list(values) for name, values in system.grid.items()}}
 
 
 def _begun(folder: Path) -> set[str]:
@@ -313,7 +327,7 @@ def index(root: Path) -> list[Run]:
 
 
 def _run(folder: Path) -> Run:
-    content, study = json.loads((folder / "run.json").read_text(encoding="utf-8")), load(folder / "study.yaml")
+    content, study = read_run(folder), load(folder / "study.yaml")
     best = []
     for scenario in study.scenarios:
         scores = []

@@ -75,7 +75,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if not system.grid:
-        remarks.append("not tuned")
+        remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     remarks += _privacy(algorithm, study.rounds, clients.train.num_clients)
     return Line(
         title=study.title_of(outcome.system),

@@ -5,7 +5,8 @@ A run's folder holds `study.yaml` (every field filled in), `run.json` (versions,
 report.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from fedjax_meta.metrics import accuracy
 from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
@@ -119,8 +121,35 @@ def run(
             watcher.end(outcomes[-1])
     finally:
         ahead.close()
+    _save_presets(study, folder, outcomes)
     folders.close_run(folder)
     return outcomes
+
+
+def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> None:
+    """What the grids found, as presets: `presets/SCENARIO.yaml`."""
+    content = folders.read_run(folder)
+    for scenario, place in study.scenarios.items():
+        tuned = [one for one in outcomes if one.scenario == scenario and one.tuning]
+        if not tuned:
+            continue
+        systems = {}
+        for one in tuned:
+            system = study.system(one.system)
+            score = max(value for _, value in choice.scores(one.tuning, study.tuning))
+            systems[one.system] = {
+                "method": system.method,
+                "options": dict(system.options),
+                "chosen": one.chosen,
+                "score": round(100 * score, 2),
+                "trials": len(one.tuning),
+                "at the end of its grid": one.at_edge,
+                "federation": dict(system.federation),
+            }
+        facts = {"study": study.title, "command": content["command"], "versions": content["versions"], "git": content["git"]}
+        tuning = {**dataclasses.asdict(study.tuning), "rounds": study.tuning.rounds or study.rounds}
+        tree = {"scenario": dataclasses.asdict(place), **facts, "tuning": tuning, "systems": systems}
+        presets.write(folder / "presets" / f"{scenario}.yaml", tree)
 
 
 def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:

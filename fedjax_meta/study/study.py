@@ -24,8 +24,8 @@ class Tuning:
       rounds: of each trial; those of the study when not given.
       seeds: of the trials.
       metric: the score to maximise after the last round of a trial.
-      on: what it is measured on: "samples" of the train view that were held back from training, "clients" that were held out, or
-        "both", the mean of the two.
+      validation: what it is measured on: "samples" of the train view that were held back from training, "clients" that were
+        held out, or "both", the mean of the two.
       clients: share of the known clients that is held out in the trials, for "clients" and "both".
       halving: after a part of the rounds only the best 1 / `halving` of a grid's points go on (successive halving, Jamieson and
         Talwalkar 2016); all of them when not given.
@@ -35,7 +35,7 @@ class Tuning:
     rounds: int | None = None
     seeds: Sequence[int] = (0,)
     metric: str = "accuracy_mean"
-    on: str = "samples"
+    validation: str = "samples"
     clients: float = 0.2
     halving: int | None = None
     extend: int = 0
@@ -45,7 +45,7 @@ class Tuning:
             checks.count("rounds", self.rounds)
         _check_seeds("tuning.seeds", self.seeds)
         checks.one_of("metric", self.metric, METRICS)
-        checks.one_of("on", self.on, ("samples", "clients", "both"))
+        checks.one_of("validation", self.validation, ("samples", "clients", "both"))
         checks.fraction("clients", self.clients)
         if self.halving is not None:
             checks.count("halving", self.halving, least=2)

@@ -51,7 +51,7 @@ def data_for(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[Fede
     Raises:
       ValueError: a share that holds out nobody, or everybody.
     """
-    if tuning.on == "samples":
+    if tuning.validation == "samples":
         return clients.tuning, None
     rest, held = holdout.new_clients(clients.tuning, tuning.clients, support=scenario.support, seed=scenario.seed)
     if held is None:
@@ -62,7 +62,7 @@ def data_for(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[Fede
 def score(row: Mapping[str, Json], tuning: Tuning) -> float:
     """The score of an evaluation by which points are compared; -1, less than any, where it is not finite."""
     groups = {"samples": (VALIDATION,), "clients": (VALIDATION_CLIENTS,), "both": (VALIDATION, VALIDATION_CLIENTS)}
-    value = float(np.mean([row["tests"][group]["scores"][tuning.metric] for group in groups[tuning.on]]))
+    value = float(np.mean([row["tests"][group]["scores"][tuning.metric] for group in groups[tuning.validation]]))
     return value if math.isfinite(value) else -1.0
 
 
@@ -155,7 +155,9 @@ def words(study: Study) -> str:
         "clients": f"known clients that were held out ({tuning.clients:g} of them)",
         "both": f"train samples that were held back and on known clients that were held out ({tuning.clients:g} of them)",
     }
-    text = f"Grids were searched by {tuning.metric} on {where[tuning.on]}, after {tuning.rounds or study.rounds} rounds."
+    text = (
+        f"Grids were searched by {tuning.metric} on {where[tuning.validation]}, after {tuning.rounds or study.rounds} rounds."
+    )
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."
     if tuning.extend:

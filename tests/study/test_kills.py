@@ -27,7 +27,7 @@ STUDY = {
     },
     "rounds": 90,
     "eval_every": 15,
-    "tuning": {"rounds": 60, "seeds": [0, 1], "halving": 2, "on": "both", "extend": 1},
+    "tuning": {"rounds": 60, "seeds": [0, 1], "halving": 2, "validation": "both", "extend": 1},
 }
 
 
