@@ -158,12 +158,16 @@ def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
       >>> first_difference({"seed": 1, "rates": {"lr": 0.1}}, {"seed": 1, "rates": {"lr": 0.2}})
       ('rates.lr', 0.1, 0.2)
     """
+    return next(differences(saved, given), None)
+
+
+def differences(saved: Json, given: Json) -> Iterator[tuple[str, Json, Json]]:
+    """Every field, by name, in which two JSON values differ, see `first_difference`."""
     absent = "nothing"
     left, right = dict(_fields("", saved)), dict(_fields("", given))
     for name in sorted(left | right):
         if left.get(name, absent) != right.get(name, absent):
-            return name, left.get(name, absent), right.get(name, absent)
-    return None
+            yield name, left.get(name, absent), right.get(name, absent)
 
 
 def _fields(prefix: str, value: Json) -> Iterator[tuple[str, Json]]:

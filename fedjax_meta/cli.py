@@ -1,35 +1,37 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
-import contextlib
+import dataclasses
 import inspect
 import re
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import jax
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
 from fedjax_meta.methods import METHODS
+from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
-from fedjax_meta.study import page, results
+from fedjax_meta.study import folder as folders
+from fedjax_meta.study import page, presets, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
-console = Console()
-errors = Console(stderr=True)
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
+
+EXTENSIONS = 4
+"""How often `--extend` moves a grid on, where the study does not say it."""
 
 DIVERGED = 3
 """Exit code when every run diverged."""
@@ -62,6 +64,9 @@ def run(
     ] = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
+    ] = False,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -71,16 +76,18 @@ def run(
 
     `fedjax-meta run study.yaml --set rounds=20 --set "seeds=[1,2,3]" --dry-run`
     """
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         chosen = load(study, set_ or ())
+        if extend and not chosen.tuning.extend:
+            chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
         _announce(chosen, built)
         if dry_run:
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        command = _command(folder)
-        outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
+        command = command_line(folder)
+        outcomes = _train(chosen, folder, built, command)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
@@ -101,7 +108,7 @@ def run(
 @app.command()
 def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
     """Prints a study with every field filled in, as YAML that runs again."""
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         print(to_yaml(load(study, set_ or ())), end="")
 
 
@@ -117,7 +124,7 @@ def compare(
 
     `fedjax-meta compare runs/first runs/second --target 80`
     """
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         systems = comparison.finished(folders)
         for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
             mine = [one for one in systems if one.fingerprint == fingerprint]
@@ -128,6 +135,40 @@ def compare(
             "a seed did not reach it.",
             style="dim",
         )
+
+
+@app.command("runs")
+def runs_(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs.")] = Path("runs"),
+    debug: DebugOption = False,
+) -> None:
+    """Lists the runs in a folder: title, date, state and the best system of each scenario."""
+    with one_line_errors(debug):
+        found = folders.index(folder)
+        for one in found:
+            console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {one.started[:16].replace('T', ' ')}  {one.state}")
+            console.print(f"  {escape.console(one.title)}")
+            for scenario, system, value in one.best:
+                console.print(f"  {escape.console(f'{scenario}: best is {system}, {value:.2f} % over known clients')}")
+        if not found:
+            console.print(f"{escape.console(str(folder))} holds no runs")
+
+
+@app.command()
+def preset(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    to: Annotated[Path, typer.Option(help="Folder of the presets.")] = presets.HERE,
+    name: Annotated[str | None, typer.Option(help="Of the scenario, where the run has one.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Saves what a run's grids found as presets, which studies of this folder use by name.
+
+    `fedjax-meta preset runs/first`, then `preset: mnist_small-pairs/fedavg` in a system
+    """
+    with one_line_errors(debug):
+        for path in presets.save(run, to, name):
+            for system, found in presets.read(path, path.stem).items():
+                console.print(escape.console(f"{path.stem}/{system}  {found}"))
 
 
 @app.command("list")
@@ -155,8 +196,9 @@ def list_(
             for name, part in registry.items()
         },
         "datasets": _datasets(),
+        "presets": {name: str(found) for name, found in presets.known().items()},
     }
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, given in kinds[what].items():
@@ -201,6 +243,29 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         _print_table("", headings, rows)
 
 
+def _train(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> list[runs.Outcome]:
+    """Runs a study; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
+    numbers: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        numbers.append(number)
+        if len(numbers) > 1:
+            raise Interrupted(number)
+
+    try:
+        with signals(on_signal):
+            return runs.run(
+                study,
+                folder,
+                watcher=_Lines(study),
+                clients=built,
+                command=command,
+                should_stop=lambda: bool(numbers),
+            )
+    except runs.Stopped as stop:
+        raise Stopped(f"stopped in {stop}; all of it is saved. Continue with: {command}", numbers[0]) from None
+
+
 def _columns(rows: Sequence[Sequence[str]], which: Sequence[int]) -> tuple[list[str], list[list[str]]]:
     """(headings, rows) of some columns of the results."""
     return [results.HEADINGS[column] for column in which], [[row[column] for column in which] for row in rows]
@@ -229,12 +294,12 @@ class _Lines(runs.Watcher):
 
     def __init__(self, study: Study) -> None:
         self._study = study
-        self._what, self._rounds, self._started, self._first = "", 0, 0.0, 0
+        self._what, self._rounds, self._started, self._first, self._members = "", 0, 0.0, 0, 0
         self._shown = 0.0
 
     def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
         self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} runs)"
-        self._rounds, self._started, self._first = rounds, time.perf_counter(), done
+        self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
         self._say(f"{self._what}: compiling")
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
@@ -247,7 +312,8 @@ class _Lines(runs.Watcher):
             for fault in record.faults[:1]:
                 console.print(f"  {escape.console(str(fault))}", style="yellow")
         if not console.is_terminal:
-            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}"))
+            fewer = f", {len(records)} left" if len(records) < self._members else ""
+            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}"))
 
     def end(self, outcome: runs.Outcome) -> None:
         scores = [trial.rows[-1]["tests"][runs.KNOWN]["scores"]["accuracy_mean"] for trial in outcome.final]
@@ -267,25 +333,3 @@ class _Lines(runs.Watcher):
     def _clear(self) -> None:
         if console.is_terminal:
             sys.stdout.write("\r\x1b[2K")
-
-
-def _command(folder: Path) -> str:
-    given = sys.argv[1:]
-    if not any(word == "--out" or word.startswith("--out=") for word in given):
-        given = [*given, "--out", str(folder)]
-    return shlex.join(["fedjax-meta", *given])
-
-
-@contextlib.contextmanager
-def _one_line_errors(debug: bool) -> Iterator[None]:
-    """Errors that a user can correct in one line, exit code 1; exit code 130 after Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("stopped; the same command with the same --out goes on", style="yellow")
-        raise typer.Exit(130) from None
-    except (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError) as error:
-        if debug:
-            raise
-        errors.print(f"error: {escape.console(str(error).splitlines()[0])}", soft_wrap=True)
-        raise typer.Exit(1) from None

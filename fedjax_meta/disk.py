@@ -104,6 +104,26 @@ def lock(folder: str | os.PathLike) -> None:
     _locks[key] = file
 
 
+def locked(folder: str | os.PathLike) -> bool:
+    """Whether a process, this one or another, has a folder by `lock`; nothing is written."""
+    folder = Path(folder)
+    if os.path.realpath(folder) in _locks:
+        return True
+    try:
+        import fcntl  # POSIX only
+
+        file = os.open(folder / LOCK, os.O_RDWR)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def _make_folder(folder: Path) -> None:
     """Makes a folder and those above it, on the disk too."""
     if folder.is_dir():

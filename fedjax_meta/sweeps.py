@@ -5,8 +5,10 @@ weights, seeds. The program is compiled once. On a CPU the members are dealt to 
 after the other: no core waits for another within a round. On an accelerator they are lanes of one program.
 """
 
+import copy
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +27,7 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Compiled, Log, Record, all_there, faults_in, run_keys, run_rounds, schedule
+from fedjax_meta.simulation import Log, Record, all_there, faults_in, run_keys, run_rounds, schedule
 from fedjax_meta.types import Key
 
 MEMBERS = "members"
@@ -79,13 +81,17 @@ def sweep(  # over 80 lines: half of them explain the arguments
     *,
     rounds: int,
     federation: Federation | None = None,
-    eval_every: int = 20,
+    eval_every: int | Sequence[int] = 20,
     evaluators: Mapping[str, MemberEvaluator] | None = None,
     state: State | None = None,
+    active: Sequence[bool] | None = None,
     devices: int | None = None,
     at_once: int | None = None,
-    on_record: Callable[[State, int, list[Record]], None] | None = None,
+    on_record: Callable[[State, int, list[Record | None]], None] | None = None,
     on_progress: Callable[[int, dict[str, np.ndarray]], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    prune: Callable[[int, list[Record | None]], Sequence[bool]] | None = None,
+    programs: "Programs | None" = None,
 ) -> tuple[State, list[list[Record]]]:
     """Trains a method at each point of a grid with each seed, and evaluates as `simulate` does.
 
@@ -95,59 +101,99 @@ def sweep(  # over 80 lines: half of them explain the arguments
       build: the method as a function of its numbers.
       members: what to train, e.g. `members(grid(lr=[0.1, 0.3]), seeds=[1, 2, 3])`; all name the same numbers.
       data: the clients that train.
-      rounds, eval_every: as in `simulate`.
+      rounds: as in `simulate`.
       federation: how rounds are run where `build` does not say it; its `devices` is ignored, because a member has one device.
+      eval_every: as in `simulate`, or the rounds after which to evaluate; the last round is always one of them.
       evaluators: by name, what to measure.
       state: where to resume: a state of this sweep, leaves `[M, ...]`.
+      active: which members go on, where some were pruned before.
       devices: how many devices share the members; all by default.
       at_once: members that a device trains side by side; one on a CPU and all on an accelerator by default.
-      on_record: called after each evaluation with (state of all members, finished rounds, each member's record). The next block
-        reuses the memory of the state: copy what you keep.
-      on_progress: as in `simulate`, with metrics `[M, rounds]`.
+      on_record: called after each evaluation with (state of all members, finished rounds, each member's record, `None` for those
+        that were pruned). The next block reuses the memory of the state: copy what you keep.
+      on_progress: as in `simulate`, with metrics `[A, rounds]` of the A members that go on.
+      should_stop: as in `simulate`.
+      prune: called after each evaluation but the last, before `on_record`, with (finished rounds, each member's record); says for
+        each member whether it goes on. The others keep their state, with the number of rounds that they have finished, and get no
+        more records. What is left is dealt to the devices anew, which saves time where a device trains one member at a time.
+      programs: of this sweep, compiled beforehand; made here when not given.
 
     Returns:
       (state, leaves `[M, ...]`; the records of each member).
 
     Raises:
-      ValueError: no members, members of different names, a value that the method refuses, a state of another sweep, and what
-        `simulate` raises.
+      ValueError: no members, members of different names, a value that the method refuses, a state of another sweep, programs of
+        another sweep, and what `simulate` raises.
     """
-    _check_members(members)
     checks.count("rounds", rounds)
-    checks.count("eval_every", eval_every)
-    # At the door, each point is tried with plain numbers: traced ones pass every check.
-    for point in {tuple(member.numbers.items()) for member in members}:
-        _algorithm(build, dict(point), federation)
-    run = _Sweep(build, members, federation, data, evaluators or {}, devices, at_once, state, most=eval_every)
-    done = int(np.asarray(run.state.round)[0])
+    stops = _stops(rounds, eval_every)
+    if programs is None:
+        programs = Programs(
+            build,
+            members,
+            data,
+            federation=federation,
+            evaluators=evaluators,
+            devices=devices,
+            at_once=at_once,
+            prunes=prune is not None,
+        )
+    elif programs.members != list(members):
+        raise ValueError("these programs are of a sweep of other members")
+    run = _Sweep(programs, state, active)
+    done = int(np.asarray(run.state.round).max())
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
     records: list[list[Record]] = [[] for _ in members]
-    stretch = eval_every if on_progress is None else 1
-    for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
-        started, compiled, first = time.perf_counter(), run.compile_seconds, done
+    in_pieces = on_progress is not None or should_stop is not None
+    stretch = 1 if in_pieces else rounds
+    stopped = False
+    for stop in [stop for stop in stops if stop > done]:
+        started, compiled, first = time.perf_counter(), programs.waited, done
         logs: list[Log] = []
         while done < stop:
-            count, clock = min(stretch, stop - done), time.perf_counter() - run.compile_seconds
+            count, clock = min(stretch, stop - done, programs.most), time.perf_counter() - programs.waited
             with all_there(done):
                 logs.append(run.train(count))
             done += count
+            if in_pieces:
+                took = time.perf_counter() - programs.waited - clock
+                stretch = int(np.clip(count / max(took, 1e-3), 1, programs.most))
             if on_progress is not None:
-                took = time.perf_counter() - run.compile_seconds - clock
-                stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
-                on_progress(done, logs[-1].metrics)
+                on_progress(done, {name: values[run.active] for name, values in logs[-1].metrics.items()})
+            stopped = should_stop is not None and should_stop()
+            if stopped:
+                break
         with all_there(done):
-            results = run.measure()
+            results = run.measure() if done == stop else {}
         log = jax.tree.map(lambda *parts: np.concatenate(parts, 1), *logs)
-        compiled = run.compile_seconds - compiled
-        seconds = (time.perf_counter() - started - compiled) / len(members)
-        for m, history in enumerate(records):
+        compiled = programs.waited - compiled
+        count = int(run.active.sum())
+        seconds = (time.perf_counter() - started - compiled) / count
+        last: list[Record | None] = [None] * len(members)
+        for m in np.flatnonzero(run.active).tolist():
             mine, result = jax.tree.map(lambda leaf, m=m: leaf[m], (log, results))
-            faults = tuple(faults_in(mine, first, run.algorithm, data, run=str(members[m])))
-            history.append(Record(done, mine.metrics, result, seconds, compiled / len(members), faults))
-        if on_record is not None:
-            on_record(run.state, done, [history[-1] for history in records])
+            faults = tuple(faults_in(mine, first, programs.algorithm, data, run=str(members[m])))
+            records[m].append(Record(done, mine.metrics, result, seconds, compiled / count, faults))
+            last[m] = records[m][-1]
+        if done == stop:
+            if prune is not None and done < rounds:
+                run.go_on(np.asarray(prune(done, last), bool))
+            if on_record is not None:
+                on_record(run.state, done, last)
+        if stopped or (should_stop is not None and should_stop()):
+            break
     return run.state, records
+
+
+def _stops(rounds: int, eval_every: int | Sequence[int]) -> list[int]:
+    """The rounds after which to evaluate."""
+    if isinstance(eval_every, int):
+        checks.count("eval_every", eval_every)
+        return schedule(rounds, eval_every)
+    for number in eval_every:
+        checks.count("eval_every", number)
+    return sorted({*(number for number in eval_every if number < rounds), rounds})
 
 
 def members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list[Member]:
@@ -174,6 +220,13 @@ def _check_members(members: Sequence[Member]) -> None:
             raise ValueError(f"a sweep has the member {label} twice")
 
 
+def _check_points(build: Build, members: Sequence[Member], federation: Federation | None) -> None:
+    """Tries each point with plain numbers: traced ones pass every check."""
+    _check_members(members)
+    for point in {tuple(member.numbers.items()) for member in members}:
+        _algorithm(build, dict(point), federation)
+
+
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
     made = build(**numbers)
@@ -188,46 +241,61 @@ def state_shapes(build: Build, members: Sequence[Member], data: FederatedData, f
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(members), *leaf.shape), leaf.dtype), one)
 
 
-class _Sweep:
-    """The members' states on the devices, and the two programs of a sweep."""
+class Programs:
+    """The programs of a sweep: its first state, a block of rounds, and the tests.
+
+    They hold no numbers: members of other values and seeds, but of the same count, are run by the same programs. `compile` may be
+    called on another thread, e.g. while another sweep trains.
+
+    Args:
+      build, members, data, federation, evaluators, devices, at_once: as in `sweep`.
+      prunes: whether members may be pruned.
+
+    Attributes:
+      members: whose programs these are.
+      algorithm: of the first member.
+      waited: seconds that a sweep waited for compilation.
+
+    Raises:
+      ValueError: see `sweep`.
+    """
+
+    most = 64
+    """Rounds of a block, at most: the interval of evaluation is no part of a program."""
 
     def __init__(
         self,
         build: Build,
         members: Sequence[Member],
-        federation: Federation | None,
         data: FederatedData,
-        evaluators: Mapping[str, MemberEvaluator],
-        devices: int | None,
-        at_once: int | None,
-        state: State | None,
         *,
-        most: int,
+        federation: Federation | None = None,
+        evaluators: Mapping[str, MemberEvaluator] | None = None,
+        devices: int | None = None,
+        at_once: int | None = None,
+        prunes: bool = False,
     ) -> None:
-        count = len(members)
+        _check_points(build, members, federation)
+        self._build, self._federation = build, federation
+        tests = dict(evaluators or {})
         available = engine.client_mesh(devices).devices
-        mesh = Mesh(available[: min(count, available.size)], (MEMBERS,))
-        share = -(-count // mesh.size)
+        mesh = Mesh(available[: min(len(members), available.size)], (MEMBERS,))
+        share = -(-len(members) // mesh.size)
         lanes = at_once or (1 if runtime.on_cpu() else share)
         checks.count("at_once", lanes)
+        self.members, self.waited = list(members), 0.0
         self.algorithm = _algorithm(build, members[0].numbers, federation)
-        # Members that fill up the last share repeat the last one and are dropped from every result.
-        rows = np.minimum(np.arange(mesh.size * share), count - 1)
-        split, whole = NamedSharding(mesh, P(MEMBERS)), NamedSharding(mesh, P())
-        listed = {name: np.array([m.numbers[name] for m in members])[rows] for name in members[0].numbers}
-        numbers = {name: jnp.asarray(values, jnp.result_type(float)) for name, values in listed.items()}
-        keys = jax.vmap(jax.random.key)(np.array([m.seed for m in members])[rows])
-        self._who = jax.device_put((numbers, keys), split)
-        self._data = engine.place_shared(data, whole)
-        self._test_data = engine.place_shared({name: test.data for name, test in evaluators.items()}, whole)
-        self._count, self._rows = count, rows
+        self.devices, self.places, self.alone, self.prunes = mesh.size, mesh.size * share, lanes == 1, prunes
+        self.split, self._whole = NamedSharding(mesh, P(MEMBERS)), NamedSharding(mesh, P())
+        self.shapes = state_shapes(build, members, data, federation)
+        self._data, self._test_data = data, {name: test.data for name, test in tests.items()}
 
         def each(function: Callable[..., Any]) -> Callable[..., Any]:
-            """`function(algorithm, key, state, shared)` for all members, on all devices."""
+            """`function(algorithm, key, active, state, shared)` for all members, on all devices."""
 
             def member(shared: Any, one: Any) -> Any:
-                (numbers, key), state = one
-                return function(_algorithm(build, numbers, federation), key, state, shared)
+                (numbers, key, active), state = one
+                return function(_algorithm(build, numbers, federation), key, active, state, shared)
 
             def on_device(who: Any, state: Any, shared: Any) -> Any:
                 return engine.map_clients(partial(member, shared), (who, state), lanes=lanes)
@@ -235,46 +303,167 @@ class _Sweep:
             specs = (P(MEMBERS), P(MEMBERS), P())
             return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(MEMBERS), check_vma=False)
 
-        def begin(algorithm: Algorithm, key: Key, state: None, data: FederatedData) -> State:
+        def begin(algorithm: Algorithm, key: Key, active: Any, state: None, data: FederatedData) -> State:
             return algorithm.init(run_keys(key)[0], data)
 
-        def block(algorithm: Algorithm, key: Key, state: State, shared: Any) -> Any:
+        def block(algorithm: Algorithm, key: Key, active: Any, state: State, shared: Any) -> Any:
             data, number = shared
-            return run_rounds(algorithm, run_keys(key)[1], state, data, number, most=most)
+            # Lanes of different lengths would take longer than lanes of one.
+            number = number * active if prunes or lanes == 1 else number
+            return run_rounds(algorithm, run_keys(key)[1], state, data, number, most=self.most)
 
-        def measure(algorithm: Algorithm, key: Key, state: State, data: Any) -> Any:
-            key = run_keys(key)[2]
-            return {
-                name: test.measure(algorithm, tagged(key, name, state.round), state, data[name])
-                for name, test in evaluators.items()
-            }
+        def measure(algorithm: Algorithm, key: Key, active: Any, state: State, data: Any) -> Any:
+            def found() -> dict[str, Any]:
+                own = run_keys(key)[2]
+                return {
+                    name: test.measure(algorithm, tagged(own, name, state.round), state, data[name])
+                    for name, test in tests.items()
+                }
 
-        self._block = Compiled(jax.jit(each(block), donate_argnums=(1,)))
-        self._measure = Compiled(jax.jit(each(measure)))
+            if not prunes:
+                return found()
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(found))
+            return jax.lax.cond(active > 0, found, lambda: nothing)
+
+        self.begin = _Program(jax.jit(each(begin)))
+        self.block = _Program(jax.jit(each(block), donate_argnums=(1,)))
+        self.measure = _Program(jax.jit(each(measure)))
+
+    def compile(self) -> None:
+        """Compiles what is not compiled yet."""
+        who = jax.tree.map(lambda leaf: _shape(leaf, self.split), self.who(np.zeros(self.places, int), np.zeros(self.places)))
+        state = jax.tree.map(lambda leaf: _shape(leaf, self.split, (self.places, *leaf.shape[1:])), self.shapes)
+        data, tests = (jax.tree.map(lambda leaf: _shape(leaf, self._whole), tree) for tree in (self._data, self._test_data))
+        self.begin.compile(who, None, data)
+        self.block.compile(who, state, (data, np.int32(1)))
+        self.measure.compile(who, state, tests)
+
+    def of(self, members: Sequence[Member]) -> "Programs":
+        """The same programs for other members.
+
+        Raises:
+          ValueError: another count or other names, and what `sweep` raises.
+        """
+        if len(members) != len(self.members) or list(members[0].numbers) != list(self.members[0].numbers):
+            raise ValueError("these programs are of a sweep of other members")
+        _check_points(self._build, members, self._federation)
+        other = copy.copy(self)
+        other.members, other.waited = list(members), 0.0
+        return other
+
+    def place_data(self) -> tuple[FederatedData, dict[str, Any]]:
+        """The clients that train, and what is tested, on the devices."""
+        return engine.place_shared(self._data, self._whole), engine.place_shared(self._test_data, self._whole)
+
+    def who(self, rows: np.ndarray, active: np.ndarray) -> Any:
+        """Numbers, keys and activity of the members `rows`, one for each place; not on the devices yet."""
+        some = [self.members[row] for row in rows]
+        numbers = {name: np.array([member.numbers[name] for member in some]) for name in some[0].numbers}
+        kind = jnp.result_type(float)
+        keys = jax.vmap(jax.random.key)(np.array([member.seed for member in some]))
+        return {name: values.astype(kind) for name, values in numbers.items()}, keys, active.astype(np.int32)
+
+    def call(self, program: "_Program", *arguments: Any) -> Any:
+        """The result of a program, when it is there."""
+        before = time.perf_counter()
+        program.compile(*arguments)
+        self.waited += time.perf_counter() - before
+        return program(*arguments)
+
+
+class _Program:
+    """A jitted function that is compiled once, on the thread that asks first; others wait for it."""
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted, self._executable, self._lock = jitted, None, threading.Lock()
+
+    def compile(self, *arguments: Any) -> None:
+        """Compiles it for arguments of these shapes and places."""
+        with self._lock:
+            if self._executable is None:
+                self._executable = self._jitted.lower(*arguments).compile()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._executable(*arguments)  # type: ignore[misc]
+
+
+def _shape(leaf: Any, placed: NamedSharding, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    leaf = jax.eval_shape(lambda: leaf) if isinstance(leaf, np.ndarray) else leaf
+    return jax.ShapeDtypeStruct(leaf.shape if shape is None else shape, leaf.dtype, sharding=placed)
+
+
+class _Sweep:
+    """The members' states on the devices.
+
+    Attributes:
+      active: bool `[M]`, which members go on.
+    """
+
+    def __init__(self, programs: Programs, state: State | None, active: Sequence[bool] | None) -> None:
+        self._programs, self._count = programs, len(programs.members)
+        self._data, self._test_data = programs.place_data()
+        self.active = np.ones(self._count, bool) if active is None else np.array(active, bool)
+        if self.active.shape != (self._count,) or not self.active.any():
+            raise ValueError(f"active must say for each of the {self._count} members whether it goes on, and keep one")
         if state is None:
-            self._state = Compiled(jax.jit(each(begin)))(self._who, None, self._data)
+            self._deal()
+            self._state = programs.call(programs.begin, self._who, None, self._data)
         else:
-            odd = checks.mismatch(state, state_shapes(build, members, data, federation))
+            odd = checks.mismatch(state, programs.shapes)
             if odd is not None:
                 raise ValueError(f"state does not fit: {odd}; is it of another sweep?")
-            self._state = jax.device_put(jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], state), split)
+            self._deal()
+            self._put(state)
+
+    def _deal(self) -> None:
+        """Gives each place a member, so that the devices share the active ones evenly."""
+        devices, places = self._programs.devices, self._programs.places
+        # Places that are left over repeat the last member; they are not trained, and dropped from every result.
+        dealt = np.full(places, -1)
+        dealt[: self._count] = np.arange(self._count)
+        if not self.active.all():
+            on, off = np.flatnonzero(self.active), [*np.flatnonzero(~self.active), *[-1] * (places - self._count)]
+            share = places // devices
+            for device in range(devices):
+                mine = on[device::devices]
+                dealt[device * share :][:share] = [*mine, *(off.pop(0) for _ in range(share - len(mine)))]
+        self._rows = np.where(dealt < 0, self._count - 1, dealt)
+        self._at = np.array([np.flatnonzero(dealt == member)[0] for member in range(self._count)])
+        trained = (dealt >= 0) & self.active[self._rows]
+        self._who = jax.device_put(self._programs.who(self._rows, trained), self._programs.split)
+
+    def _put(self, state: State) -> None:
+        """Places the states of the M members."""
+        self._state = jax.device_put(jax.tree.map(lambda leaf: jnp.asarray(leaf)[self._rows], state), self._programs.split)
+
+    def go_on(self, which: np.ndarray) -> None:
+        """Only these members go on, bool `[M]`, of those that are active."""
+        if which.shape != (self._count,) or not (which & self.active).any():
+            raise ValueError(f"prune must say for each of the {self._count} members whether it goes on, and keep one")
+        if np.array_equal(which & self.active, self.active):
+            return
+        if not self._programs.prunes:
+            raise ValueError("these programs were made without prunes=True")
+        state, self.active = self.state, self.active & which
+        self._deal()
+        self._put(state)
 
     @property
     def state(self) -> State:
         """Of the M members."""
-        return jax.tree.map(lambda leaf: leaf[: self._count], self._state)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Of the programs so far."""
-        return self._block.seconds + self._measure.seconds
+        if np.array_equal(self._at, np.arange(self._count)):
+            return jax.tree.map(lambda leaf: leaf[: self._count], self._state)
+        return jax.tree.map(lambda leaf: leaf[self._at], self._state)
 
     def train(self, number: int) -> Log:
-        """`number` rounds of each member; leaves `[M, number, ...]`."""
-        self._state, log = jax.block_until_ready(self._block(self._who, self._state, (self._data, number)))
-        return jax.tree.map(lambda line: np.asarray(line)[: self._count, :number], log)
+        """`number` rounds of each active member; leaves `[M, number, ...]`."""
+        call = self._programs.call
+        self._state, log = jax.block_until_ready(
+            call(self._programs.block, self._who, self._state, (self._data, np.int32(number)))
+        )
+        return jax.tree.map(lambda line: np.asarray(line)[self._at, :number], log)
 
     def measure(self) -> dict[str, Any]:
         """What each test finds, leaves `[M, ...]`."""
-        found = self._measure(self._who, self._state, self._test_data)
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[: self._count], found)
+        found = self._programs.call(self._programs.measure, self._who, self._state, self._test_data)
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[self._at], found)

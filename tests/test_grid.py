@@ -1,11 +1,13 @@
 """A sweep: many runs as one program, which finds what the runs find one by one."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.sweeps import Member, MemberEvaluator, grid, members, sweep
+from fedjax_meta.sweeps import Member, MemberEvaluator, Programs, grid, members, sweep
 from tests import problems
 
 FEDERATION = fm.Federation(cohort_size=3)
@@ -88,6 +90,62 @@ def test_progress_is_told_for_all_members():
     assert seen[-1] == (3, 4) and seen[0][0] == 1
 
 
+def test_pruned_members_keep_their_state_and_the_others_are_not_changed():
+    """Rounds 1, 2, 4, 5: the first two members of four end after round 2; what is left moves to other devices."""
+    for layout in ({"devices": 2}, {"devices": 1}, {"devices": 1, "at_once": 2}):
+        _, whole, history = run(**layout)
+        who, state, records = run(**layout, prune=lambda done, records: [done < 2, done < 2, True, True])
+        assert [[record.round for record in mine] for mine in records] == [[1, 2], [1, 2], [1, 2, 4, 5], [1, 2, 4, 5]]
+        assert list(np.asarray(state.round)) == [2, 2, 5, 5]
+        kept = [jax.tree.map(lambda leaf: np.asarray(leaf)[2:], tree) for tree in (state, whole)]
+        assert problems.distance(*kept) < 1e-12
+        assert problems.distance(records[3][-1].evaluations, history[3][-1].evaluations) < 1e-12
+        expected, _ = alone(who[0], rounds=2)
+        assert problems.distance(jax.tree.map(lambda leaf: np.asarray(leaf)[0], state), on_host(expected)) < 1e-12
+
+
+def test_a_pruned_sweep_resumes_bit_for_bit():
+    def prune(done, records):
+        return [record is not None and (done < 2 or m > 1) for m, record in enumerate(records)]
+
+    saved = []
+    _, whole, history = run(devices=2, prune=prune, on_record=lambda state, *_: saved.append(jax.tree.map(np.array, state)))
+    _, again, rest = run(devices=2, prune=prune, state=saved[1], active=[False, False, True, True])
+    assert problems.leaves_equal(again, whole)
+    assert [len(mine) for mine in rest] == [0, 0, 2, 2]
+    assert problems.leaves_equal(rest[2][-1].evaluations, history[2][-1].evaluations)
+
+
+def test_a_sweep_that_is_stopped_between_evaluations_goes_on_bit_for_bit():
+    _, whole, history = run(eval_every=[3])
+    asked = []
+
+    def should_stop():
+        asked.append(0)
+        return len(asked) == 2  # after the second piece of rounds
+
+    _, state, records = run(eval_every=[3], should_stop=should_stop)
+    assert 0 < int(state.round[0]) < 5 and [len(mine) for mine in records] == [len(records[0])] * 4
+    _, again, rest = run(eval_every=[3], state=jax.tree.map(np.array, state))
+    assert problems.leaves_equal(again, whole)
+    first, second = (np.concatenate([r.metrics["loss"] for r in mine]) for mine in (records[1] + rest[1], history[1]))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_programs_compiled_on_another_thread_are_those_of_the_sweep():
+    chosen = members(grid(lr=[0.05, 0.2], prox_weight=[0.1]), seeds=[1, 5])
+    evaluators = {"local": MemberEvaluator(measured, problems.data())}
+    programs = Programs(ditto, chosen, problems.data(), federation=FEDERATION, evaluators=evaluators)
+    thread = threading.Thread(target=programs.compile)
+    thread.start()
+    thread.join()
+    _, state, _ = run(programs=programs)
+    assert programs.waited < 0.05  # nothing was compiled again
+    assert problems.leaves_equal(state, run()[1])
+    with pytest.raises(ValueError, match="programs are of a sweep of other members"):
+        run(programs=programs, seeds=[1])
+
+
 BAD = {
     "no points": ({"points": []}, "at least one point and one seed"),
     "no seeds": ({"seeds": []}, "at least one point and one seed"),
@@ -97,6 +155,8 @@ BAD = {
         "all members must name the same numbers",
     ),
     "a rate that is refused": ({"points": grid(lr=[0.1, -1.0], prox_weight=[0.1])}, "lr=-1.0 must be finite and above 0"),
+    "a round that is none": ({"eval_every": [0, 2]}, "eval_every=0 must be an integer of at least 1"),
+    "nobody goes on": ({"prune": lambda done, records: [False] * 4}, "and keep one"),
     "no rounds": ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),
 }
 

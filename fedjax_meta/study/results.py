@@ -9,7 +9,8 @@ import numpy as np
 
 from fedjax_meta import costs, escape, privacy, report
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines, points_of
+from fedjax_meta.study import tuning
+from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 
@@ -74,7 +75,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if not system.grid:
-        remarks.append("not tuned")
+        remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     remarks += _privacy(algorithm, study.rounds, clients.train.num_clients)
     return Line(
         title=study.title_of(outcome.system),
@@ -134,11 +135,7 @@ def explanation(study: Study) -> str:
     """What the numbers of a table mean."""
     seeds = f"mean ± sample standard deviation over {len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
     text = f"Accuracy in percent after round {study.rounds}, mean over clients ({seeds})."
-    if any(len(points_of(system)) > 1 for system in study.systems.values()):
-        text += (
-            f" Grids were searched by {study.tuning.metric} on train samples that were held back, after "
-            f"{study.tuning.rounds or study.rounds} rounds."
-        )
+    text += f" {tuning.words(study)}".rstrip()
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text

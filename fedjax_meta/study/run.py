@@ -6,50 +6,46 @@ report.
 """
 
 import dataclasses
-import hashlib
-import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, costs, report, runtime, sweeps
+from fedjax_meta import sweeps
 from fedjax_meta.algorithm import State
 from fedjax_meta.evaluation import Evaluation, evaluate
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.metrics import accuracy
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Record, run_keys
+from fedjax_meta.simulation import run_keys
+from fedjax_meta.study import folder as folders
+from fedjax_meta.study import presets
+from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
-from fedjax_meta.study.study import Study, to_yaml
+from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System
-from fedjax_meta.sweeps import Member, MemberEvaluator
+from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
+from fedjax_meta.sweeps import MemberEvaluator
 
-Json = Any
-
-KNOWN, NEW, VALIDATION = "known", "new", "validation"
-
-
-class Trial(NamedTuple):
-    """One member of a finished sweep.
-
-    Attributes:
-      numbers: its hyper-parameters.
-      seed: of the run.
-      rows: its evaluations, see `report.compact`.
-      diverged: the round from which on it counts as diverged, see `report.diverged`; `None` if it does not.
-    """
-
-    numbers: dict[str, float]
-    seed: int
-    rows: list[dict[str, Json]]
-    diverged: int | None
+__all__ = [
+    "KNOWN",
+    "NEW",
+    "VALIDATION",
+    "VALIDATION_CLIENTS",
+    "Outcome",
+    "Stopped",
+    "Trial",
+    "Watcher",
+    "baselines",
+    "build",
+    "points_of",
+    "run",
+]
 
 
 class Outcome(NamedTuple):
@@ -77,36 +73,19 @@ class Outcome(NamedTuple):
         return sum(row["seconds"] for row in rows), sum(row["compile_seconds"] for row in rows)
 
 
-class Watcher(Protocol):
-    """Shows how far a study is; every method may do nothing."""
-
-    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
-        """A sweep begins, or goes on after `done` rounds."""
-
-    def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
-        """Rounds are finished."""
-
-    def record(self, done: int, records: Sequence[Record]) -> None:
-        """All members were evaluated."""
-
-    def end(self, outcome: Outcome) -> None:
-        """A system is finished."""
-
-
-class _Saved(NamedTuple):
-    """What a checkpoint of a sweep holds."""
-
-    members: State
-    round: Any
-
-
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
     """The clients of every scenario."""
     return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
 
 
 def run(
-    study: Study, folder: Path, *, watcher: Watcher, clients: Mapping[str, Clients] | None = None, command: str = ""
+    study: Study,
+    folder: Path,
+    *,
+    watcher: Watcher,
+    clients: Mapping[str, Clients] | None = None,
+    command: str = "",
+    should_stop: Callable[[], bool] | None = None,
 ) -> list[Outcome]:
     """Runs what is not finished of a study.
 
@@ -116,32 +95,61 @@ def run(
       watcher: is told of every step.
       clients: of every scenario, as `build` gives them; built here when not given.
       command: how the run was started, for the record.
+      should_stop: asked about once a second, between rounds; the run saves what it has reached where it returns true.
 
     Returns:
       The outcomes, scenario by scenario.
 
     Raises:
+      Stopped: `should_stop` ended the run; the same call goes on.
       ValueError: a scenario that cannot be built, a system that a scenario refuses, a folder that holds another study (the
-        message names the first field that differs).
-      OSError: the folder cannot be written.
+        message names each field that differs).
+      OSError: the folder cannot be written, or another process has it.
     """
     built = build(study) if clients is None else clients
-    for of_scenario in built.values():
-        for name in study.systems:
-            _check(study.system(name), of_scenario)
-    checkpoint.lock(folder)
-    _open(study, folder, built, command)
-    outcomes = []
     for scenario, of_scenario in built.items():
         for name in study.systems:
-            outcomes.append(_system(study, scenario, name, of_scenario, folder, watcher))
+            _check(study, scenario, study.system(name), of_scenario)
+    folders.open_run(study, folder, built, command)
+    ahead = Ahead()
+    desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
+    outcomes = []
+    try:
+        steps = [_Step(study, scenario, name, built[scenario], desk) for scenario in built for name in study.systems]
+        for number, step in enumerate(steps):
+            outcomes.append(step.run(steps[number + 1 :]))
             watcher.end(outcomes[-1])
+    finally:
+        ahead.close()
+    _save_presets(study, folder, outcomes)
+    folders.close_run(folder)
     return outcomes
 
 
-def points_of(system: System) -> list[dict[str, float]]:
-    """Every point of a system's grid; one without numbers if it has none."""
-    return sweeps.grid(**{name: [float(value) for value in values] for name, values in system.grid.items()})
+def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> None:
+    """What the grids found, as presets: `presets/SCENARIO.yaml`."""
+    content = folders.read_run(folder)
+    for scenario, place in study.scenarios.items():
+        tuned = [one for one in outcomes if one.scenario == scenario and one.tuning]
+        if not tuned:
+            continue
+        systems = {}
+        for one in tuned:
+            system = study.system(one.system)
+            score = max(value for _, value in choice.scores(one.tuning, study.tuning))
+            systems[one.system] = {
+                "method": system.method,
+                "options": dict(system.options),
+                "chosen": one.chosen,
+                "score": round(100 * score, 2),
+                "trials": len(one.tuning),
+                "at the end of its grid": one.at_edge,
+                "federation": dict(system.federation),
+            }
+        facts = {"study": study.title, "command": content["command"], "versions": content["versions"], "git": content["git"]}
+        tuning = {**dataclasses.asdict(study.tuning), "rounds": study.tuning.rounds or study.rounds}
+        tree = {"scenario": dataclasses.asdict(place), **facts, "tuning": tuning, "systems": systems}
+        presets.write(folder / "presets" / f"{scenario}.yaml", tree)
 
 
 def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
@@ -168,93 +176,100 @@ def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
     return {"majority class": scores, "untrained model": untrained}
 
 
-def _check(system: System, clients: Clients) -> None:
+def _check(study: Study, scenario: str, system: System, clients: Clients) -> None:
     """Raises before anything is trained or written."""
-    for point in points_of(system):
+    points = points_of(system)
+    training = {clients.train.num_clients}
+    if len(points) > 1:
+        training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
+    for point in points:
         algorithm = system.build(clients.task, **point)
-        algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)
+        for count in training:
+            algorithm.cohort(jax.random.key(0), 0, count)
         jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
 
 
-def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> None:
-    """Writes what the run is, or compares it with what the folder says."""
-    path = folder / "run.json"
-    facts = {
-        name: {
-            "title": clients.title,
-            "clients": clients.train.num_clients,
-            "new clients": 0 if clients.new is None else clients.new.num_clients,
-            "fingerprint": clients.fingerprint,
-        }
-        for name, clients in built.items()
-    }
-    fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
-        "systems": {name: _options(study.system(name)) for name in study.systems},
-        "clients": {name: one["fingerprint"] for name, one in facts.items()},
-    }
-    fixed = json.loads(json.dumps(fixed))
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))["fixed"]
-        for kind, given in fixed.items():
-            both = [name for name in given if name in before[kind]]
-            odd = checkpoint.first_difference({n: before[kind][n] for n in both}, {n: given[n] for n in both})
-            if odd is not None:
-                raise ValueError(
-                    f"{folder} holds another study: {kind}.{odd[0]} was {odd[1]!r} and is {odd[2]!r} now; give another folder"
-                )
-        fixed = {kind: {**before[kind], **given} for kind, given in fixed.items()}
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": version("fedjax_meta")}
-    device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    content = {"command": command, "versions": versions, "device": device, "clients": facts, "fixed": fixed}
-    checkpoint.write_text(folder / "study.yaml", to_yaml(study))
-    checkpoint.write_text(path, json.dumps(content, indent=2) + "\n")
+class _Step:
+    """A system on a scenario: its trials and its final runs."""
 
+    def __init__(self, study: Study, scenario: str, name: str, clients: Clients, desk: Desk) -> None:
+        self._study, self._scenario, self._name, self._clients, self._desk = study, scenario, name, clients, desk
+        self._system, self._place = study.system(name), study.scenarios[scenario]
+        self._points = points_of(self._system)
+        self._chosen = self._points[0]
 
-def _options(system: System) -> dict[str, Json]:
-    """What the results of a system depend on, apart from the numbers of its grid."""
-    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title")}
+    def run(self, later: "list[_Step]") -> Outcome:
+        """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
+        found: list[Trial] = []
+        points, moved = list(self._points), 0
+        if len(points) > 1:
+            tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for step in later for pair in step.sweeps())]
+            self._prepare(coming)
+            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), self._desk)
+            self._chosen = choice.best(found, self._study.tuning)
+            while moved < self._study.tuning.extend:
+                more = choice.next_points(points, self._chosen, self._system, self._clients.task)
+                if not more:
+                    break
+                points, moved = [*points, *more], moved + 1
+                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), self._desk)
+                self._chosen = choice.best(found, self._study.tuning)
+        self._prepare([pair for step in later for pair in step.sweeps()])
+        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), self._desk)
+        edges = choice.at_edge(points, self._chosen)
+        return Outcome(self._scenario, self._name, found, self._chosen, edges, final)
 
+    def _prepare(self, coming: list[tuple[Phase, list[sweeps.Member]]]) -> None:
+        missing = [pair for pair in coming if not results_path(pair[0], self._desk.folder).is_file()]
+        for phase, members in missing[: self._desk.ahead.depth]:
+            self._desk.ahead.start(phase, members)
 
-def _system(study: Study, scenario: str, name: str, clients: Clients, folder: Path, watcher: Watcher) -> Outcome:
-    """Tunes and trains one system, or reads what was found before."""
-    system, place = study.system(name), study.scenarios[scenario]
-    points = points_of(system)
-    config = {"system": _options(system), "data": clients.fingerprint, "model": [place.model, dict(place.model_options)]}
-    phase = _Phase(
-        scenario=scenario,
-        system=name,
-        name="tuning",
-        build=partial(system.parts, clients.task),
-        rounds=study.tuning.rounds or study.rounds,
-        eval_every=study.eval_every,
-        data=clients.tuning,
-        tests={VALIDATION: _test(place, clients.tuning)},
-        config=config,
-    )
-    trials: list[Trial] = []
-    chosen = points[0]
-    if len(points) > 1:
-        trials = _trials(phase, sweeps.members(points, study.tuning.seeds), folder, watcher)
-        chosen = best(trials, study.tuning.metric)
-    tests = {KNOWN: _test(place, clients.train)}
-    if clients.new is not None:
-        tests[NEW] = MemberEvaluator(partial(_evaluate, support="support", query="query", known=False), clients.new)
-    phase = phase._replace(name="final", rounds=study.rounds, data=clients.train, tests=tests)
-    final = _trials(phase, sweeps.members([chosen], study.seeds), folder, watcher)
-    edges = {key: {min(values), max(values)} for key, values in system.grid.items() if len(values) > 1}
-    at_edge = [key for key, ends in edges.items() if chosen[key] in ends]
-    return Outcome(scenario, name, trials, chosen, at_edge, final)
+    def sweeps(self) -> list[tuple[Phase, list[sweeps.Member]]]:
+        """The phases with their members; before the tuning, the final members have the first point's numbers."""
+        final = (self.final(), sweeps.members([self._chosen], self._study.seeds))
+        if len(self._points) == 1:
+            return [final]
+        return [(self.tuning(), sweeps.members(self._points, self._study.tuning.seeds)), final]
 
+    def _config(self) -> dict[str, Any]:
+        model = [self._place.model, dict(self._place.model_options)]
+        return {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
 
-def best(trials: Sequence[Trial], metric: str) -> dict[str, float]:
-    """The point with the highest mean score over the seeds, after the last round; a diverged trial counts as the worst."""
-    scores: dict[tuple[tuple[str, float], ...], list[float]] = {}
-    for trial in trials:
-        score = trial.rows[-1]["tests"][VALIDATION]["scores"][metric]
-        point: tuple[tuple[str, float], ...] = tuple(trial.numbers.items())
-        scores.setdefault(point, []).append(-1.0 if np.isnan(score) else score)
-    return dict(max(scores.items(), key=lambda item: float(np.mean(item[1])))[0])
+    def tuning(self) -> Phase:
+        """The trials of the grid."""
+        tuning = self._study.tuning
+        data, held = choice.data_for(tuning, self._place, self._clients)
+        tests = {VALIDATION: _test(self._place, data)}
+        config = self._config()
+        if held is not None:
+            tests[VALIDATION_CLIENTS] = _test_of_new(held)
+            config["held out"] = tuning.clients
+        if tuning.halving is not None:
+            config["halving"] = tuning.halving
+        rounds = tuning.rounds or self._study.rounds
+        return self._phase("tuning", rounds, data, tests, config)._replace(tuning=tuning)
+
+    def final(self) -> Phase:
+        """The runs with every seed of the study."""
+        tests = {KNOWN: _test(self._place, self._clients.train)}
+        if self._clients.new is not None:
+            tests[NEW] = _test_of_new(self._clients.new)
+        return self._phase("final", self._study.rounds, self._clients.train, tests, self._config())
+
+    def _phase(
+        self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
+    ) -> Phase:
+        return Phase(
+            scenario=self._scenario,
+            system=self._name,
+            name=name,
+            build=partial(self._system.parts, self._clients.task),
+            rounds=rounds,
+            eval_every=self._study.eval_every,
+            data=data,
+            tests=tests,
+            config=config,
+        )
 
 
 def _test(scenario: Scenario, data: Any) -> MemberEvaluator:
@@ -262,110 +277,9 @@ def _test(scenario: Scenario, data: Any) -> MemberEvaluator:
     return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True), data)
 
 
+def _test_of_new(data: Any) -> MemberEvaluator:
+    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False), data)
+
+
 def _evaluate(algorithm: Any, key: Any, state: State, data: Any, **options: Any) -> Evaluation:
     return evaluate(algorithm, key, state, data, devices=1, **options)
-
-
-class _Phase(NamedTuple):
-    """A sweep of a study: the trials of a grid, or the final runs.
-
-    Attributes:
-      scenario, system, name: where it belongs; `name` is "tuning" or "final".
-      build: the algorithm as a function of the grid's numbers.
-      rounds, eval_every, data, tests: what is trained, and measured.
-      config: what else the results depend on.
-    """
-
-    scenario: str
-    system: str
-    name: str
-    build: Callable[..., Any]
-    rounds: int
-    eval_every: int
-    data: Any
-    tests: Mapping[str, MemberEvaluator]
-    config: Mapping[str, Json]
-
-
-def _trials(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Watcher) -> list[Trial]:
-    """The trials of a phase, those that are finished as they were saved; the others in waves that fit the memory."""
-    path = folder / "results" / phase.scenario / f"{phase.system}.{phase.name}.json"
-    finished = _finished(path, phase)
-    left = [member for member in members if str(member) not in finished]
-    wave = _at_once(phase, left) if left else 1
-    for first in range(0, len(left), wave):
-        some = left[first : first + wave]
-        trained = _train(phase, some, folder, watcher)
-        finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
-        lines = {label: trial._asdict() for label, trial in finished.items()}
-        content = report.strict({"config": phase.config, "rounds": phase.rounds, "trials": lines})
-        checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
-    return [finished[str(member)] for member in members]
-
-
-def _train(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Watcher) -> list[Trial]:
-    """Trains some members together, from their newest checkpoint on."""
-    config = {**phase.config, "members": [str(member) for member in members]}
-    # Other members, e.g. those of more seeds, have a folder of their own.
-    who = hashlib.blake2b(repr(config["members"]).encode(), digest_size=4).hexdigest()
-    state_folder = folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
-    shapes = _Saved(sweeps.state_shapes(phase.build, members, phase.data), jax.ShapeDtypeStruct((), np.int32))
-    saved = checkpoint.restore(state_folder, shapes, config)
-    trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
-    if saved is not None:
-        trials = [Trial(**one) for one in report.numbers_again(saved.records)]
-    watcher.begin(phase.scenario, phase.system, phase.name, len(members), phase.rounds, 0 if saved is None else saved.round)
-
-    def on_record(state: State, done: int, records: list[Record]) -> None:
-        for i, (member, record) in enumerate(zip(members, records, strict=True)):
-            row = report.compact(record)
-            rows = [*map(report.without_confusion, trials[i].rows), row]
-            trials[i] = trials[i]._replace(rows=rows, diverged=report.diverged(rows, next(iter(phase.tests))))
-            where = {"scenario": phase.scenario, "system": phase.system, "phase": phase.name}
-            _append(folder / "metrics.jsonl", {**where, **member._asdict(), **report.without_confusion(row)})
-        records_ = report.strict([trial._asdict() for trial in trials])
-        checkpoint.save(state_folder, _Saved(state, np.int32(done)), records_, config, keep=1)
-        watcher.record(done, records)
-
-    if saved is None or saved.round < phase.rounds:
-        sweeps.sweep(
-            phase.build,
-            members,
-            phase.data,
-            rounds=phase.rounds,
-            eval_every=phase.eval_every,
-            evaluators=phase.tests,
-            state=None if saved is None else saved.state.members,
-            on_record=on_record,
-            on_progress=watcher.progress,
-        )
-    return trials
-
-
-def _finished(path: Path, phase: _Phase) -> dict[str, Trial]:
-    """The trials that an earlier run saved.
-
-    Raises:
-      ValueError: they were found with other options.
-    """
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
-    if odd is not None:
-        raise ValueError(f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now")
-    # A run of other rounds is continued from its last state.
-    same = content["rounds"] == phase.rounds
-    return {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()} if same else {}
-
-
-def _at_once(phase: _Phase, members: Sequence[Member]) -> int:
-    """How many members' states fit into a quarter of the free memory; at least one."""
-    one = costs.size_in_bytes(sweeps.state_shapes(phase.build, members[:1], phase.data))
-    fitting = runtime.free_host_bytes() // 4 // max(one, 1) if runtime.on_cpu() else len(members)
-    return max(1, min(len(members), fitting))
-
-
-def _append(path: Path, line: Mapping[str, Json]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(report.strict(line), allow_nan=False) + "\n")

@@ -23,18 +23,33 @@ class Tuning:
     Attributes:
       rounds: of each trial; those of the study when not given.
       seeds: of the trials.
-      metric: the score to maximise after the last round of a trial, on train samples that were held back from training.
+      metric: the score to maximise after the last round of a trial.
+      validation: what it is measured on: "samples" of the train view that were held back from training, "clients" that were
+        held out, or "both", the mean of the two.
+      clients: share of the known clients that is held out in the trials, for "clients" and "both".
+      halving: after a part of the rounds only the best 1 / `halving` of a grid's points go on (successive halving, Jamieson and
+        Talwalkar 2016); all of them when not given.
+      extend: how often a grid is continued, by its own ratio, where the best value is at its end.
     """
 
     rounds: int | None = None
     seeds: Sequence[int] = (0,)
     metric: str = "accuracy_mean"
+    validation: str = "samples"
+    clients: float = 0.2
+    halving: int | None = None
+    extend: int = 0
 
     def __post_init__(self) -> None:
         if self.rounds is not None:
             checks.count("rounds", self.rounds)
         _check_seeds("tuning.seeds", self.seeds)
         checks.one_of("metric", self.metric, METRICS)
+        checks.one_of("validation", self.validation, ("samples", "clients", "both"))
+        checks.fraction("clients", self.clients)
+        if self.halving is not None:
+            checks.count("halving", self.halving, least=2)
+        checks.count("extend", self.extend, least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from fedjax_meta.contract import Method
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.rounds import federate
+from fedjax_meta.study import presets
 from fedjax_meta.task import Task
 
 ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
@@ -79,9 +80,11 @@ class System:
       federation: of `Federation`; `uploads` is a list of parts.
       grid: values to try, by the name of an option of the method or the federation.
       title: for tables; the method's name when not given.
+      preset: name of tuned values, see `presets`; they fill in options that are not given.
 
     Raises:
-      ValueError: an unknown method, option or part, a grid without values, an option that is also in the grid.
+      ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is
+        also in the grid.
     """
 
     method: str
@@ -89,9 +92,12 @@ class System:
     federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grid: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     title: str | None = None
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, METHODS)
+        if self.preset is not None:
+            self._fill_in(presets.find(self.preset))
         taken, given = _keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(self.grid)}
         try:
             own = [name for name in given if name not in federations.OPTIONS or name in self.options]
@@ -110,6 +116,14 @@ class System:
                 part(name, {**self.options, **self.federation}[name])
         for given_upload in self.federation.get("uploads", ()):
             _made("uploads", UPLOADS, given_upload)
+
+    def _fill_in(self, preset: presets.Preset) -> None:
+        if preset.method != self.method:
+            raise ValueError(f"preset {preset.name} is of method {preset.method}, not {self.method}")
+        takes, free = _keywords(METHODS[self.method]), {**preset.options, **preset.chosen}
+        for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
+            tuned = {name: free[name] for name in mine if name not in self.grid}
+            object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
 
     def build(self, task: Task, **numbers: Any) -> Algorithm:
         """The algorithm, see `parts`."""

@@ -1,0 +1,343 @@
+"""The folder of a run: what was run and where (`run.json`), its metrics as they come, and an index over runs."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_meta import checkpoint, costs, disk, report, runtime
+from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.study import Study, load, to_yaml
+from fedjax_meta.study.system import System
+from fedjax_meta.study.tuning import KNOWN, Trial, points_of
+
+Json = Any
+Where = tuple[str, str, str]
+"""Scenario, system and phase."""
+
+_MOST_DIFFERENCES = 4
+_ENVIRONMENT = ("JAX_", "XLA_", "FEDJAX_META_", "CUDA_VISIBLE", "OMP_NUM", "TF_", "NVIDIA_TF32")
+"""How the names of environment variables begin that may change numbers or speed."""
+
+
+def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> None:
+    """Takes the folder for this process, and writes what the run is, or compares it with what the folder says.
+
+    Raises:
+      ValueError: the folder holds another study; the message has each field that differs, with both values.
+      OSError: another process has the folder, or it cannot be written.
+    """
+    path, started = folder / "run.json", _now()
+    fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
+    begun = _begun(folder)
+    if path.is_file() and begun:
+        content = read_run(folder)
+        _compare(folder, content, fixed, rounds, begun)
+        before, started = content["fixed"], content.get("started", started)
+        fixed = {kind: {**before.get(kind, {}), **given} for kind, given in fixed.items()}
+    checkpoint.lock(folder)
+    facts = {
+        name: {
+            "title": clients.title,
+            "clients": clients.train.num_clients,
+            "new clients": 0 if clients.new is None else clients.new.num_clients,
+            "fingerprint": clients.fingerprint,
+        }
+        for name, clients in built.items()
+    }
+    content = {
+        "title": study.title,
+        "started": started,
+        "finished": None,
+        "command": command,
+        **environment(),
+        "clients": facts,
+        "traffic": {
+            name: {
+                system: sum(costs.traffic(_first(study.system(system), clients), clients.train)) for system in study.systems
+            }
+            for name, clients in built.items()
+        },
+        "systems": {name: resolved(study.system(name), next(iter(built.values()))) for name in study.systems},
+        "rounds": rounds,
+        "fixed": fixed,
+    }
+    checkpoint.write_text(folder / "study.yaml", to_yaml(study))
+    _write(path, content)
+
+
+def read_run(folder: Path) -> dict[str, Json]:
+    """What `run.json` says."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def close_run(folder: Path) -> None:
+    """Says in `run.json` that everything is finished."""
+    _write(folder / "run.json", {**read_run(folder), "finished": _now()})
+
+
+def _write(path: Path, content: Json) -> None:
+    checkpoint.write_text(path, json.dumps(report.strict(content), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
+    """What cannot change once there are results."""
+    fixed = {
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
+        "systems": {name: options_of(study.system(name)) for name in study.systems},
+        "tuning": {key: getattr(study.tuning, key) for key in ("validation", "clients", "halving")},
+        "clients": {name: clients.fingerprint for name, clients in built.items()},
+    }
+    return json.loads(json.dumps(fixed))
+
+
+def options_of(system: System) -> dict[str, Json]:
+    """What the results of a system depend on, apart from the numbers of its grid."""
+    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title")}
+
+
+def _first(system: System, clients: Clients) -> Algorithm:
+    return system.build(clients.task, **points_of(system)[0])
+
+
+def resolved(system: System, clients: Clients) -> dict[str, Json]:
+    """Every hyper-parameter of a system, defaults included; a list where it has a grid."""
+    return {**_first(system, clients).config, "grid": {name: list(values) for name, values in system.grid.items()}}
+
+
+def _begun(folder: Path) -> set[str]:
+    """The names of scenarios, and of "scenario/system", that have results or states."""
+    found: set[str] = set()
+    for place in ("results", "state"):
+        for path in (folder / place).glob("*/*"):
+            found |= {path.parent.name, f"{path.parent.name}/{path.name.partition('.')[0]}"}
+    return found
+
+
+def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str]) -> None:
+    """Raises where a study contradicts what its folder has results of."""
+    systems = {name.partition("/")[2] for name in begun}
+    known = {"scenarios": begun, "systems": systems, "clients": begun, "tuning": set(fixed["tuning"])}
+    odd: list[tuple[str, Json, Json]] = []
+    for kind, given in fixed.items():
+        before = content["fixed"].get(kind, {})
+        both = [name for name in given if name in before and name in known[kind]]
+        odd += [
+            (f"{kind}.{name}", old, new)
+            for name, old, new in checkpoint.differences({n: before[n] for n in both}, {n: given[n] for n in both})
+            # Other scenarios have other clients.
+            if kind != "clients" or not any(field.startswith(f"scenarios.{name}.") for field, _, _ in odd)
+        ]
+    for name, number in rounds.items():
+        if number < content.get("rounds", rounds).get(name, number):
+            field = "rounds" if name == "final" else "tuning.rounds"
+            odd.append((f"{field} (a run takes more, not fewer)", content["rounds"][name], number))
+    if odd:
+        words = [f"{field} was {old!r} and is {new!r} now" for field, old, new in odd[:_MOST_DIFFERENCES]]
+        more = f"; and {len(odd) - _MOST_DIFFERENCES} more" if len(odd) > _MOST_DIFFERENCES else ""
+        raise ValueError(f"{folder} holds another study: {'; '.join(words)}{more}; give another folder")
+
+
+# Where a run was made.
+
+
+def environment() -> dict[str, Json]:
+    """Versions, the machine, settings, and the commits of the package and of the working folder."""
+    names = ("fedjax_meta", "jax", "jaxlib", "flax", "optax", "numpy", "scipy")
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)}
+    return {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}",
+        "machine": {"system": platform.platform(), "cores": runtime.cores(), "name": platform.node()},
+        "environment": chosen,
+        "x64": bool(jax.numpy.zeros(0).dtype == np.float64),
+        "git": {"package": _package_commit(), "working folder": commit(Path.cwd())},
+    }
+
+
+def _package_commit() -> dict[str, Json] | None:
+    root = Path(__file__).resolve().parents[2]
+    return commit(root) if (root / ".git").exists() else None
+
+
+def commit(folder: Path) -> dict[str, Json] | None:
+    """The commit of a folder's git repository, and whether tracked files differ from it; `None` outside of one."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=30)
+        return run.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or no commit
+        return None
+
+
+# Results as they come.
+
+
+class Metrics:
+    """`metrics.jsonl`: a line for each evaluation of each member, in the order in which they were made.
+
+    A process that is killed may leave half a line, or lines of rounds that its checkpoint does not hold; `align` removes them, so
+    that the file of a run that was killed is that of the run that was left alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._lines: list[tuple[tuple[Any, ...], str]] = []
+        text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
+        for line in text.splitlines():
+            try:
+                one = json.loads(line)
+                where = (one["scenario"], one["system"], one["phase"])
+                self._lines.append((_key(where, one["numbers"], one["seed"], one["round"]), line))
+            except (ValueError, KeyError):  # half a line
+                continue
+        self._torn = text != "".join(f"{line}\n" for _, line in self._lines)
+
+    def append(self, where: Where, found: Iterable[tuple[Trial, Mapping[str, Json]]]) -> None:
+        """Adds a row of each trial."""
+        fresh = [_line(where, trial, row) for trial, row in found]
+        self._lines += fresh
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for _, line in fresh))
+
+    def align(self, where: Where, trials: Sequence[Trial]) -> None:
+        """Makes the lines of some trials those of their rows, and no others."""
+        mine = {_key(where, trial.numbers, trial.seed, 0)[:-1] for trial in trials}
+        rows = sorted({row["round"] for trial in trials for row in trial.rows})
+        wanted = [
+            _line(where, trial, row) for number in rows for trial in trials for row in trial.rows if row["round"] == number
+        ]
+        keys, there = {key for key, _ in wanted}, {key for key, _ in self._lines}
+        kept = [(key, line) for key, line in self._lines if key[:-1] not in mine or key in keys]
+        self._replace([*kept, *((key, line) for key, line in wanted if key not in there)])
+
+    def keep_numbers(self, where: Where, numbers: Mapping[str, float]) -> None:
+        """Removes the lines of members with other numbers, which are no longer chosen."""
+        wanted = tuple(numbers.items())
+        self._replace([(key, line) for key, line in self._lines if key[:3] != where or key[3] == wanted])
+
+    def _replace(self, lines: list[tuple[tuple[Any, ...], str]]) -> None:
+        if self._torn or lines != self._lines:
+            self._lines, self._torn = lines, False
+            checkpoint.write_text(self._path, "".join(f"{line}\n" for _, line in lines))
+
+
+def _key(where: Where, numbers: Mapping[str, float], seed: int, done: int) -> tuple[Any, ...]:
+    return (*where, tuple(numbers.items()), seed, done)
+
+
+def _line(where: Where, trial: Trial, row: Mapping[str, Json]) -> tuple[tuple[Any, ...], str]:
+    scenario, system, phase = where
+    content = {"scenario": scenario, "system": system, "phase": phase, "numbers": trial.numbers, "seed": trial.seed}
+    text = json.dumps(report.strict({**content, **report.without_confusion(dict(row))}), allow_nan=False)
+    return _key(where, trial.numbers, trial.seed, row["round"]), text
+
+
+def save_clients(path: Path, trials: Sequence[Trial]) -> None:
+    """The results of each client after the last round: `PATH.npz`, and `PATH.parquet` where pyarrow is installed.
+
+    The npz holds `seeds [S]`, and for each group of clients `GROUP_accuracy`, `GROUP_f1`, `GROUP_loss` `[S, N]` and
+    `GROUP_samples [N]`. The Parquet file has a row for each seed, group and client.
+    """
+    arrays: dict[str, np.ndarray] = {"seeds": np.array([trial.seed for trial in trials])}
+    for group in trials[0].rows[-1]["tests"]:
+        tests = [trial.rows[-1]["tests"][group] for trial in trials]
+        for name in ("accuracy", "f1", "loss"):
+            arrays[f"{group}_{name}"] = np.array([test[name] for test in tests], np.float32)
+        arrays[f"{group}_samples"] = np.array(tests[0]["confusion"]).sum((1, 2)).astype(np.int64)
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    disk.replace(path.with_name(f"{path.name}.npz"), [file.getbuffer()])
+    if importlib.util.find_spec("pyarrow") is not None:
+        disk.replace(path.with_name(f"{path.name}.parquet"), [_parquet(arrays)])
+
+
+def _parquet(arrays: Mapping[str, np.ndarray]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("seed", "clients", "client", "samples", "accuracy", "f1", "loss")
+    }
+    for group in [name.removesuffix("_samples") for name in arrays if name.endswith("_samples")]:
+        seeds, count = arrays["seeds"], len(arrays[f"{group}_samples"])
+        columns["seed"].append(np.repeat(seeds, count))
+        columns["clients"].append(np.full(count * len(seeds), group))
+        columns["client"].append(np.tile(np.arange(count), len(seeds)))
+        columns["samples"].append(np.tile(arrays[f"{group}_samples"], len(seeds)))
+        for name in ("accuracy", "f1", "loss"):
+            columns[name].append(arrays[f"{group}_{name}"].ravel())
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({name: np.concatenate(parts) for name, parts in columns.items()}), file)
+    return file.getvalue()
+
+
+# An index over runs.
+
+
+class Run(NamedTuple):
+    """A folder of a run.
+
+    Attributes:
+      folder: where it is.
+      title: of the study.
+      started: date and time, as in `run.json`.
+      state: "finished", "running" or "stopped".
+      best: for each scenario with a result, its name, the system of the highest mean accuracy over known clients, and that
+        accuracy in percent.
+    """
+
+    folder: Path
+    title: str
+    started: str
+    state: str
+    best: list[tuple[str, str, float]]
+
+
+def index(root: Path) -> list[Run]:
+    """The runs below a folder, or in it, the newest first.
+
+    Raises:
+      OSError: there is no such folder.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}")
+    found = [_run(path.parent) for path in sorted(root.rglob("run.json"))]
+    return sorted(found, key=lambda run: run.started, reverse=True)
+
+
+def _run(folder: Path) -> Run:
+    content, study = read_run(folder), load(folder / "study.yaml")
+    best = []
+    for scenario in study.scenarios:
+        scores = []
+        for path in (folder / "results" / scenario).glob("*.final.json"):
+            trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
+            mean = np.mean([trial["rows"][-1]["tests"][KNOWN]["scores"]["accuracy_mean"] for trial in trials])
+            if np.isfinite(mean):
+                scores.append((float(100 * mean), path.name.removesuffix(".final.json")))
+        if scores:
+            value, system = max(scores)
+            best.append((scenario, study.title_of(system) if system in study.systems else system, value))
+    state = "finished" if content.get("finished") else "running" if disk.locked(folder) else "stopped"
+    return Run(folder, study.title, content.get("started", ""), state, best)

@@ -1,0 +1,323 @@
+"""A phase of a study: the trials of a grid, or the final runs of a system; trained in waves, saved as they come."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from fedjax_meta import checkpoint, costs, report, runtime, sweeps
+from fedjax_meta.algorithm import State
+from fedjax_meta.simulation import Record, schedule
+from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.folder import Metrics, save_clients
+from fedjax_meta.study.study import Tuning
+from fedjax_meta.study.tuning import Trial
+from fedjax_meta.sweeps import Member, MemberEvaluator
+
+Json = Any
+
+
+class Stopped(Exception):  # noqa: N818 - it is no error
+    """`should_stop` ended a study; all that was trained is saved. The message says where."""
+
+
+class Watcher(Protocol):
+    """Shows how far a study is; every method may do nothing."""
+
+    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
+        """A sweep begins, or goes on after `done` rounds."""
+
+    def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
+        """Rounds are finished."""
+
+    def record(self, done: int, records: Sequence[Record]) -> None:
+        """All members were evaluated that were not stopped by halving."""
+
+    def end(self, outcome: Any) -> None:
+        """A system is finished, see `run.Outcome`."""
+
+
+class Phase(NamedTuple):
+    """A sweep of a study.
+
+    Attributes:
+      scenario, system, name: where it belongs; `name` is "tuning" or "final".
+      build: the algorithm as a function of the grid's numbers.
+      rounds, eval_every, data, tests: what is trained, and measured.
+      config: what else the results depend on.
+      tuning: how trials are compared, in the phase "tuning".
+    """
+
+    scenario: str
+    system: str
+    name: str
+    build: Callable[..., Any]
+    rounds: int
+    eval_every: int
+    data: Any
+    tests: Mapping[str, MemberEvaluator]
+    config: Mapping[str, Json]
+    tuning: Tuning | None = None
+
+    @property
+    def halves(self) -> bool:
+        """Whether members may be stopped early."""
+        return self.tuning is not None and self.tuning.halving is not None
+
+
+class Desk(NamedTuple):
+    """Where phases leave what they find.
+
+    Attributes:
+      folder: of the run.
+      metrics: its `metrics.jsonl`.
+      watcher: is told of every step.
+      should_stop: asked about once a second.
+      ahead: programs that are compiled beforehand.
+    """
+
+    folder: Path
+    metrics: Metrics
+    watcher: Watcher
+    should_stop: Callable[[], bool]
+    ahead: "Ahead"
+
+
+class _Saved(NamedTuple):
+    """What a checkpoint of a sweep holds."""
+
+    members: State
+    round: Any
+
+
+def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
+    """The trials of a phase: those that are finished as they were saved, the others trained in waves that fit the memory.
+
+    Raises:
+      Stopped: `should_stop` said so.
+      ValueError: the folder holds results of other options, or of more rounds.
+    """
+    path = results_path(phase, desk.folder)
+    finished = _finished(path, phase)
+    left = [member for member in members if str(member) not in finished]
+    known = [finished[str(member)] for member in members if str(member) in finished]
+    if phase.name == "final":
+        desk.metrics.keep_numbers(_where(phase), members[0].numbers)
+    desk.metrics.align(_where(phase), known)
+    for some in waves(phase, left):
+        trained = _train(phase, some, desk)
+        finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
+        lines = {label: trial._asdict() for label, trial in finished.items()}
+        content = report.strict({"config": phase.config, "rounds": phase.rounds, "trials": lines})
+        checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
+    found = [finished[str(member)] for member in members]
+    if phase.name == "final":
+        save_clients(path.with_name(f"{phase.system}.clients"), found)
+    return found
+
+
+def results_path(phase: Phase, folder: Path) -> Path:
+    """Where the finished trials of a phase are."""
+    return folder / "results" / phase.scenario / f"{phase.system}.{phase.name}.json"
+
+
+def waves(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
+    """The members in groups whose states fit into a quarter of the free memory; a point's seeds stay together where they fit."""
+    if not members:
+        return []
+    one = costs.size_in_bytes(sweeps.state_shapes(phase.build, members[:1], phase.data))
+    most = runtime.free_host_bytes() // 4 // max(one, 1) if runtime.on_cpu() else len(members)
+    seeds = sum(member.numbers == members[0].numbers for member in members)
+    most = max(1, min(len(members), most // seeds * seeds if most >= seeds else most))
+    return [list(members[first : first + most]) for first in range(0, len(members), most)]
+
+
+def programs(phase: Phase, members: Sequence[Member]) -> sweeps.Programs:
+    """The programs of a wave, not compiled yet."""
+    return sweeps.Programs(phase.build, members, phase.data, evaluators=phase.tests, prunes=phase.halves)
+
+
+_SETTINGS = ("enable_x64", "numpy_rank_promotion", "numpy_dtype_promotion", "default_matmul_precision", "default_prng_impl")
+"""Settings of JAX that a thread may have of its own, and that a program depends on."""
+
+
+class Ahead:
+    """Compiles the programs of phases that come next while one trains.
+
+    Attributes:
+      depth: how many phases ahead.
+    """
+
+    def __init__(self) -> None:
+        self.depth = max(1, min(4, runtime.cores()))
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.depth, "compile")
+        self._found: dict[tuple[str, str, str, int], concurrent.futures.Future[sweeps.Programs]] = {}
+
+    def start(self, phase: Phase, members: Sequence[Member]) -> None:
+        """Begins to compile what the first wave of a phase needs; a second call for it does nothing."""
+        some = waves(phase, members)
+        if not some or _key(phase, some[0]) in self._found:
+            return
+
+        settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+
+        def compile_it() -> sweeps.Programs:
+            with contextlib.ExitStack() as stack:
+                for name, value in settings.items():
+                    stack.enter_context(getattr(jax, name)(value))
+                made = programs(phase, some[0])
+                made.compile()
+            return made
+
+        self._found[_key(phase, some[0])] = self._pool.submit(compile_it)
+
+    def take(self, phase: Phase, members: Sequence[Member]) -> sweeps.Programs:
+        """The programs of a wave; those begun beforehand are waited for, and forgotten here."""
+        begun = self._found.pop(_key(phase, members), None)
+        return programs(phase, members) if begun is None else begun.result().of(members)
+
+    def close(self) -> None:
+        """Drops what has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _key(phase: Phase, members: Sequence[Member]) -> tuple[str, str, str, int]:
+    return phase.scenario, phase.system, phase.name, len(members)
+
+
+def _train(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
+    """Trains some members together, from their newest checkpoint on."""
+    if desk.should_stop():
+        raise Stopped(f"{phase.scenario}, {phase.system}, {phase.name}: not begun")
+    wave = _Wave(phase, members, desk)
+    done = wave.restore()
+    desk.watcher.begin(phase.scenario, phase.system, phase.name, len(members), phase.rounds, done)
+    if done == phase.rounds:
+        return wave.trials
+    state, records = sweeps.sweep(
+        phase.build,
+        members,
+        phase.data,
+        rounds=phase.rounds,
+        eval_every=wave.evaluated,
+        evaluators=phase.tests,
+        state=wave.state,
+        active=wave.active,
+        on_record=wave.record,
+        on_progress=desk.watcher.progress,
+        should_stop=desk.should_stop,
+        prune=wave.prune if phase.halves else None,
+        programs=desk.ahead.take(phase, members),
+    )
+    reached = int(np.asarray(state.round).max())
+    if reached < phase.rounds:
+        wave.save_part(state, reached, records)
+        raise Stopped(f"{phase.scenario}, {phase.system}, {phase.name}: round {reached} of {phase.rounds}")
+    return wave.trials
+
+
+class _Wave:
+    """What is known of some members that train together, and its checkpoints.
+
+    Attributes:
+      trials: of each member.
+      parts: for each member what is known of the rounds since its last evaluation, see `report.joined`.
+      active: which members were not stopped by halving.
+      evaluated: the rounds after which to evaluate.
+      state: where to go on.
+    """
+
+    def __init__(self, phase: Phase, members: Sequence[Member], desk: Desk) -> None:
+        self._phase, self._members, self._desk = phase, members, desk
+        self._config = {**phase.config, "members": [str(member) for member in members]}
+        # Other members, e.g. those of more seeds, have a folder of their own.
+        who = hashlib.blake2b(repr(self._config["members"]).encode(), digest_size=4).hexdigest()
+        self._folder = desk.folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
+        points = {tuple(member.numbers.items()) for member in members}
+        self._rungs = choice.rungs(len(points), phase.rounds, phase.tuning.halving if phase.tuning else None)
+        self.evaluated = [*schedule(phase.rounds, phase.eval_every), *self._rungs]
+        self.trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
+        self.parts: list[dict[str, Json] | None] = [None] * len(members)
+        self.active = [True] * len(members)
+        self.state: State | None = None
+
+    def restore(self) -> int:
+        """Reads the newest checkpoint; the rounds that are finished."""
+        shapes = sweeps.state_shapes(self._phase.build, self._members, self._phase.data)
+        saved = checkpoint.restore(self._folder, _Saved(shapes, jax.ShapeDtypeStruct((), np.int32)), self._config)
+        if saved is not None:
+            known = report.numbers_again(saved.records)
+            self.trials = [Trial(**one) for one in known["trials"]]
+            self.parts, self.active, self.state = known["parts"], known["active"], saved.state.members
+        done = 0 if saved is None else saved.round
+        if done > self._phase.rounds or (done == self._phase.rounds and any(self.parts)):
+            raise ValueError(
+                f"{self._phase.system} has trained {done} rounds in {self._desk.folder}, and rounds={self._phase.rounds} is no "
+                "more: give another folder"
+            )
+        self._desk.metrics.align(_where(self._phase), self.trials)
+        return done
+
+    def prune(self, done: int, records: Sequence[Record | None]) -> list[bool]:
+        """Which members go on after round `done`."""
+        if done in self._rungs and self._phase.tuning is not None:
+            rows = [{} if record is None else report.compact(record) for record in records]
+            values = [choice.score(row, self._phase.tuning) if row else -1.0 for row in rows]
+            points = [None if record is None else dict(m.numbers) for m, record in zip(self._members, records, strict=True)]
+            self.active = choice.goes_on(points, values, self._rungs[done])
+        return self.active
+
+    def record(self, state: State, done: int, records: Sequence[Record | None]) -> None:
+        """Saves what all members have reached."""
+        lines = []
+        for i, record in enumerate(records):
+            if record is None:
+                continue
+            row = report.joined(self.parts[i], report.compact(record))
+            rows = [*map(report.without_confusion, self.trials[i].rows), row]
+            diverged = report.diverged(rows, next(iter(self._phase.tests)))
+            self.trials[i] = self.trials[i]._replace(rows=rows, diverged=diverged)
+            self.parts[i] = None
+            lines.append((self.trials[i], row))
+        self._save(state, done)
+        self._desk.metrics.append(_where(self._phase), lines)
+        self._desk.watcher.record(done, [record for record in records if record is not None])
+
+    def save_part(self, state: State, done: int, records: Sequence[Sequence[Record]]) -> None:
+        """Saves what the members have reached between two evaluations."""
+        for i, mine in enumerate(records):
+            last = self.trials[i].rows[-1]["round"] if self.trials[i].rows else 0
+            if mine and mine[-1].round > last:
+                self.parts[i] = report.joined(self.parts[i], report.compact(mine[-1]))
+        self._save(state, done)
+
+    def _save(self, state: State, done: int) -> None:
+        known = {"trials": [trial._asdict() for trial in self.trials], "parts": self.parts, "active": self.active}
+        checkpoint.save(self._folder, _Saved(state, np.int32(done)), report.strict(known), self._config, keep=1)
+
+
+def _where(phase: Phase) -> tuple[str, str, str]:
+    return phase.scenario, phase.system, phase.name
+
+
+def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
+    """The trials that an earlier run saved.
+
+    Raises:
+      ValueError: they were found with other options.
+    """
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
+    if odd is not None:
+        raise ValueError(f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now")
+    # A run of other rounds is continued from its last state.
+    same = content["rounds"] == phase.rounds
+    return {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()} if same else {}

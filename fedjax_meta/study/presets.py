@@ -1,0 +1,128 @@
+"""Presets: tuned hyper-parameters of a method on a scenario, with where they come from; a study uses them by name.
+
+A file holds the presets of one scenario, by system. `save` writes one from a finished run. A name, `SCENARIO/SYSTEM`, is looked
+up as the path of a file, then in `presets/` of the working folder, then in the package.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from fedjax_meta import checks, disk
+
+Json = Any
+
+HERE, PACKAGED = Path("presets"), Path(__file__).parent / "presets"
+
+
+class Preset(NamedTuple):
+    """Tuned values.
+
+    Attributes:
+      name: `SCENARIO/SYSTEM`.
+      method: name in `METHODS`.
+      options: of the method, as the study gave them.
+      chosen: the values that were found.
+      score: by which they were chosen, mean over the tuning's seeds, in percent.
+      facts: all else that the file says: scenario, federation, tuning, study, command, commit, versions.
+    """
+
+    name: str
+    method: str
+    options: Mapping[str, Json]
+    chosen: Mapping[str, float]
+    score: float
+    facts: Mapping[str, Json]
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name}={value:g}" for name, value in self.chosen.items())
+        return f"{self.method}: {values}; {self.score:.1f} %"
+
+
+def find(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+      ValueError: there is none; the message has the nearest one that there is.
+    """
+    scenario, _, system = name.rpartition("/")
+    for path in (Path(f"{scenario}.yaml"), HERE / f"{scenario}.yaml", PACKAGED / f"{scenario}.yaml"):
+        if scenario and path.is_file():
+            found = read(path, scenario)
+            checks.one_of(f"system of preset {scenario}", system, found)
+            return found[system]
+    checks.one_of("preset", name, list(known()))
+    raise AssertionError
+
+
+def known() -> dict[str, Preset]:
+    """The presets of the package and of `presets/` in the working folder, by name; the latter come first."""
+    found: dict[str, Preset] = {}
+    for folder in (PACKAGED, HERE):
+        for path in sorted(folder.glob("*.yaml")):
+            found |= {f"{path.stem}/{system}": preset for system, preset in read(path, path.stem).items()}
+    return found
+
+
+def read(path: Path, scenario: str) -> dict[str, Preset]:
+    """The presets of a file, by system.
+
+    Raises:
+      ValueError: it is no file of presets.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        shared = {name: value for name, value in tree.items() if name != "systems"}
+        return {
+            name: Preset(
+                f"{scenario}/{name}",
+                one["method"],
+                one["options"],
+                one["chosen"],
+                one["score"],
+                {**shared, "federation": one["federation"], "at the end of its grid": one["at the end of its grid"]},
+            )
+            for name, one in tree["systems"].items()
+        }
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file of presets: {' '.join(str(error).split())}") from None
+
+
+def write(path: Path, tree: Mapping[str, Json]) -> None:
+    """Writes a file of presets.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    disk.write_text(path, yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False, allow_unicode=True, width=120))
+
+
+def save(run: Path, to: Path, name: str | None = None) -> list[Path]:
+    """Copies the presets of a finished run, one file for each scenario.
+
+    Args:
+      run: folder of the run.
+      to: folder of the files.
+      name: of the file, where the run has one scenario; data set and scenario when not given.
+
+    Returns:
+      The files.
+
+    Raises:
+      ValueError: the run tuned nothing, or has several scenarios and one name.
+      OSError: a file cannot be written.
+    """
+    found = sorted((run / "presets").glob("*.yaml"))
+    if not found:
+        raise ValueError(f"{run} holds no tuned values: it must be a finished run of a study with grids")
+    if name is not None and len(found) > 1:
+        raise ValueError(f"{run} has the scenarios {', '.join(path.stem for path in found)}: one name does not do for all")
+    made = []
+    for path in found:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        made.append(to / f"{name or '{}-{}'.format(Path(tree['scenario']['dataset']).stem, path.stem)}.yaml")
+        write(made[-1], tree)
+    return made
