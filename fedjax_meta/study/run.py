@@ -27,7 +27,7 @@ from fedjax_meta.metrics import accuracy
 from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Record, run_keys
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
-from fedjax_meta.study.study import Study, to_yaml
+from fedjax_meta.study.study import DRAW, Study, to_yaml
 from fedjax_meta.study.system import System
 from fedjax_meta.sweeps import Member, MemberEvaluator
 
@@ -101,8 +101,8 @@ class _Saved(NamedTuple):
 
 
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
-    """The clients of every scenario."""
-    return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
+    """The clients of every scenario, or of each draw of it, see `Study.draws`."""
+    return {name: scenario.build(data_dir) for name, scenario in study.draws().items()}
 
 
 def run(
@@ -126,17 +126,42 @@ def run(
       OSError: the folder cannot be written.
     """
     built = build(study) if clients is None else clients
-    for of_scenario in built.values():
-        for name in study.systems:
+    for scenario, of_scenario in built.items():
+        for name in study.systems_on(scenario):
             _check(study.system(name), of_scenario)
     checkpoint.lock(folder)
     _open(study, folder, built, command)
     outcomes = []
     for scenario, of_scenario in built.items():
-        for name in study.systems:
+        for name in study.systems_on(scenario):
             outcomes.append(_system(study, scenario, name, of_scenario, folder, watcher))
             watcher.end(outcomes[-1])
     return outcomes
+
+
+def pooled(
+    study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]
+) -> tuple[dict[str, Clients], list[Outcome]]:
+    """What reports are made of: the draws of a scenario as one, with the trials of all of them.
+
+    Returns:
+      (the clients of the first draw of each scenario, an outcome for each scenario and system). The chosen point is that of the
+      first draw; its other draws have their own.
+    """
+    if not study.data_seeds:
+        return dict(built), list(outcomes)
+    clients: dict[str, Clients] = {}
+    for name, one in built.items():
+        base = name.partition(DRAW)[0]
+        title = f"{one.title} ({len(study.data_seeds)} draws)"
+        clients.setdefault(base, one._replace(title=title))
+    joined: dict[tuple[str, str], Outcome] = {}
+    for one in outcomes:
+        key = one.scenario.partition(DRAW)[0], one.system
+        had = joined.get(key, one._replace(scenario=key[0], tuning=[], final=[], at_edge=[]))
+        edges = list(dict.fromkeys([*had.at_edge, *one.at_edge]))
+        joined[key] = had._replace(tuning=had.tuning + one.tuning, final=had.final + one.final, at_edge=edges)
+    return clients, list(joined.values())
 
 
 def points_of(system: System) -> list[dict[str, float]]:
@@ -189,7 +214,7 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
         for name, clients in built.items()
     }
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.draws().items()},
         "systems": {name: _options(study.system(name)) for name in study.systems},
         "clients": {name: one["fingerprint"] for name, one in facts.items()},
     }
@@ -213,12 +238,12 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
 
 def _options(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title")}
+    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
 
 
 def _system(study: Study, scenario: str, name: str, clients: Clients, folder: Path, watcher: Watcher) -> Outcome:
     """Tunes and trains one system, or reads what was found before."""
-    system, place = study.system(name), study.scenarios[scenario]
+    system, place = study.system(name), study.draws()[scenario]
     points = points_of(system)
     config = {"system": _options(system), "data": clients.fingerprint, "model": [place.model, dict(place.model_options)]}
     phase = _Phase(
