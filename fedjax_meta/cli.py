@@ -1,12 +1,10 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
-import contextlib
 import inspect
 import re
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +12,11 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
 from fedjax_meta.methods import METHODS
+from fedjax_meta.process import command_line, console, errors, one_line_errors
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
 from fedjax_meta.study import page, results
@@ -27,8 +25,6 @@ from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
-console = Console()
-errors = Console(stderr=True)
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
 DIVERGED = 3
@@ -71,7 +67,7 @@ def run(
 
     `fedjax-meta run study.yaml --set rounds=20 --set "seeds=[1,2,3]" --dry-run`
     """
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         chosen = load(study, set_ or ())
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
@@ -79,7 +75,7 @@ def run(
         if dry_run:
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        command = _command(folder)
+        command = command_line(folder)
         outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
@@ -101,7 +97,7 @@ def run(
 @app.command()
 def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
     """Prints a study with every field filled in, as YAML that runs again."""
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         print(to_yaml(load(study, set_ or ())), end="")
 
 
@@ -117,7 +113,7 @@ def compare(
 
     `fedjax-meta compare runs/first runs/second --target 80`
     """
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         systems = comparison.finished(folders)
         for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
             mine = [one for one in systems if one.fingerprint == fingerprint]
@@ -156,7 +152,7 @@ def list_(
         },
         "datasets": _datasets(),
     }
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, given in kinds[what].items():
@@ -267,25 +263,3 @@ class _Lines(runs.Watcher):
     def _clear(self) -> None:
         if console.is_terminal:
             sys.stdout.write("\r\x1b[2K")
-
-
-def _command(folder: Path) -> str:
-    given = sys.argv[1:]
-    if not any(word == "--out" or word.startswith("--out=") for word in given):
-        given = [*given, "--out", str(folder)]
-    return shlex.join(["fedjax-meta", *given])
-
-
-@contextlib.contextmanager
-def _one_line_errors(debug: bool) -> Iterator[None]:
-    """Errors that a user can correct in one line, exit code 1; exit code 130 after Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("stopped; the same command with the same --out goes on", style="yellow")
-        raise typer.Exit(130) from None
-    except (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError) as error:
-        if debug:
-            raise
-        errors.print(f"error: {escape.console(str(error).splitlines()[0])}", soft_wrap=True)
-        raise typer.Exit(1) from None

@@ -26,6 +26,7 @@ LAYERS = (
     ("simulation",),
     ("sweeps",),
     ("report", "checkpoint"),
+    ("process",),
     ("study",),
     ("cli",),
     ("__main__",),
