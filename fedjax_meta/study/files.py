@@ -40,12 +40,31 @@ def read(path: str | Path) -> Tree:
     else:
         text = Path(path).read_text(encoding="utf-8")
     try:
-        tree = yaml.safe_load(text)
+        tree = parsed(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
     return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as a number, as YAML 1.2 does; PyYAML wants 1.0e-5."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def parsed(text: str) -> Any:
+    """The tree of a text in YAML.
+
+    Example:
+      >>> parsed("{lr: 1e-5, epochs: 3}")
+      {'lr': 1e-05, 'epochs': 3}
+    """
+    return yaml.load(text, _Loader)
 
 
 def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
@@ -94,7 +113,7 @@ def override(tree: Tree, text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")):
         raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
-    put(tree, path, yaml.safe_load(value))
+    put(tree, path, parsed(value))
 
 
 def put(tree: Tree, path: str, value: Any) -> None:

@@ -27,7 +27,7 @@ from fedjax_meta.metrics import accuracy
 from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Record, run_keys
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
-from fedjax_meta.study.study import DRAW, Study, to_yaml
+from fedjax_meta.study.study import Study, to_yaml
 from fedjax_meta.study.system import System
 from fedjax_meta.sweeps import Member, MemberEvaluator
 
@@ -137,31 +137,6 @@ def run(
             outcomes.append(_system(study, scenario, name, of_scenario, folder, watcher))
             watcher.end(outcomes[-1])
     return outcomes
-
-
-def pooled(
-    study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]
-) -> tuple[dict[str, Clients], list[Outcome]]:
-    """What reports are made of: the draws of a scenario as one, with the trials of all of them.
-
-    Returns:
-      (the clients of the first draw of each scenario, an outcome for each scenario and system). The chosen point is that of the
-      first draw; its other draws have their own.
-    """
-    if not study.data_seeds:
-        return dict(built), list(outcomes)
-    clients: dict[str, Clients] = {}
-    for name, one in built.items():
-        base = name.partition(DRAW)[0]
-        title = f"{one.title} ({len(study.data_seeds)} draws)"
-        clients.setdefault(base, one._replace(title=title))
-    joined: dict[tuple[str, str], Outcome] = {}
-    for one in outcomes:
-        key = one.scenario.partition(DRAW)[0], one.system
-        had = joined.get(key, one._replace(scenario=key[0], tuning=[], final=[], at_edge=[]))
-        edges = list(dict.fromkeys([*had.at_edge, *one.at_edge]))
-        joined[key] = had._replace(tuning=had.tuning + one.tuning, final=had.final + one.final, at_edge=edges)
-    return clients, list(joined.values())
 
 
 def points_of(system: System) -> list[dict[str, float]]:

@@ -128,7 +128,7 @@ class Scenario:
                 raise ValueError(f"dataset {self.dataset} generates its clients: leave partition={self.partition!r} out")
             _check_options(f"dataset {self.dataset}", GENERATED[self.dataset], self.options)
         else:
-            rules = {**PARTITIONS, "natural": natural, **PAPERS}
+            rules: dict[str, Callable[..., Any]] = {**PARTITIONS, "natural": natural, **PAPERS}
             checks.one_of("partition", self.rule, rules)
             _check_options(f"partition {self.rule}", rules[self.rule], self.options)
         if self.model is not None:
@@ -184,7 +184,8 @@ class Scenario:
         """Clients of a paper's protocol or of a generator."""
         given = {} if self.clients is None else {"num_clients": self.clients}
         made = draw(**{"seed": self.seed, **given, **self.options})
-        train, new = (None if data is None else jax.tree.map(np.asarray, data) for data in (made.train, made.new))
+        train = jax.tree.map(np.asarray, made.train)
+        new = None if made.new is None else jax.tree.map(np.asarray, made.new)
         if self.new:
             if new is not None:
                 raise ValueError(f"new={self.new}, but the protocol {made.name} draws new clients of its own: leave new out")
