@@ -128,8 +128,8 @@ def show(
 
 
 def _load(study: Path, variant: Sequence[str] | None, quick: bool, systems: str | None, overrides: Sequence[str]) -> Study:
-    chosen = load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])])
-    return chosen if systems is None else chosen.only([name.strip() for name in systems.split(",")])
+    wanted = None if systems is None else [name.strip() for name in systems.split(",")]
+    return load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])], systems=wanted)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -205,3 +205,40 @@ def published(rows: Iterable[Any]) -> list[Any]:
                 if value is not None
             ]
     return made
+
+
+def notes(given: Iterable[Any], systems: Collection[str]) -> list[str]:
+    """The lines of a report's notes.
+
+    A note may be a mapping with its `text` and the `systems` that it is about; it is kept where the study has one of them.
+
+    Raises:
+      ValueError: a note that is neither.
+    """
+    lines = []
+    for note in given:
+        if isinstance(note, str):
+            lines.append(note)
+        elif isinstance(note, Mapping) and set(note) == {"text", "systems"}:
+            lines += [note["text"]] if set(note["systems"]) & set(systems) else []
+        else:
+            raise ValueError(f"notes must be lines, or mappings with text and systems, not {checks.shown(note)}")
+    return lines
+
+
+def only(tree: Tree, systems: Sequence[str]) -> Tree:
+    """The tree of some systems of a study, with the scenarios and published numbers that concern them.
+
+    Raises:
+      ValueError: a system that the study does not have.
+    """
+    entries = expanded("systems", tree.get("systems") or {})
+    for name in systems:
+        checks.one_of("system", name, entries)
+    kept = {name: entry for name, entry in entries.items() if name in systems}
+    used = [entry.get("scenarios") for entry in kept.values()]
+    scenarios = expanded("scenarios", tree.get("scenarios") or {})
+    if all(used):
+        scenarios = {name: entry for name, entry in scenarios.items() if any(name in names for names in used)}
+    rows = [row for row in published(tree.get("published") or ()) if row["system"] in kept and row["scenario"] in scenarios]
+    return {**tree, "systems": kept, "scenarios": scenarios, "published": rows}

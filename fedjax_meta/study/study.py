@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +135,6 @@ class Study:
             for seed in self.data_seeds
         }
 
-    def only(self, systems: Collection[str]) -> "Study":
-        """The same study of some of its systems.
-
-        Raises:
-          ValueError: a name that the study does not have, or no name.
-        """
-        for name in systems:
-            checks.one_of("system", name, self.systems)
-        kept = {name: system for name, system in self.systems.items() if name in systems}
-        rows = [row for row in self.published if row.system in kept]
-        used = {name for system in kept.values() for name in system.scenarios or self.scenarios}
-        scenarios = {name: scenario for name, scenario in self.scenarios.items() if name in used}
-        return dataclasses.replace(self, systems=kept, scenarios=scenarios, published=rows)
-
     def system(self, name: str) -> System:
         """A system with the federation's options of the study filled in."""
         own = self.systems[name]
@@ -156,13 +142,20 @@ class Study:
         return dataclasses.replace(own, federation={**shared, **own.federation})
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, variants: Sequence[str] = ()) -> Study:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    variants: Sequence[str] = (),
+    systems: Sequence[str] | None = None,
+) -> Study:
     """Reads a study from a YAML file, or a study of the package by its name.
 
     Args:
       path: of the file, or the name.
       overrides: `"systems.fedavg.options.epochs=5"`; a value is read as YAML.
       variants: names of changes that the file holds under "variants", in order; overrides come after them.
+      systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given.
 
     Raises:
       OSError: the file cannot be read.
@@ -171,7 +164,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, variants: Sequence[
     tree = files.variants(files.read(path), variants)
     for text in overrides:
         files.override(tree, text)
-    return from_tree(tree)
+    return from_tree(tree if systems is None else files.only(tree, systems))
 
 
 def from_tree(tree: Mapping[str, Any]) -> Study:
@@ -191,6 +184,8 @@ def from_tree(tree: Mapping[str, Any]) -> Study:
     if "published" in tree:
         rows = files.published(tree["published"] or ())
         tree["published"] = [_object(f"published[{i}]", Published, row) for i, row in enumerate(rows)]
+    if "notes" in tree:
+        tree["notes"] = files.notes(tree["notes"] or (), tree["systems"])
     return _object("study", Study, tree)
 
 

@@ -81,8 +81,12 @@ def test_systems_may_be_run_on_some_scenarios_only():
     systems = {name: {**system, "scenarios": [name]} for name, system in TREE["systems"].items()}
     chosen = study(scenarios={"fedavg": one, "local": one, "both": one}, systems={**systems, "all": {"method": "fedper"}})
     assert [chosen.systems_on(name) for name in chosen.scenarios] == [["fedavg", "all"], ["local", "all"], ["all"]]
-    assert list(chosen.only(["local"]).scenarios) == ["local"]
-    assert list(chosen.only(["local"]).systems) == ["local"]
+    notes = ["all", {"text": "of one", "systems": ["local"]}, {"text": "of others", "systems": ["fedavg", "all"]}]
+    rows = [{"scenario": name, "rows": {name: 90.0}} for name in ("fedavg", "local")]
+    given = files.only(tree(scenarios={"fedavg": one, "local": one}, systems=systems, notes=notes, published=rows), ["local"])
+    less = from_tree(given)
+    assert (list(less.scenarios), list(less.systems), less.notes) == (["local"], ["local"], ["all", "of one"])
+    assert [row.system for row in less.published] == ["local"]
 
 
 def test_draws_are_trained_each_and_shown_together(tmp_path):
@@ -121,6 +125,7 @@ BAD = {
         {"systems": {"a": {"method": "fedavg", "scenarios": "pairs"}}},
         "scenarios='pairs' must be a list",
     ),
+    "a note of another kind": ({"notes": [{"words": "x"}]}, "notes must be lines, or mappings with text and systems"),
     "a draw twice": ({"data_seeds": [1, 1]}, "data_seeds=.1, 1. names a seed twice"),
     "a partition of generated clients": (
         {"scenarios": {"s": {"dataset": "synthetic", "partition": "iid"}}},
