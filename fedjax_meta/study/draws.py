@@ -1,8 +1,10 @@
-"""Several draws of a scenario's clients as one, for reports."""
+"""Several draws of a scenario's clients as one, and several draws of its new clients, for reports."""
 
 from collections.abc import Mapping, Sequence
 
-from fedjax_meta.study.run import Outcome
+import numpy as np
+
+from fedjax_meta.study.run import NEW, Outcome
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import DRAW, Study
 
@@ -36,3 +38,17 @@ def pooled(
             edges = list(dict.fromkeys([*had.at_edge, *outcome.at_edge]))
             joined[key] = had._replace(tuning=had.tuning + outcome.tuning, final=had.final + outcome.final, at_edge=edges)
     return clients, list(joined.values())
+
+
+def over_orders(outcome: Outcome, clients: Clients) -> np.ndarray:
+    """Mean accuracy of the new clients of each draw of them, `[seeds, orders]`, after the last round."""
+    accuracy = np.array([trial.rows[-1]["tests"][NEW]["accuracy"] for trial in outcome.final], float)
+    return accuracy.reshape(len(outcome.final), clients.orders, -1).mean(2)
+
+
+def remarks(outcome: Outcome, clients: Clients) -> list[str]:
+    """What a table says of the spread over the draws of new clients: the sample deviation of their means over seeds."""
+    if clients.orders == 1 or clients.new is None:
+        return []
+    values = 100 * over_orders(outcome, clients).mean(0)
+    return [f"new ±{np.std(values, ddof=1):.2f} over {clients.orders} orders ({values.min():.1f} to {values.max():.1f})"]

@@ -26,6 +26,8 @@ def packaged() -> dict[str, str]:
 def read(path: str | Path) -> Tree:
     """The tree of a file, or of a study of the package when there is no such file.
 
+    A file that `extends` another, or a study of the package, is laid over it as a variant is, see `variants`.
+
     Raises:
       OSError: the file cannot be read.
       ValueError: no YAML, or no mapping.
@@ -45,7 +47,8 @@ def read(path: str | Path) -> Tree:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
-    return tree
+    base = tree.pop("extends", None)
+    return tree if base is None else _merged(read(base), tree)
 
 
 class _Loader(yaml.SafeLoader):
