@@ -51,7 +51,7 @@ def first_round(experiment: str, folder: Path, cache: Path) -> float:
         begin = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
         try:
-            while not any(folder.glob("state/*/1.ckpt")):
+            while not any(folder.glob("state/**/1.ckpt")):
                 if process.poll() is not None:
                     log.seek(0)
                     raise RuntimeError(
@@ -133,7 +133,7 @@ def main(
     experiment: Annotated[
         str,
         typer.Option(
-            help='Experiment to start, with its options, e.g. "fedmeta_per --dataset mnist" if the data are installed.'
+            help='Experiment to start, with its options, e.g. "fedmeta_per --systems fedavg" if the data are installed.'
         ),
     ] = "quickstart",
     repeats: Annotated[

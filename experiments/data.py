@@ -3,7 +3,8 @@
 See `python -m experiments.data --help`.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,116 +17,60 @@ from rich.table import Table
 
 from experiments import _runner as runner
 from fedjax_meta import checks, escape
-from fedjax_meta.data import FederatedData, from_partition, npz, partition, protocols, sources, synthetic
+from fedjax_meta.data import FederatedData, from_partition, registry, sources
 from fedjax_meta.data.protocols import Protocol
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 
 INK, MUTED, BAR = "#1f2430", "#6b7280", "#3b6ea8"
 
 
-def _plain(part: Callable[..., partition.Partition]) -> Callable[..., Protocol]:
-    """A protocol of one partition rule: all samples of both splits, one view "train"."""
-
-    def build(source: sources.Source, *, num_clients: int, seed: int, **options: Any) -> Protocol:
-        x, y = source.pooled()
-        held = part(y, num_clients, seed=seed, **options).shuffled(seed)
-        return Protocol(from_partition(x, y, *held, num_classes=source.num_classes), None, source.name, source.note)
-
-    return build
-
-
-def _shards(labels: np.ndarray, num_clients: int, *, seed: int) -> partition.Partition:
-    return partition.shards(labels, partition.shard_assignment(num_clients, seed=seed), uneven=True)
-
-
-def _iid(source: sources.Source, *, num_clients: int, seed: int) -> Protocol:
-    return Protocol(
-        protocols.fedmeta_per_iid_clients(source, num_clients=num_clients, seed=seed),
-        None,
-        f"IID on {source.name}",
-        source.note,
-    )
-
-
-# For each partition: its builder, its default number of clients, and the options that it takes.
-PARTITIONS: dict[str, tuple[Callable[..., Protocol], int, tuple[str, ...]]] = {
-    "fedmeta_per": (protocols.fedmeta_per_clients, 50, ("pairing",)),
-    "fedpac": (protocols.fedpac_clients, 20, ("share", "size")),
-    "reptile": (protocols.perfedavg_reptile_clients, 50, ("concentration",)),
-    "mtfl": (protocols.mtfl_clients, 200, ("noisy",)),
-    "iid": (_iid, 50, ()),
-    "shards": (_plain(_shards), 50, ()),
-    "dirichlet_classes": (_plain(partition.dirichlet_classes), 50, ("concentration",)),
-    "dirichlet_clients": (_plain(partition.dirichlet_clients), 50, ("concentration",)),
-    "quantity_skew": (_plain(partition.quantity_skew), 50, ("concentration",)),
-}
-OWN_SEED = {"fedmeta_per", "fedpac", "reptile", "mtfl"}
-"""Protocols of papers, which have default seeds of their own."""
-NEEDS_CONCENTRATION = {"dirichlet_classes", "dirichlet_clients", "quantity_skew"}
-
-
 def build(source: sources.Source, name: str, *, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
-    """The protocol `name` on a data set; options that are `None` keep the protocol's default.
+    """The clients of a partition or of a paper's protocol; options that are `None` keep their defaults.
 
     Raises:
-      ValueError: an unknown partition, an option that it does not take, and whatever the protocol refuses.
+      ValueError: an unknown partition, an option that it does not take, and whatever the partition refuses.
     """
-    checks.one_of("--partition", name, (*PARTITIONS, "natural"))
-    make, default_clients, takes = PARTITIONS[name]
-    given = _given(f"partition {name!r}", options, takes)
-    if name in NEEDS_CONCENTRATION:
+    checks.one_of("--partition", name, (*PAPERS, *PARTITIONS, "natural"))
+    rule = PAPERS[name] if name in PAPERS else PARTITIONS[name]
+    given = _given(f"partition {name!r}", options, rule)
+    if name in PAPERS:  # with default seeds and numbers of clients of their own
+        own = {"num_clients": num_clients, "seed": seed}
+        return PAPERS[name](source, **given, **{key: value for key, value in own.items() if value is not None})
+    if "concentration" in inspect.signature(rule).parameters:
         given.setdefault("concentration", 0.5)
-    if seed is not None or name not in OWN_SEED:
-        given["seed"] = 1 if seed is None else seed
-    protocol = make(source, num_clients=num_clients or default_clients, **given)
-    return protocol if protocol.name != source.name else protocol._replace(name=f"{name} on {source.name}")
+    x, y = source.pooled()
+    seed = 1 if seed is None else seed
+    held = PARTITIONS[name](y, num_clients or 50, seed=seed, **given).shuffled(seed)
+    return Protocol(from_partition(x, y, *held, num_classes=source.num_classes), None, f"{name} on {source.name}", source.note)
 
 
-def generated(*, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
-    """Synthetic(δ, θ), a generator of clients; δ and θ are 1 when not given.
+def generated(dataset: str, *, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
+    """Clients of a generator.
 
     Raises:
-      ValueError: an option of a partition, and whatever `synthetic.synthetic` refuses.
+      ValueError: an option of a partition, and whatever the generator refuses.
     """
-    given = _given("data set 'synthetic'", options, ("model_spread", "data_spread"))
-    spreads = [given.get(name, 1.0) for name in ("model_spread", "data_spread")]
-    data = synthetic.synthetic(
-        *spreads, seed=1 if seed is None else seed, num_clients=30 if num_clients is None else num_clients
-    )
-    return Protocol(data, None, f"synthetic({spreads[0]:g}, {spreads[1]:g})")
+    given = _given(f"data set {dataset!r}", options, GENERATED[dataset])
+    own = {"num_clients": num_clients, "seed": seed}
+    return GENERATED[dataset](**given, **{key: value for key, value in own.items() if value is not None})
 
 
-def natural(dataset: str, *, num_clients: int | None, seed: int | None, **options: Any) -> Protocol:
+def natural(dataset: str, **options: Any) -> Protocol:
     """The clients that an .npz file itself names, in a third array beside x and y.
 
     Raises:
-      ValueError: another kind of data set, no such array, an option of another partition, and whatever `partition.natural`
-        refuses.
+      ValueError: an option of another partition, and whatever `registry.natural` refuses.
     """
-    asked = {"clients": num_clients, "seed": seed} | options
-    given = _given("partition 'natural'", asked, ("by", "min_samples"))
+    given = _given("partition 'natural'", {"clients": options.pop("num_clients"), **options}, registry.natural)
+    source, x, y, held = registry.natural(dataset, **given)
     by = given.get("by", "client")
-    if not dataset.endswith(".npz"):
-        raise ValueError(
-            f"partition 'natural' needs an .npz that names the client of each sample, not the data set {dataset!r}"
-        )
-    source = sources.read_npz(dataset)
-    arrays = npz.read(dataset)
-    if not {"x", "y", by} <= set(arrays):
-        raise ValueError(f"{dataset!r} holds {', '.join(arrays)}; --by {by} needs x, y and {by}")
-    x, y, owner = arrays["x"], arrays["y"], arrays[by]
-    if owner.shape != y.shape:
-        raise ValueError(
-            f"{by} has shape {list(owner.shape)} in {dataset!r}, but y has {list(y.shape)}: it needs one entry a sample"
-        )
-    # A source sorts its samples, but x, y and owner agree only in the order of the file.
-    x = x.reshape(-1, *source.x_train.shape[1:])
-    held = partition.natural(owner, min_samples=given.get("min_samples", 1))
     return Protocol(from_partition(x, y, *held, num_classes=source.num_classes), None, f"natural, by {by}, on {source.name}")
 
 
-def _given(what: str, options: dict[str, Any], takes: tuple[str, ...]) -> dict[str, Any]:
-    """The options that are not `None`. Raises `ValueError` for an option that is not taken."""
+def _given(what: str, options: Mapping[str, Any], rule: Callable[..., Any]) -> dict[str, Any]:
+    """The options that are not `None`. Raises `ValueError` for an option that the rule does not take."""
     given = {key: value for key, value in options.items() if value is not None}
+    takes = [key for key in options if key in inspect.signature(rule).parameters]
     flags = {key: "--" + key.replace("_", "-") for key in (*given, *takes)}
     for key in given:
         if key not in takes:
@@ -268,9 +213,10 @@ def main(  # long because every option brings its help text
         str | None,
         typer.Option(
             "--partition",
-            help="A paper's protocol: `fedmeta_per` (two classes a client, new clients), `fedpac` (dominant groups), "
-            "`reptile` (Dirichlet shares), `mtfl` (two shards a client); a single rule on both splits together: "
-            + ", ".join(list(PARTITIONS)[4:])
+            help="A paper's protocol: `fedmeta_per` (two classes a client, new clients), `fedmeta_per_iid` (its control), "
+            "`fedpac` (dominant groups), `perfedavg_reptile` (Dirichlet shares), `mtfl` (two shards a client); a rule on both "
+            "splits together: "
+            + ", ".join(PARTITIONS)
             + "; or `natural`, the clients that an .npz names. `fedmeta_per` when not given.",
         ),
     ] = None,
@@ -278,6 +224,11 @@ def main(  # long because every option brings its help text
     seed: Annotated[int | None, typer.Option(help="Fixes the partition; the protocol's own when not given.")] = None,
     concentration: Annotated[float | None, typer.Option(help="Dirichlet concentration: smaller is more unequal.")] = None,
     pairing: Annotated[str | None, typer.Option(help="fedmeta_per: classes `2u+j` or `u+j` of client u.")] = None,
+    newcomers: Annotated[
+        str | None, typer.Option(help="fedmeta_per: pairs of new clients, `as published` or `unlike` those of others.")
+    ] = None,
+    orders: Annotated[int | None, typer.Option(help="fedmeta_per: orders of the labels for new clients.", min=1)] = None,
+    per_client: Annotated[int | None, typer.Option(help="classes, shards: how many a client holds.", min=1)] = None,
     size: Annotated[int | None, typer.Option(help="fedpac: training samples of a client.", min=1)] = None,
     share: Annotated[
         bool | None, typer.Option("--share", help="fedpac: clients may share samples when a class runs out.")
@@ -321,6 +272,9 @@ def main(  # long because every option brings its help text
         "seed": seed,
         "concentration": concentration,
         "pairing": pairing,
+        "newcomers": newcomers,
+        "orders": orders,
+        "per_client": per_client,
         "size": size,
         "share": share,
         "noisy": noisy,
@@ -333,8 +287,8 @@ def main(  # long because every option brings its help text
         checks.writable("--out", out, endings=checks.FIGURES)
         if seed is not None:
             checks.seed("--seed", seed, bits=32)
-        if dataset == "synthetic":
-            protocol = generated(**options, partition=name)
+        if dataset in GENERATED:
+            protocol = generated(dataset, **options, partition=name)
         elif name == "natural":
             protocol = natural(dataset, **options)
         else:

@@ -17,14 +17,15 @@ import typer
 from rich.table import Table
 
 from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
+from fedjax_meta.study import draws, files, page, presets, results
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study import page, presets, results
 from fedjax_meta.study import run as runs
-from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
+from fedjax_meta.study.scenario import SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
@@ -36,7 +37,16 @@ EXTENSIONS = 4
 DIVERGED = 3
 """Exit code when every run diverged."""
 
-StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY", help="A YAML file, see `list` for the names it may hold.")]
+StudyArgument = Annotated[
+    Path, typer.Argument(metavar="STUDY", help="A YAML file, or the name of a study of the package, see `list studies`.")
+]
+VariantOption = Annotated[
+    list[str] | None, typer.Option("--variant", help="A change that the study holds by name, e.g. `quick`; may be repeated.")
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Short for `--variant quick`.")]
+SystemsOption = Annotated[
+    str | None, typer.Option(help="Only these systems of the study, separated by commas.", show_default=False)
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -62,6 +72,11 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; a run that is there goes on.", show_default=False)
     ] = None,
+    variant: VariantOption = None,
+    quick: QuickOption = False,
+    systems: SystemsOption = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Short for `--set rounds=N`.", show_default=False)] = None,
+    seeds: Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
     extend: Annotated[
@@ -74,10 +89,13 @@ def run(
 
     `fedjax-meta run study.yaml --out runs/first`
 
-    `fedjax-meta run study.yaml --set rounds=20 --set "seeds=[1,2,3]" --dry-run`
+    `fedjax-meta run study.yaml --rounds 20 --seeds 1,2,3 --set federation.cohort_size=5 --dry-run`
+
+    `fedjax-meta run quickstart --quick`
     """
     with one_line_errors(debug):
-        chosen = load(study, set_ or ())
+        short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
+        chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())])
         if extend and not chosen.tuning.extend:
             chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
         runtime.use_all_cores()
@@ -88,6 +106,7 @@ def run(
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
         outcomes = _train(chosen, folder, built, command)
+        built, outcomes = draws.pooled(chosen, built, outcomes)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
@@ -106,10 +125,22 @@ def run(
 
 
 @app.command()
-def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
+def show(
+    study: StudyArgument,
+    variant: VariantOption = None,
+    quick: QuickOption = False,
+    systems: SystemsOption = None,
+    set_: SetOption = None,
+    debug: DebugOption = False,
+) -> None:
     """Prints a study with every field filled in, as YAML that runs again."""
     with one_line_errors(debug):
-        print(to_yaml(load(study, set_ or ())), end="")
+        print(to_yaml(_load(study, variant, quick, systems, set_ or ())), end="")
+
+
+def _load(study: Path, variant: Sequence[str] | None, quick: bool, systems: str | None, overrides: Sequence[str]) -> Study:
+    wanted = None if systems is None else [name.strip() for name in systems.split(",")]
+    return load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])], systems=wanted)
 
 
 @app.command()
@@ -173,13 +204,14 @@ def preset(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, partitions, models, shifts, parts or datasets.")] = "methods",
+    what: Annotated[str, typer.Argument(help="studies, methods, partitions, models, shifts, parts or datasets.")] = "methods",
     debug: DebugOption = False,
 ) -> None:
     """Lists the names that a study may hold, each with one line."""
     kinds: dict[str, Mapping[str, Any]] = {
+        "studies": {name: _title(text) for name, text in files.packaged().items()},
         "methods": METHODS,
-        "partitions": {**PARTITIONS, **PAPERS},
+        "partitions": {**PARTITIONS, "natural": natural, **PAPERS, **GENERATED},
         "models": models.MODELS,
         "shifts": SHIFTS,
         "parts": {
@@ -213,6 +245,12 @@ def _datasets() -> dict[str, str]:
     return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), "PATH.npz": "arrays of your own"}
 
 
+def _title(text: str) -> str:
+    tree = files.parsed(text)
+    names = ", ".join(tree.get("variants") or ())
+    return f"{tree['title']}{f' (variants: {names})' if names else ''}"
+
+
 def _first_line(thing: Any) -> str:
     text = inspect.getdoc(getattr(thing, "func", thing)) or ""
     return re.split(r"\.\s+(?=[A-Z])", text.split("\n\n")[0].replace("\n", " "))[0].rstrip(".")
@@ -227,7 +265,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             f"{clients.train.num_clients} known, {new} new"
         )
         rows = []
-        for name in study.systems:
+        for name in study.systems_on(scenario):
             system = study.system(name)
             points = runs.points_of(system)
             algorithm = system.build(clients.task, **points[0])

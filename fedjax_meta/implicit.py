@@ -32,7 +32,7 @@ from fedjax_meta.meta import (
 from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, hessian_product, run_inner, value_and_gradient
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Updates
 
-OPERATORS = ("implicit", "imaml_dev", "fl_imaml")
+OPERATORS = ("implicit", "imaml_dev", "fl_imaml", "fl_imaml_march")
 
 
 class ImplicitInfo(NamedTuple):
@@ -116,11 +116,12 @@ def implicit_gradient(
       warm_start: the solver starts at "zero", or at the query "gradient", which takes one more product.
       operator: "implicit" as above; "imaml_dev", the iMAML authors' code: (1 + damping) v + H v / (lambda + 10); "fl_imaml",
         the code of Nguyen et al. ("Improving federated learning by meta-learning"): (1 + n + damping) v + sum_b H_b v / lambda
-        over the n chunks b of the QUERY, where their loss includes the proximal term. The last two solve a different system
-        and are provided for comparison.
+        over the n chunks b of the QUERY, where their loss includes the proximal term; "fl_imaml_march", the earlier code behind
+        their logs: the same over the n chunks of the support. The last three solve a different system and are provided for
+        comparison.
       proximal: the proximal term is part of the loss in "each_step", or one step on it alone comes "last" (iMAML's code).
-      outer: right side: the gradient of the whole "query", or that of its "last_chunk" with the proximal term (code of Nguyen
-        et al.).
+      outer: right side: the gradient of the whole "query"; that of its "last_chunk" with the proximal term (code of Nguyen et
+        al.); or that of the whole query with the proximal term, "regularised" (their earlier code).
 
     H is the Hessian over the whole support: the one batch, or all its steps and chunks together. `WithHessian(support,
     hessian)` takes it on other samples, which saves many passes if the support is several epochs or repeated full batches. A
@@ -158,7 +159,7 @@ def _check_options(options: _Options) -> None:
     checks.one_of("warm_start", options.warm_start, ("zero", "gradient"))
     checks.one_of("operator", options.operator, OPERATORS)
     checks.one_of("proximal", options.proximal, ("each_step", "last"))
-    checks.one_of("outer", options.outer, ("query", "last_chunk"))
+    checks.one_of("outer", options.outer, ("query", "last_chunk", "regularised"))
 
 
 def _estimate(
@@ -185,6 +186,8 @@ def _estimate(
     query_loss, right = value_and_gradient(loss, phi, query, 0)
     if options.outer == "last_chunk":
         right = jax.grad(regularised)(phi, query.get(0, query.chunks - 1))
+    if options.outer == "regularised":
+        right = jax.tree.map(lambda r, d: r + d.astype(r.dtype), right, jax.grad(distance)(phi))
     gradient, solution = _solve(options, loss, phi, whole, query, right, mask)
     _, pull_back = jax.vjp(inner.start, meta)
     (gradient,) = pull_back(gradient)
@@ -213,10 +216,11 @@ def _solve(
     options: _Options, loss: ScalarLoss, phi: Params, whole: Batches, query: Batches, right: Updates, mask: Mask
 ) -> tuple[Updates, Solution]:
     """(gradient with respect to theta, solution of the linear system for the leaves that adapt)."""
-    if options.operator == "fl_imaml":
-        equal_weights = dataclasses.replace(query, samples=lambda batch: jnp.ones(()))
+    if options.operator.startswith("fl_imaml"):
+        chunked = query if options.operator == "fl_imaml" else whole
+        equal_weights = dataclasses.replace(chunked, samples=lambda batch: jnp.ones(()))
         product = hessian_product(loss, phi, equal_weights, 0)[2]
-        identity, curved = 1 + query.chunks + options.damping, query.chunks / options.prox_weight
+        identity, curved = 1 + chunked.chunks + options.damping, chunked.chunks / options.prox_weight
     else:
         product = hessian_product(loss, phi, whole, 0)[2]
         extra = 10 if options.operator == "imaml_dev" else 0

@@ -1,4 +1,4 @@
-"""The experiments as a user runs them: tables of systems, errors, stopping, killing and resuming."""
+"""The runner of the experiments, through the composer: errors, stopping, killing and resuming."""
 
 import json
 import math
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import product
 from pathlib import Path
 
 import jax
@@ -18,10 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
-from experiments import _runner, compose, fedmeta_per, quickstart
-from experiments.published import FEDMETA_PER, FEDMETA_PER_OWN_HEADS
+from experiments import _runner, compose
 from fedjax_meta import checkpoint, models, report
-from fedjax_meta.data import sources
 from tests import problems
 from tests.test_kills import arrays_of
 
@@ -34,74 +31,6 @@ def as_users_run_it():
     """The experiments run as from a shell, without the stricter settings of the other tests."""
     with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
         yield
-
-
-# The tables of systems.
-
-
-def test_every_row_of_the_published_tables_is_a_system():
-    for (dataset, clients), rows in FEDMETA_PER.items():
-        assert dataset in fedmeta_per.DATASETS
-        for name in rows:
-            assert clients in fedmeta_per.SYSTEMS[name].clients
-    assert {name for rows in FEDMETA_PER_OWN_HEADS.values() for name in rows} <= set(fedmeta_per.SYSTEMS)
-
-
-def test_published_numbers_are_percentages_in_a_sensible_order():
-    """Finds typing errors: means must be near accuracies, and F1 at most a little above."""
-    for rows in FEDMETA_PER.values():
-        for row in rows.values():
-            assert 0 < row.f1 < row.accuracy + 0.5 < 100.5
-            assert row.mean is None or abs(row.mean - row.accuracy) < 3.5
-
-
-def test_every_training_has_step_sizes():
-    for table in (fedmeta_per.USED, fedmeta_per.PRINTED):
-        for step_sizes in table.values():
-            assert set(step_sizes) == set(fedmeta_per.TRAININGS)
-    assert set(quickstart.STEP_SIZES) == set(quickstart.TRAININGS)
-    for systems, trainings in ((fedmeta_per.SYSTEMS, fedmeta_per.TRAININGS), (quickstart.SYSTEMS, quickstart.TRAININGS)):
-        assert {system.training for system in systems.values()} == set(trainings)
-        assert {training.method for training in trainings.values()} <= set(fm.METHODS)
-
-
-@pytest.fixture(scope="module")
-def small():
-    return fedmeta_per.load(sources.load("mnist_small"), list(fedmeta_per.SYSTEMS), seed=1, pairing=None)
-
-
-def plans(small, names, step_sizes="mnist", **options):
-    systems = {name: fedmeta_per.SYSTEMS[name] for name in names}
-    options = {"rounds": 2, "eval_every": 2, "seeds": [1], "config": {}, **options}
-    return fedmeta_per.make_plans(systems, models.mlp(), small, fedmeta_per.USED[step_sizes], **options)
-
-
-def test_one_training_serves_systems_that_differ_at_test_time(small):
-    own, averaged = plans(small, ["fedper", "fedper_averaged", "fedper_meta", "fedper_meta_averaged"])
-    assert set(own.tests) == {"fedper/local", "fedper_meta/local"}
-    names = ("fedper_averaged", "fedper_meta_averaged")
-    assert set(averaged.tests) == {f"{name}/{clients}" for name in names for clients in ("local", "new")}
-
-
-def test_local_and_new_clients_have_trainings_of_their_own_where_step_sizes_differ(small):
-    local, new = plans(small, ["fedmeta_per"])
-    assert (list(local.tests), list(new.tests)) == (["fedmeta_per/local"], ["fedmeta_per/new"])
-    assert [plan.algorithm.config["outer_lr"] for plan in (local, new)] == [0.001, 0.0003]
-    (both,) = plans(small, ["fedmeta"])
-    assert set(both.tests) == {"fedmeta/local", "fedmeta/new"}
-
-
-def test_all_plans_have_names_of_their_own(small):
-    names = [plan.name for plan in plans(small, list(fedmeta_per.SYSTEMS), seeds=[1, 2], step_sizes="cifar10")]
-    assert len(set(names)) == len(names)
-
-
-def test_controls_hold_all_samples(small):
-    """The IID clients and the pooled client hold the samples of both splits; 75 and 80 % train."""
-    assert small.iid.num_clients == small.federated.train.num_clients == 50
-    assert small.pooled.num_clients == 1
-    assert int(small.pooled.sizes("train")[0]) == 0.8 * 5000
-    assert int(small.pooled.sizes("test")[0]) == 0.2 * 5000
 
 
 # A run, start to end.
@@ -124,37 +53,27 @@ def numbers_of(folder):
 def test_a_whole_run_and_what_may_be_resumed(tmp_path):
     """Table, report, figure and metrics; a second run is refused, --resume keeps the numbers, other options are refused."""
     out = tmp_path / "run"
-    words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "2", "--eval-every", "1", *HERE]
-    words += ["--out", str(out)]
-    first = invoke(fedmeta_per.app, *words)
+    words = ["--algorithm", "fedavg", "--rounds", "2", "--eval-every", "1", *HERE, "--out", str(out)]
+    first = invoke(compose.app, *words)
     assert first.exit_code == 0, first.output
-    assert re.search(r"FedAvg +\d+\.\d\d ", first.output)
-    assert "no published numbers" in first.output
+    assert re.search(r"fedavg +local +\d+\.\d\d ", first.output)
     made = {"config.json", "metrics.json", "figure.png", "report.md", "state", checkpoint.LOCK}
     assert {path.name for path in out.iterdir()} == made
-    assert "| FedAvg |" in (out / "report.md").read_text()
+    assert "| fedavg |" in (out / "report.md").read_text()
     runs = numbers_of(out)
     assert [row["round"] for row in runs[0]["result"]] == [1, 2]
-    assert ["confusion" in row["tests"]["fedavg/local"] for row in runs[0]["result"]] == [False, True]
-    assert len(runs[0]["result"][0]["tests"]["fedavg/new"]["accuracy"]) == 50
+    assert ["confusion" in row["tests"]["composition/local"] for row in runs[0]["result"]] == [False, True]
+    assert len(runs[0]["result"][0]["tests"]["composition/new"]["accuracy"]) == 50
 
-    again = invoke(fedmeta_per.app, *words)
+    again = invoke(compose.app, *words)
     assert (again.exit_code, "add --resume" in again.stderr) == (1, True)
-    resumed = invoke(fedmeta_per.app, *words, "--resume")
+    resumed = invoke(compose.app, *words, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert numbers_of(out) == runs
     words[words.index("--eval-every") + 1] = "2"
-    other = invoke(fedmeta_per.app, *words, "--resume")
+    other = invoke(compose.app, *words, "--resume")
     assert (other.exit_code, "eval_every was 1" in other.stderr.replace("\n", " ")) == (1, True)
     assert numbers_of(out) == runs
-
-
-def test_quickstart(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart, "SYSTEMS", {"fedper": quickstart.SYSTEMS["fedper"]})
-    done = invoke(quickstart.app, "--rounds", "2", "--out", str(tmp_path / "run"), *HERE)
-    assert done.exit_code == 0, done.output
-    assert re.search(r"FedPer( +\d+\.\d +\d+\.\d ±\d+\.\d +\d+\.\d){2}", done.output)
-    assert "| FedPer |" in (tmp_path / "run" / "report.md").read_text()
 
 
 # Errors.
@@ -163,16 +82,9 @@ def test_quickstart(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--dataset", "imagenet"], "--dataset='imagenet' is unknown; allowed are mnist, cifar10"),
-        (
-            ["--systems", "fedavg,fedsgd"],
-            "--systems='fedsgd' is unknown (did you mean 'fedavg_sgd'?); allowed are all, centralised",
-        ),
+        (["--dataset", "imagenet"], "data set 'imagenet' is unknown"),
         (["--seeds", "1,x"], "--seeds '1,x' must be numbers"),
         (["--seeds", "1,1"], "none twice"),
-        (["--score", "best"], "--score='best' is unknown; allowed are online, fitted"),
-        (["--personal-layers", "3"], "asks for the last 3 layers, but the task names 2"),
-        (["--pairing", "3u"], "pairing='3u' is unknown; allowed are 2u+j, u+j"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", "nothing_here"], "there is no run to resume in nothing_here"),
         (["--devices", "64"], "JAX sees 2"),
@@ -183,8 +95,7 @@ def test_quickstart(tmp_path, monkeypatch):
 def test_errors_are_one_line(words, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # JAX has started, so that no more devices can be made
-    given = ["--dataset", "mnist_small", "--no-compile-cache", "--devices", "2", *words]
-    result = invoke(fedmeta_per.app, *given)
+    result = invoke(compose.app, "--no-compile-cache", "--devices", "2", *words)
     assert result.exit_code == 1
     assert expected in result.stderr
     assert result.stderr.startswith("error: ")
@@ -193,7 +104,7 @@ def test_errors_are_one_line(words, expected, monkeypatch, tmp_path):
 
 
 def test_debug_shows_the_traceback():
-    result = invoke(fedmeta_per.app, "--dataset", "imagenet", "--debug")
+    result = invoke(compose.app, "--dataset", "imagenet", "--debug")
     assert isinstance(result.exception, ValueError)
 
 
@@ -207,13 +118,13 @@ def test_no_space_stops_in_one_line(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         whole(source, target)
 
-    words = ["--dataset", "mnist_small", "--systems", "fedavg", "--rounds", "1", *HERE, "--out", str(tmp_path / "run")]
+    words = ["--algorithm", "fedavg", "--rounds", "1", *HERE, "--out", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        result = invoke(fedmeta_per.app, *words)
+        result = invoke(compose.app, *words)
     assert result.exit_code == 1
     assert re.search(r"^error: could not save round 1 to .*: No space left on device; .* intact$", result.stderr.strip())
-    assert invoke(fedmeta_per.app, *words, "--resume").exit_code == 0
+    assert invoke(compose.app, *words, "--resume").exit_code == 0
 
 
 # Folders.
@@ -424,8 +335,8 @@ def test_numbers():
 
 
 def start(out, cache, *words):
-    command = [sys.executable, "-m", "experiments.fedmeta_per", "--dataset", "mnist_small", "--systems"]
-    command += ["fedper,fedper_meta", "--rounds", "400", "--eval-every", "20", "--out", str(out), *words]
+    command = [sys.executable, "-m", "experiments.compose", "--algorithm", "fedper", "--rounds", "400", "--eval-every", "20"]
+    command += ["--out", str(out), *words]
     environment = {**os.environ, "FEDJAX_META_CACHE": str(cache), "XLA_FLAGS": ""}
     # A shell's background jobs ignore Ctrl-C, and so would what they start.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -455,7 +366,7 @@ def until_round(process, folder, done):
 def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(tmp_path):
     """Ctrl-C, then kill -9, then to the end: every number and every array equal those of a run left alone, bit for bit."""
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    state = broken / "state" / "fedper_seed1"
+    state = broken / "state" / "composition_seed1"
 
     process = start(broken, tmp_path / "cache")
     until_round(process, state, 20)
@@ -479,13 +390,11 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(tmp_pa
         _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said
     assert numbers_of(broken) == numbers_of(whole)
-    arrays = [arrays_of(folder / "state" / "fedper_seed1" / "400.ckpt") for folder in (broken, whole)]
+    arrays = [arrays_of(folder / "state" / "composition_seed1" / "400.ckpt") for folder in (broken, whole)]
     assert len(arrays[0]) > 5
     assert arrays[0] == arrays[1]
 
 
-def test_every_experiment_explains_itself():
-    for app, word in product((fedmeta_per.app, quickstart.app), ("--out", "--resume", "--devices")):
-        shown = invoke(app, "--help")
-        assert shown.exit_code == 0
-        assert word in shown.output
+def test_the_composer_explains_itself():
+    shown = invoke(compose.app, "--help")
+    assert shown.exit_code == 0 and all(word in shown.output for word in ("--out", "--resume", "--devices"))

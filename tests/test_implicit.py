@@ -143,6 +143,13 @@ def test_operators_of_published_code() -> None:
         result = run(build(operator=operator), least_squares, theta, support, query)
         np.testing.assert_allclose(result.adapted, phi, rtol=1e-12)
         np.testing.assert_allclose(result.gradient, jnp.linalg.solve(system, outer), rtol=1e-8)
+    result = run(build(outer="regularised"), least_squares, theta, support, query)
+    regularised = outer + prox_weight * (phi - theta)
+    np.testing.assert_allclose(result.gradient, jnp.linalg.solve(systems["implicit"], regularised), rtol=1e-8)
+    # The code behind the logs takes the two chunks as the support's.
+    both = meta.WithHessian(support, query)
+    result = run(build(operator="fl_imaml_march"), least_squares, theta, both, query)
+    np.testing.assert_allclose(result.gradient, jnp.linalg.solve(systems["fl_imaml"], outer), rtol=1e-8)
     result = run(build(outer="last_chunk"), least_squares, theta, support, query)
     last = gradients[1] + prox_weight * (phi - theta)
     np.testing.assert_allclose(result.gradient, jnp.linalg.solve(systems["implicit"], last), rtol=1e-8)

@@ -28,7 +28,10 @@ LAYERS = (
     ("report", "checkpoint"),
     ("process",),
     ("study",),
-    ("cli",),
+    (
+        "cli",
+        "front",
+    ),
     ("__main__",),
 )
 # These run, measure or save any method, so that they must not import a particular one.

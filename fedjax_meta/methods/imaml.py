@@ -10,9 +10,10 @@ in federated learning the FL-MAML/iMAML study (Nguyen et al., "Improving federat
 | E (Nguyen et al.) | `inner_epochs` | int |
 | CG steps | `cg_steps` | int |
 
-Rates and lambda are those of the code of Nguyen et al. Differs from that code, whose gradient is another one: it takes the
-Hessian of the query batches with the proximal term inside, and the outer gradient of the last query batch alone. `FL_IMAML`
-holds the options that reproduce it.
+Rates and lambda are those of the code of Nguyen et al. Differs from that code, whose gradient is another one. Until their commit
+858f10a, behind all their logs, the inner optimiser is Adam, and the proximal term is inside the Hessian, which then counts each
+support batch, and inside the outer gradient (`FL_IMAML_MARCH`). From April 2023 on, without logs, the Hessian is that of the
+query batches, and the outer gradient that of the last query batch alone (`FL_IMAML`).
 """
 
 from collections.abc import Callable
@@ -31,9 +32,19 @@ from fedjax_meta.methods.fedmeta import fedmeta, query_batches
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate
 
+FL_IMAML_MARCH = {
+    "operator": "fl_imaml_march",
+    "outer": "regularised",
+    "warm_start": "gradient",
+    "tolerance": 0.0,
+    "inner_optimizer": optax.adam,
+}
+"""Options of `imaml` that reproduce the code behind the logs of Nguyen et al. (their commit 858f10a of 31 March 2023): another
+inner optimiser, the Hessian of the support batches with the proximal term inside, the query's gradient with it."""
+
 FL_IMAML = {"operator": "fl_imaml", "outer": "last_chunk", "warm_start": "gradient"}
-"""Options of `imaml` that reproduce the gradient in the code of Nguyen et al., "Improving federated learning by
-meta-learning", with its errors."""
+"""Options of `imaml` that reproduce the gradient in the later code of Nguyen et al., "Improving federated learning by
+meta-learning", with its errors; no logs of it are published."""
 
 
 @method_builder
@@ -107,7 +118,7 @@ def imaml(
         server_sum=server_sum,
         batch_size=batch_size,
         inner_steps=inner_epochs,
-        draw=partial(_draw, batch_size=batch_size, inner_epochs=inner_epochs),
+        draw=partial(_draw, batch_size=batch_size, inner_epochs=inner_epochs, batched=operator == "fl_imaml_march"),
         test_prox_weight=prox_weight if test_prox_weight is None else test_prox_weight,
         adapts=adapts,
         personal=personal,
@@ -117,11 +128,12 @@ def imaml(
 
 
 def _draw(
-    key: Key, data: ClientData, step: Any, *, batch_size: int | None, inner_epochs: int
+    key: Key, data: ClientData, step: Any, *, batch_size: int | None, inner_epochs: int, batched: bool
 ) -> tuple[meta.WithHessian, Batches]:
     support, key = data["support"], jax.random.fold_in(key, step)
     steps = support.full(inner_epochs) if batch_size is None else support.epochs(key, batch_size, inner_epochs)
-    return meta.WithHessian(steps, support.full()), query_batches(data, batch_size)
+    hessian = support.in_order(batch_size).as_one_step() if batched and batch_size is not None else support.full()
+    return meta.WithHessian(steps, hessian), query_batches(data, batch_size)
 
 
 REDUCES_TO = (

@@ -45,6 +45,7 @@ def reptile(
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     inner_epochs: int = 1,
     batch_size: int = 32,
+    view: str = "train",
     adapts: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
     score: str = "online",
@@ -59,16 +60,19 @@ def reptile(
     Args:
       task, inner_lr, inner_optimizer, adapts, personal, score, weighting: as in `fedmeta`.
       outer_lr: epsilon; personal leaves move by it too, at their client.
-      inner_epochs: E, passes over a client's train view in a round, and over its support view in a test.
+      inner_epochs: E, passes over a client's `view` in a round, and over its support view in a test.
       batch_size: samples of an inner step.
+      view: what a client trains on, "train" or "support"; the methods that need a query set adapt to "support" alone, a fifth
+        of "train".
 
     Raises:
       ValueError: an option out of range.
     """
     checks.count("inner_epochs", inner_epochs)
+    checks.one_of("view", view, ("train", "support"))
 
     def draw(key: Key, data: ClientData, step: Any) -> tuple[Batches, None]:
-        return data["train"].epochs(jax.random.fold_in(key, step), batch_size, inner_epochs), None
+        return data[view].epochs(jax.random.fold_in(key, step), batch_size, inner_epochs), None
 
     return fedmeta(
         task,

@@ -54,7 +54,7 @@ class _Strided(nn.Module):
         return z
 
 
-def _within(bound: float):  # noqa: ANN202
+def _within(bound: float):
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 

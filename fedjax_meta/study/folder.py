@@ -99,7 +99,7 @@ def _now() -> str:
 def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
     """What cannot change once there are results."""
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.draws().items()},
         "systems": {name: options_of(study.system(name)) for name in study.systems},
         "tuning": {key: getattr(study.tuning, key) for key in ("validation", "clients", "halving")},
         "clients": {name: clients.fingerprint for name, clients in built.items()},
@@ -109,7 +109,7 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
 
 def options_of(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title")}
+    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
 
 
 def _first(system: System, clients: Clients) -> Algorithm:

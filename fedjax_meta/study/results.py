@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_meta import costs, escape, privacy, report
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study import tuning
+from fedjax_meta.study import draws, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
@@ -76,6 +76,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if not system.grid:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
+    remarks += draws.remarks(outcome, clients)
     remarks += _privacy(algorithm, study.rounds, clients.train.num_clients)
     return Line(
         title=study.title_of(outcome.system),

@@ -74,8 +74,8 @@ class Outcome(NamedTuple):
 
 
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
-    """The clients of every scenario."""
-    return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
+    """The clients of every scenario, or of each draw of it, see `Study.draws`."""
+    return {name: scenario.build(data_dir) for name, scenario in study.draws().items()}
 
 
 def run(
@@ -108,14 +108,16 @@ def run(
     """
     built = build(study) if clients is None else clients
     for scenario, of_scenario in built.items():
-        for name in study.systems:
+        for name in study.systems_on(scenario):
             _check(study, scenario, study.system(name), of_scenario)
     folders.open_run(study, folder, built, command)
     ahead = Ahead()
     desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
     outcomes = []
     try:
-        steps = [_Step(study, scenario, name, built[scenario], desk) for scenario in built for name in study.systems]
+        steps = [
+            _Step(study, scenario, name, built[scenario], desk) for scenario in built for name in study.systems_on(scenario)
+        ]
         for number, step in enumerate(steps):
             outcomes.append(step.run(steps[number + 1 :]))
             watcher.end(outcomes[-1])
@@ -181,7 +183,7 @@ def _check(study: Study, scenario: str, system: System, clients: Clients) -> Non
     points = points_of(system)
     training = {clients.train.num_clients}
     if len(points) > 1:
-        training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
+        training.add(choice.data_for(study.tuning, study.draws()[scenario], clients)[0].num_clients)
     for point in points:
         algorithm = system.build(clients.task, **point)
         for count in training:
@@ -194,7 +196,7 @@ class _Step:
 
     def __init__(self, study: Study, scenario: str, name: str, clients: Clients, desk: Desk) -> None:
         self._study, self._scenario, self._name, self._clients, self._desk = study, scenario, name, clients, desk
-        self._system, self._place = study.system(name), study.scenarios[scenario]
+        self._system, self._place = study.system(name), study.draws()[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 

@@ -134,7 +134,7 @@ COMPOSE = [
 
 DATA = [
     (("--partition", "dirichlet"), "--partition='dirichlet' is unknown", "did you mean 'dirichlet_cl"),
-    (("--concentration", "1"), "partition 'fedmeta_per' takes no --concentration; it takes --pairing"),
+    (("--concentration", "1"), "partition 'fedmeta_per' takes no --concentration; it takes --pairing, --newcomers, --orders"),
     (("--partition", "dirichlet_classes", "--concentration", "0"), "concentration=0.0 must be finite and above 0"),
     (("--partition", "dirichlet_classes", "--concentration", "nan"), "concentration=nan must be finite"),
     (("--partition", "iid", "--clients", "9999"), "num_clients=9999 with at least 1 samples each"),
@@ -142,8 +142,8 @@ DATA = [
     (("--partition", "mtfl", "--noisy", "2"), "noisy=2.0 must lie between 0 and 1"),
     (("--partition", "mtfl", "--noisy", "some"), "Invalid value for"),
     (("--pairing", "2u"), "pairing='2u' is unknown"),
-    (("--partition", "natural"), "--by client needs x, y and client"),
-    (("--partition", "natural", "--by", "[bold]"), "--by [bold] needs x, y and [bold]"),
+    (("--partition", "natural"), "by='client' needs x, y and client"),
+    (("--partition", "natural", "--by", "[bold]"), "by='[bold]' needs x, y and [bold]"),
     (("--partition", "natural", "--min-samples", "0"), "Invalid value for"),
     (("--dataset", "digits", "--partition", "natural"), "needs an .npz that names the client of each sample"),
     (("--dataset", "synthetic", "--partition", "iid"), "data set 'synthetic' takes no --partition"),
@@ -161,16 +161,17 @@ DATA = [
 OTHERS = {
     "quickstart": [
         (("--rounds", "0"), "Invalid value for"),
-        (("--clients-per-round", "51"), "Invalid value for"),
-        (("--resume",), "--resume needs --out DIR"),
-        ],
+        (("--seeds", "x"), "seeds=['x']", "must be an integer"),
+        (("--systems", "fedavgg"), "system='fedavgg' is unknown (did you mean 'fedavg'?)"),
+        (("--variant", "quik"), "variant='quik' is unknown (did you mean 'quick'?)"),
+        (("--set", "round=3"), "study has no field 'round' (did you mean 'rounds'?)"),
+        (("--set", "rounds"), "'rounds' must read field.field=value"),
+    ],
     "fedmeta_per": [
-        (("--dataset", "minst"), "--dataset='minst' is unknown (did you mean 'mnist'?)"),
-        (("--dataset", "mnist_small", "--systems", "fedmeta_pre"), "'fedmeta_pre' is unknown (did you mean 'fedmeta_per'?)"),
-        (("--dataset", "mnist_small", "--score", "best"), "--score='best' is unknown; allowed are online, fitted"),
-        (("--dataset", "mnist_small", "--personal-layers", "9"), "--personal-layers='last:9'"),
-        (("--dataset", "mnist_small", "--seeds", "x"), "--seeds 'x' must be numbers"),
-        (("--dataset", "mnist_small", "--pairing", "u"), "pairing='u' is unknown"),
+        (("--quick", "--set", "scenarios.pairs.dataset=minst"), "data set 'minst' is unknown"),
+        (("--quick", "--systems", "fedmeta_pre"), "system='fedmeta_pre' is unknown (did you mean 'fedmeta_per'?)"),
+        (("--quick", "--set", "scenarios.pairs.options.pairing=u", "--systems", "fedavg"), "pairing='u' is unknown"),
+        (("--quick", "--set", "systems.fedmeta_per.options.score=best", "--systems", "fedmeta_per"), "score='best' is unknown"),
     ],
     "fedpac": [
         (("--dataset", "mnist"), "--dataset='mnist' is unknown"),
@@ -190,10 +191,8 @@ OTHERS = {
         (("--runs", "0"), "Invalid value for"),
     ],
     "imaml": [
-        (("--dataset", "mnist_smal"), "--dataset='mnist_smal' is unknown (did you mean 'mnist_small'?)"),
-        (("--epochs", "1,1"), "--epochs '1,1' must name at least one value, and none twice"),
-        (("--systems", "imam"), "--systems='imam' is unknown"),
-        (("--clients-per-round", "0"), "Invalid value for"),
+        (("--systems", "imaml-5"), "system='imaml-5' is unknown", "did you mean 'imaml-"),
+        (("--set", "systems.maml.each=3"), "systems.maml: each must be a mapping of lists"),
     ],
     "mtfl": [
         (("compares",), "command='compares' is unknown (did you mean 'compare'?)"),

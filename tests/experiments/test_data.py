@@ -22,7 +22,7 @@ def _run(*arguments):
     return RUNNER.invoke(data.app, [str(a) for a in arguments], env={"COLUMNS": "120", "TERM": "dumb"})
 
 
-@pytest.mark.parametrize("name", data.PARTITIONS)
+@pytest.mark.parametrize("name", (*data.PAPERS, *data.PARTITIONS))
 def test_every_partition_has_a_table_and_a_figure(name, own, tmp_path):
     options = ["--share"] if name == "fedpac" else []
     options += ["--size", 50] if name == "fedpac" else []
@@ -83,7 +83,7 @@ BAD = {
     "another option for a generator": (["--dataset", "synthetic", "--by", "x"], "takes no --by; it takes --model-spread"),
     "a partition of a generator": (["--dataset", "synthetic", "--partition", "iid"], "'synthetic' takes no --partition"),
     "negative spread": (["--dataset", "synthetic", "--model-spread", "-1"], "model_spread=-1.0 must be"),
-    "natural without owners": (["--partition", "natural"], "--by client needs x, y and client"),
+    "natural without owners": (["--partition", "natural"], "by='client' needs x, y and client"),
     "natural of a set": (
         ["--dataset", "digits", "--partition", "natural"],
         "needs an .npz that names the client of each sample",

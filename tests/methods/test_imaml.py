@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import fedjax_meta as fm
-from fedjax_meta.methods.imaml import FL_IMAML
+from fedjax_meta.methods.imaml import FL_IMAML, FL_IMAML_MARCH
 from tests import problems
 from tests.methods.common import KEY, build, plus, run, start
 from tests.methods.test_perfedavg import gradient
@@ -40,6 +41,29 @@ def test_a_test_client_is_pulled_back_to_the_model_that_it_received():
     assert problems.distance(algorithm.personalize(KEY, state, support, None), phi) < 1e-12
     free = build("imaml", test_prox_weight=0.0, **options)
     assert problems.distance(free.personalize(KEY, state, support, 2), phi) > 1e-3
+
+
+def test_a_round_of_the_code_behind_the_logs_by_hand():
+    """Adam inside, (1 + n) v + sum_b H_b v / lambda over the n support batches, the proximal term in the query's gradient."""
+    rate, weight = 0.05, 2.0
+    options = {**FL_IMAML_MARCH, "inner_lr": rate, "prox_weight": weight, "inner_epochs": 1, "batch_size": 100, "cg_steps": 40}
+    algorithm = build("imaml", **options, outer_optimizer=optax.sgd, outer_lr=0.3, **ALL)
+    theta, unravel = ravel_pytree(start(algorithm).model)
+    new, total = jnp.zeros_like(theta), 0
+    for client in range(len(problems.SIZES)):
+        data = problems.data().client(client)
+
+        def slope(phi, view, data=data):  # of the loss and the proximal term
+            return ravel_pytree(gradient(unravel(phi), data[view]))[0] + weight * (phi - theta)
+
+        # One batch, hence one step of a fresh Adam.
+        first = slope(theta, "support")
+        phi = theta - rate * first / (jnp.abs(first) + 1e-8)
+        system = jnp.eye(len(theta)) + jax.jacobian(slope)(phi, "support") / weight
+        moved = theta - 0.3 * jnp.linalg.solve(system, slope(phi, "query"))
+        size = int(data["query"].size)
+        new, total = new + size * moved, total + size
+    assert jnp.max(jnp.abs(ravel_pytree(run(algorithm, 1).model)[0] - new / total)) < 1e-8
 
 
 def test_the_gradient_of_the_published_code_is_another_one():

@@ -95,6 +95,14 @@ def test_the_server_moves_towards_the_adapted_models():
     assert problems.distance(after, plus(before, 0.4, plus(mean(adapted), -1, before))) < 1e-12
 
 
+def test_on_the_support_view_it_sees_no_other_sample():
+    """One epoch in one batch is a step along the gradient of the support set, however the rest of the client looks."""
+    algorithm = build("reptile", inner_lr=0.2, outer_lr=1.0, batch_size=100, view="support", **ALL)
+    model = start(algorithm).model
+    expected = mean([plus(model, -0.2, gradient(model, problems.data().client(i)["support"])) for i in range(7)])
+    assert problems.distance(run(algorithm, 1).model, expected) < 1e-12
+
+
 def test_a_server_that_takes_the_whole_step_is_fedavg():
     # One full batch, for which no order of samples is drawn.
     reptile = build("reptile", outer_lr=1.0, inner_lr=0.2, batch_size=100, weighting="samples", **ALL)

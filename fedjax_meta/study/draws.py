@@ -1,0 +1,54 @@
+"""Several draws of a scenario's clients as one, and several draws of its new clients, for reports."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedjax_meta.study.run import NEW, Outcome
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.study import DRAW, Study
+
+
+def pooled(
+    study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]
+) -> tuple[dict[str, Clients], list[Outcome]]:
+    """What reports are made of: the draws of a scenario as one, with the trials of all of them.
+
+    Args:
+      study: with or without `data_seeds`.
+      built: the clients of every draw, see `run.build`.
+      outcomes: of every draw, see `run.run`.
+
+    Returns:
+      (the clients of the first draw of each scenario, an outcome for each scenario and system). Every draw is tuned on its own;
+      the outcome names the point of the first.
+    """
+    if not study.data_seeds:
+        return dict(built), list(outcomes)
+    clients: dict[str, Clients] = {}
+    for name, one in built.items():
+        clients.setdefault(name.partition(DRAW)[0], one._replace(title=f"{one.title} ({len(study.data_seeds)} draws)"))
+    joined: dict[tuple[str, str], Outcome] = {}
+    for outcome in outcomes:
+        key = outcome.scenario.partition(DRAW)[0], outcome.system
+        had = joined.get(key)
+        if had is None:
+            joined[key] = outcome._replace(scenario=key[0])
+        else:
+            edges = list(dict.fromkeys([*had.at_edge, *outcome.at_edge]))
+            joined[key] = had._replace(tuning=had.tuning + outcome.tuning, final=had.final + outcome.final, at_edge=edges)
+    return clients, list(joined.values())
+
+
+def over_orders(outcome: Outcome, clients: Clients) -> np.ndarray:
+    """Mean accuracy of the new clients of each draw of them, `[seeds, orders]`, after the last round."""
+    accuracy = np.array([trial.rows[-1]["tests"][NEW]["accuracy"] for trial in outcome.final], float)
+    return accuracy.reshape(len(outcome.final), clients.orders, -1).mean(2)
+
+
+def remarks(outcome: Outcome, clients: Clients) -> list[str]:
+    """What a table says of the spread over the draws of new clients: the sample deviation of their means over seeds."""
+    if clients.orders == 1 or clients.new is None:
+        return []
+    values = 100 * over_orders(outcome, clients).mean(0)
+    return [f"new ±{np.std(values, ddof=1):.2f} over {clients.orders} orders ({values.min():.1f} to {values.max():.1f})"]
