@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
+from fedjax_meta import checks, costs, escape, models, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
@@ -81,15 +81,15 @@ def run(
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = _command(folder)
         outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
+        found = results.tables(chosen, built, outcomes)
         for scenario, clients in built.items():
-            rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
+            rows = [results.words(line) for line in found[scenario]]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
             others = [column for column in range(len(results.HEADINGS)) if column not in results.SCORES]
             _print_table("How they were run", *_columns(rows, [0, *others]))
         console.print(escape.console(results.explanation(chosen)), style="dim")
-        checkpoint.write_text(folder / "report.md", results.markdown(chosen, built, outcomes, command))
         report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
-        page.write(folder / "report.html", chosen, built, outcomes, command)
+        page.write_all(folder, chosen, built, outcomes, command, found=found)
         console.print(
             f"\nopen {escape.console(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True
         )
