@@ -109,25 +109,28 @@ def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = Fals
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     target: Annotated[
-        float | None, typer.Option(help="Accuracy in percent; adds the rounds to reach it.", show_default=False)
+        float | None, typer.Option(help="Accuracy in percent; adds rounds, bytes and time to reach it.", show_default=False)
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="System that others are held against; the first.", show_default=False)
+    ] = None,
+    out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Also write it: .md, .csv or .html.")] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Compares the systems of finished runs with the first of them, seed by seed.
+    """Compares the systems of finished runs with one of them, seed by seed and client by client.
 
-    `fedjax-meta compare runs/first runs/second --target 80`
+    `fedjax-meta compare runs/first runs/second --target 80 --out page.html`
     """
     with _one_line_errors(debug):
-        systems = comparison.finished(folders)
-        for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
-            mine = [one for one in systems if one.fingerprint == fingerprint]
-            _print_table(mine[0].scenario, *comparison.table(mine, target=target))
-        console.print(
-            "Accuracy in percent, ± half the 95 % confidence interval over seeds (Student's t). A star marks a difference over "
-            'the same seeds whose interval excludes 0. "better": known clients that gain; "to": rounds to the target, never if '
-            "a seed did not reach it.",
-            style="dim",
-        )
+        for path in out or ():
+            comparison.check_path(path)
+        groups = comparison.by_scenario(comparison.finished(folders), reference=reference, target=target)
+        for rows in groups:
+            for table in comparison.tables(rows, target=target):
+                _print_table(*table)
+            console.print(escape.console(" ".join(comparison.notes(rows, target=target))), style="dim")
+        for path in out or ():
+            comparison.write(path, groups, target=target)
 
 
 @app.command("list")

@@ -279,7 +279,7 @@ def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Se
     drawn = file.getvalue()
     if not of_page:
         return drawn.replace(_TEXT, text).replace(_LINE, line)
-    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     # Names of groups repeat from figure to figure, which a page does not allow; those that are referred to differ.
     drawn = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", drawn)
     drawn = drawn.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--line)")

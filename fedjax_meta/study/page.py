@@ -61,8 +61,8 @@ def write(
       OSError: the file cannot be written.
     """
     found = results.tables(study, built, outcomes) if found is None else found
-    body = [f'<p class="muted">{_text(results.explanation(study))}</p>']
-    body += [f"<p>{_text(note)}</p>" for note in study.notes]
+    body = [f'<p class="muted">{text(results.explanation(study))}</p>']
+    body += [f"<p>{text(note)}</p>" for note in study.notes]
     body += _summary(study, built, found)
     for scenario, clients in built.items():
         mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
@@ -70,8 +70,8 @@ def write(
     if study.published:
         body += ["<h2>Published beside measured</h2>"]
         body += [table(results.PUBLISHED_HEADINGS, results.published(study, outcomes), _numbers(study))]
-    body += ["<h2>How to run it again</h2>", f"<pre>{_text(command)}</pre>"]
-    body += [f"<details><summary>The study, every field filled in</summary><pre>{_text(to_yaml(study))}</pre></details>"]
+    body += ["<h2>How to run it again</h2>", f"<pre>{text(command)}</pre>"]
+    body += [f"<details><summary>The study, every field filled in</summary><pre>{text(to_yaml(study))}</pre></details>"]
     checkpoint.write_text(path, document(study.title, body))
 
 
@@ -118,7 +118,7 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             chosen=one.chosen,
             metric=study.tuning.metric,
             traffic=float(sum(costs.traffic(study.system(one.system).build(clients.task, **one.chosen), clients.train))),
-            alone=results.alone(study, one.system, clients.task),
+            alone=results.alone(study, one.system),
         )
         for one in outcomes
     ]
@@ -128,8 +128,8 @@ def document(title: str, body: Sequence[str]) -> str:
     """A page with a heading, and nothing that is loaded from elsewhere."""
     style = _STYLE.replace("LIGHT", figures.variables(dark=False)).replace("DARK", figures.variables(dark=True))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{_text(title)}</title><style>{style}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body><h1>{_text(title)}</h1>{''.join(body)}</body></html>\n"
+    head += f"<title>{text(title)}</title><style>{style}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body><h1>{text(title)}</h1>{''.join(body)}</body></html>\n"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], colors: Mapping[str, int] | None = None) -> str:
@@ -141,18 +141,18 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], colors: Mappin
       colors: numbers of systems by title, for a mark beside the first column.
     """
     classes = [' class="text"' if heading in _WORDS else "" for heading in headings]
-    lines = ["".join(f"<th{kind}>{_text(heading)}</th>" for heading, kind in zip(headings, classes, strict=True))]
+    lines = ["".join(f"<th{kind}>{text(heading)}</th>" for heading, kind in zip(headings, classes, strict=True))]
     for row in rows:
         mark = _swatch(colors[row[0]]) if colors and row[0] in colors else ""
-        cells = [f"<td>{mark}{_text(row[0])}</td>"]
-        cells += [f"<td{kind}>{_text(cell)}</td>" for cell, kind in zip(row[1:], classes[1:], strict=True)]
+        cells = [f"<td>{mark}{text(row[0])}</td>"]
+        cells += [f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row[1:], classes[1:], strict=True)]
         lines.append("".join(cells))
     return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def drawn(shown: Sequence[Shown]) -> list[str]:
     """Every figure of some systems as HTML, each panel by itself so that a narrow page shows them one below the other."""
-    names = "".join(f"<span>{_swatch(one.color)}{_text(one.title)}</span>" for one in shown)
+    names = "".join(f"<span>{_swatch(one.color)}{text(one.title)}</span>" for one in shown)
     parts = []
     for figure in figures.all_of(shown):
         parts += [f"<h3>{figure.title}</h3>", f'<p class="muted">{figure.words}</p>']
@@ -165,10 +165,10 @@ def _scenario(
     study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outcome], lines: Sequence[results.Line]
 ) -> list[str]:
     new = 0 if clients.new is None else clients.new.num_clients
-    part = [f"<h2>{_text(scenario)}: {_text(clients.title)}</h2>"]
-    part += [f"<p>{clients.train.num_clients} known clients train; {new} new ones never do. {_text(clients.note)}</p>"]
+    part = [f"<h2>{text(scenario)}: {text(clients.title)}</h2>"]
+    part += [f"<p>{clients.train.num_clients} known clients train; {new} new ones never do. {text(clients.note)}</p>"]
     part += [table(results.HEADINGS, [results.words(line) for line in lines], _numbers(study))]
-    changes = results.gains(study, clients, outcomes)
+    changes = results.gains(study, outcomes)
     if changes:
         part += ["<details><summary>Who gains and who loses, in points of accuracy, mean over seeds</summary>"]
         part += [table(results.GAIN_HEADINGS, changes, _numbers(study)), "</details>"]
@@ -194,5 +194,6 @@ def _swatch(number: int) -> str:
     return f'<span class="swatch" style="background:var(--s{number % len(report.COLORS)})"></span>'
 
 
-def _text(words: Any) -> str:
+def text(words: Any) -> str:
+    """Words as a page shows them."""
     return escape.html(words)

@@ -13,7 +13,6 @@ from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines, points_of
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
-from fedjax_meta.task import Task
 
 if TYPE_CHECKING:
     import pandas
@@ -58,11 +57,11 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     """The table of a scenario: its systems in the order of the study, and what takes no training."""
     mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
     local = next((one for one in mine if study.systems[one.system].method == LOCAL), None)
-    alone = None if local is None else _by_client(local, KNOWN)
-    table = [_line(study, outcome, clients, alone) for outcome in mine]
+    base = None if local is None else _by_client(local, KNOWN)
+    table = [_line(study, outcome, clients, base) for outcome in mine]
     for title, groups in baselines(clients, study.seeds[0]).items():
         values = {group: 100 * float(np.mean(accuracy)) for group, accuracy in groups.items()}
-        worst = 100 * _worst(groups[KNOWN])
+        worst = 100 * worst_tenth(groups[KNOWN])
         nan = float("nan")
         table.append(
             Line(title, "", (values[KNOWN], nan), (worst, nan), nan, (values.get(NEW, nan), nan), nan, 0.0, "no training")
@@ -70,16 +69,16 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     return table
 
 
-def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | None) -> Line:
+def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None) -> Line:
     known = _by_client(outcome, KNOWN)
     system = study.system(outcome.system)
     algorithm = system.build(clients.task, **outcome.chosen)
     itself = system.method == LOCAL
-    behind = float("nan") if alone is None or itself else 100 * float(np.mean(known.mean(0) < alone.mean(0)))
+    behind = float("nan") if base is None or itself else 100 * float(np.mean(known.mean(0) < base.mean(0)))
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
-    if itself and clients.new is not None and NEW not in groups_alone(algorithm):
+    if itself and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
     if not system.grid:
         remarks.append("not tuned")
@@ -88,7 +87,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
         title=study.title_of(outcome.system),
         numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
         known=_over_seeds(100 * known.mean(1)),
-        worst=_over_seeds(100 * np.array([_worst(run) for run in known])),
+        worst=_over_seeds(100 * np.array([worst_tenth(run) for run in known])),
         behind=behind,
         new=_over_seeds(100 * _by_client(outcome, NEW).mean(1)) if clients.new is not None else NOTHING,
         up=float(costs.traffic(algorithm, clients.train).up),
@@ -97,18 +96,13 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
     )
 
 
-def groups_alone(algorithm: Algorithm) -> tuple[str, ...]:
-    """The groups whose clients train by themselves under local-only training; new ones only if they are given epochs."""
-    epochs = algorithm.config.get("new_client_epochs")
-    epochs = algorithm.config.get("finetune_epochs") if epochs is None else epochs
-    return (KNOWN, NEW) if epochs else (KNOWN,)
-
-
-def alone(study: Study, system: str, task: Task) -> tuple[str, ...]:
-    """`groups_alone` of a system of a study; none if it is of another method."""
+def alone(study: Study, system: str) -> tuple[str, ...]:
+    """The groups whose clients train by themselves with a system; new clients only if they are given epochs."""
     if study.systems[system].method != LOCAL:
         return ()
-    return groups_alone(study.system(system).build(task, **points_of(study.systems[system])[0]))
+    options = study.systems[system].options
+    epochs = options.get("new_client_epochs")
+    return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
 
 
 def _privacy(algorithm: Algorithm, rounds: int, num_clients: int) -> list[str]:
@@ -149,12 +143,12 @@ def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcom
 GAIN_HEADINGS = ("system", "held against", "clients", "lose", "median", "greatest loss", "greatest gain")
 
 
-def gains(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list[list[str]]:
+def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Who gains and who loses against local training and against FedAvg, where the study has them, in `GAIN_HEADINGS`.
 
     Args:
       study: what was run.
-      clients, outcomes: of one scenario.
+      outcomes: of one scenario.
     """
     rows = []
     for method in REFERENCES:
@@ -162,7 +156,7 @@ def gains(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list[l
         for one in outcomes:
             if reference is None or one is reference:
                 continue
-            for group in alone(study, reference.system, clients.task) if method == LOCAL else (KNOWN, NEW):
+            for group in alone(study, reference.system) if method == LOCAL else (KNOWN, NEW):
                 if any(group not in trial.rows[-1]["tests"] for other in (one, reference) for trial in other.final):
                     continue
                 gain = 100 * (_by_client(one, group).mean(0) - _by_client(reference, group).mean(0))
@@ -217,7 +211,7 @@ def markdown(
         table = [words(line) for line in found[scenario]]
         text += [f"## {scenario}: {escape.markdown(clients.title)}", "", report.markdown_table(HEADINGS, table), ""]
         text += [clients.note, ""] if clients.note else []
-        changes = gains(study, clients, [one for one in outcomes if one.scenario == scenario])
+        changes = gains(study, [one for one in outcomes if one.scenario == scenario])
         if changes:
             text += ["Points of accuracy, mean over seeds:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
@@ -304,7 +298,8 @@ def _by_client(outcome: Outcome, group: str) -> np.ndarray:
     return np.array([trial.rows[-1]["tests"][group]["accuracy"] for trial in outcome.final], float)
 
 
-def _worst(accuracy: np.ndarray) -> float:
+def worst_tenth(accuracy: np.ndarray) -> float:
+    """The mean over the tenth of the clients `[N]` with the lowest accuracy; at least one."""
     count = max(1, round(len(accuracy) / 10))
     return float(np.mean(np.sort(accuracy)[:count]))
 

@@ -206,7 +206,15 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
         fixed = {kind: {**before[kind], **given} for kind, given in fixed.items()}
     versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": version("fedjax_meta")}
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    content = {"command": command, "versions": versions, "device": device, "clients": facts, "fixed": fixed}
+    systems = {name: study.system(name) for name in study.systems}
+    bytes_ = {
+        scenario: {
+            name: sum(costs.traffic(one.build(clients.task, **points_of(one)[0]), clients.train))
+            for name, one in systems.items()
+        }
+        for scenario, clients in built.items()
+    }
+    content = {"command": command, "versions": versions, "device": device, "clients": facts, "traffic": bytes_, "fixed": fixed}
     checkpoint.write_text(folder / "study.yaml", to_yaml(study))
     checkpoint.write_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -65,12 +65,12 @@ def test_a_page_is_well_formed_and_names_from_users_are_text_in_it(tmp_path):
 
 
 def test_the_tables_are_those_of_the_trials(made):
-    chosen, built, outcomes, folder = made
+    chosen, _, outcomes, folder = made
     accuracy = {one.system: 100 * np.array([t.rows[-1]["tests"]["known"]["accuracy"] for t in one.final]) for one in outcomes}
     mean, spread = accuracy["fedavg"].mean(), accuracy["fedavg"].mean(1).std(ddof=1)
     (row,) = results.published(chosen, outcomes)
     assert row[4:7] == ["50.00", f"{mean:.2f} ±{spread:.2f}", f"{mean - 50:+.2f}"]
-    gains = {(row[0], row[1], row[2]): row[3:] for row in results.gains(chosen, built["pairs"], outcomes)}
+    gains = {(row[0], row[1], row[2]): row[3:] for row in results.gains(chosen, outcomes)}
     change = accuracy["fedavg"].mean(0) - accuracy["local"].mean(0)
     shown = gains["fedavg", "Local only", "known"]
     assert shown[0] == f"{100 * np.mean(change < 0):.0f} %"
