@@ -1,6 +1,7 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
 import contextlib
+import dataclasses
 import inspect
 import re
 import shlex
@@ -17,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import checks, costs, escape, models, report, runtime
+from fedjax_meta import checks, costs, escape, loggers, models, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
@@ -63,6 +64,9 @@ def run(
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
     data_dir: DataDirOption = None,
+    log: Annotated[
+        str | None, typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio, or module:Name; several with commas.")
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Tunes and trains every system of a study, and writes a table.
@@ -73,6 +77,7 @@ def run(
     """
     with _one_line_errors(debug):
         chosen = load(study, set_ or ())
+        makes = loggers.made(log) if log else {}
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
         _announce(chosen, built)
@@ -80,7 +85,10 @@ def run(
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = _command(folder)
-        outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
+        with loggers.of_study(
+            _Lines(chosen), folder, makes, {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
+        ) as watcher:
+            outcomes = runs.run(chosen, folder, watcher=watcher, clients=built, command=command)
         found = results.tables(chosen, built, outcomes)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in found[scenario]]
