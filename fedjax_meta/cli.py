@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import checks, costs, escape, loggers, models, report, runtime
+from fedjax_meta import checks, costs, escape, export, loggers, models, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
@@ -139,6 +139,30 @@ def compare(
             console.print(escape.console(" ".join(comparison.notes(rows, target=target))), style="dim")
         for path in out or ():
             comparison.write(path, groups, target=target)
+
+
+@app.command("export")
+def export_(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    system: Annotated[str, typer.Option(help="Its name in the study.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
+    client: Annotated[int | None, typer.Option(help="A known client; else the server's model.", show_default=False)] = None,
+    new_client: Annotated[int | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="The first of the study.", show_default=False)] = None,
+    scenario: Annotated[str | None, typer.Option(help="Where there are several.", show_default=False)] = None,
+    data_dir: DataDirOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Writes a trained model, as plain variables that Flax and NumPy read.
+
+    `fedjax-meta export runs/first --system fedper --client 3 --out client3.safetensors`
+    """
+    with _one_line_errors(debug):
+        wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
+        found = export.of_run(folder, system, **wanted)  # type: ignore[arg-type]
+        export.save(out, found.variables, found.about)
+        size = costs.size_in_bytes(found.variables)
+        console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {size / 1e3:.4g} kB"))
 
 
 @app.command("list")

@@ -100,6 +100,11 @@ class _Saved(NamedTuple):
     round: Any
 
 
+def saved_shapes(build: sweeps.Build, members: Sequence[Member], data: Any) -> _Saved:
+    """The shapes of a checkpoint of a sweep."""
+    return _Saved(sweeps.state_shapes(build, members, data), jax.ShapeDtypeStruct((), np.int32))
+
+
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
     """The clients of every scenario."""
     return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
@@ -317,8 +322,7 @@ def _train(phase: _Phase, members: Sequence[Member], folder: Path, watcher: Watc
     # Other members, e.g. those of more seeds, have a folder of their own.
     who = hashlib.blake2b(repr(config["members"]).encode(), digest_size=4).hexdigest()
     state_folder = folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
-    shapes = _Saved(sweeps.state_shapes(phase.build, members, phase.data), jax.ShapeDtypeStruct((), np.int32))
-    saved = checkpoint.restore(state_folder, shapes, config)
+    saved = checkpoint.restore(state_folder, saved_shapes(phase.build, members, phase.data), config)
     trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
     if saved is not None:
         trials = [Trial(**one) for one in report.numbers_again(saved.records)]
