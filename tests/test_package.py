@@ -26,14 +26,14 @@ LAYERS = (
     ("simulation",),
     ("sweeps",),
     ("report", "checkpoint"),
-    ("loggers",),
+    ("loggers", "flower"),
     ("study",),
     ("export",),
     ("cli",),
     ("__main__",),
 )
 # These run, measure or save any method, so that they must not import a particular one.
-METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "sweeps", "report", "checkpoint", "loggers"}
+METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "sweeps", "report", "checkpoint", "loggers", "flower"}
 
 OPTIONAL = (
     "tensorflow_datasets",
