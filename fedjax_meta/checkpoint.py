@@ -13,6 +13,7 @@ memory, are mapped and not read when they are restored.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -142,6 +143,19 @@ def restore(
         return Checkpoint(state, run["records"], done)
     if damaged:
         raise ValueError(f"damaged checkpoint: {damaged[0]}; no intact one is left: delete {folder} to start this run again")
+    return None
+
+
+def saved_config(folder: str | os.PathLike) -> Json | None:
+    """The config of the newest checkpoint that can be read; `None` when there is none.
+
+    Raises:
+      ValueError: a checkpoint of another format.
+    """
+    folder = Path(folder).absolute()
+    for done in reversed(_rounds(folder)):
+        with contextlib.suppress(OSError, _DamagedError):
+            return _read_run(folder / f"{done}{_SUFFIX}")["config"]
     return None
 
 

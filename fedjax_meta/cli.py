@@ -16,7 +16,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
+from fedjax_meta import checks, costs, escape, export, loggers, models, report, runtime
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
@@ -83,6 +83,9 @@ def run(
         bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
     ] = False,
     data_dir: DataDirOption = None,
+    log: Annotated[
+        str | None, typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio, or module:Name; several with commas.")
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Tunes and trains every system of a study, and writes a table.
@@ -98,6 +101,7 @@ def run(
         chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())])
         if extend and not chosen.tuning.extend:
             chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
+        makes = loggers.made(log) if log else {}
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
         _announce(chosen, built)
@@ -105,17 +109,19 @@ def run(
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
-        outcomes = _train(chosen, folder, built, command)
+        configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
+        with loggers.of_study(_Lines(chosen), folder, makes, configs) as watcher:
+            outcomes = _train(chosen, folder, built, command, watcher)
         built, outcomes = draws.pooled(chosen, built, outcomes)
+        found = results.tables(chosen, built, outcomes)
         for scenario, clients in built.items():
-            rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
+            rows = [results.words(line) for line in found[scenario]]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
             others = [column for column in range(len(results.HEADINGS)) if column not in results.SCORES]
             _print_table("How they were run", *_columns(rows, [0, *others]))
         console.print(escape.console(results.explanation(chosen)), style="dim")
-        checkpoint.write_text(folder / "report.md", results.markdown(chosen, built, outcomes, command))
         report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
-        page.write(folder / "report.html", chosen, built, outcomes, command)
+        page.write_all(folder, chosen, built, outcomes, command, found=found)
         console.print(
             f"\nopen {escape.console(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True
         )
@@ -147,25 +153,52 @@ def _load(study: Path, variant: Sequence[str] | None, quick: bool, systems: str 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     target: Annotated[
-        float | None, typer.Option(help="Accuracy in percent; adds the rounds to reach it.", show_default=False)
+        float | None, typer.Option(help="Accuracy in percent; adds rounds, bytes and time to reach it.", show_default=False)
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="System that others are held against; the first.", show_default=False)
+    ] = None,
+    out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Also write it: .md, .csv or .html.")] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Compares the systems of finished runs with the first of them, seed by seed.
+    """Compares the systems of finished runs with one of them, seed by seed and client by client.
 
-    `fedjax-meta compare runs/first runs/second --target 80`
+    `fedjax-meta compare runs/first runs/second --target 80 --out page.html`
     """
     with one_line_errors(debug):
-        systems = comparison.finished(folders)
-        for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
-            mine = [one for one in systems if one.fingerprint == fingerprint]
-            _print_table(mine[0].scenario, *comparison.table(mine, target=target))
-        console.print(
-            "Accuracy in percent, ± half the 95 % confidence interval over seeds (Student's t). A star marks a difference over "
-            'the same seeds whose interval excludes 0. "better": known clients that gain; "to": rounds to the target, never if '
-            "a seed did not reach it.",
-            style="dim",
-        )
+        for path in out or ():
+            comparison.check_path(path)
+        groups = comparison.by_scenario(comparison.finished(folders), reference=reference, target=target)
+        for rows in groups:
+            for table in comparison.tables(rows, target=target):
+                _print_table(*table)
+            console.print(escape.console(" ".join(comparison.notes(rows, target=target))), style="dim")
+        for path in out or ():
+            comparison.write(path, groups, target=target)
+
+
+@app.command("export")
+def export_(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    system: Annotated[str, typer.Option(help="Its name in the study.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
+    client: Annotated[int | None, typer.Option(help="A known client; else the server's model.", show_default=False)] = None,
+    new_client: Annotated[int | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="The first of the study.", show_default=False)] = None,
+    scenario: Annotated[str | None, typer.Option(help="Where there are several.", show_default=False)] = None,
+    data_dir: DataDirOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Writes a trained model, as plain variables that Flax and NumPy read.
+
+    `fedjax-meta export runs/first --system fedper --client 3 --out client3.safetensors`
+    """
+    with one_line_errors(debug):
+        wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
+        found = export.of_run(folder, system, **wanted)  # type: ignore[arg-type]
+        export.save(out, found.variables, found.about)
+        size = costs.size_in_bytes(found.variables)
+        console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {size / 1e3:.4g} kB"))
 
 
 @app.command("runs")
@@ -281,7 +314,9 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         _print_table("", headings, rows)
 
 
-def _train(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> list[runs.Outcome]:
+def _train(
+    study: Study, folder: Path, built: Mapping[str, Clients], command: str, watcher: runs.Watcher
+) -> list[runs.Outcome]:
     """Runs a study; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
     numbers: list[int] = []
 
@@ -295,7 +330,7 @@ def _train(study: Study, folder: Path, built: Mapping[str, Clients], command: st
             return runs.run(
                 study,
                 folder,
-                watcher=_Lines(study),
+                watcher=watcher,
                 clients=built,
                 command=command,
                 should_stop=lambda: bool(numbers),

@@ -1,4 +1,4 @@
-"""Text of a user (paths, names, masks) inside a console's markup, a Markdown or HTML page, or the label of a figure.
+"""Text of a user (paths, names, masks) inside a console's markup, a Markdown, HTML or LaTeX page, or the label of a figure.
 
 `runs/lr[0.1]`, `path:a|b*` and `a$b` would otherwise be read as a style, the end of a cell, emphasis and a formula.
 """
@@ -48,3 +48,23 @@ def label(text: object) -> str:
       a\\$b\\$
     """
     return str(text).replace("$", r"\$")
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "<": "$<$",
+    ">": "$>$",
+}
+
+
+def latex(text: object) -> str:
+    """Text that LaTeX prints as it is.
+
+    Example:
+      >>> print(latex("100 % of lr_1 & ±2"))
+      100 \\% of lr\\_1 \\& $\\pm$2
+    """
+    return re.sub(r"[\\&%$#_{}~^±<>]", lambda found: _LATEX.get(found[0], "\\" + found[0]), " ".join(str(text).split()))

@@ -6,6 +6,7 @@ are needed. Axis letters: E evaluations, N clients, K classes.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -314,22 +315,26 @@ def check_titles(titles: Sequence[tuple[Any, ...]]) -> None:
 
 
 def over_seeds(runs: Sequence[Series]) -> dict[str, tuple[float, float]]:
-    """Mean and population standard deviation of every score over the seeds of one method on one group of clients."""
+    """Mean and sample standard deviation (NaN for one seed) of every score over the seeds of a method on a group of clients."""
     return {
-        name: (float(np.mean(values)), float(np.std(values)))
+        name: (float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan)
         for name in runs[0].scores
         for values in [[run.scores[name] for run in runs]]
     }
 
 
 def with_spread(value: tuple[float, float], runs: int) -> str:
-    """A mean as text, with its standard deviation if there are several runs.
+    """A mean as text, with its sample standard deviation if there are several runs.
 
     Example:
       >>> with_spread((97.456, 0.21), 3), with_spread((97.456, 0.0), 1)
       ('97.46 ±0.21', '97.46')
     """
     return f"{value[0]:.2f} ±{value[1]:.2f}" if runs > 1 else f"{value[0]:.2f}"
+
+
+_WORDS = re.compile(r"[A-Za-z]{2,}[,;:]? [A-Za-z0-9]")
+"""Two words: a cell that may be broken between them."""
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
@@ -356,7 +361,10 @@ def rich_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]
     # Text, so that nothing in it is taken for markup.
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="left" if column < text_columns else "right", no_wrap=True, vertical="bottom")
+        words = any(_WORDS.search(row[column]) for row in rows)
+        side: Any = "left" if column < text_columns or words else "right"
+        # Columns of words wrap where the terminal is narrow; numbers stay on one line.
+        table.add_column(Text(heading), justify=side, no_wrap=not words, overflow="fold", vertical="bottom")
     for row in rows:
         table.add_row(*map(Text, row))
     return table
@@ -376,7 +384,8 @@ def save_figure(
 
     Args:
       path: .png, .pdf or .svg.
-      all_series: at least one; several seeds of a method are drawn as their mean and range.
+      all_series: at least one; several seeds of a method are drawn as their mean and a band of one sample standard
+        deviation to each side.
       title: of the figure.
       published: published accuracy over samples, in percent, by (title of the method, clients); drawn as a diamond.
 
@@ -438,7 +447,9 @@ def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         lines = np.stack([np.pad(one.accuracy, (0, len(rounds) - len(one.rounds)), constant_values=np.nan) for one in mine])
         axis.plot(rounds, lines.mean(0), color=color, linewidth=1.8, solid_capstyle="round")
         if len(mine) > 1:
-            axis.fill_between(rounds, lines.min(0), lines.max(0), color=color, alpha=0.18, linewidth=0)
+            mean, spread = lines.mean(0), lines.std(0, ddof=1)
+            low_, high = np.maximum(mean - spread, 0), np.minimum(mean + spread, 100)
+            axis.fill_between(rounds, low_, high, color=color, alpha=0.18, linewidth=0)
         for one in mine:
             if one.diverged is not None:
                 drawn = np.flatnonzero(np.isfinite(one.accuracy))

@@ -234,6 +234,11 @@ def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation 
     return federate(method, dataclasses.replace(own, devices=1))
 
 
+def member_algorithm(build: Build, member: Member, federation: Federation | None = None) -> Algorithm:
+    """The algorithm of one member, e.g. to evaluate its state."""
+    return _algorithm(build, member.numbers, federation)
+
+
 def state_shapes(build: Build, members: Sequence[Member], data: FederatedData, federation: Federation | None = None) -> State:
     """The shapes of a sweep's state, leaves `[M, ...]`; nothing is computed."""
     algorithm = _algorithm(build, members[0].numbers, federation)

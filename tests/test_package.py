@@ -27,15 +27,14 @@ LAYERS = (
     ("sweeps",),
     ("report", "checkpoint"),
     ("process",),
+    ("loggers", "flower"),
     ("study",),
-    (
-        "cli",
-        "front",
-    ),
+    ("export",),
+    ("cli", "front"),
     ("__main__",),
 )
 # These run, measure or save any method, so that they must not import a particular one.
-METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "sweeps", "report", "checkpoint"}
+METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "sweeps", "report", "checkpoint", "loggers", "flower"}
 
 OPTIONAL = (
     "tensorflow_datasets",
@@ -53,6 +52,12 @@ OPTIONAL = (
     "dp_accounting",
     "equinox",
     "h5py",
+    "tensorboardX",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "safetensors",
+    "flwr",
 )
 
 

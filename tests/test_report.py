@@ -96,7 +96,7 @@ def test_over_seeds():
     runs = [a_series("A", "local", seed, accuracy=(value,)) for seed, value in ((1, 90.0), (2, 92.0), (3, 97.0))]
     mean, std = report.over_seeds(runs)["accuracy"]
     assert mean == pytest.approx(93)
-    assert std == pytest.approx(np.sqrt((9 + 1 + 16) / 3))
+    assert std == pytest.approx(np.sqrt((9 + 1 + 16) / 2))
 
 
 def test_markdown_has_one_line_a_row():

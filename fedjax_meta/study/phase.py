@@ -147,6 +147,11 @@ _SETTINGS = ("enable_x64", "numpy_rank_promotion", "numpy_dtype_promotion", "def
 """Settings of JAX that a thread may have of its own, and that a program depends on."""
 
 
+def saved_shapes(build: sweeps.Build, members: Sequence[sweeps.Member], data: Any) -> _Saved:
+    """The shapes of a checkpoint of a sweep."""
+    return _Saved(sweeps.state_shapes(build, members, data), jax.ShapeDtypeStruct((), np.int32))
+
+
 class Ahead:
     """Compiles the programs of phases that come next while one trains.
 
@@ -249,8 +254,8 @@ class _Wave:
 
     def restore(self) -> int:
         """Reads the newest checkpoint; the rounds that are finished."""
-        shapes = sweeps.state_shapes(self._phase.build, self._members, self._phase.data)
-        saved = checkpoint.restore(self._folder, _Saved(shapes, jax.ShapeDtypeStruct((), np.int32)), self._config)
+        shapes = saved_shapes(self._phase.build, self._members, self._phase.data)
+        saved = checkpoint.restore(self._folder, shapes, self._config)
         if saved is not None:
             known = report.numbers_again(saved.records)
             self.trials = [Trial(**one) for one in known["trials"]]

@@ -1,6 +1,7 @@
 """What a study found: a table of systems, its text, and the lines of a run's folder as a data frame."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +48,9 @@ class Line(NamedTuple):
 LOCAL = "local_only"
 """The method that the others are held against, where a study has it."""
 
+REFERENCES = (LOCAL, "fedavg")
+"""The methods against which a report says who gains and who loses."""
+
 NOTHING = (float("nan"), float("nan"))
 
 
@@ -54,11 +58,11 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     """The table of a scenario: its systems in the order of the study, and what takes no training."""
     mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
     local = next((one for one in mine if study.systems[one.system].method == LOCAL), None)
-    alone = None if local is None else _by_client(local, KNOWN)
-    table = [_line(study, outcome, clients, alone) for outcome in mine]
+    base = None if local is None else _by_client(local, KNOWN)
+    table = [_line(study, outcome, clients, base) for outcome in mine]
     for title, groups in baselines(clients, study.seeds[0]).items():
         values = {group: 100 * float(np.mean(accuracy)) for group, accuracy in groups.items()}
-        worst = 100 * _worst(groups[KNOWN])
+        worst = 100 * worst_tenth(groups[KNOWN])
         nan = float("nan")
         table.append(
             Line(title, "", (values[KNOWN], nan), (worst, nan), nan, (values.get(NEW, nan), nan), nan, 0.0, "no training")
@@ -66,14 +70,17 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     return table
 
 
-def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | None) -> Line:
+def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None) -> Line:
     known = _by_client(outcome, KNOWN)
     system = study.system(outcome.system)
     algorithm = system.build(clients.task, **outcome.chosen)
-    behind = float("nan") if alone is None else 100 * float(np.mean(known.mean(0) < alone.mean(0)))
+    itself = system.method == LOCAL
+    behind = float("nan") if base is None or itself else 100 * float(np.mean(known.mean(0) < base.mean(0)))
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
+    if itself and clients.new is not None and NEW not in alone(study, outcome.system):
+        remarks.append("new clients do not train")
     if not system.grid:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     remarks += draws.remarks(outcome, clients)
@@ -82,13 +89,22 @@ def _line(study: Study, outcome: Outcome, clients: Clients, alone: np.ndarray | 
         title=study.title_of(outcome.system),
         numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
         known=_over_seeds(100 * known.mean(1)),
-        worst=_over_seeds(100 * np.array([_worst(run) for run in known])),
+        worst=_over_seeds(100 * np.array([worst_tenth(run) for run in known])),
         behind=behind,
         new=_over_seeds(100 * _by_client(outcome, NEW).mean(1)) if clients.new is not None else NOTHING,
         up=float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
     )
+
+
+def alone(study: Study, system: str) -> tuple[str, ...]:
+    """The groups whose clients train by themselves with a system; new clients only if they are given epochs."""
+    if study.systems[system].method != LOCAL:
+        return ()
+    options = study.systems[system].options
+    epochs = options.get("new_client_epochs")
+    return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
 
 
 def _privacy(algorithm: Algorithm, rounds: int, num_clients: int) -> list[str]:
@@ -121,21 +137,128 @@ def words(line: Line) -> list[str]:
     ]
 
 
-def markdown(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome], command: str) -> str:
-    """The report as Markdown."""
-    text = [f"# {escape.markdown(study.title)}", ""]
+def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]) -> dict[str, list[Line]]:
+    """The table of each scenario, see `lines`."""
+    return {scenario: lines(study, scenario, clients, outcomes) for scenario, clients in built.items()}
+
+
+GAIN_HEADINGS = ("system", "held against", "clients", "lose", "median", "greatest loss", "greatest gain")
+
+
+def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Who gains and who loses against local training and against FedAvg, where the study has them, in `GAIN_HEADINGS`.
+
+    Args:
+      study: what was run.
+      outcomes: of one scenario.
+    """
+    rows = []
+    for method in REFERENCES:
+        reference = next((one for one in outcomes if study.systems[one.system].method == method), None)
+        for one in outcomes:
+            if reference is None or one is reference:
+                continue
+            for group in alone(study, reference.system) if method == LOCAL else (KNOWN, NEW):
+                if any(group not in trial.rows[-1]["tests"] for other in (one, reference) for trial in other.final):
+                    continue
+                gain = 100 * (_by_client(one, group).mean(0) - _by_client(reference, group).mean(0))
+                if not np.isfinite(gain).all():
+                    continue
+                least, most = int(gain.argmin()), int(gain.argmax())
+                ends = [f"{gain[i]:+.1f} (client {i})" for i in (least, most)]
+                share = f"{100 * np.mean(gain < 0):.0f} %"
+                titles = study.title_of(one.system), study.title_of(reference.system)
+                rows.append([*titles, group, share, f"{np.median(gain):+.1f}", *ends])
+    return rows
+
+
+PUBLISHED_HEADINGS = ("system", "scenario", "clients", "score", "published", "measured", "difference", "note")
+
+
+def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """The published numbers beside the measured ones, in `PUBLISHED_HEADINGS`."""
+    rows = []
+    for row in study.published:
+        found = [one for one in outcomes if (one.system, one.scenario) == (row.system, row.scenario)]
+        tests = [trial.rows[-1]["tests"].get(row.clients, {}).get("scores", {}) for one in found for trial in one.final]
+        values = 100 * np.array([scores.get(row.score, np.nan) for scores in tests], float)
+        measured = difference = "not run"
+        if values.size:
+            measured, difference = _spread(_over_seeds(values)) or "diverged", f"{values.mean() - row.value:+.2f}"
+        told = [f"{row.value:.2f}", measured, difference if np.isfinite(values).all() else "", row.note]
+        rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])
+    return rows
+
+
+def markdown(
+    study: Study,
+    built: Mapping[str, Clients],
+    outcomes: Sequence[Outcome],
+    command: str,
+    *,
+    found: Mapping[str, Sequence[Line]] | None = None,
+    figures: Sequence[str] = (),
+) -> str:
+    """The report as Markdown.
+
+    Args:
+      study, built, outcomes: what was run, and what came of it.
+      command: that was given.
+      found: the `tables`, if they are at hand.
+      figures: files to show, as paths from the report.
+    """
+    found = tables(study, built, outcomes) if found is None else found
+    text = [f"# {escape.markdown(study.title)}", "", explanation(study), ""]
     for scenario, clients in built.items():
-        table = [words(line) for line in lines(study, scenario, clients, outcomes)]
+        table = [words(line) for line in found[scenario]]
         text += [f"## {scenario}: {escape.markdown(clients.title)}", "", report.markdown_table(HEADINGS, table), ""]
         text += [clients.note, ""] if clients.note else []
-    text += [explanation(study), "", *study.notes, "", f"    {command}", ""]
+        changes = gains(study, [one for one in outcomes if one.scenario == scenario])
+        if changes:
+            text += ["Points of accuracy, mean over seeds:", ""]
+            text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
+    if study.published:
+        rows = published(study, outcomes)
+        text += ["## Published beside measured", "", report.markdown_table(PUBLISHED_HEADINGS, rows, text_columns=4), ""]
+    text += [line for path in figures for line in (f"![{Path(path).stem}]({path})", "")]
+    text += [line for note in study.notes for line in (note, "")] + [f"    {command}", ""]
     return "\n".join(text)
 
 
+def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequence[Line]]) -> str:
+    """The scores of each scenario as a LaTeX table; it needs the package booktabs."""
+    parts = [r"% \usepackage{booktabs}"]
+    for scenario, clients in built.items():
+        table = [[words(line)[column] for column in SCORES] for line in found[scenario]]
+        used = [column for column in range(len(SCORES)) if column == 0 or any(row[column] for row in table)]
+        lines = [[escape.latex(cell) for cell in row] for row in ([HEADINGS[SCORES[c]] for c in used], *_of(table, used))]
+        rows = [" & ".join(row) + r" \\" for row in lines]
+        caption = f"{study.title}: {clients.title}. {explanation(study)}"
+        parts += [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escape.latex(caption)}}}",
+            rf"\label{{tab:{re.sub('[^A-Za-z0-9]+', '-', scenario)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(used) - 1)}}}",
+            r"\toprule",
+            rows[0],
+            r"\midrule",
+            *rows[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _of(table: Sequence[Sequence[str]], columns: Sequence[int]) -> list[list[str]]:
+    return [[row[column] for column in columns] for row in table]
+
+
 def explanation(study: Study) -> str:
-    """What the numbers of a table mean."""
-    seeds = f"mean ± sample standard deviation over {len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
-    text = f"Accuracy in percent after round {study.rounds}, mean over clients ({seeds})."
+    """What the numbers of a table mean; the one place that says what ± is."""
+    text = f"Accuracy in percent after round {study.rounds}, mean over clients"
+    text += f"; ± is the sample standard deviation over {len(study.seeds)} seeds." if len(study.seeds) > 1 else " (one seed)."
     text += f" {tuning.words(study)}".rstrip()
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
@@ -173,7 +296,8 @@ def _by_client(outcome: Outcome, group: str) -> np.ndarray:
     return np.array([trial.rows[-1]["tests"][group]["accuracy"] for trial in outcome.final], float)
 
 
-def _worst(accuracy: np.ndarray) -> float:
+def worst_tenth(accuracy: np.ndarray) -> float:
+    """The mean over the tenth of the clients `[N]` with the lowest accuracy; at least one."""
     count = max(1, round(len(accuracy) / 10))
     return float(np.mean(np.sort(accuracy)[:count]))
 

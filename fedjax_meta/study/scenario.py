@@ -232,11 +232,15 @@ class Scenario:
         return Protocol(train, new, title, source.note)
 
 
+def model_name(name: str | None, data: FederatedData) -> str:
+    """The name of a model, where none is given that of the default for the shape of the data."""
+    shape = data.x.shape[1:]
+    return name or ("lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp")
+
+
 def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any]) -> Task:
     """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron."""
-    shape = data.x.shape[1:]
-    if name is None:
-        name = "lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp"
+    shape, name = data.x.shape[1:], model_name(name, data)
     checks.one_of("model", name, models.MODELS)
     build = models.MODELS[name]
     takes = inspect.signature(build).parameters

@@ -30,9 +30,18 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
         assert word in text
     assert all(len(line) <= 80 for line in text.splitlines() if "report.html" not in line) and "…" not in text
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"report.md", "report.html", "figure.png", "metrics.jsonl", "run.json", "study.yaml"} <= names
+    assert {
+        "report.md",
+        "report.html",
+        "report.tex",
+        "figures",
+        "figure.png",
+        "metrics.jsonl",
+        "run.json",
+        "study.yaml",
+    } <= names
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 6 and "Local only" in page
+    assert page.count("<svg") == 10 and "Local only" in page
     assert not any(word in page for word in ('src="http', 'href="http', "@import", "url(http"))
 
 

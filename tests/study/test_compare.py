@@ -1,7 +1,13 @@
-"""Runs are compared seed by seed."""
+"""Runs are compared seed by seed and client by client."""
 
+import csv
+import io
+import itertools
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
@@ -10,14 +16,21 @@ from fedjax_meta.study.run import Trial
 from tests.study.common import TREE, Silent, study
 
 
-def trial(seed, accuracy):
-    known = {"accuracy": list(accuracy), "scores": {"accuracy_mean": np.mean(accuracy)}}
-    return Trial({}, seed, [{"round": 5, "tests": {"known": known}}], None)
+def trial(seed, accuracy, curve=None, new=None):
+    """A trial from the clients' last accuracies, and from the mean accuracy at rounds 5, 10, ... of 2 seconds each."""
+    curve = [np.mean(accuracy)] if curve is None else curve
+    rows = []
+    for number, mean in enumerate(curve, 1):
+        tests = {"known": {"accuracy": list(accuracy), "scores": {"accuracy_mean": mean}}}
+        if new is not None:
+            tests["new"] = {"accuracy": list(new), "scores": {"accuracy_mean": np.mean(new)}}
+        rows.append({"round": 5 * number, "seconds": 2.0, "tests": tests})
+    return Trial({}, seed, rows, None)
 
 
-def system(title, accuracy):
+def system(title, accuracy, **more):
     """A finished system from accuracies `[seeds, clients]`."""
-    return compare.Finished(title, "pairs", "abc", [trial(seed, row) for seed, row in enumerate(accuracy)])
+    return compare.Finished(title, "pairs", "abc", [trial(seed, row) for seed, row in enumerate(accuracy)], **more)
 
 
 def test_a_difference_is_taken_on_the_same_seeds_and_clients():
@@ -25,21 +38,119 @@ def test_a_difference_is_taken_on_the_same_seeds_and_clients():
     second = system("b", [[0.6, 0.7], [0.8, 0.8]])
     found = compare.difference(second, first, "known")
     # By seed +5 and +10 points; Student's t with one degree of freedom is 12.706.
-    assert found.mean == pytest.approx(7.5) and found.seeds == 2 and found.better == 50
+    assert found.mean == pytest.approx(7.5) and found.seeds == 2 and (found.better, found.worse) == (50, 0)
     assert found.margin == pytest.approx(12.706 * np.std([5, 10], ddof=1) / np.sqrt(2))
-    assert "*" not in found.words
+    assert found.p_seeds == pytest.approx(stats.ttest_rel([65, 80], [60, 70]).pvalue)
     assert compare.difference(system("c", []), first, "known") is None
-    assert compare.difference(first, first, "known").words == "+0.00 ±0.00"
+    same = compare.difference(first, first, "known")
+    assert (same.mean, same.p_seeds, same.p_clients) == (0, 1, 1)
 
 
-def test_runs_of_two_folders_are_one_table(tmp_path):
+def test_p_values_against_permutations():
+    values = np.array([3.0, -1.0, 4.0, 2.5, 6.0, -0.5, 5.0])
+    # Of all signs of the ranks, the share that is at least as far from the middle.
+    ranks = stats.rankdata(np.abs(values))
+    sums = np.array([np.dot(ranks, signs) for signs in itertools.product([0, 1], repeat=7)])
+    mine = np.dot(ranks, values > 0)
+    share = 2 * min(np.mean(sums >= mine), np.mean(sums <= mine))
+    assert compare.signed_rank(np.append(values, 0)) == pytest.approx(share)
+    assert compare.paired_t(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    assert np.isnan(compare.paired_t(np.array([1.0]))) and np.isnan(compare.signed_rank(np.array([1.0, np.nan])))
+    assert compare.paired_t(np.array([2.0, 2.0])) == 0
+
+
+def test_rows_hold_the_worst_tenth_the_variance_and_who_stays_behind():
+    rng = np.random.default_rng(0)
+    accuracy = rng.uniform(0.4, 1, (3, 20))
+    local, fedavg = accuracy + rng.normal(0, 0.1, 20), accuracy + rng.normal(0, 0.1, 20)
+    systems = [
+        system("mine", accuracy, method="ditto"),
+        system("alone", local, method="local_only"),
+        system("mean", fedavg, method="fedavg"),
+    ]
+    mine, alone, _ = compare.compared(systems, reference="alone")
+    np.testing.assert_allclose(mine.worst, [100 * np.sort(row)[:2].mean() for row in accuracy])
+    np.testing.assert_allclose(mine.variance, [np.var(100 * row) for row in accuracy])
+    for name, other in (("local_only", local), ("fedavg", fedavg)):
+        assert mine.behind[name] == pytest.approx(100 * np.mean(accuracy.mean(0) < other.mean(0)))
+    assert set(alone.behind) == {"fedavg"} and alone.against is None and mine.against.seeds == 3
+    with pytest.raises(ValueError, match="reference='other' is unknown"):
+        compare.compared(systems, reference="other")
+
+
+def test_targets_in_rounds_bytes_and_time():
+    fast, slow = trial(1, [0.9], [0.2, 0.8, 0.7, 0.9]), trial(2, [0.9], [0.2, 0.3, 0.8, 0.9])
+    one = compare.Finished("a", "pairs", "abc", [fast, slow], traffic=2e6)
+    found = compare.reached(one, 80)
+    assert found.rounds.tolist() == [10, 15] and found.megabytes.tolist() == [20, 30] and found.seconds.tolist() == [4, 6]
+    never = compare.reached(one._replace(trials=[fast, trial(2, [0.5], [np.nan, 0.5])]), 80)
+    assert never.rounds.tolist() == [10, np.inf]
+    rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=80)
+    assert compare.tables(rows, target=80)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
+    assert compare.tables(compare.compared([one], target=80), target=80)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
+
+
+def test_the_gap_is_known_minus_new_and_other_cohorts_are_told():
+    trials = [trial(seed, [0.8, 0.9], new=[0.6]) for seed in (1, 2)]
+    one = compare.Finished("a", "pairs", "abc", trials)
+    other = one._replace(title="b", cohorts="7")
+    rows = compare.compared([one, other])
+    accuracy = compare.tables(rows)[0]
+    assert accuracy.headings[-1] == "gap" and accuracy.rows[0][-1] == "+25.00"
+    text = " ".join(compare.notes(rows))
+    assert "b trained on other cohorts than a" in text and "behind" not in text and "MB" not in text
+    assert "cohorts" not in " ".join(compare.notes(compare.compared([one, one._replace(title="c")])))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two runs of local training, for 1 and for 3 rounds, and one with FedAvg beside."""
+    folder = tmp_path_factory.mktemp("runs")
     one = {"local": TREE["systems"]["local"]}
     for name, rounds in (("short", 1), ("long", 3)):
-        run.run(study(systems=one, rounds=rounds), tmp_path / name, watcher=Silent())
-    result = CliRunner().invoke(app, ["compare", str(tmp_path / "short"), str(tmp_path / "long"), "--target", "50"])
+        run.run(study(systems=one, rounds=rounds), folder / name, watcher=Silent())
+    both = {"fedavg": {"method": "fedavg", "options": {"lr": 0.1, "batch_size": 20}}, **one}
+    run.run(study(systems=both, rounds=3), folder / "both", watcher=Silent())
+    return folder
+
+
+def test_runs_of_several_folders_are_one_table_that_fits_80_columns(folders):
+    names = [str(folders / name) for name in ("short", "long", "both")]
+    result = CliRunner().invoke(app, ["compare", *names, "--target", "50"])
     assert result.exit_code == 0
     text = " ".join(result.output.split())
-    assert "Local only (short)" in text and "Local only (long)" in text and "to 50 %" in text and "…" not in text
+    for word in ("Local only (short)", "Local only (long)", "To reach 50 %", "95 % interval", "p (clients)", "behind FedAvg"):
+        assert word in text
+    assert "…" not in text and all(len(line) <= 80 for line in result.output.splitlines())
+
+
+def test_a_comparison_is_written_as_markdown_csv_and_html(folders, tmp_path):
+    files = [tmp_path / name for name in ("c.md", "c.csv", "c.html")]
+    words = [word for path in files for word in ("--out", str(path))]
+    args = ["compare", str(folders / "both"), "--reference", "Local only", "--target", "10", *words]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    text = files[0].read_text(encoding="utf-8")
+    assert "## Minus Local only, known clients, same seeds" in text
+    first, second = csv.DictReader(io.StringIO(files[1].read_text(encoding="utf-8")))
+    systems = {one.title: one for one in compare.finished([folders / "both"])}
+    fedavg = 100 * np.array(list(systems["fedavg"].by_client("known").values()))
+    local = 100 * np.array(list(systems["Local only"].by_client("known").values()))
+    assert float(first["known_mean"]) == pytest.approx(fedavg.mean()) and first["system"] == "fedavg"
+    assert float(first["known_difference_mean"]) == pytest.approx((fedavg - local).mean())
+    assert second["known_difference_mean"] == "" and second["bytes_a_round"] == "0.0"
+    # The logistic model has 65 x 10 parameters, which travel down and up.
+    assert float(first["bytes_a_round"]) == 2 * 650 * jnp.zeros(()).dtype.itemsize
+    page = files[2].read_text(encoding="utf-8")
+    assert page.count("<svg") > 4 and "Local only" in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"), [(["--out", "c.pdf"], "must end with one of"), (["--reference", "x"], "reference")]
+)
+def test_bad_options_get_one_line(folders, extra, message):
+    result = CliRunner().invoke(app, ["compare", str(folders / "both"), *extra])
+    assert result.exit_code == 1 and message in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("made", [False, True])

@@ -3,11 +3,16 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+import fedjax_meta as fm
+from fedjax_meta import export
 from fedjax_meta.cli import app
 from fedjax_meta.study import from_tree
+from tests.study.common import TREE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
 
@@ -35,3 +40,44 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("command", re.findall(r"^fedjax-meta (\w+)", PAGE, flags=re.MULTILINE))
 def test_commands_of_the_page_exist(command):
     assert command in {(one.name or one.callback.__name__) for one in app.registered_commands}
+
+
+def blocks(name):
+    text = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_logger_of_the_page_logs(capsys):
+    (code,) = blocks("reports.md")
+    names: dict = {}
+    exec(code, names)
+    clients = from_tree(TREE).scenarios["pairs"].build()
+    names["train"](fm.fedavg(clients.task, batch_size=20), clients.train)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "fedavg" and said[1].startswith("1 {'train/loss'") and said[-1] == "finished"
+
+
+def test_the_code_of_the_page_on_deployment(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    loader, module, apps = blocks("deployment.md")
+    monkeypatch.chdir(tmp_path)
+    kernel = np.arange(640, dtype=np.float32).reshape(64, 10)
+    export.save("client3.safetensors", {"params": {"head": {"kernel": kernel, "bias": np.zeros(10, np.float32)}}})
+    names: dict = {}
+    exec(loader + module, names)
+    x = np.ones((2, 8, 8, 1), np.float32)
+    np.testing.assert_allclose(names["LogisticRegression"]().apply(names["variables"], x), x.reshape(2, -1) @ kernel)
+    exec(apps, names)
+    pytest.importorskip("flwr")
+    clients = from_tree(TREE).scenarios["pairs"].build()
+    assert len(names["apps"](clients.task, clients.train)) == 2
+
+
+@pytest.mark.parametrize("name", ["reports.md", "deployment.md"])
+def test_commands_and_flags_of_the_pages_exist(name):
+    text = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
+    lines = re.findall(r"^fedjax-meta (\w+)(.*)$", text, flags=re.MULTILINE)
+    assert lines
+    for command, rest in lines:
+        said = CliRunner().invoke(app, [command, "--help"], terminal_width=200).output
+        assert all(flag in said for flag in re.findall(r"--[a-z-]+", rest))

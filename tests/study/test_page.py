@@ -1,9 +1,33 @@
-"""The HTML page of a study."""
+"""The HTML page of a study, its figures and its LaTeX table."""
 
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
-from fedjax_meta.study import page, run
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from fedjax_meta.report import COLORS
+from fedjax_meta.study import figures, page, results, run
 from tests.study.common import TREE, Silent, study
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A study of three systems, its clients and outcomes, and the folder with every report."""
+    more = {"method": "fedper", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}, "title": "Own_heads & 100 %"}
+    published = [{"system": "fedavg", "scenario": "pairs", "value": 50.0, "score": "accuracy_mean", "note": "Table 3"}]
+    chosen = study(systems={**TREE["systems"], "more": more}, rounds=3, published=published)
+    folder = tmp_path_factory.mktemp("reports")
+    built = run.build(chosen)
+    outcomes = run.run(chosen, folder, watcher=Silent(), clients=built)
+    page.write_all(folder, chosen, built, outcomes, "fedjax-meta run digits.yaml")
+    return chosen, built, outcomes, folder
 
 
 class Checked(HTMLParser):
@@ -38,3 +62,93 @@ def test_a_page_is_well_formed_and_names_from_users_are_text_in_it(tmp_path):
     text = " ".join(parser.words)
     for word in ("<script>x</script> & co", "A <i>title</i>", "81.50", "fedjax-meta run <x>", "majority class"):
         assert word in text
+
+
+def test_the_tables_are_those_of_the_trials(made):
+    chosen, _, outcomes, folder = made
+    accuracy = {one.system: 100 * np.array([t.rows[-1]["tests"]["known"]["accuracy"] for t in one.final]) for one in outcomes}
+    mean, spread = accuracy["fedavg"].mean(), accuracy["fedavg"].mean(1).std(ddof=1)
+    (row,) = results.published(chosen, outcomes)
+    assert row[4:7] == ["50.00", f"{mean:.2f} ±{spread:.2f}", f"{mean - 50:+.2f}"]
+    gains = {(row[0], row[1], row[2]): row[3:] for row in results.gains(chosen, outcomes)}
+    change = accuracy["fedavg"].mean(0) - accuracy["local"].mean(0)
+    shown = gains["fedavg", "Local only", "known"]
+    assert shown[0] == f"{100 * np.mean(change < 0):.0f} %"
+    assert shown[2:] == [
+        f"{v:+.1f} (client {i})" for v, i in ((change.min(), change.argmin()), (change.max(), change.argmax()))
+    ]
+    # New clients of this local-only system do not train, so that nobody is held against them.
+    assert ("fedavg", "Local only", "new") not in gains and ("Local only", "fedavg", "new") in gains
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"{mean:.2f} ±{spread:.2f}" in text and "new clients do not train" in text
+    assert text.count("sample standard deviation") == 1
+
+
+def test_latex_has_a_row_for_each_system_and_escapes_titles(made):
+    text = (made[3] / "report.tex").read_text(encoding="utf-8")
+    rows = text[text.index(r"\midrule") : text.index(r"\bottomrule")].splitlines()[1:]
+    assert [row.split(" & ")[0] for row in rows][:3] == ["fedavg", "Local only", r"Own\_heads \& 100 \%"]
+    columns = text[text.index(r"\begin{tabular}") :].splitlines()[0].count("r}") and text.split(r"{tabular}{")[1].index("}")
+    assert all(row.endswith(r"\\") and row.replace(r"\&", "").count("&") == columns - 1 for row in rows)
+    assert r"$\pm$" in rows[0] and text.count(r"\begin{") == text.count(r"\end{")
+
+
+def test_figures_are_files_in_which_each_system_has_its_own_colour(made):
+    chosen, built, outcomes, folder = made
+    names = {path.stem.removeprefix("pairs-") for path in (folder / "figures").glob("*.svg")}
+    assert names == {"rounds", "clients", "gains", "costs", "tuning", "confusion"}
+    for name in ("rounds", "clients", "costs"):
+        text = (folder / "figures" / f"pairs-{name}.svg").read_text(encoding="utf-8")
+        ET.fromstring(text)
+        assert all(color in text for color in COLORS[:3]) and "var(" not in text
+        assert (folder / "report.md").read_text(encoding="utf-8").count(f"(figures/pairs-{name}.svg)") == 1
+    # Without the first system, the others keep their colours, in a page too.
+    shown = page.systems(chosen, built["pairs"], outcomes)[1:]
+    text = figures.svg(figures.by_round(shown).panels, "curves")
+    assert "var(--s0)" not in text and "var(--s1)" in text and "var(--s2)" in text
+    assert not any(color in text for color in COLORS)
+
+
+def test_a_line_is_the_mean_over_seeds_and_its_band_one_deviation(made):
+    chosen, built, outcomes, _ = made
+    from matplotlib.figure import Figure
+
+    shown = page.systems(chosen, built["pairs"], outcomes)
+    axis = Figure().subplots()
+    figures.by_round(shown).panels[1].draw(axis)
+    scores = 100 * np.array([[row["tests"]["new"]["scores"]["accuracy_mean"] for row in t.rows] for t in outcomes[0].final])
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), scores.mean(0))
+    band = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx((scores.mean(0) + scores.std(0, ddof=1)).max())
+
+
+def test_what_was_not_run_is_not_spoken_of(tmp_path):
+    chosen = study(rounds=1, seeds=[1], systems={"fedavg": {"method": "fedavg", "options": {"batch_size": 20}}})
+    built = run.build(chosen)
+    page.write_all(tmp_path, chosen, built, run.run(chosen, tmp_path, watcher=Silent(), clients=built), "x")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8") + (tmp_path / "report.tex").read_text(encoding="utf-8")
+    for word in ("±", "training alone", "Grids", "hyper-parameters were", "Published", "standard deviation", "behind local:"):
+        assert word not in text
+
+
+@pytest.mark.long
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_in_a_browser(made, dark, width, tmp_path):
+    path = tmp_path / "page.png"
+    theme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    shot = [f"--screenshot={path}", f"--window-size={width},3000", f"--user-data-dir={tmp_path / 'profile'}"]
+    page_ = (made[3] / "report.html").as_uri()
+    subprocess.run([BROWSER, *options, theme, *shot, page_], check=True, capture_output=True, timeout=120)
+    image = matplotlib.image.imread(path)[..., :3]
+    assert image.shape[:2] == (3000, width)
+    background = np.array(to_rgb("#14171c" if dark else "#ffffff"))
+    near = np.abs(image - background).max(-1) < 0.02
+    assert 0.5 < near.mean() < 0.99
+    # Nothing runs out of the window: tables scroll by themselves.
+    assert near[:, -8:].all() and near[:, :8].all()
+    for color in COLORS[:3]:
+        line = np.array(to_rgb(figures.ON_DARK.get(color, color) if dark else color))
+        assert (np.abs(image - line).max(-1) < 0.03).sum() > 200

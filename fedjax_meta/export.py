@@ -1,0 +1,264 @@
+"""Trained models as plain variables in safetensors files, which Flax and NumPy read without this library.
+
+A file holds the leaves of a model's variables, named by their path with "/" between ("params/head/kernel"), and in its header
+what they are. This reads them anywhere::
+
+    from flax.traverse_util import unflatten_dict
+    from safetensors.numpy import load_file
+
+    variables = unflatten_dict(load_file("client3.safetensors"), sep="/")
+
+The networks of `models` keep the outputs of a kernel on its first axis. In the files of runs they are on the last one, as in Flax
+(`flax_layout`), so that `flax.linen.Dense`, `Conv` and `BatchNorm` take the variables as they are.
+"""
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_meta import checkpoint, checks, disk, report, sweeps
+from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.data import FederatedData
+from fedjax_meta.keys import tagged
+from fedjax_meta.masks import variables_shape
+from fedjax_meta.simulation import run_keys
+from fedjax_meta.study import phase, run
+from fedjax_meta.study.scenario import Clients, model_name
+from fedjax_meta.study.study import Study
+from fedjax_meta.study.study import load as load_study
+from fedjax_meta.sweeps import Member
+from fedjax_meta.types import Key, PyTree, Variables
+
+Json = Any
+
+
+def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None = None) -> None:
+    """Writes variables to a safetensors file.
+
+    Args:
+      path: of the file; an old one there is replaced at once.
+      variables: a pytree of arrays; leaves are named by their path.
+      about: for the header, JSON values by name.
+
+    Raises:
+      ImportError: the package safetensors is not installed.
+      ValueError: no leaves, a leaf that is no array of numbers, two leaves of one name.
+      OSError: the file cannot be written.
+    """
+    try:
+        from safetensors.numpy import save as to_bytes
+    except ImportError:
+        raise ImportError("an export needs the package safetensors: pip install safetensors") from None
+    arrays: dict[str, np.ndarray] = {}
+    for place, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        name = jax.tree_util.keystr(place, simple=True, separator="/") or "value"
+        if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.extended):
+            raise ValueError(f"the leaf {name} is a random key, which a model for other programs cannot hold")
+        if name in arrays:
+            raise ValueError(f"two leaves have the name {name}")
+        # The reshape is for scalars, of which `ascontiguousarray` makes vectors.
+        arrays[name] = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+    if not arrays:
+        raise ValueError("there is nothing to export: the model has no leaves")
+    header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (about or {}).items()}
+    disk.replace(Path(path), [to_bytes(arrays, metadata=header)])
+
+
+def load(path: str | Path, like: PyTree = None) -> PyTree:
+    """The variables of a file, as nested dictionaries of NumPy arrays.
+
+    Args:
+      path: of the file.
+      like: a tree of the wanted structure, e.g. `jax.eval_shape(task.init, key)`, for variables that are no dictionaries.
+
+    Raises:
+      ValueError: the file's leaves are not those of `like`.
+      OSError: the file cannot be read.
+    """
+    from safetensors.numpy import load_file
+
+    arrays = load_file(path)
+    if like is None:
+        tree: dict[str, Any] = {}
+        for name, array in arrays.items():
+            *parents, last = name.split("/")
+            place = tree
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[last] = array
+        return tree
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    names = [jax.tree_util.keystr(place, simple=True, separator="/") or "value" for place, _ in paths]
+    odd = set(names) ^ set(arrays)
+    if odd:
+        raise ValueError(f"{path} holds other leaves: {min(odd)} is {'missing' if min(odd) in names else 'not wanted'}")
+    return jax.tree.unflatten(structure, [arrays[name] for name in names])
+
+
+def personal(
+    algorithm: Algorithm, key: Key, state: State, data: FederatedData, client: int, *, support: str, known: bool = True
+) -> Variables:
+    """The model that one client predicts with, after whatever its method does with its support view.
+
+    Args:
+      algorithm: what was trained.
+      key: of the test, as `evaluation.evaluate` takes it: the model is the one that is tested there.
+      state: of the training.
+      data: the clients.
+      client: its position in the data.
+      support: name of the view to adapt on.
+      known: whether these are the clients of the training.
+
+    Raises:
+      ValueError: no such client or view.
+    """
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    checks.indices("client", client, data.num_clients)
+    data.sizes(support)
+
+    def one(key: Key, state: State, data: FederatedData) -> Variables:
+        own = jax.random.fold_in(key, data.ids_of(np.array(client)))
+        return algorithm.personalize(own, state, data.client(client)[support], client if known else None)
+
+    return jax.jit(one)(key, state, data)
+
+
+OWN_LAYERS = ("mlp", "lenet", "fedpac_cnn", "mtfl_mlp", "mtfl_cnn", "elu_mlp", "logistic")
+"""Models of the layers of `layers`, whose kernels have their outputs on the first axis."""
+
+
+def flax_layout(variables: Variables) -> Variables:
+    """The variables of a model of `OWN_LAYERS` with every kernel as Flax has it, its outputs on the last axis."""
+
+    def moved(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return np.moveaxis(np.asarray(leaf), 0, -1) if name == "kernel" else leaf
+
+    return jax.tree_util.tree_map_with_path(moved, variables)
+
+
+class Exported(NamedTuple):
+    """A model of a run, and what it is.
+
+    Attributes:
+      variables: the model.
+      about: where it comes from, and how its inputs are made.
+    """
+
+    variables: Variables
+    about: dict[str, Json]
+
+
+def of_run(
+    folder: str | Path,
+    system: str,
+    *,
+    scenario: str | None = None,
+    seed: int | None = None,
+    client: int | None = None,
+    new_client: int | None = None,
+    data_dir: str | None = None,
+) -> Exported:
+    """A model of a finished run, from the checkpoint after its last round.
+
+    Args:
+      folder: of the run.
+      system: its name in the study.
+      scenario: its name in the study; needed where there are several.
+      seed: the first of the study when not given.
+      client: a known client, whose personalised model is wanted; the server's model when neither this nor `new_client` is given.
+      new_client: a client that never trained.
+      data_dir: where prepared data sets are.
+
+    Raises:
+      ValueError: a folder without a run, an unknown name, a client that is not there, no checkpoint of that seed.
+      OSError: a file cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / "study.yaml").is_file():
+        raise ValueError(f"{folder} holds no run (no study.yaml)")
+    study = load_study(folder / "study.yaml")
+    checks.one_of("system", system, study.systems)
+    if scenario is None and len(study.scenarios) > 1:
+        raise ValueError(f"scenario is needed: the run has {', '.join(study.scenarios)}")
+    place = next(iter(study.scenarios)) if scenario is None else scenario
+    checks.one_of("scenario", place, study.scenarios)
+    seed = study.seeds[0] if seed is None else seed
+    if client is not None and new_client is not None:
+        raise ValueError(f"client={client} and new_client={new_client}: give one of them")
+    clients = study.scenarios[place].build(data_dir)
+    member, state = _restored(study, folder, place, system, seed, clients)
+    algorithm = sweeps.member_algorithm(lambda **numbers: study.system(system).parts(clients.task, **numbers), member)
+    name = model_name(study.scenarios[place].model, clients.train)
+
+    def exported(variables: Variables, what: str) -> Exported:
+        # A method's own tree, such as a mixture of models, has kernels of other shapes, and stays as it is.
+        plain = name in OWN_LAYERS and checks.mismatch(variables, variables_shape(clients.task)) is None
+        layout = "flax" if plain else "as trained"
+        return Exported(flax_layout(variables) if plain else variables, {**about, "client": what, "layout": layout})
+
+    about: dict[str, Json] = {
+        "fedjax_meta": version("fedjax_meta"),
+        "system": study.title_of(system),
+        "method": study.systems[system].method,
+        "scenario": clients.title,
+        "model": {"name": name, "options": dict(study.scenarios[place].model_options)},
+        "numbers": dict(member.numbers),
+        "seed": seed,
+        "round": int(state.round),
+        **_inputs(clients.train),
+    }
+    if client is None and new_client is None:
+        return exported(state.model, "none: the server's model")
+    group, data = (run.KNOWN, clients.train) if new_client is None else (run.NEW, clients.new)
+    if data is None:
+        raise ValueError(f"new_client={new_client}, but the scenario {place} has no new clients")
+    number = client if new_client is None else new_client
+    assert number is not None
+    support = study.scenarios[place].adapt_on if group == run.KNOWN else "support"
+    key = tagged(run_keys(jax.random.key(seed))[2], group, state.round)
+    found = personal(algorithm, key, state, data, number, support=support, known=group == run.KNOWN)
+    return exported(found, f"{group} client {number}")
+
+
+def _inputs(data: FederatedData) -> dict[str, Json]:
+    """How the model's inputs are made of stored samples: `(x - offset) * scale`."""
+    shape = {"input_shape": list(data.x.shape[1:]), "classes": data.num_classes}
+    if data.offset is None or data.scale is None:
+        return shape
+    return {**shape, "offset": np.asarray(data.offset).tolist(), "scale": np.asarray(data.scale).tolist()}
+
+
+def _restored(study: Study, folder: Path, scenario: str, system: str, seed: int, clients: Clients) -> tuple[Member, State]:
+    """The member of a seed in the final runs, and its state."""
+    path = folder / "results" / scenario / f"{system}.final.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no finished results of {system} on {scenario}")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    trials = {label: run.Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()}
+    chosen = next(((label, trial) for label, trial in trials.items() if trial.seed == seed), None)
+    if chosen is None:
+        raise ValueError(f"seed={seed} was not run; {system} has the seeds {', '.join(str(t.seed) for t in trials.values())}")
+    label = chosen[0]
+
+    def build(**numbers: Any) -> Any:
+        return study.system(system).parts(clients.task, **numbers)
+
+    for states in sorted((folder / "state" / scenario).glob(f"{system}.final.*")):
+        config = checkpoint.saved_config(states)
+        if config is None or label not in config["members"]:
+            continue
+        if config["data"] != clients.fingerprint:
+            raise ValueError(f"the clients of {scenario} are not those of the run: was the data set changed?")
+        members = [Member(trials[name].numbers, trials[name].seed) for name in config["members"]]
+        shapes = phase.saved_shapes(build, members, clients.train)
+        saved = checkpoint.restore(states, shapes, config)
+        if saved is not None:
+            number = config["members"].index(label)
+            return members[number], jax.tree.map(lambda leaf, m=number: leaf[m], saved.state.members)
+    raise ValueError(f"{folder} has no checkpoint of {system} with {label}")

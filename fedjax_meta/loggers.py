@@ -1,0 +1,361 @@
+"""Loggers: where the numbers of a run go while it trains, besides its folder.
+
+A logger has three methods, see `Logger`; anything that has them is one. TensorBoard, Weights & Biases, MLflow and trackio are
+here; each is imported when it is asked for. `logged` connects a logger with `simulate`, `OfStudy` several with a study.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from fedjax_meta import checks, report
+from fedjax_meta.algorithm import State
+from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.simulation import Record
+
+Json = Any
+Steps = dict[int, dict[str, float]]
+"""Values by name, by the round after which they were measured."""
+
+FINISHED, DIVERGED, STOPPED, FAILED = "finished", "diverged", "stopped", "failed"
+
+
+class Logger(Protocol):
+    """Gets the numbers of one run."""
+
+    def start(self, config: Mapping[str, Json]) -> None:
+        """The run begins; `config` holds its hyper-parameters as JSON values."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers after round `step`; steps never go back."""
+
+    def finish(self, status: str) -> None:
+        """The run ended: "finished", "diverged", "stopped" or "failed"."""
+
+
+Make = Callable[[Path, str], Logger]
+"""`(folder, name of the run) -> logger`."""
+
+
+def _package(name: str, logger: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"the logger {logger} needs a package that is not installed: pip install {name}") from None
+
+
+class TensorBoard:
+    """Writes event files for TensorBoard to `folder/name` (package tensorboardX)."""
+
+    def __init__(self, folder: str | Path, name: str = "") -> None:
+        self._package = _package("tensorboardX", "tensorboard")
+        self._folder = Path(folder) / name
+
+    def start(self, config: Mapping[str, Json]) -> None:
+        """Opens the run and writes the config."""
+        # A run that is killed leaves all but the last second.
+        self._writer = self._package.SummaryWriter(str(self._folder), flush_secs=1)
+        self._writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values at a step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, status: str) -> None:
+        """Writes the status and closes the run."""
+        self._writer.add_text("status", status)
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, kept in `folder/wandb`; offline unless the variable WANDB_MODE says something else."""
+
+    def __init__(self, folder: str | Path, name: str = "") -> None:
+        self._package = _package("wandb", "wandb")
+        self._folder, self._name = Path(folder), name
+
+    def start(self, config: Mapping[str, Json]) -> None:
+        """Opens the run and writes the config."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        project = os.environ.get("WANDB_PROJECT", "fedjax_meta")
+        self._run = self._package.init(
+            project=project,
+            name=self._name,
+            dir=self._folder,
+            config=dict(config),
+            mode=mode,
+            reinit="create_new",
+            settings=self._package.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values at a step."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, status: str) -> None:
+        """Writes the status and closes the run."""
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status == FINISHED else 1)
+
+
+class MLflow:
+    """A run of MLflow in `folder/mlruns`, or at MLFLOW_TRACKING_URI where that is set."""
+
+    def __init__(self, folder: str | Path, name: str = "") -> None:
+        self._package = _package("mlflow", "mlflow")
+        self._folder, self._name = Path(folder), name
+
+    def start(self, config: Mapping[str, Json]) -> None:
+        """Opens the run and writes the config."""
+        where = os.environ.get("MLFLOW_TRACKING_URI")
+        if where is None:
+            # MLflow asks for a database unless it is told that files will do.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            where = (self._folder / "mlruns").absolute().as_uri()
+        self._client = self._package.MlflowClient(tracking_uri=where)
+        found = self._client.get_experiment_by_name("fedjax_meta")
+        experiment = self._client.create_experiment("fedjax_meta") if found is None else found.experiment_id
+        self._id = self._client.create_run(experiment, run_name=self._name).info.run_id
+        for name, value in flat(config).items():
+            self._client.log_param(self._id, re.sub(r"[^\w./ -]", "_", name), value)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values at a step."""
+        now = int(1000 * time.time())
+        self._client.log_batch(
+            self._id, metrics=[self._package.entities.Metric(name, value, now, step) for name, value in values.items()]
+        )
+
+    def finish(self, status: str) -> None:
+        """Writes the status and closes the run."""
+        self._client.set_tag(self._id, "status", status)
+        self._client.set_terminated(self._id, {FINISHED: "FINISHED", STOPPED: "KILLED"}.get(status, "FAILED"))
+
+
+class Trackio:
+    """A run of trackio, in its own folder (TRACKIO_DIR)."""
+
+    def __init__(self, folder: str | Path, name: str = "") -> None:
+        self._package = _package("trackio", "trackio")
+        self._project, self._name = Path(folder).absolute().parent.name or "fedjax_meta", name
+
+    def start(self, config: Mapping[str, Json]) -> None:
+        """Opens the run and writes the config."""
+        run = self._name.replace("/", "-")
+        self._run = self._package.init(self._project, name=run, config=flat(config), resume="allow", embed=False)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values at a step."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, status: str) -> None:
+        """Writes the status and closes the run."""
+        self._run.log({"finished": float(status == FINISHED)})
+        self._run.finish()
+
+
+LOGGERS: dict[str, Make] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+
+
+def made(names: str) -> dict[str, Make]:
+    """Loggers from their names: `"tensorboard,wandb"`, or `"package.module:Name"` for one of your own.
+
+    Raises:
+      ValueError: an unknown name, or something that is not there.
+      ImportError: a package that is not installed; the message says how to install it.
+    """
+    found: dict[str, Make] = {}
+    for name in (part.strip() for part in names.split(",")):
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            try:
+                found[name] = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                raise ValueError(f"logger {name}: {checks.first_line(error)}") from None
+        else:
+            checks.one_of("logger", name, LOGGERS)
+            found[name] = LOGGERS[name]
+            found[name](Path(), "")  # says now, not after an hour, what is not installed
+    return found
+
+
+@contextlib.contextmanager
+def logged(logger: Logger, config: Mapping[str, Json] | None = None) -> Iterator[Callable[[State, Record], None]]:
+    """Lets a logger watch `simulate`.
+
+    Args:
+      logger: gets the training metrics of every round, and each evaluator's scores: `metrics.summary` of an `Evaluation`, and
+        whatever else is a scalar.
+      config: the hyper-parameters, e.g. `algorithm.config`.
+
+    Yields:
+      What `simulate` takes as `on_record`.
+
+    Example:
+      ```
+      with loggers.logged(loggers.TensorBoard("runs/tensorboard"), method.config) as on_record:
+          fm.simulate(method, data, key=key, rounds=100, on_record=on_record)
+      ```
+    """
+    status = FINISHED
+    logger.start({} if config is None else config)
+
+    def on_record(state: State, record: Record) -> None:
+        nonlocal status
+        del state
+        scores = {name: _scores(evaluation) for name, evaluation in record.evaluations.items()}
+        _log(logger, by_step(record._asdict() | {"train": record.metrics}, scores))
+        status = DIVERGED if any(fault.diverged for fault in record.faults) else FINISHED
+
+    try:
+        yield on_record
+    except BaseException as error:
+        status = STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED
+        raise
+    finally:
+        logger.finish(status)
+
+
+class OfStudy:
+    """A watcher of `study.run.run` that gives every run of a study loggers of its own.
+
+    It reads the lines that the run appends to its `metrics.jsonl`, so that what is logged is what is saved.
+    """
+
+    def __init__(
+        self, watcher: Any, folder: Path, loggers: Mapping[str, Make], configs: Mapping[str, Mapping[str, Json]]
+    ) -> None:
+        """Wraps a watcher.
+
+        Args:
+          watcher: is told everything too.
+          folder: of the run; loggers write to `folder/logs`.
+          loggers: see `made`.
+          configs: what each system is, by name.
+        """
+        self._watcher, self._folder, self._loggers, self._configs = watcher, folder, loggers, configs
+        self._lines = folder / "metrics.jsonl"
+        # What an earlier process wrote was logged by it.
+        self._read = self._lines.stat().st_size if self._lines.is_file() else 0
+        self._open: dict[str, list[Logger]] = {}
+        self._status: dict[str, str] = {}
+
+    def begin(self, *facts: Any) -> None:
+        """Ends the runs of the sweep before."""
+        self.finish()
+        self._watcher.begin(*facts)
+
+    def progress(self, *facts: Any) -> None:
+        """Nothing is logged between evaluations."""
+        self._watcher.progress(*facts)
+
+    def record(self, *facts: Any) -> None:
+        """Logs the lines that are new."""
+        with self._lines.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        self._read += len(new)
+        for line in new.decode().splitlines():
+            self._line(report.numbers_again(json.loads(line)))
+        self._watcher.record(*facts)
+
+    def end(self, outcome: Any) -> None:
+        """Ends the runs of a system."""
+        self.finish()
+        self._watcher.end(outcome)
+
+    def finish(self, status: str | None = None) -> None:
+        """Ends all runs that are open; by default each as its last evaluation says."""
+        while self._open:
+            name, loggers = self._open.popitem()
+            for logger in loggers:
+                logger.finish(status or self._status[name])
+
+    def _line(self, line: dict[str, Any]) -> None:
+        point = ",".join([*(f"{name}={value:g}" for name, value in line["numbers"].items()), f"seed={line['seed']}"])
+        name = "/".join([line["scenario"], line["system"], line["phase"], point])
+        if name not in self._open:
+            config = {key: line[key] for key in ("scenario", "system", "phase", "seed", "numbers")}
+            self._open[name] = [
+                make(self._folder / "logs" / kind.replace(":", "."), name) for kind, make in self._loggers.items()
+            ]
+            for logger in self._open[name]:
+                logger.start({**config, "options": self._configs[line["system"]]})
+        scores = {group: test["scores"] for group, test in line["tests"].items()}
+        for logger in self._open[name]:
+            _log(logger, by_step(line, scores))
+        finite = all(math.isfinite(value) for test in scores.values() for value in test.values())
+        self._status[name] = FINISHED if finite else DIVERGED
+
+
+@contextlib.contextmanager
+def of_study(
+    watcher: Any, folder: Path, loggers: Mapping[str, Make], configs: Mapping[str, Mapping[str, Json]]
+) -> Iterator[Any]:
+    """The watcher as it is, or with loggers if there are any, whose open runs end with the block; see `OfStudy`."""
+    if not loggers:
+        yield watcher
+        return
+    watched = OfStudy(watcher, folder, loggers, configs)
+    try:
+        yield watched
+    except BaseException as error:
+        watched.finish(STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED)
+        raise
+    watched.finish()
+
+
+def by_step(row: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> Steps:
+    """What a record tells, by round: `train/METRIC` of every round, `TEST/SCORE` and seconds after the last one.
+
+    Args:
+      row: `round`, `seconds`, `compile_seconds` and `train`, each training metric by round.
+      scores: of each test.
+    """
+    last = int(row["round"])
+    steps: Steps = {}
+    for name, values in row["train"].items():
+        for i, value in enumerate(values):
+            steps.setdefault(last - len(values) + 1 + i, {})[f"train/{name}"] = float(value)
+    end = steps.setdefault(last, {})
+    end |= {f"{test}/{name}": float(value) for test, found in scores.items() for name, value in found.items()}
+    end |= {name: float(row[name]) for name in ("seconds", "compile_seconds")}
+    return dict(sorted(steps.items()))
+
+
+def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    """Nested mappings as one, names joined by dots.
+
+    Example:
+      >>> flat({"lr": 0.1, "options": {"epochs": 2}})
+      {'lr': 0.1, 'options.epochs': 2}
+    """
+    found: dict[str, Json] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def _log(logger: Logger, steps: Steps) -> None:
+    for step, values in steps.items():
+        logger.log(step, values)
+
+
+def _scores(evaluation: Any) -> dict[str, float]:
+    if isinstance(evaluation, Evaluation):
+        return evaluation.summary()
+    leaves: Sequence[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(evaluation)
+    found = {jax.tree_util.keystr(path, simple=True, separator="/") or "value": np.asarray(leaf) for path, leaf in leaves}
+    return {name: float(value) for name, value in found.items() if value.size == 1}

@@ -1,0 +1,381 @@
+"""The figures of studies and comparisons, as SVG: inside a page, whose colours they take, or as files.
+
+A system has one colour in all figures. A line is the mean over seeds; its band is one sample standard deviation to each side.
+"""
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fedjax_meta import checkpoint, escape
+from fedjax_meta.report import COLORS
+from fedjax_meta.study.run import KNOWN, NEW, VALIDATION, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TEXT, _LINE = "#010203", "#040506"
+"""Colours that stand for the page's own, which differ in light and dark."""
+
+ON_DARK = {"#3b6ea8": "#6aa0e0", "#7b4fa3": "#b088d8", "#1f3b63": "#8fb3e8", "#8a1c2f": "#e58a98", "#0b6e4f": "#5fc9a4"} | {
+    "#111111": "#f2f2f2"
+}
+"""What takes the place of a line colour that is hard to see on a dark page."""
+
+
+class Shown(NamedTuple):
+    """A system as figures show it.
+
+    Attributes:
+      title: for legends.
+      color: its number among all systems, from which its colour follows.
+      final: its trials, one for each seed.
+      tuning: the trials of its grid, if there was one.
+      grid: the values that were tried, by name.
+      chosen: those that were chosen.
+      metric: the score by which that was done.
+      traffic: bytes that a client downloads and uploads in a round; NaN where it is not known.
+      alone: the groups whose clients train by themselves with it, so that others can be held against it.
+    """
+
+    title: str
+    color: int
+    final: Sequence[Trial]
+    tuning: Sequence[Trial] = ()
+    grid: Mapping[str, Sequence[float]] = {}
+    chosen: Mapping[str, float] = {}
+    metric: str = "accuracy_mean"
+    traffic: float = float("nan")
+    alone: Sequence[str] = ()
+
+
+class Panel(NamedTuple):
+    """One pair of axes; width and height in inches."""
+
+    draw: Callable[["Axes"], None]
+    width: float = 5.1
+    height: float = 3.2
+
+
+class Figure(NamedTuple):
+    """Panels that belong together.
+
+    Attributes:
+      name: of the file.
+      title, words: what is shown, and how to read it.
+      panels: side by side, or one below the other where a page is narrow.
+      legend: whether the lines need one.
+    """
+
+    name: str
+    title: str
+    words: str
+    panels: list[Panel]
+    legend: bool = True
+
+
+def color_of(number: int) -> str:
+    """The line colour of system `number`; from the 15th on they repeat, with dashed lines."""
+    return COLORS[number % len(COLORS)]
+
+
+def all_of(systems: Sequence[Shown]) -> list[Figure]:
+    """Every figure that these systems have the numbers for."""
+    made = [by_round(systems), by_client(systems), gains(systems), against(systems), tuning(systems), confusion(systems)]
+    return [figure for figure in made if figure.panels]
+
+
+def by_round(systems: Sequence[Shown]) -> Figure:
+    """Accuracy by round of known and of new clients."""
+
+    def panel(group: str) -> Panel:
+        def draw(axis: "Axes") -> None:
+            from matplotlib.ticker import MaxNLocator
+
+            for one in systems:
+                if _tested(one, group):
+                    _curve(axis, one, np.array([row["round"] for row in one.final[0].rows]), _scores(one, group))
+            axis.set_title(f"{group} clients")
+            axis.set_xlabel("round")
+            axis.set_ylabel("accuracy, %")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+        return Panel(draw)
+
+    words = "Mean over clients" + ("; the band is one standard deviation over seeds to each side." if _seeds(systems) else ".")
+    return Figure("rounds", "Accuracy by round", words, [panel(group) for group in _groups(systems)])
+
+
+def by_client(systems: Sequence[Shown]) -> Figure:
+    """The distribution of accuracy over clients after the last round."""
+
+    def panel(group: str) -> Panel:
+        mine = [one for one in systems if _tested(one, group)]
+
+        def draw(axis: "Axes") -> None:
+            jitter = np.random.default_rng(0)
+            for place, one in enumerate(mine):
+                values = 100 * _last(one, group).ravel()
+                values = values[np.isfinite(values)]
+                y = place + jitter.uniform(-0.26, 0.26, values.size)
+                axis.scatter(values, y, s=9, color=color_of(one.color), alpha=0.5, linewidth=0)
+                if values.size:
+                    low, middle, high = np.percentile(values, [25, 50, 75])
+                    axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
+                    axis.plot([middle, middle], [place - 0.3, place + 0.3], color=_TEXT, linewidth=1.6)
+            names = [escape.label(textwrap.fill(one.title, 18, max_lines=2, placeholder="…")) for one in mine]
+            axis.set_yticks(range(len(mine)), names)
+            axis.set_ylim(len(mine) - 0.4, -0.6)
+            axis.grid(visible=False, axis="y")
+            axis.set_title(f"{group} clients")
+            axis.set_xlabel("accuracy, %")
+
+        return Panel(draw, height=1.0 + 0.42 * len(mine))
+
+    words = "A dot is a client of one seed; the bar spans the quartiles, the stroke is the median."
+    return Figure("clients", "Every client after the last round", words, [panel(group) for group in _groups(systems)], False)
+
+
+def gains(systems: Sequence[Shown]) -> Figure:
+    """Each client's accuracy minus its accuracy by local training, sorted."""
+    alone = next((one for one in systems if one.alone), None)
+    others = [one for one in systems if one is not alone]
+    groups = [] if alone is None or not others else [group for group in alone.alone if _tested(alone, group)]
+
+    def panel(group: str) -> Panel:
+        def draw(axis: "Axes") -> None:
+            assert alone is not None
+            base = _last(alone, group).mean(0)
+            for one in others:
+                if _tested(one, group) and _last(one, group).shape[1:] == base.shape:
+                    gain = 100 * np.sort(_last(one, group).mean(0) - base)
+                    share = 100 * (np.arange(len(gain)) + 0.5) / len(gain)
+                    axis.plot(share, gain, **_line(one))
+            axis.axhline(0, color=_TEXT, linewidth=1)
+            axis.set_xlim(0, 100)
+            axis.set_title(f"{group} clients")
+            axis.set_xlabel("share of clients, from the greatest loss on, %")
+            axis.set_ylabel("points of accuracy")
+
+        return Panel(draw)
+
+    words = "Each client's accuracy minus that by local training, mean over seeds. Clients below the line lose."
+    return Figure("gains", "Who gains over training alone, and who loses", words, [panel(group) for group in groups])
+
+
+def against(systems: Sequence[Shown]) -> Figure:
+    """Accuracy of known clients against bytes and against time."""
+    known = [one for one in systems if np.isfinite(one.traffic)]
+
+    def by_bytes(axis: "Axes") -> None:
+        for one in known:
+            rounds = np.array([row["round"] for row in one.final[0].rows])
+            _curve(axis, one, rounds * one.traffic / 1e6, _scores(one, KNOWN))
+        axis.set_xlabel("MB down and up, of a client in every round")
+        axis.set_ylabel("accuracy, %")
+
+    def by_time(axis: "Axes") -> None:
+        for one in systems:
+            seconds = np.mean([np.cumsum([row["seconds"] for row in trial.rows]) for trial in one.final], 0)
+            _curve(axis, one, seconds, _scores(one, KNOWN))
+        axis.set_xlabel("seconds of training and testing")
+        axis.set_ylabel("accuracy, %")
+
+    panels = [*([Panel(by_bytes)] if known else []), Panel(by_time)]
+    words = "Known clients. Time is wall-clock of one run without compilation, and depends on what else the machine did."
+    return Figure("costs", "Accuracy against what travels and against time", words, panels)
+
+
+def tuning(systems: Sequence[Shown]) -> Figure:
+    """The best score that was found with each value of a grid."""
+    tuned = [one for one in systems if one.tuning]
+    names = list(dict.fromkeys(name for one in tuned for name in one.grid))
+
+    def panel(name: str) -> Panel:
+        def draw(axis: "Axes") -> None:
+            mine = [one for one in tuned if len({trial.numbers.get(name) for trial in one.tuning}) > 1]
+            every = sorted({trial.numbers[name] for one in mine for trial in one.tuning})
+            for one in mine:
+                values = sorted({trial.numbers[name] for trial in one.tuning})
+                score = [_best(one, name, value) for value in values]
+                axis.plot(values, score, marker="o", markersize=3.5, **_line(one))
+                if one.chosen.get(name) in values:
+                    place = values.index(one.chosen[name])
+                    ring: dict[str, Any] = {"markeredgecolor": color_of(one.color), "markerfacecolor": "none"}
+                    axis.plot(values[place], score[place], "o", markersize=9, markeredgewidth=1.6, **ring)
+            if every and every[0] > 0:
+                axis.set_xscale("log")
+            shown = every if len(every) <= 7 else every[:: -(-len(every) // 7)]
+            axis.set_xticks(shown, [f"{value:g}" for value in shown])
+            axis.minorticks_off()
+            axis.set_xlabel(escape.label(name))
+            axis.set_ylabel(f"{tuned[0].metric}, %")
+
+        return Panel(draw)
+
+    words = "Best score on held-back train samples with each value of the grid; a ring marks the value that was chosen."
+    return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names])
+
+
+def confusion(systems: Sequence[Shown]) -> Figure:
+    """Confusion matrices of the known clients, all clients and seeds together."""
+
+    def panel(one: Shown) -> Panel:
+        def draw(axis: "Axes") -> None:
+            from matplotlib.colors import to_rgb
+
+            total = np.sum([np.sum(trial.rows[-1]["tests"][KNOWN]["confusion"], 0) for trial in one.final], 0)
+            # Opacity instead of a colour map, so that 0 is the page in light and in dark.
+            image = np.empty((*total.shape, 4))
+            image[..., :3] = to_rgb(color_of(one.color))
+            image[..., 3] = total / np.maximum(total.sum(1, keepdims=True), 1)
+            axis.imshow(image, interpolation="nearest")
+            axis.set_title(escape.label(textwrap.shorten(one.title, 28, placeholder="…")), fontsize=9)
+            ticks = range(0, len(total), -(-len(total) // 10))
+            axis.set_xticks(ticks)
+            axis.set_yticks(ticks)
+            axis.spines[["top", "right"]].set_visible(True)
+            axis.grid(visible=False)
+
+        return Panel(draw, 2.5, 2.6)
+
+    shown = [one for one in systems if all("confusion" in trial.rows[-1]["tests"][KNOWN] for trial in one.final)]
+    words = "Known clients, all seeds. Rows are true classes, columns predicted ones; full colour is all samples of a class."
+    return Figure("confusion", "Confusion by class", words, [panel(one) for one in shown], False)
+
+
+def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Sequence[Shown] = ()) -> str:
+    """Panels as one SVG.
+
+    Args:
+      panels: from left to right.
+      label: what a screen reader says.
+      of_page: whether text and lines take the colours of the page around, see `variables`; else they are dark on white.
+      legend: systems to name beside the panels.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.lines import Line2D
+
+    text, line = (_TEXT, _LINE) if of_page else ("#1f2430", "#c5cad3")
+    with mpl.rc_context(_style(text, line)):
+        ratios = [panel.width for panel in panels]
+        size = (sum(ratios) + (1.6 if legend else 0), max(panel.height for panel in panels))
+        canvas = Canvas(figsize=size, layout="constrained", facecolor="none" if of_page else "white")
+        axes = canvas.subplots(1, len(panels), squeeze=False, width_ratios=ratios)[0]
+        for panel, axis in zip(panels, axes, strict=True):
+            panel.draw(axis)
+        if legend:
+            lines = [Line2D([], [], **_line(one)) for one in legend]
+            names = [escape.label(textwrap.fill(one.title, 20)) for one in legend]
+            canvas.legend(lines, names, frameon=False, fontsize=8, loc="outside right center")
+        file = io.StringIO()
+        canvas.savefig(file, format="svg", metadata={"Date": None})
+    drawn = file.getvalue()
+    if not of_page:
+        return drawn.replace(_TEXT, text).replace(_LINE, line)
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+    # Names of groups repeat from figure to figure, which a page does not allow; those that are referred to differ.
+    drawn = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", drawn)
+    drawn = drawn.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--line)")
+    for number, color in enumerate(COLORS):
+        drawn = drawn.replace(color, f"var(--s{number})")
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape.html(label)}" ', 1)
+
+
+def variables(*, dark: bool) -> str:
+    """The line colours as CSS variables, which figures of a page refer to."""
+    return " ".join(f"--s{i}: {ON_DARK.get(color, color) if dark else color};" for i, color in enumerate(COLORS))
+
+
+def save(folder: Path, prefix: str, systems: Sequence[Shown]) -> list[Path]:
+    """Writes every figure as an SVG file; returns the paths.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    paths = []
+    for figure in all_of(systems):
+        legend = systems if figure.legend else ()
+        paths.append(folder / f"{prefix}{figure.name}.svg")
+        checkpoint.write_text(paths[-1], svg(figure.panels, figure.title, of_page=False, legend=legend))
+    return paths
+
+
+def _style(text: str, line: str) -> dict[Any, Any]:
+    return {
+        "font.size": 9,
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "axes.facecolor": "none",
+        "axes.edgecolor": line,
+        "axes.labelcolor": text,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": line,
+        "grid.linewidth": 0.6,
+        "xtick.color": text,
+        "ytick.color": text,
+        "text.color": text,
+        "svg.hashsalt": "fedjax_meta",
+    }
+
+
+def _line(one: Shown) -> dict[str, Any]:
+    dashes = "-" if one.color < len(COLORS) else "--"
+    return {"color": color_of(one.color), "linewidth": 1.8, "linestyle": dashes}
+
+
+def _curve(axis: "Axes", one: Shown, x: np.ndarray, values: np.ndarray) -> None:
+    """The mean of `[seeds, E]` with its band."""
+    mean = values.mean(0)
+    axis.plot(x, mean, **_line(one))
+    if len(values) > 1:
+        spread = values.std(0, ddof=1)
+        low, high = np.clip(mean - spread, 0, 100), np.clip(mean + spread, 0, 100)
+        axis.fill_between(x, low, high, color=color_of(one.color), alpha=0.16, linewidth=0)
+    broken = np.flatnonzero(~np.isfinite(mean))
+    if broken.size:
+        last = max(int(broken[0]) - 1, 0)
+        axis.plot(x[last], mean[last] if np.isfinite(mean[last]) else 0, "x", color=color_of(one.color), markersize=8)
+
+
+def _groups(systems: Sequence[Shown]) -> list[str]:
+    return [group for group in (KNOWN, NEW) if any(_tested(one, group) for one in systems)]
+
+
+def _seeds(systems: Sequence[Shown]) -> bool:
+    return any(len(one.final) > 1 for one in systems)
+
+
+def _tested(one: Shown, group: str) -> bool:
+    return bool(one.final) and all(group in trial.rows[-1]["tests"] for trial in one.final)
+
+
+def _scores(one: Shown, group: str) -> np.ndarray:
+    """Mean accuracy over clients in percent `[seeds, E]`; NaN once a run diverged."""
+    rows = [[row["tests"][group]["scores"]["accuracy_mean"] for row in trial.rows] for trial in one.final]
+    return 100 * np.array(rows, float)
+
+
+def _last(one: Shown, group: str) -> np.ndarray:
+    """Accuracy of each client at the last evaluation `[seeds, N]`."""
+    return np.array([trial.rows[-1]["tests"][group]["accuracy"] for trial in one.final], float)
+
+
+def _best(one: Shown, name: str, value: float) -> float:
+    """The highest mean score over seeds of the points that have this value, in percent; NaN if all of them diverged."""
+    points: dict[tuple[Any, ...], list[float]] = {}
+    for trial in one.tuning:
+        if trial.numbers[name] == value:
+            score = trial.rows[-1]["tests"][VALIDATION]["scores"][one.metric]
+            points.setdefault(tuple(trial.numbers.items()), []).append(score)
+    means = np.array([np.mean(scores) for scores in points.values()])
+    return 100 * float(np.max(means[np.isfinite(means)], initial=-np.inf)) if np.isfinite(means).any() else float("nan")

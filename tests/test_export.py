@@ -1,0 +1,174 @@
+"""Exported models: the same numbers elsewhere, in a process that knows nothing of this library."""
+
+import inspect
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedjax_meta import export, models
+from fedjax_meta.cli import app
+from fedjax_meta.study import run
+from tests.study.common import Silent, study
+
+pytest.importorskip("safetensors")
+
+SYSTEMS = {
+    "ditto": {"method": "ditto", "options": {"epochs": 1, "batch_size": 20}, "grid": {"lr": [0.05, 0.2]}},
+    "tuned": {"method": "fedavg_ft", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}, "title": "Fine-tuned"},
+    "fedrod": {"method": "fedrod", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    chosen, folder = study(systems=SYSTEMS, rounds=3), tmp_path_factory.mktemp("run")
+    outcomes = run.run(chosen, folder, watcher=Silent())
+    # A third seed later lies in a checkpoint of its own.
+    chosen = study(systems=SYSTEMS, rounds=3, seeds=[1, 2, 5])
+    outcomes = run.run(chosen, folder, watcher=Silent())
+    return chosen, folder, {one.system: one for one in outcomes}
+
+
+ELSEWHERE = """
+import sys
+
+import flax.linen as nn
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file
+
+
+class LogisticRegression(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10, name="head")(x.reshape(len(x), -1))
+
+
+class LeNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i, features in enumerate((4, 6), 1):
+            x = nn.max_pool(nn.relu(nn.Conv(features, (3, 3), padding=1, name=f"conv{i}")(x)), (2, 2), (2, 2))
+        x = nn.relu(nn.Dense(12, name="fc1")(x.reshape(len(x), -1)))
+        return nn.Dense(10, name="head")(x)
+
+
+variables = unflatten_dict(load_file(sys.argv[1]), sep="/")
+model = LeNet() if "conv1" in variables["params"] else LogisticRegression()
+logits = model.apply(variables, np.load(sys.argv[2]))
+assert not any(name.startswith("fedjax_meta") for name in sys.modules)
+np.save(sys.argv[3], np.asarray(logits))
+"""
+
+
+def elsewhere(path, samples):
+    """Logits of exported variables from a process without this library."""
+    x, y = path.with_suffix(".x.npy"), path.with_suffix(".y.npy")
+    np.save(x, np.asarray(samples, np.float32))
+    subprocess.run([sys.executable, "-c", ELSEWHERE, path, x, y], check=True)
+    return np.load(y)
+
+
+def test_convolutions_predict_elsewhere_too(tmp_path):
+    task = models.Network((8, 8, 1), 10, convs=((4, 3, 1), (6, 3, 1)), hidden=(12,))
+    x = np.random.default_rng(0).normal(size=(5, 8, 8, 1)).astype(np.float32)
+    variables = task.init(jax.random.key(0), x)
+    variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), variables)
+    export.save(tmp_path / "m", export.flax_layout(variables))
+    np.testing.assert_allclose(elsewhere(tmp_path / "m", x), task.apply(variables, x), rtol=1e-4, atol=1e-5)
+
+
+def test_every_model_of_own_layers_is_listed():
+    named = {name for name, build in models.MODELS.items() if "Network" in inspect.getsource(build)}
+    named |= {name for name, build in models.MODELS.items() if "_network_task(" in inspect.getsource(build)}
+    assert named <= set(export.OWN_LAYERS) <= set(models.MODELS)
+
+
+@pytest.mark.parametrize("system", ["ditto", "tuned"])
+@pytest.mark.parametrize("seed", [1, 5])
+@pytest.mark.parametrize("group", ["known", "new"])
+def test_an_exported_client_predicts_elsewhere_as_it_was_tested(made, system, seed, group, tmp_path):
+    chosen, folder, outcomes = made
+    clients = chosen.scenarios["pairs"].build()
+    data, view, option = (clients.train, "test", "--client") if group == "known" else (clients.new, "query", "--new-client")
+    path = tmp_path / "model.safetensors"
+    result = CliRunner().invoke(
+        app, ["export", str(folder), "--system", system, option, "1", "--seed", str(seed), "--out", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    start, size = int(data.start[view][1]), int(data.size[view][1])
+    samples = np.asarray(data.x)[start : start + size]
+    if data.offset is not None:
+        samples = (samples - np.asarray(data.offset)) * np.asarray(data.scale)
+    correct = elsewhere(path, samples).argmax(-1) == np.asarray(data.y)[start : start + size]
+    (trial,) = [one for one in outcomes[system].final if one.seed == seed]
+    assert correct.mean() == pytest.approx(trial.rows[-1]["tests"][group]["accuracy"][1], abs=1e-6)
+
+
+def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path):
+    from safetensors import safe_open
+
+    _, folder, outcomes = made
+    found = export.of_run(folder, "ditto")
+    export.save(tmp_path / "a.safetensors", found.variables, found.about)
+    with safe_open(tmp_path / "a.safetensors", "np") as file:
+        header = file.metadata()
+    assert (
+        header["layout"] == "flax"
+        and header["client"] == "none: the server's model"
+        and header["round"] == "3"
+        and header["seed"] == "1"
+    )
+    assert header["numbers"] == f'{{"lr": {outcomes["ditto"].chosen["lr"]}}}' and header["input_shape"] == "[8, 8, 1]"
+    own = export.of_run(folder, "ditto", client=0).variables
+    other = export.of_run(folder, "ditto", client=1).variables
+    assert not np.allclose(own["params"]["head"]["kernel"], other["params"]["head"]["kernel"])
+
+
+def test_variables_come_back_in_any_structure(made, tmp_path):
+    tree = {"a": {"b": jnp.arange(6.0).reshape(2, 3), "c": jnp.int32(4)}, "half": jnp.ones(3, jnp.bfloat16)}
+    export.save(tmp_path / "t", tree)
+    back = export.load(tmp_path / "t")
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+    pair = (tree["a"], [jnp.zeros(2)])
+    export.save(tmp_path / "p", pair)
+    again = export.load(tmp_path / "p", like=pair)
+    assert jax.tree.structure(again) == jax.tree.structure(pair)
+    with pytest.raises(ValueError, match="0/b is not wanted"):
+        export.load(tmp_path / "p", like={"z": 1.0})
+    # A method whose clients predict with more than the task's variables is exported whole.
+    assert export.of_run(made[1], "fedrod", client=0).variables
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [({}, "nothing to export"), ({"k": jax.random.key(0)}, "random key"), ({"a": {"b": 1.0}, "a/b": 2.0}, "the name a/b")],
+)
+def test_what_cannot_be_exported(tree, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export.save(tmp_path / "x", tree)
+    assert not (tmp_path / "x").exists()
+
+
+BAD = {
+    "no run": (["nowhere", "--system", "ditto"], "holds no run"),
+    "no such system": (["RUN", "--system", "dito"], "system='dito' is unknown"),
+    "no such seed": (["RUN", "--system", "ditto", "--seed", "9"], "seed=9 was not run; ditto has the seeds 1, 2, 5"),
+    "no such client": (["RUN", "--system", "ditto", "--client", "8"], "client=8"),
+    "both": (["RUN", "--system", "ditto", "--client", "1", "--new-client", "1"], "give one of them"),
+    "no such scenario": (["RUN", "--system", "ditto", "--scenario", "x"], "scenario='x' is unknown"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
+def test_bad_input_gets_one_line(made, words, message, tmp_path):
+    words = [str(made[1]) if word == "RUN" else word for word in words]
+    result = CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "x")])
+    assert result.exit_code == 1 and message in " ".join(result.stderr.split())
+    assert not (tmp_path / "x").exists()

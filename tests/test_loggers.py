@@ -1,0 +1,205 @@
+"""Loggers: what they are told, what TensorBoard reads back, and what is said when a package is missing."""
+
+import collections
+import json
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import fedjax_meta as fm
+from fedjax_meta import evaluation, loggers, report
+from fedjax_meta.cli import app
+from fedjax_meta.simulation import Evaluator
+from fedjax_meta.study import run
+from tests.study.common import TREE, Silent, study
+
+SMALL = {**TREE, "rounds": 3, "systems": {"fedavg": TREE["systems"]["fedavg"]}, "tuning": {"rounds": 2, "seeds": [0]}}
+
+
+class Memory:
+    """A logger that keeps what it is told."""
+
+    def __init__(self, folder=None, name=""):
+        self.name, self.steps = name, {}
+
+    def start(self, config):
+        self.config = config
+
+    def log(self, step, values):
+        assert all(step >= before for before in self.steps)
+        self.steps.setdefault(step, {}).update(values)
+
+    def finish(self, status):
+        self.status = status
+
+
+def scalars(folder):
+    """What TensorBoard reads: {tag: {step: value}}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def problem():
+    clients = study().scenarios["pairs"].build()
+    return fm.fedavg(clients.task, lr=0.1, batch_size=20), clients.train
+
+
+def simulated(problem, logger, **options):
+    method, data = problem
+
+    def measure(key, state, data):
+        return evaluation.evaluate(method, key, state, data, support="train", query="test")
+
+    tests = {
+        "known": Evaluator(measure, data),
+        "norm": Evaluator(lambda key, state, data: {"all": sum(abs(x).sum() for x in jax.tree.leaves(state.model))}, ()),
+    }
+    with loggers.logged(logger, method.config) as on_record:
+        return fm.simulate(
+            method, data, key=jax.random.key(1), rounds=5, eval_every=2, evaluators=tests, on_record=on_record, **options
+        )[1]
+
+
+def test_simulate_logs_every_round_and_every_score(problem):
+    memory = Memory()
+    records = simulated(problem, memory)
+    assert memory.status == "finished" and memory.config["lr"] == 0.1 and list(memory.steps) == [1, 2, 3, 4, 5]
+    losses = np.concatenate([record.metrics["loss"] for record in records])
+    np.testing.assert_array_equal([memory.steps[r]["train/loss"] for r in range(1, 6)], losses)
+    assert set(memory.steps[3]) == {"train/loss"}
+    for record in records:
+        scores = record.evaluations["known"].summary()
+        assert {f"known/{name}": value for name, value in scores.items()}.items() <= memory.steps[record.round].items()
+        assert memory.steps[record.round]["norm/all"] == float(record.evaluations["norm"]["all"])
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "stopped"), (ZeroDivisionError, "failed")])
+def test_a_run_that_breaks_says_so(error, status):
+    memory = Memory()
+    with pytest.raises(error), loggers.logged(memory):
+        raise error
+    assert memory.status == status and memory.config == {}
+
+
+def test_tensorboard_reads_what_was_logged_also_while_the_run_goes_on(tmp_path):
+    logger = loggers.TensorBoard(tmp_path, "a/b")
+    logger.start({"lr": 0.1})
+    logger.log(1, {"loss": 2.5, "known/accuracy": 0.25})
+    # The file of a run that would be killed now holds all but the last second.
+    late = time.time() + 20
+    while len(scalars(tmp_path / "a/b")) < 2 and time.time() < late:
+        time.sleep(0.2)
+    assert scalars(tmp_path / "a/b") == {"loss": {1: 2.5}, "known/accuracy": {1: 0.25}}
+    logger.log(2, {"loss": float("nan")})
+    logger.finish("finished")
+    found = scalars(tmp_path / "a/b")["loss"]
+    assert list(found) == [1, 2] and np.isnan(found[2])
+
+
+def lines(folder):
+    return [report.numbers_again(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_study_gives_tensorboard_what_it_saves(tmp_path):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(SMALL))
+    out = tmp_path / "run"
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "study.yaml"), "--out", str(out), "--log", "tensorboard"])
+    assert result.exit_code == 0, result.output
+    runs = {path.parent.relative_to(out / "logs/tensorboard").as_posix() for path in out.rglob("events.out.tfevents.*")}
+    tuning = {f"pairs/fedavg/tuning/lr={lr},seed=0" for lr in (0.02, 0.2)}
+    chosen = lines(out)[-1]["numbers"]["lr"]
+    assert runs == tuning | {f"pairs/fedavg/final/lr={chosen:g},seed={seed}" for seed in (1, 2)}
+    found = scalars(out / f"logs/tensorboard/pairs/fedavg/final/lr={chosen:g},seed=2")
+    for line in lines(out):
+        if line["phase"] == "final" and line["seed"] == 2:
+            for group, test in line["tests"].items():
+                for name, value in test["scores"].items():
+                    assert found[f"{group}/{name}"][line["round"]] == np.float32(value)
+    assert list(found["train/loss"]) == [1, 2, 3]
+
+
+def test_a_study_that_goes_on_logs_each_evaluation_once(tmp_path):
+    chosen, made = study(**{k: v for k, v in SMALL.items() if k not in TREE or TREE[k] != v}), []
+
+    def make(folder, name):
+        made.append(Memory(folder, name))
+        return made[-1]
+
+    configs = {"fedavg": {"method": "fedavg"}}
+    with pytest.raises(KeyboardInterrupt), loggers.of_study(Silent(stop_at=2), tmp_path, {"m": make}, configs) as watcher:
+        run.run(chosen, tmp_path, watcher=watcher)
+    assert {one.status for one in made} == {"stopped"} and made[0].config["options"] == {"method": "fedavg"}
+    with loggers.of_study(Silent(), tmp_path, {"m": make}, configs) as watcher:
+        run.run(chosen, tmp_path, watcher=watcher)
+    assert {one.status for one in made[2:]} == {"finished"}
+    seen = [(one.name, step) for one in made for step, values in one.steps.items() if "seconds" in values]
+    saved = [(line["phase"], line["seed"], line["round"]) for line in lines(tmp_path)]
+    assert len(seen) == len(set(seen)) == len(saved)
+    inner = Silent()
+    with loggers.of_study(inner, tmp_path, {}, configs) as watcher:
+        assert watcher is inner
+
+
+@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "tensorboardX")])
+def test_a_missing_package_is_named_before_anything_runs(name, package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(SMALL))
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "x"), "--log", name])
+    assert result.exit_code == 1 and f"pip install {package}" in " ".join(result.stderr.split())
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [("board", "logger='board' is unknown"), ("json:Nothing", "has no attribute 'Nothing'"), ("no_x:Y", "no_x")],
+)
+def test_unknown_loggers_get_one_line(names, message):
+    with pytest.raises(ValueError, match=message):
+        loggers.made(names)
+
+
+def test_a_logger_of_ones_own_is_named_by_its_module():
+    assert loggers.made("collections:OrderedDict, tensorboard") == {
+        "collections:OrderedDict": collections.OrderedDict,
+        "tensorboard": loggers.TensorBoard,
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_the_other_loggers_keep_what_they_are_told(name, tmp_path, monkeypatch):
+    package = pytest.importorskip(name)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for variable in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    make = loggers.made(name)[name]
+    # Two runs are open at once, as those of a study are.
+    both = [make(tmp_path / "logs", f"pairs/final/seed={seed}") for seed in (1, 2)]
+    for logger in both:
+        logger.start({"lr": 0.1, "options": {"epochs": 2}})
+    for step in (1, 2):
+        for number, logger in enumerate(both):
+            logger.log(step, {"train/loss": 10.0 * step + number})
+    for logger in both:
+        logger.finish("finished")
+    if name == "mlflow":
+        client = package.MlflowClient(tracking_uri=(tmp_path / "logs/mlruns").as_uri())
+        found = client.search_runs([client.get_experiment_by_name("fedjax_meta").experiment_id])
+        history = {one.info.run_name: client.get_metric_history(one.info.run_id, "train/loss") for one in found}
+        assert [(m.step, m.value) for m in history["pairs/final/seed=2"]] == [(1, 11.0), (2, 21.0)]
+        assert found[0].data.params["options.epochs"] == "2" and found[0].info.status == "FINISHED"
+    elif name == "wandb":
+        files = sorted((tmp_path / "logs").rglob("*.wandb"))
+        assert len(files) == 2 and all(b"train/loss" in path.read_bytes() for path in files)
+    else:
+        runs = {one.name: one for one in package.Api().runs(tmp_path.name)}
+        assert set(runs) == {"pairs-final-seed=1", "pairs-final-seed=2"}
