@@ -74,7 +74,7 @@ def perfedavg(
       test_lr: rate of the steps in a test; `inner_lr` when not given.
       test_steps: full-batch steps on a test client's support view.
       test_batch_size: take them on so many random samples of the view, the same in all steps; on all when not given.
-      statistics: how running statistics move. "adapted": by a pass of the adapted model over the query view after a round's steps;
+      statistics: how running statistics move. "adapted": by a pass of the adapted model over the query view after a round;
         "reset": not in a round, and by the steps of a test alone.
       learned_rates, inner_optimizer: as in `fedmeta`. Learned rates need an estimator that has a gradient for them.
 
