@@ -21,7 +21,7 @@ from typing import Any
 
 import optax
 
-from fedjax_meta import local, masks
+from fedjax_meta import checks, local, masks
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -39,6 +39,7 @@ def fedavg(
     epochs: int = 1,
     batch_size: int = 32,
     finetune_epochs: int = 0,
+    finetune_lr: Rate | None = None,
     finetune: masks.MaskSpec = "all",
     finetune_full_batch: bool = False,
     new_client_epochs: int | None = None,
@@ -52,11 +53,12 @@ def fedavg(
 
     Args:
       task: what is learned.
-      lr: learning rate of local training and of fine-tuning; may be traced, like every `Rate`.
+      lr: learning rate of local training; may be traced, like every `Rate`.
       optimizer: factory `rate -> optax.GradientTransformation`, started afresh in each round.
       epochs: passes over a client's train view in a round.
       batch_size: samples per step; the last batch of a pass may be smaller.
       finetune_epochs: passes over the support view before a client predicts; 0 tests the model as it is.
+      finetune_lr: learning rate of fine-tuning; `lr` when not given.
       finetune: mask of the leaves that fine-tuning moves.
       finetune_full_batch: take `finetune_epochs` steps on the whole support view instead (the "one update" of Xia and Cui).
       new_client_epochs: passes over the support view of a client that never took part; `finetune_epochs` when not given.
@@ -66,7 +68,10 @@ def fedavg(
     Raises:
       ValueError: an option out of range.
     """
+    if finetune_lr is not None:
+        checks.positive("finetune_lr", finetune_lr)
     trainable = task.trainable(masks.variables_shape(task))
+    finetuner = optimizer(lr if finetune_lr is None else finetune_lr)
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
@@ -77,9 +82,9 @@ def fedavg(
     def adapted(key: Key, model: Params, support: ClientView, count: int, needed: Any = True) -> Variables:
         if finetune_full_batch:
             batches = support.full(count).only_if(needed)
-            return local.train(key, task.loss, model, batches, optimizer(lr), moves_at_test)[0]
+            return local.train(key, task.loss, model, batches, finetuner, moves_at_test)[0]
         passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
-        return local.train_epochs(key, task.loss, model, support, optimizer(lr), moves_at_test, **passes)[0]
+        return local.train_epochs(key, task.loss, model, support, finetuner, moves_at_test, **passes)[0]
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         if new_client_epochs is None:

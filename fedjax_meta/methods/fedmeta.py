@@ -103,11 +103,16 @@ class _Outer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _FedMeta:
-    """The rules of one FedMeta; fields that are not explained here are arguments of `fedmeta`."""
+    """The rules of one FedMeta; fields that are not explained here are arguments of `fedmeta`.
+
+    Attributes:
+      inner, tested: how clients adapt in a round, and in a test.
+    """
 
     task: Task
     layout: _Layout
     inner: meta.InnerOptimizer
+    tested: meta.InnerOptimizer
     meta_gradient: meta.Estimator
     outer: _Outer
     outer_at: str
@@ -211,7 +216,7 @@ class _FedMeta:
             return value + local.proximal_term(phi, start, self.test_prox_weight).astype(value.dtype)
 
         batches = self.inner_batches(tagged(key, "order"), support).keyed(tagged(key, "support"))
-        adapted, score = meta.adapt(pulled, parameters, batches, self.inner)
+        adapted, score = meta.adapt(pulled, parameters, batches, self.tested)
         if self.score == "fitted":
             fitted = support.in_chunks(self.batch_size or CHUNK).as_one_step().keyed(tagged(key, "score"))
             score = fitted.mean(lambda pair: loss(adapted, pair), 0)
@@ -268,6 +273,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     inner_steps: int = 1,
     meta_steps: int = 1,
     draw: Draw | None = None,
+    test_lr: Rate | None = None,
     test_prox_weight: Rate | None = None,
     adapts: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
@@ -304,6 +310,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
       meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
       draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then apply
         to tests only. See `Draw`.
+      test_lr: the rate of adaptation in a test; `inner_lr` when not given.
       test_prox_weight: pulls a test client's adaptation back to where it starts, by `test_prox_weight / 2 ||phi - theta||^2` in
         its loss (iMAML); no pull when not given.
       adapts: mask of the leaves that adaptation moves ("head" is ANIL).
@@ -317,6 +324,12 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
       ValueError: an option out of range, options that exclude each other.
     """
     checks.count("meta_steps", meta_steps)
+    if test_lr is not None:
+        checks.not_negative("test_lr", test_lr)
+        if learned_rates:
+            raise ValueError(
+                "test_lr and learned_rates=True exclude each other: clients test with the rates that were learned"
+            )
     if test_prox_weight is not None:
         checks.not_negative("test_prox_weight", test_prox_weight)
     checks.one_of("outer_at", outer_at, ("client", "server"))
@@ -330,17 +343,21 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     own_rates = own if personal_rates is None else masks.resolve(personal_rates, task, name="personal_rates")
     layout = _Layout(learned_rates, trainable, own, own_rates)
     adapted_leaves = masks.split(masks.resolve(adapts, task, name="adapts"), trainable)[0]
-    if learned_rates:
-        inner = meta.learned_sgd(mask=adapted_leaves, per_step=rates_per == "step")
-    elif inner_optimizer is None:
-        inner = meta.sgd(inner_lr, mask=adapted_leaves)
-    else:
-        inner = meta.optimizer(inner_optimizer, inner_lr, mask=adapted_leaves)
+
+    def adapting(rate: Rate) -> meta.InnerOptimizer:
+        if learned_rates:
+            return meta.learned_sgd(mask=adapted_leaves, per_step=rates_per == "step")
+        if inner_optimizer is None:
+            return meta.sgd(rate, mask=adapted_leaves)
+        return meta.optimizer(inner_optimizer, rate, mask=adapted_leaves)
+
+    inner = adapting(inner_lr)
     outer = _in_single_precision(outer_optimizer(outer_lr))
     rules = _FedMeta(
         task=task,
         layout=layout,
         inner=inner,
+        tested=inner if test_lr is None else adapting(test_lr),
         meta_gradient=estimator(inner),
         outer=_Outer(outer, outer_slots, layout.personal),
         outer_at=outer_at,

@@ -14,7 +14,7 @@ uniformly and count by their samples, as in the authors' code.
 
 import optax
 
-from fedjax_meta import local, masks
+from fedjax_meta import checks, local, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -31,6 +31,7 @@ def fedprox(
     epochs: int = 20,
     batch_size: int = 10,
     finetune_epochs: int = 0,
+    finetune_lr: Rate | None = None,
     finetune: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
 ) -> Method:
@@ -39,6 +40,8 @@ def fedprox(
     All clients, known or new, test with the server's model and their own personal leaves, if there are any, after fine-tuning if
     there is any: plain SGD on the support view, without the proximal term, as in `fedavg`.
     """
+    if finetune_lr is not None:
+        checks.positive("finetune_lr", finetune_lr)
     trainable = task.trainable(masks.variables_shape(task))
     moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
@@ -50,7 +53,8 @@ def fedprox(
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         passes = {"epochs": finetune_epochs, "batch_size": batch_size}
-        return local.train_epochs(key, task.loss, received.model, support, optax.sgd(lr), moves_at_test, **passes)[0]
+        finetuner = optax.sgd(lr if finetune_lr is None else finetune_lr)
+        return local.train_epochs(key, task.loss, received.model, support, finetuner, moves_at_test, **passes)[0]
 
     roles = masks.roles(masks.resolve(personal, task, name="personal"), trainable)
     return Method(init=task.init, client=client, personalize=personalize, predict=task.predict, roles=roles)

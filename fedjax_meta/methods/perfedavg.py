@@ -12,9 +12,12 @@ approach", NeurIPS 2020, arXiv 2002.07948, Algorithm 1. A step draws three indep
 | FO, HF | `estimator=meta.first_order`, `meta.hessian_free` | |
 
 The default rates are those of pFedMe's reference code, which weights clients by their samples (`weighting="samples"`). Differs
-from that code: no client adapts on its test samples.
+from that code: no client adapts on its test samples. `statistics="reset"` and `test_batch_size=20` are what the authors of MTFL
+(Mills, Hu, Min, arXiv 2007.09236) run as Per-FedAvg: their code puts a client's running statistics back after every step, so that
+they stay as they were initialised, and a test takes its step on one batch of training samples, which moves them once.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,14 +26,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import masks, meta
+from fedjax_meta import checks, local, masks, meta
 from fedjax_meta.builders import method_builder, variant
-from fedjax_meta.contract import Method, Reduction
+from fedjax_meta.contract import Method, Population, Received, Reduction, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
+from fedjax_meta.keys import tagged
 from fedjax_meta.methods.fedmeta import fedmeta
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Rate
+from fedjax_meta.types import Key, Mask, Rate, Variables
 
 
 @method_builder
@@ -44,7 +48,10 @@ def perfedavg(
     outer_slots: str = "fresh",
     local_steps: int = 4,
     batch_size: int | None = 20,
+    test_lr: Rate | None = None,
     test_steps: int = 1,
+    test_batch_size: int | None = None,
+    statistics: str = "adapted",
     learned_rates: bool = False,
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     adapts: masks.MaskSpec = "all",
@@ -64,18 +71,25 @@ def perfedavg(
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
       local_steps: K, meta-steps of a client in a round.
       batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.
+      test_lr: rate of the steps in a test; `inner_lr` when not given.
       test_steps: full-batch steps on a test client's support view.
+      test_batch_size: take them on so many random samples of the view, the same in all steps; on all when not given.
+      statistics: how running statistics move. "adapted": by a pass of the adapted model over the query view after a round;
+        "reset": not in a round, and by the steps of a test alone.
       learned_rates, inner_optimizer: as in `fedmeta`. Learned rates need an estimator that has a gradient for them.
 
     Raises:
       ValueError: an option out of range, options that exclude each other.
     """
+    checks.one_of("statistics", statistics, ("adapted", "reset"))
+    if test_batch_size is not None:
+        checks.count("test_batch_size", test_batch_size)
 
     def draw(key: Key, data: ClientData, step: Any) -> tuple[meta.WithHessian, Batches]:
         b0, b1, b2 = independent_batches(jax.random.fold_in(key, step), data["train"], batch_size)
         return meta.WithHessian(b0, b2), b1
 
-    return fedmeta(
+    method = fedmeta(
         task,
         inner_lr=inner_lr,
         outer_lr=outer_lr,
@@ -86,6 +100,7 @@ def perfedavg(
         inner_steps=test_steps,
         meta_steps=local_steps,
         draw=draw,
+        test_lr=test_lr,
         learned_rates=learned_rates,
         inner_optimizer=inner_optimizer,
         adapts=adapts,
@@ -94,6 +109,56 @@ def perfedavg(
         score=score,
         weighting=weighting,
     )
+    if statistics == "reset":
+        if learned_rates or inner_optimizer is not None or personal != "none":
+            raise ValueError('statistics="reset" takes no learned_rates, inner_optimizer or personal leaves')
+        optimizer = optax.sgd(inner_lr if test_lr is None else test_lr)
+        method = _reset(method, task, optimizer, masks.resolve(adapts, task, name="adapts"), test_steps)
+    return method if test_batch_size is None else _on_a_batch(method, test_batch_size)
+
+
+def _reset(method: Method, task: Task, optimizer: optax.GradientTransformation, adapts: Mask, steps: int) -> Method:
+    """Rounds that leave running statistics as they are, and tests whose steps move them.
+
+    Raises:
+      ValueError: a model without running statistics.
+    """
+    trainable = task.trainable(masks.variables_shape(task))
+    if all(jax.tree.leaves(trainable)):
+        raise ValueError('statistics="reset" needs a model with running statistics; this one has none')
+    moving = masks.intersection(adapts, trainable)
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        trained = method.client(key, received, data)
+        kept = masks.split(received.model, trainable)[1]
+        return trained._replace(model=masks.merge(masks.split(trained.model, trainable)[0], kept))
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        return local.train(tagged(key, "support"), task.loss, received.model, support.full(steps), optimizer, moving)[0]
+
+    return dataclasses.replace(method, client=client, personalize=personalize)
+
+
+def _on_a_batch(method: Method, size: int) -> Method:
+    """Tests that read a random batch of the support view."""
+
+    def batch_of(key: Key, view: ClientView) -> ClientView:
+        keys, stored, whole = permutation_keys(tagged(key, "test batch")), view.order, view.size
+
+        def order(index: jax.Array) -> jax.Array:
+            index = permute(keys, index, whole)
+            return index if stored is None else stored(index)
+
+        return dataclasses.replace(view, size=jnp.minimum(whole, size), max_size=min(view.max_size, size), order=order)
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        return method.personalize(key, received, batch_of(key, support))
+
+    def new_client(key: Key, population: Population, support: ClientView) -> Variables:
+        assert method.new_client is not None
+        return method.new_client(key, population, batch_of(key, support))
+
+    return dataclasses.replace(method, personalize=personalize, new_client=method.new_client and new_client)
 
 
 @variant(perfedavg, estimator=meta.first_order)

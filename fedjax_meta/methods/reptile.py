@@ -44,6 +44,7 @@ def reptile(
     outer_lr: Rate = 0.1,
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     inner_epochs: int = 1,
+    test_lr: Rate | None = None,
     batch_size: int = 32,
     view: str = "train",
     adapts: masks.MaskSpec = "all",
@@ -58,7 +59,7 @@ def reptile(
     `server_optimizer`, which replaces epsilon there.
 
     Args:
-      task, inner_lr, inner_optimizer, adapts, personal, score, weighting: as in `fedmeta`.
+      task, inner_lr, inner_optimizer, test_lr, adapts, personal, score, weighting: as in `fedmeta`.
       outer_lr: epsilon; personal leaves move by it too, at their client.
       inner_epochs: E, passes over a client's `view` in a round, and over its support view in a test.
       batch_size: samples of an inner step.
@@ -85,6 +86,7 @@ def reptile(
         batch_size=batch_size,
         inner_steps=inner_epochs,
         draw=draw,
+        test_lr=test_lr,
         adapts=adapts,
         personal=personal,
         score=score,
@@ -101,6 +103,7 @@ def perfedavg_reptile(
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     outer_batches: int = 4,
     inner_batches: int = 4,
+    test_lr: Rate | None = None,
     test_steps: int = 1,
     chunk_size: int = 64,
     adapts: masks.MaskSpec = "all",
@@ -115,7 +118,8 @@ def perfedavg_reptile(
 
     Args:
       task, inner_optimizer, adapts, personal, score: as in `fedmeta`; the inner optimiser starts afresh in each batch.
-      inner_lr: rate of the minibatch steps, and of the steps in a test.
+      inner_lr: rate of the minibatch steps.
+      test_lr: rate of the steps in a test; `inner_lr` when not given.
       interpolation: alpha, how far the model moves towards the result of a batch; 1 moves it all the way.
       outer_batches, inner_batches: tau_out and tau_in. Samples are divided as by `numpy.array_split`; minibatches that get no
         sample, because the client has too few, move nothing.
@@ -146,6 +150,7 @@ def perfedavg_reptile(
         inner_steps=test_steps,
         meta_steps=outer_batches,
         draw=draw,
+        test_lr=test_lr,
         adapts=adapts,
         personal=personal,
         score=score,

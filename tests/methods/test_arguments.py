@@ -61,6 +61,7 @@ WRONG = {
     "meta_steps": 0,
     "local_steps": 0,
     "test_steps": 0,
+    "test_lr": -0.1,
     "batch_size": 0,
     "optimizer": optax.sgd(0.1),
     "outer_optimizer": optax.sgd(0.1),
