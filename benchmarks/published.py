@@ -1,0 +1,250 @@
+"""Runs whole workloads that other simulators published times for: process start, data, compilation, rounds and tests.
+
+Each case is a process of its own with empty caches. Pixels and labels are random, of the shape and number of the published data
+set: time does not depend on their values, and nothing is downloaded. Published times are of other machines; they stand beside
+ours to say what a workload is known to take, not to be divided by.
+"""
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from _measure import as_program, check_outputs, environment, write_row
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A published workload.
+
+    Attributes:
+      what: the workload.
+      published: who published which time, on what.
+      run: trains, and calls its argument with the number of finished rounds after each test.
+      rounds: how many.
+    """
+
+    what: str
+    published: str
+    run: Callable[[int, Callable[[int], None]], None]
+    rounds: int
+
+
+def _images(seed: int, count: int, shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, *shape), dtype=np.uint8), rng.integers(0, classes, count, dtype=np.int32)
+
+
+def _federation(x: np.ndarray, y: np.ndarray, order: np.ndarray, sizes: np.ndarray, classes: int, test: float = 0.0) -> Any:
+    from fedjax_meta.data import from_partition, train_test_views
+
+    views = train_test_views(sizes, train=1 - test) if test else {"train": (np.zeros(len(sizes), int), sizes)}
+    return from_partition(x, y, order, sizes, num_classes=classes, views=views, offset=0.0, scale=1 / 255)
+
+
+def _pool(x: np.ndarray, y: np.ndarray, classes: int) -> Any:
+    """Test samples as one client."""
+    from fedjax_meta.data import from_partition
+
+    whole, one = (np.zeros(1, int), np.array([len(y)])), (np.zeros(1, int), np.ones(1, int))
+    views = {"support": one, "query": whole}
+    sizes = np.array([len(y)])
+    return from_partition(x, y, np.arange(len(y)), sizes, num_classes=classes, views=views, offset=0.0, scale=1 / 255)
+
+
+def _simulate(method: Any, data: Any, rounds: int, on_round: Callable[[int], None], *, cohort: int, **options: Any) -> None:
+    import jax
+
+    import fedjax_meta as fm
+
+    federation = fm.Federation(cohort_size=cohort, **options.pop("federation", {}))
+    options = {"eval_every": 1, **options}
+    fm.simulate(
+        method,
+        data,
+        key=jax.random.key(0),
+        rounds=rounds,
+        federation=federation,
+        on_record=lambda state, record: on_round(record.round),
+        **options,
+    )
+
+
+def _blazefl(rounds: int, on_round: Callable[[int], None]) -> None:
+    import fedjax_meta as fm
+    from fedjax_meta import models
+    from fedjax_meta.data import partition
+
+    x, y = _images(0, 50_000, (32, 32, 3), 10)
+    held = partition.shards(y, partition.shard_assignment(100, per_client=2, seed=0))
+    data = _federation(x, y, held.order, held.sizes, 10)
+    method = fm.fedavg(models.lenet(), lr=0.1, epochs=5, batch_size=50)
+    _simulate(method, data, rounds, on_round, cohort=100)
+
+
+def _flute(rounds: int, on_round: Callable[[int], None]) -> None:
+    from functools import partial
+
+    import fedjax_meta as fm
+    from fedjax_meta import models
+
+    x, y = _images(0, 60_000, (28, 28, 1), 10)
+    data = _federation(x, y, np.arange(60_000), np.full(1000, 60), 10)
+    test = fm.Evaluator(
+        partial(fm.evaluate, support="support", query="query"), _pool(*_images(1, 10_000, (28, 28, 1), 10), 10), known=False
+    )
+    method = fm.fedavg(models.logistic(inputs=784), lr=0.03, epochs=1, batch_size=10)
+    _simulate(method, data, rounds, on_round, cohort=10, eval_every=20, evaluators={"test": test})
+
+
+def _fedjax(rounds: int, on_round: Callable[[int], None]) -> None:
+    from functools import partial
+
+    import optax
+
+    import fedjax_meta as fm
+    from fedjax_meta import models
+
+    rng = np.random.default_rng(0)
+    sizes = np.maximum(rng.multinomial(671_585, np.full(3400, 1 / 3400)), 20)
+    x, y = _images(1, int(sizes.sum()), (28, 28, 1), 62)
+    data = _federation(x, y, np.arange(len(y)), sizes, 62)
+    method = fm.apfl(models.mlp(hidden=(200, 200), classes=62), lr=0.001, share=0.5, share_lr=0.0, batch_size=20)
+    adam = partial(optax.adam, b1=0.9, b2=0.99, eps=0.01)
+    _simulate(method, data, rounds, on_round, cohort=340, federation={"server_optimizer": adam, "server_lr": 1.0})
+
+
+def _pfllib(rounds: int, on_round: Callable[[int], None]) -> None:
+    from functools import partial
+
+    import fedjax_meta as fm
+    from fedjax_meta import models
+    from fedjax_meta.data import partition
+
+    x, y = _images(0, 70_000, (28, 28, 1), 10)
+    held = partition.shards(y, partition.shard_assignment(20, per_client=2, seed=0)).shuffled(0)
+    data = _federation(x, y, held.order, held.sizes, 10, test=0.25)
+    network = models.Network((28, 28, 1), 10, convs=((32, 5, 0), (64, 5, 0)), hidden=(512,))
+    task = models.from_linen(network, (28, 28, 1), layers=network.layers)
+    test = fm.Evaluator(partial(fm.evaluate, support="train", query="test"), data, known=True)
+    method = fm.fedavg(task, lr=0.005, epochs=1, batch_size=10)
+    _simulate(method, data, rounds, on_round, cohort=20, evaluators={"test": test})
+
+
+CASES = {
+    "A": Case(
+        "CIFAR-10's shape, 100 clients x 500 in 200 shards, all take part, 5 epochs, batch 50, rate 0.1, LeNet",
+        "BlazeFL's benchmark: BlazeFL 30 s at 16-way, Flower at best 93 s (a server of 64 or more cores)",
+        _blazefl,
+        5,
+    ),
+    "B": Case(
+        "MNIST's shape, 1,000 clients, 10 a round, batch 10, rate 0.03, logistic regression, tests every 20 rounds",
+        "FLUTE's benchmark: FLUTE 3 min 20 s, Flower 30 min 14 s (CPU)",
+        _flute,
+        100,
+    ),
+    "C": Case(
+        "EMNIST's shape, 3,400 clients, 340 a round, batch 20, APFL of an MLP 784-200-200-62, server Adam",
+        "FedJAX's APFL: 4.99 s a round and a checkpoint of 2.52 GB (laptop, 4 cores)",
+        _fedjax,
+        5,
+    ),
+    "D": Case(
+        "MNIST's shape, 20 clients, all take part, PFLlib's CNN, batch 10, rate 0.005, tested every round",
+        "PFLlib's quick start: 17 to 18 s a round (RTX 5090, PFLlib issue 253)",
+        _pfllib,
+        3,
+    ),
+}
+
+
+def worker(case: str, rounds: int) -> None:
+    """Runs a case and prints, as JSON, when its rounds had ended and how much memory it took."""
+    import fedjax_meta as fm
+
+    fm.use_all_cores()
+    ends: list[tuple[int, float]] = []
+    CASES[case].run(rounds, lambda done: ends.append((done, time.time())))
+    print(json.dumps({"ends": ends, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+
+
+def measure(case: str, rounds: int) -> dict[str, Any]:
+    """Runs a case in a process of its own with empty caches.
+
+    Returns:
+      `seconds` from the start of the process to its end, `first_seconds` to the end of the first round, `round_seconds` the median
+      of the later ones (each with its test; NaN where there are none), `bytes` the most memory that the process had.
+
+    Raises:
+      RuntimeError: the process failed; the message is the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        variables = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        begin = time.time()
+        done = subprocess.run(
+            [sys.executable, __file__, "--worker", case, "--rounds", str(rounds)],
+            check=False,
+            env={**variables, "FEDJAX_META_CACHE": cache},
+            capture_output=True,
+            text=True,
+        )
+        seconds = time.time() - begin
+    if done.returncode != 0:
+        raise RuntimeError(f"case {case}: {done.stderr.strip()[-500:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    rounds_done, times = np.array(found["ends"]).T
+    later = np.diff(times) / np.diff(rounds_done)
+    return {
+        "seconds": seconds,
+        "first_seconds": times[0] - begin,
+        "round_seconds": float(np.median(later)) if len(later) else float("nan"),
+        "bytes": found["bytes"],
+    }
+
+
+def main(
+    case: Annotated[list[str] | None, typer.Option(help="A, B, C or D; all when not given.", show_default=False)] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="In place of the published number.", show_default=False)] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each case; the median counts.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
+    worker_: Annotated[str | None, typer.Option("--worker", hidden=True)] = None,
+) -> None:
+    """Times whole workloads that other simulators published, from process start to the last test.
+
+    Example: `python benchmarks/published.py --case A --case B`
+    """
+    if worker_ is not None:
+        worker(worker_, CASES[worker_].rounds if rounds is None else rounds)
+        return
+    check_outputs(output)
+    chosen = list(CASES) if case is None else case
+    for name in chosen:
+        if name not in CASES:
+            raise ValueError(f"--case {name}: allowed are {', '.join(CASES)}")
+    console, table = Console(), Table("case", "rounds", "all (s)", "first round (s)", "a round (s)", "memory (GB)", box=None)
+    for name in chosen:
+        count = CASES[name].rounds if rounds is None else rounds
+        console.print(f"{name}: {CASES[name].what}\n   {CASES[name].published}", soft_wrap=True)
+        runs = [measure(name, count) for _ in range(repeats)]
+        median = {key: float(np.median([run[key] for run in runs])) for key in runs[0]}
+        for run in runs:
+            write_row(output, {"benchmark": "published", "case": name, "rounds": count, **run, **environment()})
+        shown = (f"{median[key]:.2f}" for key in ("seconds", "first_seconds", "round_seconds"))
+        table.add_row(name, str(count), *shown, f"{median['bytes'] / 1e9:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    as_program(main)()
