@@ -27,6 +27,7 @@ def main(
     systems = ["--repeats", "3"] if quick else []
     start = ["--repeats", "1"] if quick else []
     sweeps = ["--rates", "4", "--seeds", "2", "--rounds", "20"] if quick else []
+    published = ["--rounds", "2"] if quick else []
     for command in (
         ["peers.py", *peers, "--output", rows],
         ["scaling.py", *scaling, "--output", rows],
@@ -34,6 +35,7 @@ def main(
         ["systems.py", *systems, "--output", rows],
         ["start.py", *start, "--output", rows],
         ["sweeps.py", *sweeps, "--output", rows],
+        ["published.py", *published, "--output", rows],
         ["roofline.py", rows, "--figure", folder / "roofline.png"],
     ):
         subprocess.run([sys.executable, str(HERE / command[0]), *map(str, command[1:])], check=True)

@@ -101,10 +101,9 @@ def _flute(rounds: int, on_round: Callable[[int], None]) -> None:
 
     x, y = _images(0, 60_000, (28, 28, 1), 10)
     data = _federation(x, y, np.arange(60_000), np.full(1000, 60), 10)
-    test = fm.Evaluator(
-        partial(fm.evaluate, support="support", query="query"), _pool(*_images(1, 10_000, (28, 28, 1), 10), 10), known=False
-    )
     method = fm.fedavg(models.logistic(inputs=784), lr=0.03, epochs=1, batch_size=10)
+    pool = _pool(*_images(1, 10_000, (28, 28, 1), 10), 10)
+    test = fm.Evaluator(partial(fm.evaluate, method, support="support", query="query"), pool, known=False)
     _simulate(method, data, rounds, on_round, cohort=10, eval_every=20, evaluators={"test": test})
 
 
@@ -137,8 +136,8 @@ def _pfllib(rounds: int, on_round: Callable[[int], None]) -> None:
     data = _federation(x, y, held.order, held.sizes, 10, test=0.25)
     network = models.Network((28, 28, 1), 10, convs=((32, 5, 0), (64, 5, 0)), hidden=(512,))
     task = models.from_linen(network, (28, 28, 1), layers=network.layers)
-    test = fm.Evaluator(partial(fm.evaluate, support="train", query="test"), data, known=True)
     method = fm.fedavg(task, lr=0.005, epochs=1, batch_size=10)
+    test = fm.Evaluator(partial(fm.evaluate, method, support="train", query="test"), data, known=True)
     _simulate(method, data, rounds, on_round, cohort=20, evaluators={"test": test})
 
 
@@ -184,8 +183,8 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
     """Runs a case in a process of its own with empty caches.
 
     Returns:
-      `seconds` from the start of the process to its end, `first_seconds` to the end of the first round, `round_seconds` the median
-      of the later ones (each with its test; NaN where there are none), `bytes` the most memory that the process had.
+      `seconds` from the start of the process to its end, `first_seconds` to the end of the first round, `round_seconds` the
+      median of the later ones (each with its test; NaN where there are none), `bytes` the most memory that the process had.
 
     Raises:
       RuntimeError: the process failed; the message is the end of its output.
