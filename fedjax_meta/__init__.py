@@ -28,6 +28,7 @@ from fedjax_meta import (
     meta,
     methods,
     metrics,
+    multistep,
     participation,
     privacy,
     rounds,
