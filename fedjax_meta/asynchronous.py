@@ -119,8 +119,13 @@ def fedbuff(
       >>> timetable.cohorts.ravel().tolist(), timetable.staleness.ravel().tolist(), timetable.times.tolist()
       ([0, 1, 0, 1], [0, 1, 0, 1], [1.0, 1.0, 2.0, 2.0])
     """
-    given = {"rounds": rounds, "buffer_size": buffer_size, "concurrency": concurrency, "most_stale": most_stale}
-    shape = {"staleness_weight": staleness_weight, "exponent": exponent, "grace": grace}
+    given: dict[str, Any] = {
+        "rounds": rounds,
+        "buffer_size": buffer_size,
+        "concurrency": concurrency,
+        "most_stale": most_stale,
+    }
+    shape: dict[str, Any] = {"staleness_weight": staleness_weight, "exponent": exponent, "grace": grace}
     return _timetable("fedbuff", seconds, **given, **shape, seed=seed, mixes_models=False)
 
 
@@ -139,8 +144,8 @@ def fedasync(
 
     Arguments and errors as in `fedbuff`. Methods whose clients send gradients in place of models are refused too.
     """
-    given = {"rounds": rounds, "buffer_size": 1, "concurrency": concurrency, "most_stale": most_stale}
-    shape = {"staleness_weight": staleness_weight, "exponent": exponent, "grace": grace}
+    given: dict[str, Any] = {"rounds": rounds, "buffer_size": 1, "concurrency": concurrency, "most_stale": most_stale}
+    shape: dict[str, Any] = {"staleness_weight": staleness_weight, "exponent": exponent, "grace": grace}
     return _timetable("fedasync", seconds, **given, **shape, seed=seed, mixes_models=True)
 
 
@@ -192,7 +197,8 @@ def _simulate(
     """(cohorts, staleness, times) of the steps of the server."""
     under_way: list[tuple[float, int]] = []
     buffer: list[int] = []
-    version, given, rows = 0, np.zeros(len(seconds), int), []
+    rows: list[tuple[np.ndarray, np.ndarray, float]] = []
+    version, given = 0, np.zeros(len(seconds), int)
     idle = set(range(len(seconds)))
 
     def give(now: float) -> None:
