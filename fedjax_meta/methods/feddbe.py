@@ -29,7 +29,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, require_parts
-from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.types import Key, Mask, Rate, Variables
 
 
 class Local(NamedTuple):
