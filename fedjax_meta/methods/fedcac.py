@@ -118,7 +118,7 @@ def fedcac(
         del key, data
         leaves = jax.tree.leaves(masks.split(cohort.memory, trainable)[0])
         marks = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1)
-        matrix = partners(overlaps(marks), cohort.returned, (state.round + 1) / patience)
+        matrix = partners(overlaps(marks), cohort.returned, (state.round + 1.0) / patience)
         return combine(matrix, cohort.personal), cohort.memory, {"partners": jnp.sum(matrix > 0, 1)}
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
