@@ -112,8 +112,20 @@ SYSTEMS = {
         lambda c: {"local_steps": c.epochs * c.steps, "width": WIDTH},
     ),
     "fedpac": System(lambda c: c.head + c.epochs * c.body + 2 * c.forward + 2 * c.cohort * c.head_size),
+    "feddyn": System(_fedavg),
+    "fednova": System(_fedavg),
+    "qfedavg": System(lambda c: _fedavg(c) + c.forward),
+    "afl": System(_fedavg, lambda c: {"local_steps": c.epochs * c.steps}),
+    "ifca": System(lambda c: _fedavg(c) + COMPONENTS * c.forward, _epochs(clusters=COMPONENTS)),
+    "cfl": System(lambda c: _fedavg(c) + 2 * c.cohort * c.size, _epochs(clusters=COMPONENTS)),
+    "fedproto": System(lambda c: _fedavg(c) + c.forward),
+    "feddbe": System(_fedavg),
+    "gpfl": System(_fedavg),
+    "fedas": System(lambda c: (c.epochs + 1) * c.gradient + c.body + c.forward),
+    "pfedsim": System(lambda c: _fedavg(c) + 2 * c.cohort * c.size, _epochs(warmup=0)),
+    "fedcac": System(lambda c: _fedavg(c) + _matrix(c)),
 }
-"""All systems of the FedPAC comparison (Xu, Tong and Huang, ICLR 2023), by method name; text in brackets is not part of it."""
+"""All systems of the FedPAC comparison (Xu, Tong and Huang, ICLR 2023) and later ones; text in brackets is no part of a name."""
 
 
 def client_data(model: str, clients: int, samples: int) -> fm.FederatedData:

@@ -19,10 +19,12 @@ class Aggregation(NamedTuple):
     Attributes:
       uploads: for each upload transformation what it keeps at the server, `()` if nothing.
       rule: what an `aggregate.Rule` keeps, for each part of an upload that has a weight of its own.
+      past: the last models of the server, leaves `[most_stale + 1, ...]`, under an asynchronous schedule.
     """
 
     uploads: PyTree
     rule: PyTree
+    past: PyTree = ()
 
 
 class State(NamedTuple):

@@ -125,8 +125,8 @@ def annealed(rounds: int) -> Any:
 
 
 def _annealed(rounds: int, round_: Scalar, steps: int) -> jax.Array:
-    least = 0.03 / steps
-    others = jnp.maximum(1 / steps - round_ / (steps * rounds), least)
-    last = jnp.minimum((1 + round_ * (steps - 1) / rounds) / steps, 1 - (steps - 1) * least)
+    least, done = 0.03 / steps, jnp.asarray(round_, jnp.result_type(float)) / rounds
+    others = jnp.maximum((1 - done) / steps, least)
+    last = jnp.minimum((1 + done * (steps - 1)) / steps, 1 - (steps - 1) * least)
     is_last = jnp.arange(steps) == steps - 1
-    return jnp.where(round_ < rounds, jnp.where(is_last, last, others), is_last.astype(jnp.result_type(float)))
+    return jnp.where(done < 1, jnp.where(is_last, last, others), is_last.astype(jnp.result_type(float)))

@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks
+from fedjax_meta.asynchronous import Asynchronous, fedasync, fedbuff
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.types import Key
+
+__all__ = ["Asynchronous", "Poisson", "Schedule", "fedasync", "fedbuff", "given", "poisson", "poisson_capacity", "uniform"]
 
 Schedule = Callable[[Key, Any, int, int], jax.Array]
 

@@ -15,13 +15,14 @@ arXiv 2212.01197, Algorithm 1.
 Differs from the paper: "until convergence" means that the mean losses of the last `window` passes have a standard deviation
 below `tolerance`, or `most_passes` passes. All passes of a round go over the same random samples. The first round of a client,
 in which it has no local model, is the paper's round 1, whenever it comes. Lower layers take all of the global model, buffers
-too. Differs from the authors' code (serverALA.py): there all clients are initialised in each round and tested with that model,
-here those of the cohort, and those that are tested fit their weights to the support view instead of train samples. There the
-samples are a run of neighbours, here a random share; passes are without incomplete batches, in the samples' order in the paper's
-runs (FedALA's repository) and shuffled in PFLlib. `layer_idx` there counts tensors: 2 is the head's weights and bias.
+too. Differs from the authors' code, TsingZ0/FedALA and TsingZ0/PFLlib, whose system/utils/ALA.py are the same: there all clients
+are initialised in each round and tested with that model (serverALA.py 90-94), here those of the cohort, and those that are tested
+fit their weights to the support view instead of train samples; convergence is judged by the last batch of a pass, after more than
+`window` passes (lines 142-150; `converged_by="last_batch"`); the samples of the weights are a contiguous piece, rounded down (71-74); p
+counts weights and biases apart (line 95), so that p = 2 is our head. The two differ from each other in local training alone:
+FedALA's never shuffles (clientALA.py 63), PFLlib's does, as here (clientbase.py 59); both leave out the last partial batch.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,16 +106,13 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
         def blend(weights: PyTree) -> Variables:
             return masks.merge(jax.tree.map(lambda v, g, w: v + (g - v) * w, own.model, sent, weights), lower)
 
-        def loss(weights: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
-            return task.loss(blend(weights), batch, key)[0], weights
+        def loss(state: Any, batch: Batch, key: Key) -> tuple[jax.Array, Any]:
+            value = task.loss(blend(state[0]), batch, key)[0]
+            return value, (state[0], value) if by_last else state
 
         batches, loss_key = view.epochs(tagged(key, "ala"), batch_size, share=sample_share), tagged(key, "ala loss")
-        all_but_last = dataclasses.replace(batches, steps=jnp.maximum(batches.steps - 1, 0))
-        last = dataclasses.replace(
-            batches, get=lambda step, chunk: batches.get(batches.steps - 1, chunk), steps=1, max_steps=1
-        )
-        last = last.only_if(batches.steps > 0)
-        everything = jax.tree.map(lambda _: True, own.weights)
+        last = (jnp.zeros(()),) if by_last else ()
+        moves = (jax.tree.map(lambda _: True, own.weights), *(False for _ in last))
         most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
 
         def goes_on(carry: Any) -> jax.Array:
@@ -124,9 +122,8 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
         def one_pass(carry: Any) -> Any:
             weights, recent, passes = carry
             key = jax.random.fold_in(loss_key, passes)
-            for some in (all_but_last, last) if by_last else (batches,):
-                weights, value = local.train(key, loss, weights, some, clipped_sgd(weight_lr), everything)
-            return weights, recent.at[passes % window].set(value), passes + 1
+            (weights, *final), mean = local.train(key, loss, (weights, *last), batches, clipped_sgd(weight_lr), moves)
+            return weights, recent.at[passes % window].set(final[0] if by_last else mean), passes + 1
 
         start = (own.weights, jnp.zeros(window), jnp.zeros((), jnp.int32))
         weights, _, passes = jax.lax.while_loop(goes_on, one_pass, start)

@@ -34,13 +34,26 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
+def kth_largest(values: jax.Array, number: int) -> jax.Array:
+    """The `number`-th largest of values >= 0, `[n]`, bit by bit: bits are in the order of values, and a sort takes far longer."""
+    width = 8 * values.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{width}"))
+
+    def step(i: Any, low: jax.Array) -> jax.Array:
+        trial = low | jnp.left_shift(jnp.ones((), bits.dtype), (width - 1 - i).astype(bits.dtype))
+        return jnp.where(jnp.sum(bits >= trial) >= number, trial, low)
+
+    # The first bit is the sign.
+    return jax.lax.bitcast_convert_type(jax.lax.fori_loop(1, width, step, jnp.zeros((), bits.dtype)), values.dtype)
+
+
 def critical(before: jax.Array, after: jax.Array, share: float) -> jax.Array:
     """The entries of a leaf whose |change * value| is among the `share` of the largest, but not 0; bools like the leaf."""
     score = jnp.abs((after - before) * after).reshape(-1)
     number = int(share * score.size)
     if number == 0:
         return jnp.zeros(after.shape, bool)
-    least = jax.lax.top_k(score, number)[0][-1]
+    least = kth_largest(score, number)
     # Where fewer than that many matter, all that matter are critical.
     smallest = jnp.min(jnp.where(score > 1e-20, score, jnp.inf))
     return (score >= jnp.where(least <= 1e-10, smallest, least)).reshape(after.shape)
@@ -105,7 +118,7 @@ def fedcac(
         del key, data
         leaves = jax.tree.leaves(masks.split(cohort.memory, trainable)[0])
         marks = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1)
-        matrix = partners(overlaps(marks), cohort.returned, (state.round + 1) / patience)
+        matrix = partners(overlaps(marks), cohort.returned, (state.round + 1.0) / patience)
         return combine(matrix, cohort.personal), cohort.memory, {"partners": jnp.sum(matrix > 0, 1)}
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:

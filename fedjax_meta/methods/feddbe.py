@@ -29,7 +29,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, require_parts
-from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.types import Key, Mask, Rate, Variables
 
 
 class Local(NamedTuple):
@@ -95,7 +95,8 @@ def feddbe(
             value = parts.criterion(head(variables.model, z + jnp.where(known, variables.shift, 0)), batch)
             return value + away, variables._replace(mean=jax.lax.stop_gradient(mean))
 
-        start, moves = Local(received.model, received.memory, jnp.zeros(width)), Local(everything, True, False)
+        start = Local(received.model, received.memory, jnp.zeros(width))
+        moves: Mask = Local(everything, True, False)  # type: ignore[arg-type]
         passes = {"epochs": epochs, "batch_size": batch_size}
         trained, value = local.train_epochs(key, loss, start, data["train"], optimizer(lr), moves, **passes)
         return Trained(trained.model, {"loss": value}, memory=trained.shift, statistics=trained.mean)

@@ -372,8 +372,8 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
 
     def init(key: Key) -> PyTree:
         variables = task.init(key)
-        shape = {"shape": (inner_steps,)} if rates_per == "step" else {}
-        return layout.model(variables, jax.tree.map(lambda leaf: jnp.full_like(leaf, inner_lr, **shape), variables))
+        shape = (inner_steps,) if rates_per == "step" else None
+        return layout.model(variables, jax.tree.map(lambda leaf: jnp.full_like(leaf, inner_lr, shape=shape), variables))
 
     def init_memory(key: Key, model: PyTree, num_clients: int) -> PyTree:
         del key, num_clients

@@ -29,7 +29,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.features import Centroids
-from fedjax_meta.task import Batch, Task, weighted_mean
+from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, Rate, Variables
 
 
@@ -71,6 +71,7 @@ def fedproto(
       ValueError: a task without features or with an opaque loss, an option out of range.
     """
     extract, head = features.require_features(task, "fedproto")
+    require_parts(task, "fedproto")
     checks.not_negative("prototype_weight", prototype_weight)
     checks.one_of("predicts_with", predicts_with, ("prototypes", "head"))
     trainable = task.trainable(masks.variables_shape(task))

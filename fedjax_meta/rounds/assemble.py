@@ -17,7 +17,7 @@ from fedjax_meta.engine import replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
-from fedjax_meta.rounds import attacked, server
+from fedjax_meta.rounds import attacked, server, stale
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds.leaks import refuse_leaks
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
@@ -99,7 +99,7 @@ class _Rounds:
             model=model,
             optimizer=setting.server.init(masks.split(model, setting.shared)[0]),
             extra=replicate(method.init_extra(model, data), devices),
-            aggregation=replicate(self._init_aggregation(tagged(key, "aggregation"), upload, weight), devices),
+            aggregation=replicate(self._init_aggregation(tagged(key, "aggregation"), model, upload, weight), devices),
             personal=rows[0],
             memory=rows[1],
             residual=rows[2],
@@ -164,6 +164,9 @@ class _Rounds:
         if isinstance(f.schedule, Poisson):
             drawn_of = data.total_clients if placed else data.num_clients
             metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), drawn_of, f.cohort_size)}
+        if setting.asynchronous is not None:
+            lag = setting.asynchronous.lag(state.round, jnp.arange(f.cohort_size))
+            metrics = metrics | {"staleness": lag, "virtual_seconds": setting.asynchronous.seconds(state.round)}
         info = RoundInfo(ids, metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
         return moved._replace(round=state.round + 1, **new), info
 
@@ -251,16 +254,16 @@ class _Rounds:
 
         return jax.eval_shape(upload, jax.random.key(0), model)
 
-    def _init_aggregation(self, key: Key, upload: PyTree, weight: PyTree) -> Aggregation:
-        chain, rule = self.setting.chain, self.setting.rule
+    def _init_aggregation(self, key: Key, model: PyTree, upload: PyTree, weight: PyTree) -> Aggregation:
+        chain, rule, past = self.setting.chain, self.setting.rule, stale.begin(self.setting, model)
         kept = chain.init_server(tagged(key, "uploads"), upload)
         if rule is None:
-            return Aggregation(kept, ())
+            return Aggregation(kept, (), past)
         residual = jax.eval_shape(chain.init_memory, upload)
         measured = jax.eval_shape(chain.client, key, upload, residual, kept)[1]
         weight = (*weight, jax.ShapeDtypeStruct((), jnp.result_type(float)))
         shapes = cast(Any, jax.tree.structure(weight)).flatten_up_to((*upload, measured))
-        return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes))
+        return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes), past)
 
 
 def _of_server(state: State) -> dict[str, PyTree]:

@@ -12,7 +12,7 @@ from fedjax_meta.contract import Received, Trained, no_memory
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.engine import ClientUpdate
 from fedjax_meta.keys import tagged
-from fedjax_meta.rounds import attacked
+from fedjax_meta.rounds import attacked, stale
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, must_fit, where, zeros_unless
 from fedjax_meta.types import Key, PyTree
 
@@ -23,7 +23,8 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     state, data = context.state, context.data
     client, works, arrives = _fate(setting, key, id_, data.client(jnp.where(id_ < 0, -1, kept.place)))
     client = attacked.poisoned(setting, client, id_, data)
-    received = receive(setting, key, state, kept, data.total_clients)
+    sent, stale_weight = stale.given(setting, context, id_)
+    received = receive(setting, key, sent, kept, data.total_clients)
     received = received._replace(shared_key=tagged(context.key, "shared"))
     trained = method.client(tagged(key, "train"), received, client)
     check_trained(setting, trained, received, kept)
@@ -31,14 +32,15 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
         setting.refuse_hiding_uploads()
     own_weight = weight_of(setting, trained, client)
     weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
-    upload = upload_of(setting, state.model, state.extra, trained)
+    base = state.model if setting.mixes_models(trained) else sent.model
+    upload = stale.scaled(setting, upload_of(setting, base, state.extra, trained), stale_weight)
     personal = masks.split(trained.model, setting.personal)[0]
-    sent, measured, residual, residual_if_lost = chain.client(
+    uploaded, measured, residual, residual_if_lost = chain.client(
         tagged(key, "uploads"), upload, kept.residual, state.aggregation.uploads
     )
     # What training left is in memory already; the upload may exist only as a part of the sum. A transformation may hide NaN.
     learned = learned_of(setting, trained)
-    checked = result_of(setting, trained, weight, personal, (learned, sent) if setting.federation.uploads else learned)
+    checked = result_of(setting, trained, weight, personal, (learned, uploaded) if setting.federation.uploads else learned)
     broken = first_broken(checked) if setting.federation.drop_nonfinite else jnp.full((), -1, jnp.int32)
     # A client without samples has learned nothing, whatever its rule made of it.
     works = (own_weight > 0) & works
@@ -49,7 +51,7 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
     new = where(took_part, (personal, trained.memory, residual), (kept.personal, kept.memory, kept.residual))
     stacked = zeros_unless(broken < 0, trained.stacked)
-    message = attacked.Message(sent, measured, stacked, setting.read(*new[:2]))
+    message = attacked.Message(uploaded, measured, stacked, setting.read(*new[:2]))
     message, read = attacked.by_client(setting, key, id_, message, received, state, data)
     sums, separate = _sent(setting, (message.upload, message.measured), weight, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)

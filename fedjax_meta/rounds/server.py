@@ -13,7 +13,7 @@ from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.rounds import attacked
+from fedjax_meta.rounds import attacked, stale
 from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting, must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -36,7 +36,8 @@ def next_state(
         moving, held = masks.split(average, setting.shared)
         average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
     moved = _step(setting, state, average, statistics, weight, data.total_clients, some)
-    return moved._replace(aggregation=where(some, Aggregation(kept, memory), state.aggregation))
+    aggregation = where(some, Aggregation(kept, memory), state.aggregation._replace(past=()))
+    return moved._replace(aggregation=aggregation._replace(past=stale.pushed(setting, state, moved.model)))
 
 
 def _aggregate(

@@ -12,7 +12,8 @@ import optax
 from fedjax_meta import checks, masks, runtime
 from fedjax_meta.aggregate import Rule
 from fedjax_meta.algorithm import ROWS, State
-from fedjax_meta.contract import Method
+from fedjax_meta.asynchronous import Asynchronous
+from fedjax_meta.contract import Method, Trained
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.masks import Role
@@ -88,6 +89,7 @@ class Setting:
             if self.method.collaborate.reads:
                 self.refuse_hiding_uploads()
         self._refuse_handing_out_rows()
+        self._refuse_asynchronous()
         if self.method.travels is not None and self.federation.uploads:
             raise ValueError(
                 f"{self.method.name} sends other numbers than those that the simulation averages: uploads= cannot change them"
@@ -98,6 +100,24 @@ class Setting:
                 f"{self.method.name} has a server optimiser of its own: server_lr={f.server_lr} alone would replace it by "
                 "SGD; give server_optimizer too, or set the rate in the method"
             )
+
+    @property
+    def asynchronous(self) -> Asynchronous | None:
+        """The schedule, if clients return to other models than they were given."""
+        schedule = self.federation.schedule
+        return schedule if isinstance(schedule, Asynchronous) else None
+
+    def mixes_models(self, trained: Trained) -> bool:
+        """Whether the server moves towards a client's model rather than along its change.
+
+        Raises:
+          ValueError: it does, but clients send no models.
+        """
+        if self.asynchronous is None or not self.asynchronous.mixes_models:
+            return False
+        if trained.pseudo_gradient is not None:
+            raise ValueError(f"clients of {self.method.name} send gradients, but {self.asynchronous.name} mixes their models")
+        return True
 
     @cached_property
     def personal(self) -> Mask:
@@ -155,6 +175,27 @@ class Setting:
     def noisy(self) -> bool:
         """Whether uploads are noised for differential privacy, which does not cover what clients keep."""
         return self.chain.fixed_divisor
+
+    def _refuse_asynchronous(self) -> None:
+        """Raises `ValueError` under an asynchronous schedule for what more than changes of shared parameters would make stale."""
+        if self.asynchronous is None:
+            return
+        method, name = self.method, self.asynchronous.name
+        more = {
+            "reads what clients keep after a round (collaborate)": method.collaborate is not None,
+            "keeps more at the server than its model (update_extra)": method.update_extra is not None,
+            "steps along more than a mean of changes (direction)": method.direction is not None,
+            "sends other numbers than those that the simulation averages (travels)": method.travels is not None,
+        }
+        for what, is_so in more.items():
+            if is_so:
+                raise ValueError(
+                    f"{method.name} {what}: {name} takes methods whose uploads are changes of shared leaves alone"
+                )
+        if self.noisy:
+            raise ValueError(f"{name} draws no cohorts at random, which noise needs: leave one of them out")
+        if self.federation.average_personal:
+            raise ValueError(f"average_personal takes means of whole leaves, which {name} cannot weigh: leave one of them out")
 
     def _refuse_handing_out_rows(self) -> None:
         method = self.method

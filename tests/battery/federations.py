@@ -189,6 +189,21 @@ FIRST |= {
         lambda: fm.federate(fm.cfl(problems.task(), clusters=9)).init(jax.random.key(0), problems.data()),
         ("clusters=9 is more than the N=7 clients there are",),
     ),
+    "an update older than the state's models": Row(
+        lambda: schedules.fedbuff([1.0, 9.0], rounds=30, buffer_size=1, concurrency=2, most_stale=3),
+        ("most_stale=3 is too few: an update of round", "lags", "steps behind", "raise it, or lower concurrency"),
+    ),
+    "a buffer of more clients than there are": Row(
+        lambda: schedules.fedbuff([1.0, 9.0], rounds=3, buffer_size=3, concurrency=2, most_stale=3),
+        ("buffer_size=3 is more than the N=2 clients there are",),
+    ),
+    "SCAFFOLD in FedAsync": Row(
+        lambda: fm.federate(
+            fm.scaffold(problems.task()),
+            fm.Federation(cohort_size=1, schedule=schedules.fedasync([1.0] * 7, rounds=3, concurrency=7, most_stale=9)),
+        ),
+        ("scaffold keeps more at the server than its model", "fedasync takes methods whose uploads are changes"),
+    ),
     "compression in pFedHN": Row(
         lambda: fm.federate(fm.pfedhn(problems.task()), fm.Federation(uploads=(uploads.quantize(8),))),
         ("sends other numbers than those that the simulation averages",),

@@ -19,7 +19,7 @@ from tests import problems
 from tests.methods.common import KEY
 
 NEEDS_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
-OPAQUE_IS_REFUSED = ("apfl_outputs", "fedem", "fedpac", "fedrod", "moon")
+OPAQUE_IS_REFUSED = ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "moon")
 CRITERION_IS_REFUSED = ("fedrod",)
 
 

@@ -1,7 +1,7 @@
 """Two rounds of MAML++ and ANIL.
 
 MAML++ (AntreasAntoniou/HowToTrainYourMAMLPytorch): phi_t = phi_{t-1} - r_t g_t, one rate for each leaf and step; the loss is
-sum_t v_t f(phi_t; query). By the chain rule, from the last step to the first: c = c + v_t grad f(phi_t; query), the rate's slope is
+sum_t v_t f(phi_t; query). By the chain rule, from the last step back: c = c + v_t grad f(phi_t; query), the slope of a rate is
 -c . g_t over its leaf, and c = c - H_t (r_t c). The clients' SGD steps on theta and r are averaged by their query samples.
 ANIL is the same with one rate, of which only the head's entries move in the inner steps.
 """

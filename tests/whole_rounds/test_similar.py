@@ -7,10 +7,12 @@ value|; O_ij = 1 - |m_i - m_j| / (2 |m_i|); client i averages over j with O_ij >
 and starts from that mean at critical entries and from the global mean elsewhere.
 """
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta.methods.fedcac import kth_largest
 from tests.whole_rounds.world import (
     COHORTS,
     HEAD,
@@ -68,6 +70,15 @@ def critical(before, after, share):
         least = np.sort(score)[::-1][int(share * len(score)) - 1]
         marks[leaf] = score >= least
     return marks
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_the_kth_largest_is_that_of_a_sort(dtype):
+    rng = np.random.default_rng(0)
+    values = np.abs(rng.normal(size=101) * 10.0 ** rng.integers(-4, 3, 101)).astype(dtype)
+    values[::7] = 0
+    for number in (1, 2, 50, 86, 101):
+        assert float(kth_largest(jnp.asarray(values), number)) == float(np.sort(values)[::-1][number - 1])
 
 
 @pytest.mark.parametrize(("share", "patience"), [(0.5, 3.0), (0.9, 1.0)])

@@ -1,0 +1,256 @@
+"""Asynchronous schedules: the timetable against a plain simulation, rounds against NumPy, and what is refused.
+
+FedBuff (facebookresearch/FLSim, flsim/optimizers/async_aggregators.py): the server steps along the mean of s(tau) (w_then - w_i)
+of K arrivals. FedAsync: w = (1 - a s(tau)) w + a s(tau) w_i.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import costs, schedules, uploads
+from tests import problems
+from tests.whole_rounds.world import (
+    HEAD,
+    KEY,
+    NOTHING,
+    TRAIN,
+    N,
+    data,
+    descend,
+    epochs,
+    flat,
+    flat_rows,
+    near,
+    order_key,
+    task,
+)
+
+SECONDS = np.array([1.0, 1.6, 2.3, 3.1, 7.0])
+OPTIONS = {"rounds": 7, "buffer_size": 2, "concurrency": 4, "most_stale": 6}
+
+
+def plainly(seconds, rounds, size):
+    """Arrivals when every client that is not in the buffer trains: (cohorts, staleness, times), client by client in time."""
+    finish, version_of, version, buffer, rows = seconds.copy(), np.zeros(len(seconds), int), 0, [], []
+    while len(rows) < rounds:
+        now = finish.min()
+        for i in np.flatnonzero(finish == now):
+            buffer.append(i)
+            finish[i] = np.inf
+            if len(buffer) == size:
+                rows.append((sorted(buffer), [version - version_of[j] for j in sorted(buffer)], now))
+                version += 1
+                for j in buffer:
+                    finish[j] = -1
+                buffer = []
+        free = finish == -1
+        finish[free], version_of[free] = now + seconds[free], version
+    return tuple(np.array(part) for part in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_timetable_of_all_clients_is_that_of_a_plain_simulation(size):
+    table = schedules.fedbuff(SECONDS, rounds=30, buffer_size=size, concurrency=5, most_stale=40)
+    for found, expected in zip((table.cohorts, table.staleness, table.times), plainly(SECONDS, 30, size), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert (table.staleness.max() > 0) == (size < 5)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_clients_train_at_a_time_than_may_and_staleness_counts_steps(concurrency):
+    table = schedules.fedbuff(SECONDS, rounds=60, buffer_size=2, concurrency=concurrency, most_stale=60, seed=3)
+    steps = np.r_[0.0, table.times]
+    version = np.arange(60)[:, None] - table.staleness
+    # A client arrives after it was given its model, between that step of the server and the next, by its own time.
+    arrival = table.times[:, None]
+    began = steps[version]
+    assert np.all(began + SECONDS[table.cohorts] <= arrival + 1e-9)
+    assert all(len(set(row)) == 2 for row in table.cohorts.tolist())
+    assert set(np.unique(table.cohorts)) == set(range(5))
+    busy = np.sum(SECONDS[table.cohorts]) / table.times[-1]
+    assert busy <= concurrency + 1e-9
+
+
+def test_clients_of_one_speed_are_synchronous():
+    table = schedules.fedbuff(np.full(7, 2.0), rounds=3, buffer_size=7, concurrency=7, most_stale=0)
+    assert not table.staleness.any() and table.times.tolist() == [2.0, 4.0, 6.0]
+    method = fm.fedavg(problems.task(), lr=0.1, epochs=2)
+    states = []
+    for schedule in (table, schedules.uniform):
+        algorithm = fm.federate(method, fm.Federation(cohort_size=7, schedule=schedule, devices=1))
+        state, step = algorithm.init(KEY, problems.data()), jax.jit(algorithm.round)
+        for number in range(3):
+            state, _ = step(jax.random.fold_in(KEY, number), state, problems.data())
+        states.append(state)
+    assert problems.leaves_equal(states[0].model, states[1].model)
+    assert states[1].aggregation.past == ()
+
+
+def run(algorithm, count, state=None):
+    state, step, infos = algorithm.init(KEY, data()) if state is None else state, jax.jit(algorithm.round), []
+    for _ in range(count):
+        state, info = step(jax.random.fold_in(KEY, state.round), state, data())
+        infos.append(info)
+    return state, infos
+
+
+@pytest.mark.parametrize("personal", [NOTHING, HEAD], ids=["fedavg", "fedper"])
+@pytest.mark.parametrize("weight", ["polynomial", "hinge", "constant"])
+def test_rounds_of_fedbuff(personal, weight):
+    table = schedules.fedbuff(SECONDS, **OPTIONS, staleness_weight=weight, exponent=0.7, grace=1)
+    method = (fm.fedper if personal.any() else fm.fedavg)(task(), lr=0.2, epochs=2, batch_size=4)
+    algorithm = fm.federate(method, fm.Federation(cohort_size=2, schedule=table, server_lr=0.8, devices=1))
+    models, own = [flat(algorithm.init(KEY, data()).model)], {}
+    for t, (ids, lags) in enumerate(zip(table.cohorts.tolist(), table.staleness.tolist(), strict=True)):
+        falls, trained = [], {}
+        for i, lag in zip(ids, lags, strict=True):
+            given = models[t - lag]
+            start = np.where(personal, own.get(i, given), given)
+            trained[i] = descend(start, 0.2, epochs(order_key(t, i), i, "train", 4, 2))
+            s = {"polynomial": (1 + lag) ** -0.7, "hinge": 1 if lag <= 1 else 1 / (0.7 * (lag - 1) + 1), "constant": 1}[weight]
+            falls.append(s * (given - trained[i]))
+        fall = np.average(falls, 0, [TRAIN[i] for i in ids])
+        models.append(np.where(personal, models[-1], models[-1] - 0.8 * fall))
+        own |= trained
+    assert table.staleness.max() > 2
+    state, infos = run(algorithm, OPTIONS["rounds"])
+    near(flat(state.model), models[-1])
+    near(flat_rows(state.personal), np.array([own[i] for i in range(N)])[:, personal])
+    for t, info in enumerate(infos):
+        np.testing.assert_array_equal(info.metrics["staleness"], table.staleness[t])
+        near(info.metrics["virtual_seconds"], table.times[t])
+
+
+def test_rounds_of_fedasync():
+    table = schedules.fedasync(SECONDS, rounds=7, concurrency=4, most_stale=6)
+    federation = fm.Federation(cohort_size=1, schedule=table, server_lr=0.6, devices=1)
+    algorithm = fm.federate(fm.fedavg(task(), lr=0.2, batch_size=4), federation)
+    models = [flat(algorithm.init(KEY, data()).model)]
+    for t, ((i,), (lag,)) in enumerate(zip(table.cohorts.tolist(), table.staleness.tolist(), strict=True)):
+        trained = descend(models[t - lag], 0.2, epochs(order_key(t, i), i, "train", 4))
+        share = 0.6 / np.sqrt(1 + lag)
+        models.append((1 - share) * models[-1] + share * trained)
+    assert table.staleness.max() > 2
+    near(flat(run(algorithm, 7)[0].model), models[-1])
+
+
+def test_a_timetable_starts_again_after_its_last_row():
+    table = schedules.fedbuff(SECONDS, **{**OPTIONS, "rounds": 3})
+    algorithm = fm.federate(fm.fedavg(task(), lr=0.2), fm.Federation(cohort_size=2, schedule=table, devices=1))
+    _, infos = run(algorithm, 5)
+    assert [info.ids.tolist() for info in infos[3:]] == table.cohorts[:2].tolist()
+    near(infos[4].metrics["virtual_seconds"], table.times[2] + table.times[1])
+
+
+def test_a_resumed_run_on_other_devices_or_in_a_host_store_is_the_same():
+    table = schedules.fedbuff(SECONDS, **OPTIONS)
+    build = lambda **o: fm.federate(fm.ditto(task()), fm.Federation(cohort_size=2, schedule=table, **o))  # noqa: E731
+    whole, _ = run(build(devices=1, lanes=1), 6)
+    half, _ = run(build(devices=1, lanes=1), 3)
+    assert problems.leaves_equal(run(build(devices=1, lanes=1), 3, half)[0], whole)
+    assert problems.distance(run(build(devices=2, lanes=2), 6)[0], whole) < 1e-10
+    host = jax.tree.map(np.asarray, data())
+    stored, _ = fm.simulate(build(devices=1, lanes=1), host, key=KEY, rounds=6, store="memory")
+    plain, _ = fm.simulate(build(devices=1, lanes=1), host, key=KEY, rounds=6)
+    assert problems.distance(stored, plain) < 1e-12
+
+
+def test_a_client_that_breaks_leaves_the_past_finite():
+    table = schedules.fedbuff(SECONDS, **OPTIONS)
+    algorithm = fm.federate(
+        fm.fedavg(task(), lr=0.2), fm.Federation(cohort_size=2, schedule=table, devices=1, max_dropped=1.0)
+    )
+    x = np.array(data().x)
+    x[: int(data().size["train"][0])] = np.nan
+    state, step = algorithm.init(KEY, data()), jax.jit(algorithm.round)
+    for _ in range(6):
+        state, _ = step(jax.random.fold_in(KEY, state.round), state, dataclasses.replace(data(), x=jnp.asarray(x)))
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.aggregation.past))
+
+
+def test_every_method_runs_or_is_refused_by_name():
+    table = schedules.fedbuff(np.arange(1.0, 8), rounds=4, buffer_size=3, concurrency=5, most_stale=5)
+    refused = set()
+    for name, builder in fm.METHODS.items():
+        of = problems.normed_task() if name in ("mtfl", "mtfl_fedavg_adam", "fedbn") else problems.task()
+        method = builder(of)
+        try:
+            algorithm = fm.federate(method, fm.Federation(cohort_size=3, schedule=table, devices=1))
+        except ValueError as error:
+            assert str(error).startswith(name) and "uploads are changes of shared leaves alone" in str(error)
+            refused.add(name)
+            continue
+        state = jax.eval_shape(algorithm.init, KEY, problems.data())
+        after, _ = jax.eval_shape(algorithm.round, KEY, state, problems.data())
+        assert problems.forms(after) == problems.forms(state)
+    assert {"scaffold", "feddyn", "fednova", "qfedavg", "fedpac", "ifca", "pfedhn", "fedamp"} <= refused
+    assert not refused & {
+        "fedavg",
+        "fedprox",
+        "ditto",
+        "fedper",
+        "fedrep",
+        "fedmeta",
+        "fedmeta_server",
+        "anil",
+        "fedadam",
+        "moon",
+    }
+
+
+def test_gradients_are_no_models_to_mix():
+    table = schedules.fedasync(np.arange(1.0, 8), rounds=4, concurrency=5, most_stale=9)
+    algorithm = fm.federate(fm.fedmeta_server(problems.task()), fm.Federation(cohort_size=1, schedule=table, devices=1))
+    with pytest.raises(ValueError, match="fedmeta_server send gradients, but fedasync mixes their models"):
+        jax.eval_shape(algorithm.round, KEY, jax.eval_shape(algorithm.init, KEY, problems.data()), problems.data())
+
+
+def test_the_testbed_gives_the_times():
+    traffic = costs.traffic(fm.fedavg(problems.task()), problems.data())
+    seconds = costs.seconds_by_client(traffic, 1e9, costs.RASPBERRY_PIS, num_clients=7)
+    table = schedules.fedbuff(seconds, rounds=50, buffer_size=2, concurrency=7, most_stale=8)
+    # The faster half takes half of the time, and so arrives about twice as often.
+    fast = seconds < seconds.max()
+    counts = np.bincount(table.cohorts.ravel(), minlength=7)
+    assert counts[fast].mean() > 1.5 * counts[~fast].mean()
+
+
+FEDBUFF = {"rounds": 5, "buffer_size": 2, "concurrency": 4, "most_stale": 6}
+BAD = [
+    ({"seconds": [1.0, 0.0]}, "seconds=.* must be finite and above 0"),
+    ({"seconds": [[1.0, 2.0]]}, r"one time for each client, \[N\], not the shape \[1, 2\]"),
+    ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),
+    ({"buffer_size": 6}, "buffer_size=6 is more than the N=5 clients"),
+    ({"concurrency": 6}, "concurrency=6 is more than the N=5 clients"),
+    ({"most_stale": -1}, "most_stale=-1 must be an integer of at least 0"),
+    ({"most_stale": 1, "rounds": 20}, r"most_stale=1 is too few: an update of round \d+ lags \d steps behind"),
+    ({"staleness_weight": "linear"}, "staleness_weight='linear' is unknown; allowed are constant, polynomial, hinge"),
+    ({"exponent": 0}, "exponent=0 must be finite and above 0"),
+    ({"grace": -1}, "grace=-1 must be an integer of at least 0"),
+    ({"seed": -1}, "seed=-1 must be an integer of at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_a_wrong_argument_is_named(options, message):
+    given = {"seconds": SECONDS, **FEDBUFF, **options}
+    with pytest.raises(ValueError, match=message):
+        schedules.fedbuff(given.pop("seconds"), **given)
+
+
+def test_what_cannot_go_with_it_is_refused():
+    table = schedules.fedbuff(SECONDS, **FEDBUFF)
+    with pytest.raises(
+        ValueError, match="fedbuff was made for N=5 clients and a buffer of 2, but there are N=5 and cohort_size=3"
+    ):
+        run(fm.federate(fm.fedavg(task()), fm.Federation(cohort_size=3, schedule=table, devices=1)), 1)
+    noisy = fm.Federation(cohort_size=2, schedule=table, uploads=(uploads.clip(1.0), uploads.noise(1.0)))
+    with pytest.raises(ValueError, match="fedbuff draws no cohorts at random, which noise needs"):
+        fm.federate(fm.fedavg(task()), noisy)
+    with pytest.raises(ValueError, match="average_personal takes means of whole leaves"):
+        fm.federate(fm.fedper(task()), fm.Federation(cohort_size=2, schedule=table, average_personal=True))
