@@ -45,9 +45,9 @@ def _sample():
     return lambda view, key: view.epochs(key, BATCH, share=SHARE)
 
 
-def initialised(w, memory, key, i, name, passes_taken, code_stop=False):
+def initialised(w, memory, key, i, name, passes_taken, by_last=False):
     """(where training starts, W)."""
-    least = WINDOW + code_stop
+    least = WINDOW + by_last
     if memory is None:
         return w, np.ones(HEAD.sum())
     v, weights, converged = np.split(memory, [15, 30])
@@ -66,20 +66,20 @@ def initialised(w, memory, key, i, name, passes_taken, code_stop=False):
             losses.append(loss(blend(weights), batch))
             slope = (w[HEAD] - v) * gradient(blend(weights), batch)[HEAD]
             weights = np.clip(weights - ETA * slope, 0, 1)
-        means.append(losses[-1] if code_stop else np.mean(losses))
+        means.append(losses[-1] if by_last else np.mean(losses))
     passes_taken.append(len(means))
     return blend(weights), weights
 
 
-@pytest.mark.parametrize("code_stop", [False, True])
-def test_two_rounds_and_their_tests(code_stop):
+@pytest.mark.parametrize("by_last", [False, True])
+def test_two_rounds_and_their_tests(by_last):
     options = {"lr": RATE, "weight_lr": ETA, "sample_share": SHARE, "window": WINDOW, "tolerance": TOLERANCE}
-    options["code_stop"] = code_stop
+    options["converged_by"] = "last_batch" if by_last else "mean"
     library = Library(fm.fedala(task(), **options, most_passes=MOST, epochs=2, batch_size=BATCH), server_lr=SERVER)
     passes = []
 
     def client(round_, i, w, memory):
-        start, weights = initialised(w, memory, client_key(round_, i), i, "train", passes, code_stop)
+        start, weights = initialised(w, memory, client_key(round_, i), i, "train", passes, by_last)
         w = descend(start, RATE, epochs(order_key(round_, i), i, "train", BATCH, 2))
         return w, np.r_[w[HEAD], weights, float(memory is not None)]
 
@@ -92,6 +92,6 @@ def test_two_rounds_and_their_tests(code_stop):
     assert len(passes) == 2 and all(WINDOW < count < MOST for count in passes), passes
     assert N - len(own) == 1 and np.any((own[KNOWN][15:30] > 0) & (own[KNOWN][15:30] < 1))
     for i in (KNOWN, LATE):
-        near(library.tested(i), initialised(w, own[i], test_key(), i, "test_support", passes, code_stop)[0])
+        near(library.tested(i), initialised(w, own[i], test_key(), i, "test_support", passes, by_last)[0])
     assert passes[2] == 1 < passes[3]
     near(library.tested(NEW), w)
