@@ -101,8 +101,8 @@ class _Saved(NamedTuple):
 
 
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
-    """The clients of every scenario, or of each draw of it, see `Study.draws`."""
-    return {name: scenario.build(data_dir) for name, scenario in study.draws().items()}
+    """The clients of every scenario."""
+    return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
 
 
 def run(
@@ -189,7 +189,7 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
         for name, clients in built.items()
     }
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.draws().items()},
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
         "systems": {name: _options(study.system(name)) for name in study.systems},
         "clients": {name: one["fingerprint"] for name, one in facts.items()},
     }
@@ -218,7 +218,7 @@ def _options(system: System) -> dict[str, Json]:
 
 def _system(study: Study, scenario: str, name: str, clients: Clients, folder: Path, watcher: Watcher) -> Outcome:
     """Tunes and trains one system, or reads what was found before."""
-    system, place = study.system(name), study.draws()[scenario]
+    system, place = study.system(name), study.scenarios[scenario]
     points = points_of(system)
     config = {"system": _options(system), "data": clients.fingerprint, "model": [place.model, dict(place.model_options)]}
     phase = _Phase(

@@ -96,6 +96,7 @@ def test_draws_are_trained_each_and_shown_together(tmp_path):
     """The draws differ in their clients, and the pooled outcome holds the trials of all of them."""
     chosen = study(data_seeds=[3, 4], rounds=2, tuning={"rounds": 1})
     built = run.build(chosen)
+    assert to_tree(from_tree(to_tree(chosen))) == to_tree(chosen)  # as `show` prints it
     assert list(built) == ["pairs@3", "pairs@4"] and built["pairs@3"].fingerprint != built["pairs@4"].fingerprint
     alone = Scenario(**{**TREE["scenarios"]["pairs"], "seed": 4}).build()
     assert built["pairs@4"].fingerprint == alone.fingerprint
