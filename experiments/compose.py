@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Annotated, Any, get_args
 
 import jax
+import numpy as np
 import typer
 
 import fedjax_meta as fm
@@ -20,8 +21,9 @@ from experiments._parts import AGGREGATORS, ATTACKS, PARTICIPATION, SCHEDULES, a
 from experiments._parts import aggregator as aggregator_of
 from experiments._parts import clip as clip_of
 from fedjax_meta import checkpoint, checks, escape, models, report
-from fedjax_meta.data import protocols, sources
-from fedjax_meta.study.scenario import model_for
+from fedjax_meta.data.registry import PAPERS, PARTITIONS
+from fedjax_meta.study.run import baselines
+from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.system import ESTIMATORS, OPTIMIZERS
 
 NEEDED: dict[str, dict[str, Any]] = {"implicit": {"prox_weight": 2.0}}
@@ -57,12 +59,12 @@ PLAIN = tuple(
 )
 """Options of a federation that `--federation` sets."""
 
-PROTOCOLS: dict[str, Callable[..., protocols.Protocol]] = {
-    "fedmeta_per": protocols.fedmeta_per_clients,
-    "fedpac": protocols.fedpac_clients,
-    "reptile": protocols.perfedavg_reptile_clients,
-    "mtfl": protocols.mtfl_clients,
-}
+PROTOCOLS = (*PAPERS, *PARTITIONS)
+
+UNTUNED = (
+    "No option was tuned: a method that does badly may only have rates that do not suit these clients. `fedjax-meta run` tunes "
+    "all methods alike."
+)
 
 
 def compose(
@@ -172,8 +174,7 @@ def _plain_values(algorithm: str, federation: Mapping[str, Any]) -> dict[str, An
 
 def make_plans(
     systems: Mapping[str, Mapping[str, Any]],
-    task: fm.Task,
-    data: protocols.Protocol,
+    data: Clients,
     *,
     rounds: int,
     eval_every: int,
@@ -188,8 +189,7 @@ def make_plans(
 
     Args:
       systems: by name, the arguments of `compose` but for the task.
-      task: what is learned.
-      data: the clients.
+      data: the clients and their model.
       rounds, eval_every, seeds, store: see `fedjax_meta.simulate`.
       cohort_size, devices: of the federation, where a system does not say otherwise.
       config: what else the results depend on.
@@ -198,7 +198,7 @@ def make_plans(
     plans = []
     for name, parts in systems.items():
         federation = {"cohort_size": cohort_size, **parts.get("federation", {})}
-        algorithm = compose(task, **{**parts, "federation": federation}, devices=devices)
+        algorithm = compose(data.task, **{**parts, "federation": federation}, devices=devices)
         guarantee = guarantee_of(algorithm, data.train.num_clients, delta)
         if guarantee is not None:
             guarantee(rounds)  # what cannot be accounted for is refused before the run has a folder
@@ -264,9 +264,23 @@ def _changes(parts: Mapping[str, Any]) -> str:
     return ", ".join(changed)
 
 
-def write_report(folder: Path, title: str, changes: str, series: Sequence[report.Series], *, privacy: str = "") -> None:
-    """Prints the table, and writes it as `report.md` with `figure.png`; `changes` and `privacy` explain the star."""
-    note = "; ".join(filter(None, [f"* {changes}" if changes else "", privacy]))
+def write_report(
+    folder: Path,
+    title: str,
+    changes: str,
+    series: Sequence[report.Series],
+    *,
+    privacy: str = "",
+    untrained: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> None:
+    """Prints the table, and writes it as `report.md` with `figure.png`.
+
+    Args:
+      folder, title, series: of the report.
+      changes, privacy: explain the star.
+      untrained: accuracy of each client of what takes no training, by title and by group of clients, see `run.baselines`.
+    """
+    note = "; ".join(filter(None, [f"* {changes}" if changes else "", privacy, UNTUNED]))
     headings = ("system", "clients", "accuracy", "mean ± std over clients", "macro F1")
     rows = []
     for key in dict.fromkeys((one.title, one.clients) for one in series):
@@ -282,6 +296,10 @@ def write_report(folder: Path, title: str, changes: str, series: Sequence[report
                 f"{scores['f1_mean'][0]:.2f}",
             ]
         )
+    for name, groups in (untrained or {}).items():
+        for group, accuracy in groups.items():
+            spread = f"{100 * accuracy.mean():.2f} ±{100 * accuracy.std():.2f}"
+            rows.append([name, {"known": "local"}.get(group, group), "", spread, ""])
     runner.show_table(f"{title} (percent)", headings, rows, text_columns=2)
     runner.console.print(note, style="dim", markup=False)
     report.save_figure(folder / "figure.png", series, title=title)
@@ -405,6 +423,10 @@ def main(  # long because every option brings its help text
         str, typer.Option(help="`mnist_small`, `digits`, an .npz, or a set of tensorflow-datasets.")
     ] = "mnist_small",
     protocol: Annotated[str, typer.Option(help="How samples are divided: " + ", ".join(PROTOCOLS) + ".")] = "fedmeta_per",
+    protocol_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of the division, e.g. concentration=0.3; may be repeated."),
+    ] = None,
     clients: Annotated[
         int | None, typer.Option(min=1, help="Number of clients; the protocol's own when not given.", show_default=False)
     ] = None,
@@ -495,14 +517,14 @@ def main(  # long because every option brings its help text
             checks.seed("--seeds", seed)
         checks.seed("--data-seed", data_seed, bits=32)
         shared = runner.prepare(devices, compile_cache, cohort_size=clients_per_round)
+        given = assignments(protocol_set or (), "--protocol-set")
+        scenario = Scenario(dataset=dataset, partition=protocol, options=given, clients=clients, model=network, seed=data_seed)
         with runner.loading(dataset):
-            source = sources.load(dataset, data_dir=data_dir)
-            data = PROTOCOLS[protocol](source, seed=data_seed, **({} if clients is None else {"num_clients": clients}))
+            data = scenario.build(None if data_dir is None else str(data_dir))
         config = {"experiment": "compose", "dataset": dataset, "protocol": protocol, "clients": clients}
-        config |= {"data_seed": data_seed, "model": network}
+        config |= {"protocol_options": given, "data_seed": data_seed, "model": network}
         plans = make_plans(
             systems,
-            model_for(network, data.train, {}),
             data,
             rounds=rounds,
             eval_every=eval_every,
@@ -524,7 +546,8 @@ def main(  # long because every option brings its help text
         changes = _changes(systems["composition"])
         series = runner.all_series(plans, results)
         spent = next((str(plan.guarantee(rounds)) for plan in plans if plan.guarantee is not None), "")
-        write_report(folder, f"{data.name}: round {rounds}", changes, series, privacy=spent)
+        title, untrained = f"{data.title}: round {rounds}", baselines(data, seed_list[0])
+        write_report(folder, title, changes, series, privacy=spent, untrained=untrained)
         runner.exit_if_all_diverged(plans, results)
 
 

@@ -133,7 +133,7 @@ def finished(folders: Sequence[str | Path]) -> list[Finished]:
         study = load(folder / "study.yaml")
         traffic = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("traffic", {})
         before = len(found)
-        for scenario in study.draws():
+        for scenario in study.scenarios:
             for name in study.systems:
                 path = folder / "results" / scenario / f"{name}.final.json"
                 if path.is_file():

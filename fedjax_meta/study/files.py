@@ -232,13 +232,23 @@ def notes(given: Iterable[Any], systems: Collection[str]) -> list[str]:
 def only(tree: Tree, systems: Sequence[str]) -> Tree:
     """The tree of some systems of a study, with the scenarios and published numbers that concern them.
 
+    Args:
+      tree: of the study.
+      systems: names, also of entries with `each` ("imaml", or "imaml-5" for the first of its values), which stand for all that
+        they make.
+
     Raises:
       ValueError: a system that the study does not have.
     """
     entries = expanded("systems", tree.get("systems") or {})
+
+    def meant(entry: str, name: str) -> bool:
+        return entry == name or entry.startswith(f"{name}-")
+
     for name in systems:
-        checks.one_of("system", name, entries)
-    kept = {name: entry for name, entry in entries.items() if name in systems}
+        if not any(meant(entry, name) for entry in entries):
+            checks.one_of("system", name, entries)
+    kept = {label: entry for label, entry in entries.items() if any(meant(label, name) for name in systems)}
     used = [entry.get("scenarios") for entry in kept.values()]
     scenarios = expanded("scenarios", tree.get("scenarios") or {})
     if all(used):

@@ -99,7 +99,7 @@ def _now() -> str:
 def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
     """What cannot change once there are results."""
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.draws().items()},
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
         "systems": {name: options_of(study.system(name)) for name in study.systems},
         "tuning": {key: getattr(study.tuning, key) for key in ("validation", "clients", "halving")},
         "clients": {name: clients.fingerprint for name, clients in built.items()},

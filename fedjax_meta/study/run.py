@@ -74,8 +74,8 @@ class Outcome(NamedTuple):
 
 
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
-    """The clients of every scenario, or of each draw of it, see `Study.draws`."""
-    return {name: scenario.build(data_dir) for name, scenario in study.draws().items()}
+    """The clients of every scenario."""
+    return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
 
 
 def run(
@@ -183,7 +183,7 @@ def _check(study: Study, scenario: str, system: System, clients: Clients) -> Non
     points = points_of(system)
     training = {clients.train.num_clients}
     if len(points) > 1:
-        training.add(choice.data_for(study.tuning, study.draws()[scenario], clients)[0].num_clients)
+        training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
     for point in points:
         algorithm = system.build(clients.task, **point)
         for count in training:
@@ -196,7 +196,7 @@ class _Step:
 
     def __init__(self, study: Study, scenario: str, name: str, clients: Clients, desk: Desk) -> None:
         self._study, self._scenario, self._name, self._clients, self._desk = study, scenario, name, clients, desk
-        self._system, self._place = study.system(name), study.draws()[scenario]
+        self._system, self._place = study.system(name), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 

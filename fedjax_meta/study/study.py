@@ -84,8 +84,9 @@ class Study:
       title: of the report.
       scenarios, systems: by name.
       rounds, eval_every, seeds: of every run.
-      data_seeds: seeds of several draws of every scenario's clients; each draw is tuned and trained on its own, and tables
-        have the mean and the spread over draws and seeds together. The scenario's own seed alone when empty.
+      data_seeds: seeds of several draws of every scenario's clients, which become scenarios "name@seed"; each is tuned and
+        trained on its own, and tables have the mean and the spread over draws and seeds together. The scenario's own seed alone
+        when empty.
       federation: options of every system that does not say otherwise.
       tuning: how grids are searched.
       published: numbers to print beside the measured ones.
@@ -113,22 +114,24 @@ class Study:
         _check_seeds("seeds", self.seeds)
         if self.data_seeds:
             _check_seeds("data_seeds", self.data_seeds)
+            object.__setattr__(self, "scenarios", _drawn(self.scenarios, self.data_seeds))
         for kind in ("scenarios", "systems"):
             if not getattr(self, kind):
                 raise ValueError(f"a study needs {kind}")
             for name in getattr(self, kind):
-                if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+                if not isinstance(name, str) or not name.replace("-", "_").replace(DRAW, "_", 1).isidentifier():
                     raise ValueError(f"{kind}: {name!r} must be made of letters, digits, _ and -")
         titles = [self.title_of(name) for name in self.systems]
         for title in titles:
             if titles.count(title) > 1:
                 raise ValueError(f"two systems have the title {title!r}: give each its own")
+        bases = [name.partition(DRAW)[0] for name in self.scenarios]
         for name, system in self.systems.items():
             for scenario in system.scenarios or ():
-                checks.one_of(f"systems.{name}.scenarios", scenario, self.scenarios)
+                checks.one_of(f"systems.{name}.scenarios", scenario, bases)
         for row in self.published:
             checks.one_of("published.system", row.system, self.systems)
-            checks.one_of("published.scenario", row.scenario, self.scenarios)
+            checks.one_of("published.scenario", row.scenario, bases)
             checks.one_of("published.clients", row.clients, ("known", "new"))
 
     def title_of(self, system: str) -> str:
@@ -139,16 +142,6 @@ class Study:
         """The systems that are run on a scenario, or on a draw of it, in order."""
         base = scenario.partition(DRAW)[0]
         return [name for name, system in self.systems.items() if system.scenarios is None or base in system.scenarios]
-
-    def draws(self) -> dict[str, Scenario]:
-        """What is run: the scenarios by name, or each of their draws as "scenario@seed"."""
-        if not self.data_seeds:
-            return dict(self.scenarios)
-        return {
-            f"{name}{DRAW}{seed}": dataclasses.replace(scenario, seed=seed)
-            for name, scenario in self.scenarios.items()
-            for seed in self.data_seeds
-        }
 
     def system(self, name: str) -> System:
         """A system with the federation's options of the study filled in."""
@@ -235,6 +228,17 @@ def _object(where: str, of: type, given: Any) -> Any:
         return of(**given)
     except ValueError as error:
         raise ValueError(str(error) if where == "study" else f"{where}: {error}") from None
+
+
+def _drawn(scenarios: Mapping[str, Scenario], seeds: Sequence[int]) -> dict[str, Scenario]:
+    """Every scenario once for each seed; those that are draws already stay."""
+    drawn: dict[str, Scenario] = {}
+    for name, scenario in scenarios.items():
+        if DRAW in name:
+            drawn[name] = scenario
+        else:
+            drawn |= {f"{name}{DRAW}{seed}": dataclasses.replace(scenario, seed=seed) for seed in seeds}
+    return drawn
 
 
 def _check_seeds(name: str, seeds: Any) -> None:

@@ -161,7 +161,7 @@ DATA = [
 OTHERS = {
     "quickstart": [
         (("--rounds", "0"), "Invalid value for"),
-        (("--seeds", "x"), "seeds=['x']", "must be an integer"),
+        (("--seeds", "x"), "seeds='x' must be an integer of at least 0"),
         (("--systems", "fedavgg"), "system='fedavgg' is unknown (did you mean 'fedavg'?)"),
         (("--variant", "quik"), "variant='quik' is unknown (did you mean 'quick'?)"),
         (("--set", "round=3"), "study has no field 'round' (did you mean 'rounds'?)"),
@@ -191,7 +191,7 @@ OTHERS = {
         (("--runs", "0"), "Invalid value for"),
     ],
     "imaml": [
-        (("--systems", "imaml-5"), "system='imaml-5' is unknown", "did you mean 'imaml-"),
+        (("--systems", "imaml-7"), "system='imaml-7' is unknown", "did you mean"),
         (("--set", "systems.maml.each=3"), "systems.maml: each must be a mapping of lists"),
     ],
     "mtfl": [

@@ -290,6 +290,7 @@ PARTITIONS = {
     **rows(slots.new_client_slots, {"slots": np.array([[0, 1]]), "num_classes": 4, "rng": np.random.default_rng(0)}, [
         ("rng", 0, "rng must be a Generator, e.g. np.random.default_rng(1), not 0"),
         ("slots", [0, 1], "slots must be pairs of classes [N, 2]"),
+        ("newcomers", "published", "newcomers='published' is unknown (did you mean 'as published'?)"),
     ]),
 }  # fmt: skip
 

@@ -162,6 +162,18 @@ def test_a_cohort_that_is_too_large_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_composition_runs_on_any_division_of_the_samples(tmp_path):
+    words = ["--algorithm", "fedavg", "--dataset", "digits", "--protocol", "dirichlet_classes", "--clients", "10"]
+    words += ["--protocol-set", "concentration=0.5", "--protocol-set", "min_samples=10", "--rounds", "1", "--devices", "1"]
+    result = RUNNER.invoke(compose.app, [*words, "--out", str(tmp_path / "run")], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())  # the title may be wider than its table
+    assert "dirichlet_classes (concentration 0.5, min_samples 10) on digits, 10 clients" in said
+    assert "untrained model" in result.output and "majority class" in result.output
+    bad = RUNNER.invoke(compose.app, [*words, "--protocol-set", "alpha=1"], env={"COLUMNS": "200"})
+    assert bad.exit_code == 1 and "partition dirichlet_classes takes no 'alpha'" in bad.stderr
+
+
 def test_text_of_the_user_is_shown_as_it_is_in_console_page_and_figure(tmp_path, capsys, monkeypatch):
     """Brackets are no styles, bars no cells, stars no emphasis and dollars no formulas."""
     monkeypatch.setattr(compose.runner, "console", compose.runner.Console(width=300))
@@ -169,7 +181,8 @@ def test_text_of_the_user_is_shown_as_it_is_in_console_page_and_figure(tmp_path,
     scores = dict.fromkeys(("accuracy", "accuracy_mean", "accuracy_std", "f1_mean"), 50.0)
     series = compose.report.Series("fedavg*", "local", 1, np.array([1, 2]), np.array([40.0, 50.0]), np.full(3, 50.0), scores)
     changes = "personal=path:[a-z]+|b*"
-    compose.write_report(folder, "own[bold] $x$ | y: round 2", changes, [series])
+    alone = {"majority class": {"known": np.array([0.25, 0.75]), "new": np.array([0.5])}}
+    compose.write_report(folder, "own[bold] $x$ | y: round 2", changes, [series], untrained=alone)
     shown = capsys.readouterr().out
     for text in ("own[bold] $x$ | y: round 2", f"* {changes}", str(folder)):
         assert text in shown
@@ -177,4 +190,5 @@ def test_text_of_the_user_is_shown_as_it_is_in_console_page_and_figure(tmp_path,
     assert r"# own\[bold\] \$x\$ \| y: round 2" in page
     assert r"\* personal=path:\[a-z\]+\|b\*" in page
     assert "| fedavg\\* | local | 50.00 |" in page
+    assert "| majority class | local |  | 50.00 ±25.00 |" in page and "No option was tuned" in page
     assert (folder / "figure.png").stat().st_size > 10_000

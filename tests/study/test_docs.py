@@ -1,5 +1,6 @@
 """The examples of docs/studies.md run as they stand."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 import fedjax_meta as fm
 from fedjax_meta import export
 from fedjax_meta.cli import app
-from fedjax_meta.study import from_tree
+from fedjax_meta.study import from_tree, load
 from tests.study.common import TREE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
@@ -35,6 +36,24 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     exec(block("python"), {})
     assert "fine_tuned {'lr':" in capsys.readouterr().out
+
+
+ROOT = Path(__file__).parents[2]
+RUNS = [
+    (page, line)
+    for page in ("README.md", "docs/studies.md", "docs/results.md", "docs/migration.md")
+    for line in re.findall(r"fedjax-meta run (\w[^`#\n\\]*)", (ROOT / page).read_text(encoding="utf-8"))
+    if ".yaml" not in line and line.strip() != "STUDY"
+]
+
+
+@pytest.mark.parametrize(("page", "line"), RUNS)
+def test_the_studies_that_the_pages_run_are_in_the_package(page, line):
+    name, *words = line.split()
+    given = dict(itertools.pairwise(words))
+    overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set" and words[i + 1] != "..."]
+    variants = ["quick"] * ("--quick" in words) + ([given["--variant"]] if "--variant" in given else [])
+    assert load(name, overrides, variants=variants).systems, page
 
 
 @pytest.mark.parametrize("command", re.findall(r"^fedjax-meta (\w+)", PAGE, flags=re.MULTILINE))

@@ -87,12 +87,16 @@ def test_systems_may_be_run_on_some_scenarios_only():
     less = from_tree(given)
     assert (list(less.scenarios), list(less.systems), less.notes) == (["local"], ["local"], ["all", "of one"])
     assert [row.system for row in less.published] == ["local"]
+    epochs = {"a": {"method": "fedavg", "each": {"options.epochs": [1, 5], "options.lr": [0.1, 0.2]}}, **TREE["systems"]}
+    kept = [list(files.only(tree(systems=epochs), [name])["systems"]) for name in ("a", "a-5", "a-5-0_2")]
+    assert kept == [["a-1-0_1", "a-1-0_2", "a-5-0_1", "a-5-0_2"], ["a-5-0_1", "a-5-0_2"], ["a-5-0_2"]]
 
 
 def test_draws_are_trained_each_and_shown_together(tmp_path):
     """The draws differ in their clients, and the pooled outcome holds the trials of all of them."""
     chosen = study(data_seeds=[3, 4], rounds=2, tuning={"rounds": 1})
     built = run.build(chosen)
+    assert to_tree(from_tree(to_tree(chosen))) == to_tree(chosen)  # as `show` prints it
     assert list(built) == ["pairs@3", "pairs@4"] and built["pairs@3"].fingerprint != built["pairs@4"].fingerprint
     alone = Scenario(**{**TREE["scenarios"]["pairs"], "seed": 4}).build()
     assert built["pairs@4"].fingerprint == alone.fingerprint
