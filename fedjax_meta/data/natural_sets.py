@@ -30,9 +30,9 @@ def tiny_shakespeare(
 ) -> Natural:
     """Next characters of Shakespeare's speakers, from tensorflow-datasets' `tiny_shakespeare`; a speaker is a client.
 
-    A speaker's speeches are joined in the order of the plays and cut into sequences of `length` characters, with the same shifted
-    by one as targets. The plays are an excerpt of Shakespeare's works, so that there are fewer speakers than in LEAF's data and in
-    TensorFlow Federated's, whose numbers stand in `published`.
+    A speaker's speeches are joined in the order of the plays and cut into sequences of `length` characters, with the same
+    shifted by one as targets. The plays are an excerpt of Shakespeare's works, so that there are fewer speakers than in LEAF's
+    data and in TensorFlow Federated's, whose numbers stand in `published`.
 
     Args:
       length: T.
@@ -67,8 +67,8 @@ def tiny_shakespeare(
 def uci_har(*, data_dir: str | os.PathLike | None = None) -> Natural:
     """UCI HAR (Anguita et al. 2013): windows of 128 values of 9 inertial signals, 6 activities; a subject is a client.
 
-    Inputs are float32 `[S, 128, 9]`. The file is `uci_har/uci_har.npz` (or `uci_har.npz`) of the data folder,
-    with `x`, `y` from 0 to 5 and `subject`; `python -m fedjax_meta.data.natural_sets uci_har ARCHIVE OUT` makes it of the archive.
+    Inputs are float32 `[S, 128, 9]`. The file is `uci_har/uci_har.npz` (or `uci_har.npz`) of the data folder, with `x`, `y`
+    from 0 to 5 and `subject`; `python -m fedjax_meta.data.natural_sets uci_har ARCHIVE OUT` makes it of the archive.
 
     Raises:
       ValueError: no such file (the message says how to get it), or one of other content.
