@@ -38,9 +38,8 @@ def client_data(sizes: Any, *, pool: int = 20_000) -> fm.FederatedData:
     sizes = np.asarray(sizes)
     total = int(sizes.sum())
     pool = min(pool, total)
-    data = fm.from_partition(
-        rng.integers(0, 256, (pool, 784), dtype=np.uint8), rng.integers(0, 10, pool), np.arange(pool), [pool], num_classes=10
-    )
+    x, y = rng.integers(0, 256, (pool, 784), dtype=np.uint8), rng.integers(0, 10, pool)
+    data = fm.from_partition(x, y, np.arange(pool), [pool], num_classes=10, scale=1 / 255)
     begin = ((np.cumsum(sizes) - sizes) % (pool - sizes.max() + 1)).astype(np.int32)
     return fm.FederatedData(
         x=data.x,

@@ -26,6 +26,7 @@ from fedjax_meta import (
     local,
     lora,
     masks,
+    measures,
     meta,
     methods,
     metrics,
@@ -37,6 +38,7 @@ from fedjax_meta import (
     simulation,
     sweeps,
     task,
+    tasks,
     types,
     uploads,
 )
@@ -46,13 +48,15 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Rece
 from fedjax_meta.data import FederatedData, from_clients, from_partition, train_test_views
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
+from fedjax_meta.measures import Metric
 from fedjax_meta.methods import *  # noqa: F403
 from fedjax_meta.participation import Participation
 from fedjax_meta.rounds import federate
 from fedjax_meta.runtime import use_all_cores
 from fedjax_meta.simulation import Evaluator, Record, simulate
 from fedjax_meta.sweeps import sweep
-from fedjax_meta.task import Batch, Task, classification
+from fedjax_meta.task import Batch, Task, Weighted, classification
+from fedjax_meta.tasks import from_loss, multi_label, next_token, regression
 
 if TYPE_CHECKING:
     from fedjax_meta import checkpoint, layers, models, report, study
@@ -76,6 +80,7 @@ __all__ = [
     "FederatedData",
     "Federation",
     "Method",
+    "Metric",
     "Participation",
     "Population",
     "Received",
@@ -85,6 +90,7 @@ __all__ = [
     "State",
     "Task",
     "Trained",
+    "Weighted",
     "__version__",
     "aggregate",
     "algorithm",
@@ -106,6 +112,7 @@ __all__ = [
     "from_equinox",
     "from_functions",
     "from_linen",
+    "from_loss",
     "from_nnx",
     "from_partition",
     "host_store",
@@ -115,14 +122,18 @@ __all__ = [
     "local",
     "lora",
     "masks",
+    "measures",
     "meta",
     "method_builder",
     "methods",
     "metrics",
     "models",
+    "multi_label",
+    "next_token",
     "participation",
     "privacy",
     "received_model",
+    "regression",
     "report",
     "rounds",
     "runtime",
@@ -133,6 +144,7 @@ __all__ = [
     "sweep",
     "sweeps",
     "task",
+    "tasks",
     "train_test_views",
     "types",
     "uploads",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta.data import ClientView, FederatedData
+from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Variables
 from fedjax_meta.uploads import Message
 
@@ -116,7 +117,7 @@ class Algorithm:
       personalize: `(key, state, support, client, num_clients=None) -> variables`: the model that one client tests with, after
         whatever the method does with its support view. `client` is the row of a client in the state, or `None` for a client
         that never took part. `num_clients` is N where the state holds the rows of some clients only.
-      predict: `(variables, x [B, ...]) -> logits [B, K]`.
+      predict: `(variables, x [B, ...]) -> outputs [B, ...]`, as `Task.predict`.
       exchange: `data -> Exchange`; nothing is computed. See `costs.traffic`.
       cohort: `(key of the round, round, N) -> ids [C]`. A round needs the rows and data of these clients only, so that the
         others need not be on a device. See `host_store`.
@@ -124,6 +125,7 @@ class Algorithm:
       checked: `data -> (names of a client's leaves, names of the server's leaves)`, to which `Faults` refers.
       devices, lanes: of the federation; `evaluate` uses the same by default.
       needs_all_rows: whether a round reads the rows of clients outside its cohort, so that a host store is refused.
+      task: what is learned; `None` for a method that was put together by hand.
     """
 
     init: Callable[[Key, FederatedData], State]
@@ -137,6 +139,7 @@ class Algorithm:
     devices: int | None = None
     lanes: int | None = None
     needs_all_rows: bool = False
+    task: Task | None = None
 
 
 def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:

@@ -146,7 +146,7 @@ class Method:
       init: `key -> model`, the tree that the functions below work on: the task's variables, or those and more.
       client: one client's round, `(key, received, data) -> Trained`.
       personalize: `(key, received, support) -> variables`, what a client does with its support view before it predicts.
-      predict: `(variables, x [B, ...]) -> logits [B, K]`.
+      predict: `(variables, x [B, ...]) -> outputs [B, ...]`, as `Task.predict`.
       roles: `masks.Role` of each leaf of the model; see `masks.roles`.
       weighting: how much a client counts by default: "samples", "query" or "uniform" (`aggregate.WEIGHTINGS`).
       server_optimizer: what the server descends along the mean pseudo-gradient with; `optax.sgd(1.0)`, which
@@ -169,7 +169,7 @@ class Method:
       sends_statistics: whether clients upload their statistics; not where the server computes them from what `collaborate` reads.
       travels: `model -> (down, up)`, trees of what travels in place of the model's shared leaves and buffers (pFedHN sends the
         weights that it generates); by default these leaves both ways.
-      needs_classes: whether the method works only with class labels; data with real targets are then refused.
+      needs_classes: whether the method works only with one class label a sample; data with other targets are then refused.
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
       task: what is learned, filled in by the builder, so that data that it cannot learn from are refused before the first round.

@@ -1,46 +1,58 @@
 """Evaluation: each client personalises on its support view and predicts its query view.
 
 The result keeps every client apart: confusion matrices `[N, K, K]` (rows true, columns predicted), from which all scores of
-`metrics` follow afterwards, on a device or in NumPy.
+`metrics` follow afterwards, on a device or in NumPy; or the scores `[N]` of any other `measures`.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from fedjax_meta import checks, host_store, metrics
+from fedjax_meta import checks, host_store, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import CHUNK, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
+from fedjax_meta.measures import CONFUSION, Metric, Score, resolve
 from fedjax_meta.rounds import as_algorithm
+from fedjax_meta.task import Batch, LogitsLoss, MeanLoss, Weighted, cross_entropy
 from fedjax_meta.types import Key, Variables
 
 MANY_BYTES = 2**26
 """From this many bytes of rows on, clients are evaluated on the device that holds their rows instead of moving."""
 
 
+FEW_CLASSES = 128
+"""Up to this number of classes a client's scores come from its confusion matrix by default."""
+
+
 class Evaluation(NamedTuple):
     """The results of N clients.
 
     Attributes:
-      confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns.
-      loss: `[N]`, mean cross-entropy. Where it is not finite, the model has diverged and the confusion means nothing: take scores
-        through `metrics.where_finite`, as `summary` does.
+      confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns; `None` if it was not measured.
+      loss: `[N]`, the mean loss: of class labels the cross-entropy, else the task's loss. Where it is not finite, the model has
+        diverged and the scores mean nothing: take them through `metrics.where_finite`, as `summary` does. `None` where the task's
+        loss is an opaque function and the method predicts by more than the task's variables.
+      metrics: the `measures.Score` of each other metric, by name.
     """
 
     confusion: Any
     loss: Any
+    metrics: Mapping[str, Score] = {}
 
     def summary(self) -> dict[str, float]:
-        """The numbers that papers print, see `metrics.summary`."""
-        return metrics.summary(self.confusion, self.loss)
+        """The numbers that papers print, see `metrics.summary`; mean and standard deviation over clients of other metrics."""
+        found = {} if self.confusion is None else metrics.summary(self.confusion, self.loss)
+        return found | metrics.summary_of_scores(
+            {name: score.values for name, score in self.metrics.items()}, self.loss, with_loss=self.confusion is None
+        )
 
 
 def evaluate(
@@ -53,6 +65,7 @@ def evaluate(
     query: str = "test_query",
     known: bool = True,
     ids: jax.Array | None = None,
+    metrics: Sequence[Metric | str] | None = None,
     batch_size: int = CHUNK,
     lanes: int | None = None,
     devices: int | None = None,
@@ -69,13 +82,16 @@ def evaluate(
       known: whether client i of the population of `data` is client i of the training ("local" clients in the FedMeta-Per paper);
         otherwise none of the clients took part ("new" clients).
       ids: int32 `[N']`, which clients; all when not given.
+      metrics: what to measure beside the loss: names such as "accuracy", "top_5", "mae", or a `measures.Metric` of your own. By
+        default what the task says, or for one class label a sample the confusion matrix, and for more than 128 classes
+        `("accuracy", "top_5")`.
       batch_size: the largest number of samples to predict at a time.
       lanes, devices: as in `engine.run_cohort`; those of the federation when not given.
       federation: in which the method was trained, if its `own_at_test` or `new_client` was not the default.
 
     Raises:
-      ValueError: a view that the data do not have; known clients that outnumber those of the training; ids out of range; targets
-        that are no classes, or logits of another number of classes than the data have.
+      ValueError: a view that the data do not have; known clients that outnumber those of the training; ids out of range; logits
+        of another number of classes than the data have; metrics that do not fit the task, or that give no scalar.
     """
     algorithm = as_algorithm(method, federation)
     devices = algorithm.devices if devices is None else devices
@@ -89,8 +105,7 @@ def evaluate(
     if known and data.num_clients > population:
         raise ValueError(f"known=True, but the data have {data.num_clients} clients and the training had {population}")
     checks.count("batch_size", batch_size)
-    if data.num_classes == 0:
-        raise ValueError("the data have real targets (num_classes is 0): there are no classes to score")
+    measured = _chosen(algorithm, data, metrics)
     if ids is not None:
         checks.indices("ids", ids, data.num_clients)
         if np.ndim(ids) != 1 or not np.size(ids):
@@ -112,7 +127,7 @@ def evaluate(
     if known:
         state, own = host_store.split_rows(state)
         own = own if in_order else jax.tree.map(lambda leaf: leaf[rows], own)
-    test = _Test(algorithm, support, query, batch_size, max(population, data.total_clients) if known else None)
+    test = _Test(algorithm, support, query, batch_size, max(population, data.total_clients) if known else None, measured)
     sizes = jnp.asarray(data.sizes(query))[ids]
     _, _, evaluation = run_cohort(
         test.of_client,
@@ -128,6 +143,25 @@ def evaluate(
     return evaluation
 
 
+def _chosen(algorithm: Algorithm, data: FederatedData, given: Sequence[Metric | str] | None) -> tuple[Metric, ...]:
+    """What is measured: the metrics that were given, or those of the task, or those of class labels."""
+    task = algorithm.task
+    if given is None:
+        if task is not None and task.metrics:
+            given = task.metrics
+        elif data.labelled:
+            given = (CONFUSION,) if data.num_classes <= FEW_CLASSES else ("accuracy", "top_5")
+        elif task is not None and not isinstance(task.loss, LogitsLoss):
+            given = ()
+        else:
+            what = "several labels a sample" if data.num_classes else "real targets (num_classes is 0)"
+            example = "token_accuracy" if data.num_classes else "mae"
+            raise ValueError(f"the data have {what}: there are no classes to score; give metrics, e.g. metrics=({example!r},)")
+    y = data.y.value if isinstance(data.y, Weighted) else data.y
+    several = data.num_classes == 0 and getattr(y, "ndim", 0) == 2
+    return resolve(given, y.shape[1] if several else data.num_classes)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Test:
     """The test of one client; `population` is N of the training for known clients, `None` for new ones."""
@@ -137,6 +171,7 @@ class _Test:
     query: str
     batch_size: int
     population: int | None
+    measured: tuple[Metric, ...]
 
     def of_client(self, key: Key, id_: jax.Array, kept: Any, context: Any) -> ClientUpdate:
         state, data = context
@@ -146,29 +181,56 @@ class _Test:
         if self.population is not None:
             state, client = state._replace(**jax.tree.map(lambda leaf: leaf[None], row)), 0
         variables = self.algorithm.personalize(key, state, views[self.support], client, self.population)
-        return ClientUpdate((), kept, self.score(variables, views[self.query], data.num_classes))
+        return ClientUpdate((), kept, self.score(variables, views[self.query], data))
 
-    def score(self, variables: Variables, view: ClientView, classes: int) -> Evaluation:
+    def score(self, variables: Variables, view: ClientView, data: FederatedData) -> Evaluation:
         batches = view.in_chunks(self.batch_size)
 
-        def step(t: Any, carry: Any) -> Any:
-            confusion, total = carry
-            batch = batches.get(t, 0)
-            logits = self.algorithm.predict(variables, batch.x)
-            size = len(batch.weight)
-            if logits.shape != (size, classes):
-                raise ValueError(
-                    f"predict gives {logits.shape} for B={size} samples, but the data have K={classes} classes "
-                    "(num_classes is the largest label plus 1 where the data were built without it)"
-                )
-            losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
-            cell = batch.y * classes + jnp.argmax(logits, -1)
-            confusion = confusion.at[cell].add(batch.weight.astype(jnp.int32))
-            return confusion, total + jnp.sum(jnp.where(batch.weight > 0, losses * batch.weight, 0))
+        def outputs_and_loss(batch: Batch) -> tuple[jax.Array, Any]:
+            outputs = self.algorithm.predict(variables, batch.x)
+            return outputs, _loss(self.algorithm, data, variables, outputs, batch)
 
-        start = (jnp.zeros(classes * classes, jnp.int32), jnp.zeros(()))
-        confusion, total = jax.lax.fori_loop(0, batches.steps, step, start)
-        return Evaluation(confusion.reshape(classes, classes), total / jnp.maximum(view.size, 1))
+        def step(t: Any, carry: Any) -> Any:
+            found, sums = carry
+            batch = batches.get(t, 0)
+            outputs, loss = outputs_and_loss(batch)
+            found = [
+                measures.update(metric, statistics, outputs, batch)
+                for metric, statistics in zip(self.measured, found, strict=True)
+            ]
+            return found, jax.tree.map(jnp.add, sums, loss)
+
+        batch = jax.eval_shape(lambda: batches.get(0, 0))
+        outputs, loss = jax.eval_shape(outputs_and_loss, batch)
+        start = [measures.begin(metric, outputs, batch) for metric in self.measured]
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loss)
+        found, sums = jax.lax.fori_loop(0, batches.steps, step, (start, zero))
+        results = {metric.name: metric.result(of) for metric, of in zip(self.measured, found, strict=True)}
+        scores = {
+            metric.name: Score(results[metric.name], metric.higher_is_better, metric.share)
+            for metric in self.measured
+            if metric.name != CONFUSION
+        }
+        mean = None if sums is None else sums[0] / jnp.where(sums[1] > 0, sums[1], 1)
+        return Evaluation(results.get(CONFUSION), mean, scores)
+
+
+def _loss(
+    algorithm: Algorithm, data: FederatedData, variables: Variables, outputs: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array] | None:
+    """(sum, weight) of the losses of a batch; `None` where they are not known. See `Evaluation.loss`."""
+    task, count = algorithm.task, jnp.sum(batch.weight)
+    criterion = getattr(getattr(task, "loss", None), "criterion", None)
+    if data.labelled and outputs.shape == (len(batch.weight), data.num_classes):
+        criterion = cross_entropy
+    if isinstance(criterion, MeanLoss):
+        losses, weight = criterion.weighted(outputs, batch)
+        return jnp.sum(jnp.where(weight > 0, losses * weight, 0)), jnp.sum(weight)
+    if criterion is not None:
+        return criterion(outputs, batch) * count, count
+    if task is None or algorithm.predict is not task.predict:
+        return None
+    return task.loss(variables, batch, jax.random.key(0))[0] * count, count
 
 
 def with_user_accuracy(
@@ -216,9 +278,10 @@ def with_user_accuracy(
             raise ValueError(f"excluded leaves out all N={clients} clients: there is no user accuracy")
         after, info = algorithm.round(key, state, data)
         key = tagged(key, "user accuracy")
-        scores = evaluate(
-            algorithm, key, state, data, support=support, query=query, ids=info.places, lanes=lanes, devices=devices
-        )
+        if not data.labelled:
+            raise ValueError("user accuracy is of class labels, one a sample, which the data do not have")
+        options: dict[str, Any] = {"support": support, "query": query, "lanes": lanes, "devices": devices}
+        scores = evaluate(algorithm, key, state, data, ids=info.places, metrics=(CONFUSION,), **options)
         counted = jnp.asarray(counts)[info.ids] & (info.ids >= 0)
         accuracy = metrics.where_finite(metrics.accuracy(scores.confusion), scores.loss)
         mean = jnp.mean(accuracy, where=counted)

@@ -17,8 +17,8 @@ from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import PRECISIONS
 from fedjax_meta.masks import variables_shape
 from fedjax_meta.participation import Participation
-from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.task import Batch, Task, Weighted
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 from fedjax_meta.uploads import UploadTransform, check_order
 
 _FUNCTIONS = {
@@ -154,13 +154,15 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
     """Refuses data that a method in a federation cannot learn from; shapes and types alone are read, nothing is computed.
 
     Raises:
-      ValueError: real targets where class labels are needed; a view that weights need and the data lack; rules of
-        participation for another number of clients; a model with complex leaves, with fewer outputs than there are classes, or
-        that does not take such samples.
+      ValueError: other targets where one class label a sample is needed; a loss that is no scalar; a view that weights need and
+        the data lack; rules of participation for another number of clients; a model with complex leaves, with fewer outputs than
+        there are classes, or that does not take such samples.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
-    if method.needs_classes and data.num_classes == 0:
-        raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
+    if method.needs_classes and not data.labelled:
+        if data.num_classes == 0:
+            raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
+        raise ValueError(f"{method.name} needs one class label a sample, but the data have targets {_form(data.y)}")
     view = WEIGHTINGS[federation.weighting or method.weighting]
     if view is not None and view not in data.views:
         raise ValueError(
@@ -179,21 +181,40 @@ def _check_task(task: Task, data: FederatedData) -> None:
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             where = jax.tree_util.keystr(path)
             raise ValueError(f"the model's leaf {where} is {leaf.dtype}{list(leaf.shape)}: complex leaves are not supported")
-    scaled = jnp.result_type(float) if data.offset is not None else data.x.dtype
-    x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), jax.dtypes.canonicalize_dtype(scaled))
-    y = jax.ShapeDtypeStruct((1, *data.y.shape[1:]), jax.dtypes.canonicalize_dtype(data.y.dtype))
+    x, y = _one_sample(data)
     batch: Any = (x, y, jax.ShapeDtypeStruct((1,), jnp.result_type(float)))
-    form = (
-        f"inputs {x.dtype}{list(x.shape[1:])} and {'labels' if data.num_classes else 'targets'} {y.dtype}{list(y.shape[1:])}"
-    )
+    form = f"inputs {_form(x)} and {'labels' if data.num_classes else 'targets'} {_form(y)}"
     try:
         logits = jax.eval_shape(task.predict, variables, x)
-        jax.eval_shape(task.loss, variables, Batch(*batch), jax.random.key(0))
+        loss = jax.eval_shape(task.loss, variables, Batch(*batch), jax.random.key(0))[0]
     # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
     except Exception as error:
         raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
-    if data.num_classes and getattr(logits, "ndim", 0) == 2 and logits.shape[1] < data.num_classes:
-        raise ValueError(f"the model has {logits.shape[1]} outputs, but the data have num_classes={data.num_classes}")
+    if loss.shape != ():
+        raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
+    labels = y.value if isinstance(y, Weighted) else y
+    ranks = getattr(logits, "ndim", 0), 1 + getattr(labels, "ndim", -1)
+    if data.num_classes and ranks[0] == ranks[1] and logits.shape[-1] < data.num_classes:
+        raise ValueError(f"the model has {logits.shape[-1]} outputs, but the data have num_classes={data.num_classes}")
+
+
+def _one_sample(data: FederatedData) -> tuple[PyTree, PyTree]:
+    """Shapes of a batch of one sample, as the model gets it."""
+
+    def shape(leaf: Any, scale: Any = None) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if scale is None else jnp.result_type(float)
+        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(dtype))
+
+    x = jax.tree.map(shape, data.x) if data.scale is None else jax.tree.map(shape, data.x, data.scale)
+    return x, jax.tree.map(shape, data.y)
+
+
+def _form(samples: PyTree) -> str:
+    """Types and shapes of samples, without their leading axis."""
+    leaves = jax.tree_util.tree_leaves_with_path(samples)
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)}{' ' * bool(path)}{leaf.dtype}{list(leaf.shape[1:])}" for path, leaf in leaves
+    )
 
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(Federation))

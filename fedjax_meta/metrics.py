@@ -5,7 +5,7 @@ computed after a run, on the device or in NumPy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -110,6 +110,24 @@ def summary(confusion: ArrayLike, loss: ArrayLike) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items()}
 
 
+def summary_of_scores(scores: Mapping[str, ArrayLike], loss: ArrayLike | None, *, with_loss: bool = True) -> dict[str, float]:
+    """Mean and population standard deviation over clients of some scores, `NAME_mean` and `NAME_std`, and of the loss its mean.
+
+    Args:
+      scores: `[N]` each.
+      loss: `[N]`; where it is not finite, the scores are NaN. `None` if it is not known.
+      with_loss: whether the mean loss is part of the result.
+    """
+    losses = None if loss is None else np.asarray(loss)
+    numbers: dict[str, Any] = {}
+    for name, values in scores.items():
+        of_client = np.asarray(values, float) if losses is None else where_finite(np.asarray(values, float), losses)
+        numbers |= {f"{name}_mean": np.mean(of_client), f"{name}_std": np.std(of_client)}
+    if with_loss and losses is not None:
+        numbers["loss"] = np.mean(losses)
+    return {name: float(value) for name, value in numbers.items()}
+
+
 class ToTarget(NamedTuple):
     """When runs that differ in their seed first reached a target score.
 
@@ -154,13 +172,16 @@ def confidence_margin(values: ArrayLike) -> float:
     return quantile * float(numbers.std(ddof=1)) / math.sqrt(count)
 
 
-def rounds_to_target(scores: ArrayLike, target: float, *, rounds: Sequence[int] | None = None) -> ToTarget:
+def rounds_to_target(
+    scores: ArrayLike, target: float, *, rounds: Sequence[int] | None = None, higher_is_better: bool = True
+) -> ToTarget:
     """The first round at which a score is at least `target`, over runs of several seeds.
 
     Args:
       scores: `[R]` or `[runs, R]`, one number for each round (or evaluation); NaN never reaches the target.
       target: the score to reach.
       rounds: `[R]`, the rounds at which the scores were taken; 1, 2, ... when not given.
+      higher_is_better: otherwise the score must be at most `target` (an error, a perplexity).
 
     Raises:
       ValueError: no scores, a target that is not finite, or `rounds` of another length.
@@ -178,7 +199,7 @@ def rounds_to_target(scores: ArrayLike, target: float, *, rounds: Sequence[int] 
     at = np.arange(1, table.shape[1] + 1) if rounds is None else checks.numeric("rounds", rounds, integers=True)
     if at.shape != table.shape[1:]:
         raise ValueError(f"rounds has shape {at.shape}, but there are R={table.shape[1]} scores in each run")
-    hit = table >= target
+    hit = table >= target if higher_is_better else table <= target
     first = tuple(int(at[np.argmax(line)]) if line.any() else None for line in hit)
     reached = np.array([number for number in first if number is not None], float)
     mean, margin, runs = math.inf, math.nan, len(first)

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_meta import escape, metrics
 from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.measures import Score
 from fedjax_meta.simulation import Record
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ def compact(record: Record) -> dict[str, Any]:
     Returns:
       `round`, `seconds`, `compile_seconds`, `train` (each training metric by round), and `tests`: for each evaluator
       `accuracy`, `f1` (as FedMeta-Per takes it, see `metrics.within_own_classes`) and `loss` of each client `[N]`, `scores` as
-      in `metrics.summary`, and `confusion [N, K, K]`. `faults` lists what was not finite since the record before, see
-      `simulation.Fault`. Accuracy and F1 are NaN where the loss is not finite.
+      in `metrics.summary`, and `confusion [N, K, K]`. Without a confusion matrix, and for metrics beside it, `metrics` holds for
+      each its `values [N]`, `higher_is_better` and `share`. `faults` lists what was not finite since the record before, see
+      `simulation.Fault`. Scores are NaN where the loss is not finite.
     """
     return {
         "round": record.round,
@@ -76,14 +78,71 @@ def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _test(evaluation: Evaluation) -> dict[str, Any]:
-    confusion, loss = np.asarray(evaluation.confusion), np.asarray(evaluation.loss)
-    return {
-        "accuracy": _numbers(metrics.where_finite(metrics.accuracy(confusion), loss)),
-        "f1": _numbers(metrics.where_finite(metrics.macro_f1(metrics.within_own_classes(confusion)), loss)),
-        "loss": _numbers(loss),
-        "scores": metrics.summary(confusion, evaluation.loss),
-        "confusion": confusion.tolist(),
-    }
+    loss: Any = None if evaluation.loss is None else np.asarray(evaluation.loss)
+    found: dict[str, Any] = {}
+    if evaluation.confusion is not None:
+        confusion = np.asarray(evaluation.confusion)
+        found["accuracy"] = _numbers(metrics.where_finite(metrics.accuracy(confusion), loss))
+        found["f1"] = _numbers(metrics.where_finite(metrics.macro_f1(metrics.within_own_classes(confusion)), loss))
+    if loss is not None:
+        found["loss"] = _numbers(loss)
+    found["scores"] = evaluation.summary()
+    if evaluation.confusion is not None:
+        found["confusion"] = confusion.tolist()
+    if evaluation.metrics:
+        found["metrics"] = {name: _score(score, loss) for name, score in evaluation.metrics.items()}
+    return found
+
+
+def _score(score: Score, loss: np.ndarray | None) -> dict[str, Any]:
+    values = np.asarray(score.values)
+    shown = values if loss is None else metrics.where_finite(values, loss)
+    return {"values": _numbers(shown), "higher_is_better": score.higher_is_better, "share": score.share}
+
+
+class MainScore(NamedTuple):
+    """The score of a test that tables, figures and comparisons show: accuracy where there is a confusion matrix, else the first
+    metric, else the loss.
+
+    Attributes:
+      name: of the metric.
+      values: `[N]`, of each client; in percent if it is a share.
+      overall: in percent if it is a share: over the samples of all clients for accuracy from a confusion matrix, else the mean
+        over clients.
+      mean: over clients, in percent if it is a share.
+      higher_is_better, share: as in `measures.Metric`.
+    """
+
+    name: str
+    values: np.ndarray
+    overall: float
+    mean: float
+    higher_is_better: bool
+    share: bool
+
+    @property
+    def label(self) -> str:
+        """With its unit, for an axis."""
+        return f"{self.name.replace('_', ' ')}{', %' if self.share else ''}"
+
+
+def main_score(test: Mapping[str, Any]) -> MainScore:
+    """The main score of a test in a row of `compact`.
+
+    Raises:
+      ValueError: nothing was measured.
+    """
+    scores = test["scores"]
+    if "accuracy" in test:
+        values = 100 * np.array(test["accuracy"], float)
+        return MainScore("accuracy", values, 100 * scores["accuracy"], 100 * scores["accuracy_mean"], True, True)
+    for name, one in test.get("metrics", {}).items():
+        unit = 100 if one["share"] else 1
+        mean = unit * scores[f"{name}_mean"]
+        return MainScore(name, unit * np.array(one["values"], float), mean, mean, one["higher_is_better"], one["share"])
+    if "loss" not in test:
+        raise ValueError("a test without metrics and without a loss has no score to report")
+    return MainScore("loss", np.array(test["loss"], float), scores["loss"], scores["loss"], False, False)
 
 
 def _numbers(values: ArrayLike) -> list[float]:
@@ -161,10 +220,13 @@ class Series(NamedTuple):
       clients: which clients, e.g. "local" or "new".
       seed: of the run.
       rounds: int `[E]`.
-      accuracy: over all samples, in percent `[E]`.
-      by_client: each client's accuracy at the last evaluation, in percent `[N]`.
-      scores: `metrics.summary` of the last evaluation, accuracies and F1 in percent.
+      accuracy: the main score `[E]`, in percent if it is a share; accuracy over all samples where there are confusion matrices.
+      by_client: each client's main score at the last evaluation `[N]`, in percent if it is a share.
+      scores: `Evaluation.summary` of the last evaluation, shares in percent.
       diverged: the round from which on the run has diverged, `None` if it has not; see `diverged`.
+      score: name of the main score, see `MainScore`.
+      share: whether it is one.
+      higher_is_better: whether a larger one is better.
     """
 
     title: str
@@ -175,6 +237,9 @@ class Series(NamedTuple):
     by_client: np.ndarray
     scores: dict[str, float]
     diverged: int | None = None
+    score: str = "accuracy"
+    share: bool = True
+    higher_is_better: bool = True
 
 
 def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str) -> Series:
@@ -195,16 +260,23 @@ def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]
     if test not in rows[-1]["tests"]:
         raise ValueError(f"test={test!r} is not a test of this run; it has {', '.join(rows[-1]['tests'])}")
     tests = [row["tests"][test] for row in rows]
-    last = tests[-1]["scores"]
+    last, main = tests[-1]["scores"], main_score(tests[-1])
+    whole = {
+        f"{name}_{what}" for name, one in tests[-1].get("metrics", {}).items() if not one["share"] for what in ("mean", "std")
+    }
+    whole.add("loss")
     return Series(
         title,
         clients,
         seed,
         np.array([row["round"] for row in rows]),
-        100 * np.array([one["scores"]["accuracy"] for one in tests]),
-        100 * np.array(tests[-1]["accuracy"]),
-        {name: value if name == "loss" else 100 * value for name, value in last.items()},
+        np.array([main_score(one).overall for one in tests]),
+        main.values,
+        {name: value if name in whole else 100 * value for name, value in last.items()},
         diverged(rows, test),
+        main.name,
+        main.share,
+        main.higher_is_better,
     )
 
 
@@ -297,7 +369,7 @@ def save_figure(
     title: str,
     published: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Draws, for each group of clients, accuracy by round (above) and its spread over clients at the last round (below).
+    """Draws, for each group of clients, the main score by round (above) and its spread over clients at the last round (below).
 
     The lower part shows every client of all seeds as a dot, the quartiles as a bar, and the accuracy over samples as a line
     across it. The names of the methods beside it are the legend of both parts.
@@ -309,9 +381,12 @@ def save_figure(
       published: published accuracy over samples, in percent, by (title of the method, clients); drawn as a diamond.
 
     Raises:
-      ValueError: two series of the same title, clients and seed.
+      ValueError: two series of the same title, clients and seed, or of different scores.
     """
     check_titles([(one.title, one.clients, f"seed {one.seed}") for one in all_series])
+    scores = list(dict.fromkeys(one.score for one in all_series))
+    if len(scores) > 1:
+        raise ValueError(f"one figure shows one score, not {' and '.join(scores)}")
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -339,7 +414,8 @@ def save_figure(
         for column, clients in enumerate(groups):
             mine = [one for one in all_series if one.clients == clients]
             _draw_curves(axes[0, column], mine, colors, f"{clients} clients", low)
-            axes[1, column].set_xlim(10 * np.floor(worst / 10) - 1, 101)
+            if all_series[0].share:
+                axes[1, column].set_xlim(10 * np.floor(worst / 10) - 1, 101)
             _draw_spread(axes[1, column], mine, colors, published or {}, names=column == 0)
         figure.suptitle(escape.label(title), fontsize=13, fontweight="bold", x=0.01, ha="left")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -370,8 +446,9 @@ def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
                 axis.plot(*place, "x", color=color, markersize=9, markeredgewidth=2.2, clip_on=False)
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
     axis.set_xlabel("round")
-    axis.set_ylabel("accuracy over samples, %")
-    axis.set_ylim(max(low - 4, 0), 101)
+    axis.set_ylabel(_axis_label(runs[0], "over samples"))
+    if runs[0].share:
+        axis.set_ylim(max(low - 4, 0), 101)
     axis.set_xlim(left=0)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
 
@@ -396,7 +473,16 @@ def _draw_spread(
         values = np.concatenate([one.by_client for one in mine])
         values = values[np.isfinite(values)]
         if any(one.diverged is not None for one in mine):
-            axis.text(103, place + 0.36, marked(mine)[len(name) + 2 : -1], color=INK, fontsize=7, style="italic", ha="right")
+            axis.text(
+                1.02,
+                place + 0.36,
+                marked(mine)[len(name) + 2 : -1],
+                transform=axis.get_yaxis_transform(),
+                color=INK,
+                fontsize=7,
+                style="italic",
+                ha="right",
+            )
         if not values.size:
             continue
         axis.scatter(
@@ -407,9 +493,10 @@ def _draw_spread(
         accuracy = float(np.mean([one.accuracy[-1] for one in mine]))
         axis.plot([accuracy, accuracy], [place - 0.34, place + 0.34], color=INK, linewidth=1.8, zorder=4)
         axis.text(
-            103,
+            1.02,
             place,
-            f"{accuracy:.1f}" if np.isfinite(accuracy) else "–",
+            (f"{accuracy:.1f}" if mine[0].share else f"{accuracy:.3g}") if np.isfinite(accuracy) else "–",
+            transform=axis.get_yaxis_transform(),
             color=INK,
             fontsize=9,
             va="center",
@@ -438,4 +525,10 @@ def _draw_spread(
     axis.spines["left"].set_visible(False)
     axis.grid(axis="x", color=GRID, linewidth=0.8)
     legend = "bar: quartiles; line: over samples" + ("; diamond: published" if shown else "")
-    axis.set_xlabel(f"accuracy of each client at the last round, % ({legend})", fontsize=8.5)
+    axis.set_xlabel(_axis_label(runs[0], f"of each client at the last round ({legend})"), fontsize=8.5)
+
+
+def _axis_label(one: Series, what: str) -> str:
+    """E.g. "accuracy over samples, %"; scores other than accuracy are means over clients."""
+    what = "mean over clients" if what == "over samples" and one.score != "accuracy" else what
+    return f"{one.score.replace('_', ' ')} {what}{', %' if one.share else ''}"

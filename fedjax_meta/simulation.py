@@ -383,7 +383,7 @@ class _OnHost:
         if not test.known:
             return jax.tree.map(np.asarray, run(self._measure_key, self.state, data))
         clients = data.num_clients
-        each = stores.row_bytes(self.state) + sum(values.nbytes for values in (data.x, data.y)) / clients
+        each = stores.row_bytes(self.state) + sum(leaf.nbytes for leaf in jax.tree.leaves((data.x, data.y))) / clients
         runs = list(stores.client_ranges(clients, each, most=1024))
         room = capacity(data, len(runs[0]))
         found: list[Any] = []

@@ -21,13 +21,50 @@ class Batch(NamedTuple):
 
     Attributes:
       x: inputs, an array or a pytree of arrays, each `[B, ...]`.
-      y: targets `[B, ...]`; class labels are int32 `[B]`.
+      y: targets, an array `[B, ...]`, a `Weighted`, or another pytree of arrays; class labels are int32 `[B]`, or `[B, T]` for
+        the tokens of a sequence.
       weight: `[B]`, 1 for a real sample and 0 for padding.
     """
 
     x: PyTree
-    y: jax.Array
+    y: Any
     weight: jax.Array
+
+
+class Weighted(NamedTuple):
+    """Targets with weights of their own: padded tokens and missing values have weight 0, and no result depends on them.
+
+    Attributes:
+      value: `[B, ...]`, e.g. tokens `[B, T]`.
+      weight: bool or real, not negative; its shape is that of `value` or of its leading axes, e.g. `[B, T]`.
+    """
+
+    value: Any
+    weight: Any
+
+
+def targets(batch: Batch) -> Any:
+    """The targets of a batch without their weights."""
+    return batch.y.value if isinstance(batch.y, Weighted) else batch.y
+
+
+def entry_weights(batch: Batch, values: jax.Array) -> jax.Array:
+    """The weight of each entry of `values [B, ...]`: that of its sample, times that of its target if it has one.
+
+    Args:
+      batch: the samples.
+      values: one number for each entry, e.g. the losses of tokens `[B, T]`.
+
+    Raises:
+      ValueError: targets with weights finer than `values`, or of another shape.
+    """
+    weight = batch.weight.reshape(-1, *(1,) * (values.ndim - 1))
+    if isinstance(batch.y, Weighted):
+        own = jnp.asarray(batch.y.weight)
+        if own.shape != values.shape[: own.ndim]:
+            raise ValueError(f"targets have weights {list(own.shape)}, but there are losses or scores {list(values.shape)}")
+        weight = weight * own.reshape(*own.shape, *(1,) * (values.ndim - own.ndim))
+    return jnp.broadcast_to(weight, values.shape)
 
 
 class Task(NamedTuple):
@@ -39,12 +76,14 @@ class Task(NamedTuple):
         The returned variables have updated buffers (batch-norm running statistics); a model without buffers returns its
         variables unchanged. The key is for dropout and other randomness. A `LogitsLoss` also says what the loss is made of,
         which methods need that look inside the model.
-      predict: `(variables, x [B, ...]) -> logits [B, K]` in evaluation mode.
-      features: `(variables, x [B, ...]) -> [B, d]`, the input of the head; `None` if the model has no such split.
-      head: `(variables, features [B, d]) -> logits [B, K]`, with `predict(v, x) == head(v, features(v, x))`.
+      predict: `(variables, x [B, ...]) -> outputs [B, ...]` in evaluation mode: logits `[B, K]` of a classifier, `[B, T, K]` of
+        a model of sequences, predictions `[B]` or `[B, d]` of a regression.
+      features: `(variables, x [B, ...]) -> [B, ..., d]`, the input of the head; `None` if the model has no such split.
+      head: `(variables, features [B, ..., d]) -> outputs`, with `predict(v, x) == head(v, features(v, x))`.
       layers: layer names from input to output, as they appear in the paths of the variables; `masks.last` needs them.
       trainable: `variables -> mask` of the leaves that gradients update; the other leaves are buffers.
       private: how its gradients are made private, see `privacy.private_task`; `None` if they are not.
+      metrics: what `evaluate` measures by default, see `measures`; a confusion matrix of class labels when empty.
     """
 
     init: Callable[[Key], Variables]
@@ -55,6 +94,7 @@ class Task(NamedTuple):
     layers: tuple[str, ...] = ()
     trainable: Callable[[Variables], Mask] = lambda variables: jax.tree.map(lambda _: True, variables)
     private: Any = None
+    metrics: tuple[Any, ...] = ()
 
 
 FIRST_ORDER_ONLY = (
@@ -78,8 +118,9 @@ class LogitsLoss:
     part; a plain function in its place is opaque, and these methods refuse it.
 
     Attributes:
-      logits: `(variables, batch, key) -> (logits [B, K], variables)`, in training mode, with updated buffers.
-      criterion: `(logits [B, K], batch) -> scalar`, a mean over the real samples.
+      logits: `(variables, batch, key) -> (outputs, variables)`, in training mode, with updated buffers; outputs as those of
+        `Task.predict`.
+      criterion: `(outputs, batch) -> scalar`, a mean over the real samples, e.g. a `MeanLoss`.
       prepare: `(batch, key) -> (batch, key)`, the batch as the loss sees it (augmented), and the key for what follows.
       as_predicted: whether `logits` are those of `Task.predict`, without dropout and batch statistics.
     """
@@ -99,10 +140,10 @@ class LogitsLoss:
         return self.criterion(logits, batch), variables
 
     def of_samples(self, logits: jax.Array, batch: Batch) -> jax.Array:
-        """The criterion of each sample by itself, `[B]`, from logits `[B, K]`; 0 for padding."""
+        """The criterion of each sample by itself, `[B]`, from outputs `[B, ...]`; 0 for padding."""
 
-        def of_one(row: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
-            return self.criterion(row[None], Batch(None, y[None], weight[None]))
+        def of_one(row: jax.Array, y: Any, weight: jax.Array) -> jax.Array:
+            return self.criterion(row[None], Batch(None, jax.tree.map(lambda leaf: leaf[None], y), weight[None]))
 
         return jax.vmap(of_one)(logits, batch.y, batch.weight)
 
@@ -164,15 +205,60 @@ def require_task(name: str, value: object) -> None:
 
 
 def weighted_mean(values: jax.Array, weight: jax.Array) -> jax.Array:
-    """Mean of `values [B]`, weighted by `weight [B]`; 0 if all weights are 0, so an empty batch has gradient 0."""
+    """Mean of `values`, weighted by `weight` of their shape; 0 if all weights are 0, so an empty batch has gradient 0."""
     # A padded row may hold NaN (e.g. from an invalid label), and 0 * NaN is NaN: mask the rows instead.
     total = jnp.sum(weight)
     return jnp.sum(jnp.where(weight > 0, values * weight, 0)) / jnp.where(total > 0, total, 1)
 
 
-def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
-    """Mean softmax cross-entropy over the real samples of a batch, a scalar; `logits` are `[B, K]`."""
-    return weighted_mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y), batch.weight)
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeanLoss:
+    """A criterion that is a mean over entries: samples, or tokens or outputs of samples, each with its weight.
+
+    Attributes:
+      name: for messages.
+      entries: `(outputs, targets) -> losses [B, ...]`, one for each entry.
+    """
+
+    name: str
+    entries: Callable[[jax.Array, Any], jax.Array]
+
+    def __call__(self, outputs: jax.Array, batch: Batch) -> jax.Array:
+        """The mean over the real entries of a batch, a scalar."""
+        return weighted_mean(*self.weighted(outputs, batch))
+
+    def weighted(self, outputs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(losses, weights) of the entries, of one shape."""
+        losses = self.entries(outputs, targets(batch))
+        return losses, entry_weights(batch, losses)
+
+
+def check_labels(what: str, outputs: jax.Array, labels: Any) -> None:
+    """Raises `ValueError` unless `labels` are integers `[B, ...]` for `outputs [B, ..., K]`."""
+    if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer) or outputs.shape[:-1] != labels.shape:
+        raise ValueError(f"{what} takes integer labels [B, ...] and outputs [B, ..., K], not {_forms(outputs, labels)}")
+
+
+def check_alike(what: str, outputs: jax.Array, values: Any) -> None:
+    """Raises `ValueError` unless targets have the shape of the outputs."""
+    if not hasattr(values, "shape") or values.shape != outputs.shape:
+        raise ValueError(f"{what} takes outputs and targets of one shape, not {_forms(outputs, values)}")
+
+
+def _forms(outputs: jax.Array, values: Any) -> str:
+    one = hasattr(values, "dtype")
+    return (
+        f"targets {f'{values.dtype}{list(values.shape)}' if one else jax.tree.structure(values)} and outputs {outputs.shape}"
+    )
+
+
+def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    check_labels("cross-entropy", logits, labels)
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+cross_entropy = MeanLoss("cross-entropy", _cross_entropies)
+"""Mean softmax cross-entropy over the real samples of a batch, or over their tokens: `(logits [B, ..., K], batch) -> scalar`."""
 
 
 def check_layers(layers: Any) -> None:
@@ -188,6 +274,8 @@ def classification(
     *,
     layers: tuple[str, ...] = (),
     loss: Callable[[jax.Array, Batch], jax.Array] = cross_entropy,
+    features: Callable[[Variables, PyTree], jax.Array] | None = None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None = None,
 ) -> Task:
     """A classification task from your own model: softmax cross-entropy on its logits, or another criterion.
 
@@ -196,12 +284,13 @@ def classification(
       predict: `(parameters, x [B, ...]) -> logits [B, K]`.
       layers: layer names from input to output, needed only for masks such as `"head"` and `"last:2"`.
       loss: `(logits, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
+      features, head: the model in two parts, see `Task`; both or none. Methods that look at features need them.
 
     Raises:
       ValueError: arguments that are no such functions, or no tuple of names.
 
     Returns:
-      a `Task` without buffers and without `features` and `head`.
+      a `Task` without buffers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -212,13 +301,42 @@ def classification(
       (2, 3)
     """
 
+    return of_outputs(init, predict, loss, layers=layers, features=features, head=head)
+
+
+def of_outputs(
+    init: Callable[[Key], Variables],
+    predict: Callable[[Variables, PyTree], jax.Array],
+    criterion: Callable[[jax.Array, Batch], jax.Array],
+    *,
+    layers: tuple[str, ...],
+    features: Callable[[Variables, PyTree], jax.Array] | None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None,
+    metrics: tuple[Any, ...] = (),
+) -> Task:
+    """A task whose loss is a criterion of what the model predicts: what `classification` and its like make.
+
+    Args:
+      init, predict, layers, features, head: as in `classification`.
+      criterion: `(outputs, batch) -> scalar`.
+      metrics: see `Task`.
+
+    Raises:
+      ValueError: arguments that are no such functions, or no tuple of names; features without a head.
+    """
     checks.function("init", init, ("key",), "lambda key: parameters")
     checks.function("predict", predict, ("parameters", "x"), "lambda parameters, x: logits")
-    checks.function("loss", loss, ("logits", "batch"), "fm.task.cross_entropy")
+    checks.function("loss", criterion, ("logits", "batch"), "fm.task.cross_entropy")
     check_layers(layers)
+    if (features is None) != (head is None):
+        raise ValueError("features and head are the model in two parts: give both or none")
+    if features is not None:
+        checks.function("features", features, ("parameters", "x"), "lambda parameters, x: features")
+        checks.function("head", head, ("parameters", "features"), "lambda parameters, features: logits")
 
     def logits(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
         del key
         return predict(variables, batch.x), variables
 
-    return Task(init=init, loss=LogitsLoss(logits, loss, as_predicted=True), predict=predict, layers=layers)
+    loss = LogitsLoss(logits, criterion, as_predicted=True)
+    return Task(init=init, loss=loss, predict=predict, features=features, head=head, layers=layers, metrics=metrics)

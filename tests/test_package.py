@@ -12,7 +12,7 @@ import fedjax_meta
 LAYERS = (
     ("types",),
     ("checks", "runtime", "keys", "config", "disk", "escape"),
-    ("task", "masks", "layers", "models", "lora", "simplex", "metrics"),
+    ("task", "tasks", "measures", "masks", "layers", "models", "lora", "simplex", "metrics"),
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "participation", "schedules", "uploads", "privacy"),
     ("aggregate",),

@@ -19,6 +19,7 @@ from fedjax_meta.data.protocols import (
     pooled,
 )
 from fedjax_meta.data.scaling import pixel_scaling
+from fedjax_meta.data.sequences import next_tokens, pad
 from fedjax_meta.data.sources import Source, from_arrays, load, read_npz
 from fedjax_meta.data.views import ClientData, ClientView
 
@@ -42,8 +43,10 @@ __all__ = [
     "load",
     "local_steps",
     "mtfl_clients",
+    "next_tokens",
     "on_device",
     "pack",
+    "pad",
     "perfedavg_reptile_clients",
     "perfedavg_reptile_synthetic_clients",
     "pixel_scaling",

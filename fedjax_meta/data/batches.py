@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta.task import Weighted, entry_weights
 from fedjax_meta.types import Key, PyTree, Scalar
 
 CHUNK = 96
@@ -17,6 +18,9 @@ and twice as long in chunks of 512.
 
 
 def _real_samples(batch: PyTree) -> jax.Array:
+    if isinstance(getattr(batch, "y", None), Weighted):
+        # A mean over entries: a chunk with few real tokens counts little in the mean of its step.
+        return jnp.sum(entry_weights(batch, batch.y.weight))
     return jnp.sum(batch.weight)
 
 
@@ -36,7 +40,8 @@ class Batches:
       steps: number of steps, a Python int or a traced int32 scalar.
       max_steps: static upper bound of `steps`, for code that stores something for each step.
       chunks: number of batches that make up one step, a Python int or a traced int32 scalar.
-      samples: `batch -> number of real samples`, the weight of a chunk in the mean over its step.
+      samples: `batch -> number of real samples`, the weight of a chunk in the mean over its step; the sum of the weights of its
+        targets where they have their own (`Weighted`).
     """
 
     get: Callable[[Scalar, Scalar], PyTree]

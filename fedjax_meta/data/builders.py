@@ -12,61 +12,75 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_meta import checks
+from fedjax_meta.data import samples
 from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.task import Weighted
+from fedjax_meta.types import PyTree
 
 Bounds = tuple[np.ndarray, np.ndarray]
 """(begin, end) of a view inside each client's samples, int64 `[N]` each."""
 
 
 def from_partition(
-    x: ArrayLike,
-    y: ArrayLike,
+    x: Any,
+    y: Any,
     order: ArrayLike,
     sizes: ArrayLike,
     *,
     num_classes: int | None = None,
     views: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
-    offset: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    offset: Any = None,
+    scale: Any = None,
+    num_ids: Any = None,
 ) -> FederatedData:
     """Sorts the samples of a data set by client. `from_partition(x, y, *partition)` takes a `Partition`.
 
     Args:
-      x: inputs `[M, ...]`, numeric. Images may stay uint8. A memory-mapped file (`np.memmap`) is not copied if `order` is
-        0, 1, 2, ..., M - 1.
-      y: integer labels `[M]` in `[0, num_classes)`, or real targets `[M, ...]` if `num_classes` is 0.
+      x: inputs `[M, ...]`, numeric, or a tree of such arrays: a dict, a `NamedTuple`, a tuple of arrays. Images may stay uint8. A
+        memory-mapped file (`np.memmap`) is not copied if `order` is 0, 1, 2, ..., M - 1.
+      y: integer labels `[M]`, or `[M, T]` for the tokens of a sequence, in `[0, num_classes)`; real targets `[M, ...]` if
+        `num_classes` is 0; a `Weighted` of one of these, where some entries do not count (`data.pad`); or another tree of arrays.
       order: int `[S]`, the samples of client 0, then those of client 1, and so on.
       sizes: int `[N]`, the number of samples of each client, at least 1 each, with sum S.
-      num_classes: K; `max(y) + 1` if not given, 0 for regression.
+      num_classes: K; `max(y) + 1` if not given, 0 for regression and several labels a sample.
       views: for each name the (begin, end), int `[N]` each, of the view inside each client's samples, e.g. from
         `train_test_views`; a single view "train" of all samples if not given. No view of any client may be empty.
-      offset, scale: a batch holds `(x - offset) * scale`; uint8 inputs are scaled by 1/255 if neither is given.
+      offset, scale: a batch holds `(x - offset) * scale`. If neither is given, uint8 images `[M, height, width, channels]` are
+        scaled by 1/255 and everything else is as stored; uint8 inputs of another form need `scale`: 1/255 for pixels, or
+        `"stored"`. For a tree, dicts with a value for some of its leaves.
+      num_ids: how many ids integer inputs are drawn from, e.g. the size of a vocabulary; for a tree as `scale`. Other ids are
+        then refused: a table of embeddings would give NaN for them, or another id's row.
 
     Raises:
-      ValueError: shapes that do not match, inputs that are not numeric, or not finite in the type that JAX gives them, labels out
-        of range, a client without samples, a view that is empty or outside the client's samples. The message names the client.
+      ValueError: shapes that do not match, inputs that are not numeric, or not finite in the type that JAX gives them, labels or
+        ids out of range, sequences of length 0, a client without samples, a view that is empty or outside the client's samples.
+        The message names the client.
     """
-    mapped = isinstance(x, np.memmap)
-    x, y = _array("x", x), _array("y", y)
+    mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(x)] if samples.is_tree(x) else [isinstance(x, np.memmap)]
+    x, y = samples.to_arrays("x", x), samples.to_arrays("y", y)
     order, sizes = checks.numeric("order", order, integers=True), checks.numeric("sizes", sizes, integers=True)
     if num_classes is not None:
         checks.count("num_classes", num_classes, least=0)
-    regression = num_classes == 0
-    _check_form(x, y, regression=regression)
-    _check_partition(order, sizes, len(y))
+    samples.check_form(x, y, num_classes)
+    count = samples.length(y)
+    _check_partition(order, sizes, count)
     order, sizes = order.astype(np.int64), sizes.astype(np.int64)
-    if not regression:
-        num_classes = _check_labels(y, num_classes, order, sizes)
-    _check_finite("inputs", x, order, sizes)
-    if regression:
-        _check_finite("targets", y, order, sizes)
-    offset, scale = _scaling(x, offset, scale)
+    labels = samples.has_labels(y, num_classes)
+    if labels:
+        num_classes = samples.check_labels(y.value if isinstance(y, Weighted) else y, num_classes, order, sizes)
+    samples.check_finite("inputs", x, order, sizes)
+    if not labels:
+        samples.check_finite("targets", y, order, sizes)
+    if num_ids is not None:
+        samples.check_ids(x, num_ids, order, sizes)
+    offset, scale = samples.scaling(x, offset, scale)
     start, size = _view_runs({"train": (np.zeros_like(sizes), sizes)} if views is None else views, sizes)
     # Samples that are in order already are not copied, so that those of a memory-mapped file stay in the file.
-    in_order = mapped and len(order) == len(x) and bool((np.diff(order) == 1).all())
+    in_order = any(mapped) and len(order) == count and bool((np.diff(order) == 1).all())
+    rows = [leaf if in_order and kept else leaf[order] for leaf, kept in zip(jax.tree.leaves(x), mapped, strict=True)]
     return FederatedData(
-        x=x if in_order else x[order],
-        y=y[order].astype(np.result_type(y, np.float32) if regression else np.int32),
+        x=jax.tree.unflatten(jax.tree.structure(x), rows),
+        y=_stored_targets(jax.tree.map(lambda leaf: leaf[order], y), labels, real=num_classes == 0),
         offset=offset,
         scale=scale,
         start=start,
@@ -76,8 +90,24 @@ def from_partition(
     )
 
 
-def from_clients(clients: Sequence[tuple[ArrayLike, ArrayLike]], **options: Any) -> FederatedData:
-    """Builds the data from one pair of arrays `(x [n, ...], y [n])` per client.
+def _stored_targets(y: PyTree, labels: bool, real: bool) -> PyTree:
+    """Targets in the types that they are stored in: int32 labels; real targets where `real`; other trees by their leaves."""
+
+    def weight(leaf: np.ndarray) -> np.ndarray:
+        return leaf if leaf.dtype == bool else leaf.astype(np.float32)
+
+    def value(leaf: np.ndarray) -> np.ndarray:
+        if labels:
+            return leaf.astype(np.int32)
+        return leaf.astype(np.result_type(leaf, np.float32)) if real or np.issubdtype(leaf.dtype, np.floating) else leaf
+
+    if isinstance(y, Weighted):
+        return Weighted(jax.tree.map(value, y.value), weight(y.weight))
+    return jax.tree.map(value, y)
+
+
+def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> FederatedData:
+    """Builds the data from one pair `(x [n, ...], y [n, ...])` per client, arrays or trees of arrays.
 
     Args:
       clients: the pairs.
@@ -103,24 +133,38 @@ def from_clients(clients: Sequence[tuple[ArrayLike, ArrayLike]], **options: Any)
     for i, pair in enumerate(clients):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise ValueError(f"clients must be a list of (x, y) pairs, but client {i} is {checks.shown(pair)}")
-        pairs.append((_array(f"x of client {i}", pair[0]), _array(f"y of client {i}", pair[1])))
-    shapes = {x.shape[1:] for x, _ in pairs}
-    if len(shapes) > 1:
-        raise ValueError(f"clients' inputs differ in shape: {', '.join(map(str, sorted(shapes)))}")
-    if len({x.dtype == np.uint8 for x, _ in pairs}) > 1:
-        raise ValueError(
-            "some clients' inputs are uint8, which is scaled to [0, 1], and others are not; convert all to one type"
-        )
+        pairs.append((samples.to_arrays(f"x of client {i}", pair[0]), samples.to_arrays(f"y of client {i}", pair[1])))
+    _check_alike(pairs)
     for i, (x, y) in enumerate(pairs):
-        if x.ndim and y.ndim and len(x) != len(y):
-            raise ValueError(f"client {i} has {len(x)} inputs and {len(y)} labels")
-        if y.ndim and not len(y):
+        leaves = jax.tree.leaves((x, y))
+        if all(leaf.ndim and not len(leaf) for leaf in leaves):
             raise ValueError(f"every client needs at least 1 sample, but client {i} has none")
-        _check_form(x, y, regression=options.get("num_classes") == 0, who=f"client {i}: ")
-    sizes = np.array([len(y) for _, y in pairs])
+        if len(leaves) == 2 and all(leaf.ndim for leaf in leaves) and len(leaves[0]) != len(leaves[1]):
+            raise ValueError(f"client {i} has {len(leaves[0])} inputs and {len(leaves[1])} labels")
+        samples.check_form(x, y, options.get("num_classes"), who=f"client {i}: ")
+    sizes = np.array([samples.length(y) for _, y in pairs])
     options.setdefault("views", train_test_views(sizes))
-    x, y = np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
-    return from_partition(x, y, np.arange(len(y)), sizes, **options)
+    x, y = (jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts) for parts in zip(*pairs, strict=True))
+    return from_partition(x, y, np.arange(sizes.sum()), sizes, **options)
+
+
+def _check_alike(pairs: Sequence[tuple[PyTree, PyTree]]) -> None:
+    """Raises `ValueError` unless the samples of all clients have one structure, and one shape and scaling for each leaf."""
+    for what, trees in zip(("inputs", "targets"), zip(*pairs, strict=True), strict=True):
+        first: Any = jax.tree.structure(trees[0])
+        odd = next((i for i, tree in enumerate(trees) if jax.tree.structure(tree) != first), None)
+        if odd is not None:
+            given = jax.tree.structure(trees[odd])
+            raise ValueError(f"clients' {what} differ in structure: {first} for client 0 and {given} for client {odd}")
+        for number, (name, _) in enumerate(samples.named(what, trees[0])):
+            leaves = [jax.tree.leaves(tree)[number] for tree in trees]
+            shapes = {leaf.shape[1:] for leaf in leaves if leaf.ndim}
+            if len(shapes) > 1:
+                raise ValueError(f"clients' {name} differ in shape: {', '.join(map(str, sorted(shapes)))}")
+            if what == "inputs" and len({leaf.dtype == np.uint8 for leaf in leaves}) > 1:
+                raise ValueError(
+                    f"some clients' {name} are uint8, which images are stored as, and others are not; convert all"
+                )
 
 
 def train_test_views(sizes: ArrayLike, *, train: float = 0.75, support: float = 0.2) -> dict[str, Bounds]:
@@ -207,33 +251,6 @@ def _view_runs(
     return start, size
 
 
-def _scaling(x: np.ndarray, offset: ArrayLike | None, scale: ArrayLike | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """`offset` and `scale` as float32 arrays with their defaults filled in."""
-    if offset is None and scale is None:
-        if x.dtype != np.uint8:
-            return None, None
-        scale = 1 / 255
-    with np.errstate(over="ignore"):  # what overflows is refused below
-        offset = checks.numeric("offset", 0 if offset is None else offset).astype(np.float32)
-        scale = checks.numeric("scale", 1 if scale is None else scale).astype(np.float32)
-    sample = x.shape[1:]
-    for name, value in (("offset", offset), ("scale", scale)):
-        if not np.isfinite(value).all():
-            raise ValueError(f"{name} holds NaN or infinite values")
-        # Broadcasting the other way would add a channel axis to samples without one.
-        fits = value.ndim <= len(sample) and all(n in (1, m) for n, m in zip(value.shape[::-1], sample[::-1], strict=False))
-        if not fits:
-            raise ValueError(f"{name} has shape {value.shape}, which does not broadcast against one sample {sample}")
-    return offset, scale
-
-
-def _array(name: str, values: ArrayLike) -> np.ndarray:
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is not one array [M, ...]; bring all samples to one shape first") from None
-
-
 def _check_partition(order: np.ndarray, sizes: np.ndarray, num_samples: int) -> None:
     if sizes.ndim != 1 or sizes.size == 0:
         raise ValueError(f"sizes must be counts [N] of N >= 1 clients, not of shape {sizes.shape}")
@@ -243,51 +260,3 @@ def _check_partition(order: np.ndarray, sizes: np.ndarray, num_samples: int) -> 
         raise ValueError(f"order has shape {order.shape}, but the sizes sum to S={sizes.sum()}")
     if order.min() < 0 or order.max() >= num_samples:
         raise ValueError(f"order names samples {order.min()} to {order.max()}, but there are M={num_samples}")
-
-
-def _check_form(x: np.ndarray, y: np.ndarray, *, regression: bool, who: str = "") -> None:
-    """Dtypes and shapes; `who` begins the message."""
-    if not (checks.is_real(x.dtype) or x.dtype == bool):
-        raise ValueError(f"{who}inputs must be one numeric array [M, ...], not dtype {x.dtype} (images of mixed shape?)")
-    if not (checks.is_real(y.dtype) if regression else np.issubdtype(y.dtype, np.integer)):
-        wanted = "targets must be numbers" if regression else "labels must be integers"
-        raise ValueError(f"{who}{wanted}, not dtype {y.dtype}")
-    if y.ndim < 1 or (y.ndim > 1 and not regression) or x.ndim < 2 or len(x) != len(y) or len(y) == 0:
-        raise ValueError(f"{who}inputs must be [M, ...] and labels [M] with M >= 1, not {x.shape} and {y.shape}")
-
-
-def _check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, sizes: np.ndarray) -> int:
-    """K, which is the largest label plus 1 unless it is given."""
-    most = checks.MOST_CLASSES if num_classes is None else num_classes
-    outside = (y < 0) | (y >= most)
-    if outside.any():
-        sample = int(np.argmax(outside))
-        hint = "" if num_classes is not None else "; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
-        raise ValueError(
-            f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={most}): label {y[sample]} "
-            f"{_of_client(sample, order, sizes)}{hint}"
-        )
-    return int(y.max()) + 1 if num_classes is None else num_classes
-
-
-def _check_finite(what: str, values: np.ndarray, order: np.ndarray, sizes: np.ndarray) -> None:
-    """Raises `ValueError` for a number that is not finite, or not in the type that JAX will give it."""
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
-    if checks.is_real(dtype) and not np.issubdtype(dtype, np.integer):
-        with np.errstate(over="ignore", invalid="ignore"):
-            bad = ~np.isfinite(values.astype(dtype, copy=False))
-        kind = "NaN or infinite values"
-    elif dtype != values.dtype:
-        limits = np.iinfo(dtype)
-        bad, kind = (values < limits.min) | (values > limits.max), f"integers that {dtype} cannot hold"
-    else:
-        return
-    if bad.any():
-        sample = int(np.argmax(bad.reshape(len(values), -1).any(1)))
-        cast = "" if kind[0] == "i" or not np.isfinite(values).all() else f" as {dtype}"
-        raise ValueError(f"{what} hold {kind}{cast}, first in sample {sample} {_of_client(sample, order, sizes)}")
-
-
-def _of_client(sample: int, order: np.ndarray, sizes: np.ndarray) -> str:
-    where = np.flatnonzero(order == sample)
-    return f"of client {int(np.searchsorted(np.cumsum(sizes), where[0], side='right'))}" if where.size else "of no client"

@@ -1,8 +1,9 @@
 """`FederatedData`: the samples of all clients in flat arrays.
 
-The samples of all clients are stored one client after the other in `x [S, ...]` and `y [S]`. Memory holds every sample once,
-and nothing is padded to the size of the largest client. A view ("train", "test", "support", "query") is a contiguous part of
-each client's samples, stored as one start and one size per client. Axis letters: N clients, S samples, K classes.
+The samples of all clients are stored one client after the other in `x [S, ...]` and `y [S, ...]`, arrays or pytrees of arrays.
+Memory holds every sample once, and nothing is padded to the size of the largest client. A view ("train", "test", "support",
+"query") is a contiguous part of each client's samples, stored as one start and one size per client. Axis letters: N clients, S
+samples, K classes.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.data.views import ClientData, ClientView, check_view
-from fedjax_meta.types import Scalar
+from fedjax_meta.types import PyTree, Scalar
 
 
 @partial(
@@ -29,20 +30,22 @@ class FederatedData:
     """The samples of all clients. Build it with `from_partition` or `from_clients`, which check their input.
 
     Attributes:
-      x: inputs of all clients `[S, ...]`, as stored (images stay uint8).
-      y: int32 labels `[S]`, or real targets `[S, ...]`.
-      offset, scale: arrays that broadcast against one sample; a batch holds `(x - offset) * scale`. `None`: as stored.
+      x: inputs of all clients `[S, ...]`, as stored (images stay uint8): an array or a pytree of arrays.
+      y: int32 labels `[S]`, or of the parts of a sample `[S, T]`; real targets `[S, ...]`; a `task.Weighted` of one of these; or
+        another pytree of arrays.
+      offset, scale: arrays that broadcast against one sample; a batch holds `(x - offset) * scale`. `None`: as stored. Where `x`
+        is a pytree, trees like it with `None` for a leaf that is as stored.
       start, size: for each view, int32 `[N]`.
       max_size: for each view the size of the largest client, as static (name, size) pairs.
-      num_classes: K; 0 for real targets.
+      num_classes: K; 0 for real targets, and for a pytree of targets.
       ids: int32 `[N]`, the clients' ids in a larger population (see `select`); `None` if client i has id i.
       population: number of clients of that population; `None` if it is N.
     """
 
-    x: jax.Array | np.ndarray
-    y: jax.Array | np.ndarray
-    offset: jax.Array | np.ndarray | None
-    scale: jax.Array | np.ndarray | None
+    x: PyTree
+    y: PyTree
+    offset: PyTree
+    scale: PyTree
     start: Mapping[str, jax.Array | np.ndarray]
     size: Mapping[str, jax.Array | np.ndarray]
     max_size: tuple[tuple[str, int], ...]
@@ -59,6 +62,11 @@ class FederatedData:
     def total_clients(self) -> int:
         """Number of clients of the whole population: N, unless these data are a subset of it."""
         return self.num_clients if self.population is None else self.population
+
+    @property
+    def labelled(self) -> bool:
+        """Whether each sample has one class label: `y` is int32 `[S]`, one of K classes."""
+        return self.num_classes > 0 and getattr(self.y, "ndim", 0) == 1
 
     @property
     def views(self) -> tuple[str, ...]:

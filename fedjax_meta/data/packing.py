@@ -26,7 +26,7 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
         N' clients.
 
     Returns:
-      The clients with arrays `x [capacity, ...]` and `y [capacity, ...]`; unused rows are 0.
+      The clients with arrays `[capacity, ...]` in `x` and `y`; unused rows are 0.
 
     Raises:
       ValueError: clients with more than `capacity` samples.
@@ -50,8 +50,8 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
 
     return dataclasses.replace(
         data,
-        x=packed(data.x),
-        y=packed(data.y),
+        x=jax.tree.map(packed, data.x),
+        y=jax.tree.map(packed, data.y),
         start={name: (values - begin + first).astype(np.int32) for name, values in start.items()},
         size=size,
         ids=data.ids_of(np.asarray(clients)),

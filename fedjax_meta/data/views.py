@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from fedjax_meta import checks
 from fedjax_meta.data.batches import CHUNK, Batches
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.task import Batch
-from fedjax_meta.types import Key, Scalar
+from fedjax_meta.types import Key, PyTree, Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ClientView:
     """One named view of one client: the samples `start, ..., start + size - 1` of the flat arrays.
 
     Attributes:
-      x, y, offset, scale: the arrays of `FederatedData`, of all clients. `offset` and `scale` are both `None` or both arrays.
+      x, y, offset, scale: the arrays of `FederatedData`, of all clients. `offset` and `scale` are both `None` or both given.
       start: position of the first sample; may be traced.
       size: number of samples; may be traced.
       max_size: static upper bound of `size`, the size of the largest client.
@@ -30,10 +31,10 @@ class ClientView:
       change: `(batch, positions) -> batch`, what becomes of samples when they are taken; nothing when `None`.
     """
 
-    x: jax.Array | np.ndarray
-    y: jax.Array | np.ndarray
-    offset: jax.Array | np.ndarray | None
-    scale: jax.Array | np.ndarray | None
+    x: PyTree
+    y: PyTree
+    offset: PyTree
+    scale: PyTree
     start: Scalar
     size: Scalar
     max_size: int
@@ -57,10 +58,17 @@ class ClientView:
         index = jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
         index = index if self.order is None else self.order(index)
         where = self.start + index
-        x = jnp.asarray(self.x).at[where].get(mode="clip")
-        if self.offset is not None and self.scale is not None:
-            x = (x.astype(jnp.result_type(float)) - self.offset) * self.scale
-        batch = Batch(x, jnp.asarray(self.y).at[where].get(mode="clip"), weight.astype(jnp.result_type(float)))
+
+        def rows(values: jax.Array | np.ndarray) -> jax.Array:
+            return jnp.asarray(values).at[where].get(mode="clip")
+
+        def scaled(x: jax.Array, offset: Any, scale: Any) -> jax.Array:
+            return x if offset is None else (x.astype(jnp.result_type(float)) - offset) * scale
+
+        x, y = jax.tree.map(rows, (self.x, self.y))
+        if self.offset is not None:
+            x = jax.tree.map(scaled, x, self.offset, self.scale)
+        batch = Batch(x, y, weight.astype(jnp.result_type(float)))
         return batch if self.change is None else self.change(batch, index)
 
     def epochs(self, key: Key, batch_size: int, epochs: int = 1, *, share: Scalar | None = None) -> Batches:

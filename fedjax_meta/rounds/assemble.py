@@ -56,6 +56,7 @@ def federate(method: Method, federation: Federation | None = None) -> Algorithm:
         devices=federation.devices,
         lanes=federation.lanes,
         needs_all_rows=method.whole_population,
+        task=method.task,
     )
 
 

@@ -63,7 +63,6 @@ BUILDERS = {
         ("y", LABELS.astype(str), "labels must be integers, not dtype <U"),
         ("y", LABELS > 1, "labels must be integers, not dtype bool"),
         ("y", None, "labels must be integers, not dtype object"),
-        ("y", LABELS[:, None], "inputs must be [M, ...] and labels [M] with M >= 1, not (100, 3) and (100, 1)"),
         ("y", LABELS[:0], "not (100, 3) and (0,)"),
         ("y", _bad_y(-1), "labels run from -1 to 3", "label -1 of client 2"),
         ("y", _bad_y(2**40), "label 1099511627776 of client 2", "np.unique"),

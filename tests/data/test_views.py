@@ -96,8 +96,12 @@ def test_padding_has_no_weight_and_is_finite():
 
 def test_uint8_inputs_are_scaled_in_a_batch():
     x = np.array([[0], [51], [255]], np.uint8)
-    data = from_partition(x, [0, 0, 0], [0, 1, 2], [3])
-    assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([0, 0.2, 1])
+    images = from_partition(x[..., None, None], [0, 0, 0], [0, 1, 2], [3])
+    assert np.asarray(images.client(0)["train"].in_order(3).get(0).x)[:, 0, 0, 0] == pytest.approx([0, 0.2, 1])
+    pixels = from_partition(x, [0, 0, 0], [0, 1, 2], [3], scale=1 / 255)
+    assert np.asarray(pixels.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([0, 0.2, 1])
+    tokens = from_partition(x, [0, 0, 0], [0, 1, 2], [3], scale="stored").client(0)["train"].in_order(3).get(0).x
+    assert tokens.dtype == np.uint8 and tokens[:, 0].tolist() == [0, 51, 255]
     data = from_partition(x, [0, 0, 0], [0, 1, 2], [3], offset=np.array([51.0]), scale=np.array([0.5]))
     assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([-25.5, 0, 102])
 

@@ -1,0 +1,201 @@
+"""Tasks ready to use, beside `classification`: regression, several labels a sample, the next token, and any other loss.
+
+Each takes a model as pure functions, `init` and `predict`, and where the model has them its two parts `features` and `head`, with
+which methods that look at features work. Letters: B batch, T tokens, V words of a vocabulary, L labels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_meta import checks
+from fedjax_meta.task import Batch, MeanLoss, Task, check_alike, check_layers, cross_entropy, of_outputs
+from fedjax_meta.types import Key, PyTree, Scalar, Variables
+
+Init = Callable[[Key], Variables]
+"""`key -> variables`."""
+
+Predict = Callable[[Variables, PyTree], jax.Array]
+"""`(variables, x [B, ...]) -> outputs [B, ...]`."""
+
+LOSSES = ("squared", "huber")
+"""Losses of `regression` by name."""
+
+
+def squared_error() -> MeanLoss:
+    """The mean of (output - target)² over all entries."""
+
+    def entries(outputs: jax.Array, y: Any) -> jax.Array:
+        check_alike("the squared error", outputs, y)
+        return (outputs - y) ** 2
+
+    return MeanLoss("squared error", entries)
+
+
+def huber(delta: float = 1.0) -> MeanLoss:
+    """Huber's loss: half the squared error up to `delta`, linear beyond, so that single wrong targets pull less (Huber 1964)."""
+    checks.positive("delta", delta)
+
+    def entries(outputs: jax.Array, y: Any) -> jax.Array:
+        check_alike("the Huber loss", outputs, y)
+        return optax.losses.huber_loss(outputs, y, delta=delta)
+
+    return MeanLoss("Huber loss", entries)
+
+
+def _label_entropies(outputs: jax.Array, y: Any) -> jax.Array:
+    check_alike("the loss of several labels", outputs, y)
+    return optax.losses.sigmoid_binary_cross_entropy(outputs, y.astype(outputs.dtype))
+
+
+sigmoid_cross_entropy = MeanLoss("sigmoid cross-entropy", _label_entropies)
+"""The mean over labels of the cross-entropy of a sigmoid of each output: `(logits [B, L], batch of 0 and 1 [B, L]) -> scalar`."""
+
+
+def regression(
+    init: Init,
+    predict: Predict,
+    *,
+    loss: str | Callable[[jax.Array, Batch], Scalar] = "squared",
+    delta: float = 1.0,
+    layers: tuple[str, ...] = (),
+    features: Predict | None = None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None = None,
+) -> Task:
+    """Real targets: `y [B]` or `[B, ...]`, and predictions of the same shape. Data: `num_classes=0`.
+
+    Args:
+      init, predict, layers, features, head: as in `classification`.
+      loss: "squared", "huber", or a function `(outputs, batch) -> scalar`.
+      delta: of the Huber loss.
+
+    Raises:
+      ValueError: an unknown loss, arguments that are no such functions.
+
+    Returns:
+      a task that `evaluate` scores by MAE, RMSE and R².
+
+    Example:
+      >>> task = regression(lambda key: {"w": jnp.zeros(3)}, lambda p, x: x @ p["w"], loss="huber")
+      >>> batch = Batch(jnp.ones((2, 3)), jnp.array([0.5, 3.0]), jnp.ones(2))
+      >>> float(task.loss(task.init(jax.random.key(0)), batch, jax.random.key(1))[0])
+      1.3125
+    """
+    if isinstance(loss, str):
+        checks.one_of("loss", loss, LOSSES)
+        loss = squared_error() if loss == "squared" else huber(delta)
+    return of_outputs(init, predict, loss, layers=layers, features=features, head=head, metrics=("mae", "rmse", "r2"))
+
+
+def multi_label(
+    init: Init,
+    predict: Predict,
+    *,
+    loss: Callable[[jax.Array, Batch], Scalar] = sigmoid_cross_entropy,
+    layers: tuple[str, ...] = (),
+    features: Predict | None = None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None = None,
+) -> Task:
+    """Several labels a sample: `y [B, L]` of 0 and 1, and logits `[B, L]`. Data: `num_classes=0`.
+
+    Args:
+      init, predict, layers, features, head: as in `classification`.
+      loss: `(logits, batch) -> scalar`; the mean sigmoid cross-entropy over labels by default.
+
+    Raises:
+      ValueError: arguments that are no such functions.
+
+    Returns:
+      a task that `evaluate` scores by the share of right labels and F1 over labels.
+    """
+    return of_outputs(init, predict, loss, layers=layers, features=features, head=head, metrics=("label_accuracy", "f1"))
+
+
+def next_token(
+    init: Init,
+    predict: Predict,
+    *,
+    loss: Callable[[jax.Array, Batch], Scalar] = cross_entropy,
+    layers: tuple[str, ...] = (),
+    features: Predict | None = None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None = None,
+) -> Task:
+    """The next token at each place of a sequence: `y [B, T]` in [0, V), and logits `[B, T, V]`. Data: `num_classes=V`.
+
+    The targets are the inputs shifted by one place. Those of padding have weight 0, see `Weighted` and `data.pad`.
+
+    Args:
+      init, predict, layers, features, head: as in `classification`; features are `[B, T, d]`.
+      loss: `(logits, batch) -> scalar`; the mean cross-entropy over real tokens by default.
+
+    Raises:
+      ValueError: arguments that are no such functions.
+
+    Returns:
+      a task that `evaluate` scores by the accuracy and the perplexity over tokens.
+    """
+    metrics = ("token_accuracy", "perplexity")
+    return of_outputs(init, predict, loss, layers=layers, features=features, head=head, metrics=metrics)
+
+
+def from_loss(
+    init: Init,
+    loss: Callable[[Variables, Batch, Key], Scalar],
+    *,
+    predict: Predict | None = None,
+    layers: tuple[str, ...] = (),
+    features: Predict | None = None,
+    head: Callable[[Variables, jax.Array], jax.Array] | None = None,
+    metrics: Sequence[Any] = (),
+) -> Task:
+    """Any loss of the variables and a batch, e.g. one that is no criterion of predictions.
+
+    Methods that put a loss of their own together from the task's logits refuse it, because it is opaque. A criterion of outputs
+    goes better into `loss` of `classification` or `regression`, which every method can look into.
+
+    Args:
+      init: `key -> variables`.
+      loss: `(variables, batch, key) -> scalar`, a mean over samples of weight 1: those of weight 0 must not count.
+      predict: `(variables, x [B, ...]) -> outputs`, for metrics; without it an evaluation has the loss alone.
+      layers, features, head: as in `classification`.
+      metrics: what `evaluate` measures by default, names or `measures.Metric`.
+
+    Raises:
+      ValueError: arguments that are no such functions; metrics without `predict`.
+
+    Example:
+      >>> distance = lambda p, batch, key: jnp.sum(batch.weight * jnp.sum((batch.x - p) ** 2, -1)) / jnp.sum(batch.weight)
+      >>> task = from_loss(lambda key: jnp.zeros(2), distance)
+      >>> float(task.loss(jnp.ones(2), Batch(jnp.eye(2), jnp.zeros(2), jnp.ones(2)), jax.random.key(0))[0])
+      1.0
+    """
+    checks.function("init", init, ("key",), "lambda key: parameters")
+    checks.function("loss", loss, ("variables", "batch", "key"), "lambda variables, batch, key: scalar")
+    if predict is not None:
+        checks.function("predict", predict, ("parameters", "x"), "lambda parameters, x: outputs")
+    check_layers(layers)
+    if (features is None) != (head is None):
+        raise ValueError("features and head are the model in two parts: give both or none")
+    if metrics and predict is None:
+        raise ValueError("metrics score what predict gives: give predict too")
+
+    def of_batch(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        return jnp.asarray(loss(variables, batch, key)), variables
+
+    def nothing(variables: Variables, x: PyTree) -> jax.Array:
+        """Outputs of a model that predicts nothing, `[B, 0]`."""
+        del variables
+        return jnp.zeros((jax.tree.leaves(x)[0].shape[0], 0))
+
+    return Task(
+        init=init,
+        loss=of_batch,
+        predict=nothing if predict is None else predict,
+        features=features,
+        head=head,
+        layers=layers,
+        metrics=tuple(metrics),
+    )
