@@ -146,8 +146,8 @@ def _har_arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
 def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
     """Ratings of items by users, e.g. of MovieLens (`ratings.csv`, `u.data`, `ratings.dat`); a user is a client.
 
-    Inputs are items, int32 `[S, 1]`, numbered by their first appearance in the sorted ids; targets are the ratings, float32. Samples
-    are in the order of time where the file has a fourth column.
+    Inputs are a dict with `item`, int32 `[S]`, places in `vocabulary`; targets are the ratings, float32 `[S]`. Samples are in the order
+    of time where the file has a fourth column.
 
     Args:
       path: lines of user, item, rating and maybe a time, separated by commas, tabs or `::`, with or without a line of names.
@@ -184,7 +184,7 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
     place = {item: i for i, item in enumerate(items)}
     clients = {
         f"user {user}": (
-            np.array([[place[item]] for _, item, _ in rows], np.int32),
+            {"item": np.array([place[item] for _, item, _ in rows], np.int32)},
             np.array([rating for _, _, rating in rows], np.float32),
         )
         for user, rows in kept.items()

@@ -1,5 +1,7 @@
 """A 1-D CNN for sensors, and ResNet-18 with group norm."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -54,7 +56,7 @@ class _Strided(nn.Module):
         return z
 
 
-def _within(bound: float):  # noqa: ANN202
+def _within(bound: float) -> Callable[..., jax.Array]:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 

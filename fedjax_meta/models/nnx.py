@@ -26,6 +26,7 @@ def from_nnx(
     features: str | None = None,
     head: str | None = None,
     loss: functional.Criterion = cross_entropy,
+    metrics: tuple[Any, ...] = (),
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from any Flax NNX module.
@@ -38,7 +39,7 @@ def from_nnx(
 
     Args:
       make: `rngs -> module`, e.g. the class of a module that takes `rngs` alone.
-      sample_shape, layers, loss, sample_dtype: as for `from_linen`.
+      sample_shape, layers, loss, metrics, sample_dtype: as for `from_linen`.
       features: name of the method `(x, ...) -> [B, d]` that stops before the head; it gets `weight` if it takes it.
       head: name of the submodule or method `[B, d] -> [B, K]` that continues from there.
 
@@ -75,8 +76,8 @@ def from_nnx(
     flags = functional.flags(type(module).__call__)
     if jax.tree.leaves(states[1]) and "weight" not in flags(True, jnp.ones(1)):
         raise ValueError(
-            f"module {name} has batch statistics, so its __call__ must take weight [B] and give it to nnx.BatchNorm as mask: rows "
-            "of padding would enter them otherwise"
+            f"module {name} has batch statistics, so its __call__ must take weight [B] and give it to nnx.BatchNorm as mask: "
+            "rows of padding would enter them otherwise"
         )
 
     def init(key: Key) -> Variables:
@@ -109,6 +110,7 @@ def from_nnx(
         head=None if head is None else evaluated(head),
         layers=layers,
         loss=loss,
+        metrics=metrics,
         sample_dtype=sample_dtype,
     )
 

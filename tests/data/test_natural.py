@@ -426,7 +426,7 @@ def test_ratings_are_read_by_user_in_the_order_of_time(join, header, tmp_path):
     data = ratings(tmp_path / "r", least=4)
     assert data.clients == ("user 7", "user 9")
     assert data.vocabulary == ("1", "2", "3", "4", "5", "31")
-    assert data.x[:4, 0].tolist() == [3, 5, 5, 4]
+    assert data.x["item"][:4].tolist() == [3, 5, 5, 4]
     assert data.y[:4].tolist() == [5, 1, 2.5, 4]
     assert data.num_classes == 0
 

@@ -219,3 +219,14 @@ def test_bad_input_is_refused_in_one_line(case):
         make()
     assert words in str(error.value).replace("float64", "float32")
     assert "\n" not in str(error.value)
+
+
+def test_a_round_of_adapters_moves_under_two_percent_of_a_round_of_the_transformer():
+    tokens = np.random.default_rng(0).integers(0, 65, (3, 12, 17)).astype(np.int32)
+    data = fm.from_clients([(own[:, :-1], own[:, 1:]) for own in tokens], num_classes=65)
+    task = models.transformer(65, 16, width=128, heads=4, depth=4)
+    small = lora.lora(task, task.init(jax.random.key(0)), rank=4, targets="path:(query|value)/kernel")
+    whole, moved = costs.traffic(fm.fedavg(task), data), costs.traffic(fm.fedavg(small), data)
+    assert moved.down < 0.02 * whole.down
+    assert moved.up < 0.02 * whole.up
+    assert moved.up == 4 * 2 * 4 * (128 + 128) * jnp.result_type(float).itemsize
