@@ -146,8 +146,8 @@ def _har_arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
 def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
     """Ratings of items by users, e.g. of MovieLens (`ratings.csv`, `u.data`, `ratings.dat`); a user is a client.
 
-    Inputs are a dict with `item`, int32 `[S]`, places in `vocabulary`; targets are the ratings, float32 `[S]`. Samples are in the order
-    of time where the file has a fourth column.
+    Inputs are a dict with `item`, int32 `[S]`, places in `vocabulary`; targets are the ratings, float32 `[S]`. Samples are in
+    the order of time where the file has a fourth column.
 
     Args:
       path: lines of user, item, rating and maybe a time, separated by commas, tabs or `::`, with or without a line of names.

@@ -246,6 +246,10 @@ class Scenario:
 
 def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any]) -> Task:
     """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron."""
+    if name == "matrix_factorisation":
+        return models.matrix_factorisation(**{"items": int(np.max(data.x["item"])) + 1, **options})
+    if isinstance(data.x, dict):
+        raise ValueError(f"model={name!r} takes one array of inputs, but the data have {', '.join(data.x)}")
     shape = data.x.shape[1:]
     if name is None:
         name = "lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp"

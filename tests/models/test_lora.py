@@ -185,7 +185,7 @@ def test_buffers_of_the_base_stay_buffers():
 
 
 def test_an_opaque_loss_may_have_adapters_too():
-    opaque = TASK._replace(loss=lambda v, b, key: TASK.loss(v, b, key))
+    opaque = TASK._replace(loss=TASK.loss.__call__)
     variables, given, key = randomised(adapted()), batch(), jax.random.key(0)
     mine = lora.lora(opaque, BASE, rank=2, targets=FC).loss(variables, given, key)
     assert problems.distance(mine, adapted().loss(variables, given, key)) == 0
