@@ -151,7 +151,7 @@ def sensor_cnn(
             raise ValueError(f"window={tuple(window)} is too short for the convolutions and poolings of this network")
     for width in hidden:
         checks.count("hidden", width)
-    module = SensorNetwork(classes, tuple(map(tuple, convs)), tuple(hidden), init)
+    module = SensorNetwork(classes, tuple((features, size) for features, size in convs), tuple(hidden), init)
     return from_linen(module, tuple(window), layers=module.layers, features="features", head="head", loss=loss)
 
 

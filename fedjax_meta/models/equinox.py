@@ -224,6 +224,6 @@ class _WeightedNorm(eqx.Module):
             new = (old_mean + rate * (mean - old_mean), old_var + rate * (var - old_var))
             state = state.set(norm.batch_state_index, new)
         out = (x - jnp.expand_dims(mean, axes)) / jnp.expand_dims(jnp.sqrt(var + norm.eps), axes)
-        if norm.channelwise_affine:
+        if norm.weight is not None and norm.bias is not None:
             out = out * jnp.expand_dims(norm.weight, axes) + jnp.expand_dims(norm.bias, axes)
         return out, state

@@ -78,7 +78,8 @@ def from_linen(
         if not train:
             return _evaluate(module, type(module).__call__, flags, variables, x), variables
         buffers = [name for name in variables if name != "params"]
-        outputs, updated = module.apply(variables, x, rngs={"dropout": key}, mutable=buffers, **flags(True, weight))
+        rngs: Any = {"dropout": key}
+        outputs, updated = module.apply(variables, x, rngs=rngs, mutable=buffers, **flags(True, weight))
         return outputs, {**variables, **flax.core.unfreeze(updated)}
 
     extract = None

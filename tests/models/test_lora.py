@@ -134,7 +134,7 @@ def test_a_frozen_a_is_no_variable_and_is_drawn_from_its_seed_alone():
 
 
 FAMILIES = {
-    "plain": lambda task: fm.fedavg(task, lr=0.1, batch_size=8),
+    "plain": lambda task: fm.fedavg(task, lr=0.02, batch_size=8),
     "personal mask": lambda task: fm.fedper(task, personal=lora.A, lr=0.1, batch_size=8),
     "exact meta-gradient": lambda task: fm.fedmeta(task, inner_lr=0.05, outer_lr=0.02, inner_steps=2, batch_size=8),
     "personal model": lambda task: fm.ditto(task, lr=0.1, batch_size=8),

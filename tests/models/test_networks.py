@@ -193,6 +193,25 @@ def test_a_residual_network_of_images_has_an_output_a_class_and_gradients_everyw
     )  # no batch statistics
 
 
+OTHERS = {
+    **SEQUENCES,
+    "sensors": lambda: models.sensor_cnn((20, 2), 3, convs=((4, 3), (5, 3)), hidden=(6,)),
+    "ResNet": lambda: models.resnet18((8, 8, 3), 5, width=4),
+    "factors": lambda: models.matrix_factorisation(9, width=3, mean=1.0),
+}
+INPUTS = {"sensors": normal(0, 2, 20, 2), "ResNet": normal(0, 2, 8, 8, 3), "factors": {"item": np.array([8, 2])}}
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_a_prediction_is_the_head_of_the_features_and_layers_are_in_the_paths(model):
+    task, x = OTHERS[model](), INPUTS.get(model, np.array([[1, 2, 3], [4, 5, 6]]))
+    variables = task.init(jax.random.key(0))
+    np.testing.assert_allclose(task.head(variables, task.features(variables, x)), task.predict(variables, x), atol=1e-12)
+    for depth in range(1, len(task.layers) + 1):
+        assert any(jax.tree.leaves(masks.resolve(f"last:{depth}", task)))
+    assert task.loss.as_predicted
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
