@@ -73,7 +73,7 @@ def main(
             for which in ("known", "new"):
                 values = [100 * row["accuracy_mean"] for row in result[which]]
                 if values:
-                    typer.echo(f"  {which} clients: {np.mean(values):.2f} ± {np.std(values):.2f} %")
+                    typer.echo(f"  {which} clients: {np.mean(values):.2f} ± {np.std(values, ddof=int(len(values) > 1)):.2f} %")
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
