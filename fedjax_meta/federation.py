@@ -154,9 +154,9 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
     """Refuses data that a method in a federation cannot learn from; shapes and types alone are read, nothing is computed.
 
     Raises:
-      ValueError: other targets where one class label a sample is needed; a loss that is no scalar; a view that weights need and the data lack; rules of
-        participation for another number of clients; a model with complex leaves, with fewer outputs than there are classes, or
-        that does not take such samples.
+      ValueError: other targets where one class label a sample is needed; a loss that is no scalar; a view that weights need and
+        the data lack; rules of participation for another number of clients; a model with complex leaves, with fewer outputs than
+        there are classes, or that does not take such samples.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     if method.needs_classes and not data.labelled:

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685) around any task: frozen base weights, small trained matrices.
 
-An adapted matrix is W + (alpha / rank) * B A. W is frozen. A reads the inputs of the layer and starts random, B writes its outputs
-and starts at 0, so that an adapter starts as the base model.
+An adapted matrix is W + (alpha / rank) * B A. W is frozen. A reads the inputs of the layer and starts random, B writes its
+outputs and starts at 0, so that an adapter starts as the base model.
 """
 
 import dataclasses

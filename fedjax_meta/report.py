@@ -79,7 +79,7 @@ def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _test(evaluation: Evaluation) -> dict[str, Any]:
-    loss = None if evaluation.loss is None else np.asarray(evaluation.loss)
+    loss: Any = None if evaluation.loss is None else np.asarray(evaluation.loss)
     found: dict[str, Any] = {}
     if evaluation.confusion is not None:
         confusion = np.asarray(evaluation.confusion)
@@ -97,8 +97,8 @@ def _test(evaluation: Evaluation) -> dict[str, Any]:
 
 def _score(score: Score, loss: np.ndarray | None) -> dict[str, Any]:
     values = np.asarray(score.values)
-    values = values if loss is None else metrics.where_finite(values, loss)
-    return {"values": _numbers(values), "higher_is_better": score.higher_is_better, "share": score.share}
+    shown = values if loss is None else metrics.where_finite(values, loss)
+    return {"values": _numbers(shown), "higher_is_better": score.higher_is_better, "share": score.share}
 
 
 class MainScore(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tasks beyond one label an image: their losses by NumPy, padding that no result depends on, trees of samples through whole runs."""
+"""Tasks beyond one label an image: their losses by NumPy, padding that changes no result, trees of samples in whole runs."""
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def token_counts(data, view):
     return [int(data.y.weight[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------- every method on every kind of task
+# --------------------------------------------------------------------------------------------- every method on every kind of task
 
 
 def regression_task():
@@ -239,7 +239,7 @@ def test_training_lowers_the_loss_and_a_host_store_changes_no_bit(kind):
     assert problems.distance(records[-1].evaluations, again[-1].evaluations) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------------------------ any other loss
+# ----------------------------------------------------------------------------------------------------------------- any other loss
 
 
 def test_from_loss_trains_any_loss_and_evaluates_it():

@@ -50,8 +50,8 @@ def read_leaf(folder: str | os.PathLike, kind: str, *, vocabulary: int = 10_000)
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
-            f"there is no folder {str(folder)!r}: clone https://github.com/TalwalkarLab/leaf, run data/{kind}/preprocess.sh there "
-            "(e.g. with -s niid --sf 1.0 -k 0 -t sample) and give the folder data/" + kind + "/data"
+            f"there is no folder {str(folder)!r}: clone https://github.com/TalwalkarLab/leaf, run data/{kind}/preprocess.sh "
+            f"there (e.g. with -s niid --sf 1.0 -k 0 -t sample) and give the folder data/{kind}/data"
         )
     split = (folder / "train").is_dir() and (folder / "test").is_dir()
     train = _read(folder / "train" if split else folder)

@@ -30,9 +30,9 @@ def tiny_shakespeare(
 ) -> Natural:
     """Next characters of Shakespeare's speakers, from tensorflow-datasets' `tiny_shakespeare`; a speaker is a client.
 
-    A speaker's speeches are joined in the order of the plays and cut into sequences of `length` characters, with the same shifted
-    by one as targets. The plays are an excerpt of Shakespeare's works, so that there are fewer speakers than in LEAF's data and in
-    TensorFlow Federated's, whose numbers stand in `published`.
+    A speaker's speeches are joined in the order of the plays and cut into sequences of `length` characters, with the same
+    shifted by one as targets. The plays are an excerpt of Shakespeare's works, so that there are fewer speakers than in LEAF's
+    data and in TensorFlow Federated's, whose numbers stand in `published`.
 
     Args:
       length: T.
@@ -67,8 +67,8 @@ def tiny_shakespeare(
 def uci_har(*, data_dir: str | os.PathLike | None = None) -> Natural:
     """UCI HAR (Anguita et al. 2013): windows of 128 values of 9 inertial signals, 6 activities; a subject is a client.
 
-    Inputs are float32 `[S, 128, 9]`. The file is `uci_har/uci_har.npz` (or `uci_har.npz`) of the data folder,
-    with `x`, `y` from 0 to 5 and `subject`; `python -m fedjax_meta.data.natural_sets uci_har ARCHIVE OUT` makes it of the archive.
+    Inputs are float32 `[S, 128, 9]`. The file is `uci_har/uci_har.npz` (or `uci_har.npz`) of the data folder, with `x`, `y`
+    from 0 to 5 and `subject`; `python -m fedjax_meta.data.natural_sets uci_har ARCHIVE OUT` makes it of the archive.
 
     Raises:
       ValueError: no such file (the message says how to get it), or one of other content.
@@ -146,8 +146,8 @@ def _har_arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
 def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
     """Ratings of items by users, e.g. of MovieLens (`ratings.csv`, `u.data`, `ratings.dat`); a user is a client.
 
-    Inputs are items, int32 `[S, 1]`, numbered by their first appearance in the sorted ids; targets are the ratings, float32. Samples
-    are in the order of time where the file has a fourth column.
+    Inputs are a dict with `item`, int32 `[S]`, places in `vocabulary`; targets are the ratings, float32 `[S]`. Samples are in
+    the order of time where the file has a fourth column.
 
     Args:
       path: lines of user, item, rating and maybe a time, separated by commas, tabs or `::`, with or without a line of names.
@@ -184,7 +184,7 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
     place = {item: i for i, item in enumerate(items)}
     clients = {
         f"user {user}": (
-            np.array([[place[item]] for _, item, _ in rows], np.int32),
+            {"item": np.array([place[item] for _, item, _ in rows], np.int32)},
             np.array([rating for _, _, rating in rows], np.float32),
         )
         for user, rows in kept.items()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fedjax_meta.models.convolutional import ResNet18, SensorNetwork, resnet18, sensor_cnn
+from fedjax_meta.models.factorisation import matrix_factorisation
 from fedjax_meta.models.functional import from_functions
 from fedjax_meta.models.images import (
     ACTIVATIONS,
@@ -42,6 +43,7 @@ MODELS: dict[str, Callable[..., Task]] = {
     "transformer": transformer,
     "sensor_cnn": sensor_cnn,
     "resnet18": resnet18,
+    "matrix_factorisation": matrix_factorisation,
 }
 """Builders by name, for command lines."""
 
@@ -65,6 +67,7 @@ __all__ = [
     "from_nnx",
     "lenet",
     "logistic",
+    "matrix_factorisation",
     "mlp",
     "mtfl_cnn",
     "mtfl_mlp",

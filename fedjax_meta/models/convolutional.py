@@ -1,5 +1,7 @@
 """A 1-D CNN for sensors, and ResNet-18 with group norm."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -54,7 +56,7 @@ class _Strided(nn.Module):
         return z
 
 
-def _within(bound: float):
+def _within(bound: float) -> Callable[..., jax.Array]:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
@@ -149,7 +151,7 @@ def sensor_cnn(
             raise ValueError(f"window={tuple(window)} is too short for the convolutions and poolings of this network")
     for width in hidden:
         checks.count("hidden", width)
-    module = SensorNetwork(classes, tuple(map(tuple, convs)), tuple(hidden), init)
+    module = SensorNetwork(classes, tuple((features, size) for features, size in convs), tuple(hidden), init)
     return from_linen(module, tuple(window), layers=module.layers, features="features", head="head", loss=loss)
 
 

@@ -28,14 +28,15 @@ def from_equinox(
     features: str | None = None,
     head: str | None = None,
     loss: functional.Criterion = cross_entropy,
+    metrics: tuple[Any, ...] = (),
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from any Equinox module.
 
-    As is usual in Equinox, the module's `__call__(x, ...)` takes ONE sample; the task maps it over the batch, an axis of the name
-    `"batch"`. It may also take `key`, which is `None` in evaluation mode, and `state` (`equinox.nn.State`) as its second argument,
-    with which it returns `(outputs, state)`. Evaluation mode is that of `equinox.nn.inference_mode`. Rows of padding enter no
-    statistics of `equinox.nn.BatchNorm`.
+    As is usual in Equinox, the module's `__call__(x, ...)` takes ONE sample; the task maps it over the batch, an axis of the
+    name `"batch"`. It may also take `key`, which is `None` in evaluation mode, and `state` (`equinox.nn.State`) as its second
+    argument, with which it returns `(outputs, state)`. Evaluation mode is that of `equinox.nn.inference_mode`. Rows of padding
+    enter no statistics of `equinox.nn.BatchNorm`.
 
     The variables are a dict: `"params"`, the module with its floating-point arrays alone (`equinox.combine(params, module)` puts
     them back), and where there are any, `"buffers"`, its other arrays, and `"batch_stats"` and `"state"`, the states of its batch
@@ -43,7 +44,7 @@ def from_equinox(
 
     Args:
       make: `key -> module`, or `key -> (module, state)` as `equinox.nn.make_with_state` gives it.
-      sample_shape, layers, loss, sample_dtype: as for `from_linen`; layers are named by the fields of the module.
+      sample_shape, layers, loss, metrics, sample_dtype: as for `from_linen`; layers are named by the fields of the module.
       features: name of the method that stops before the head, with the same arguments as `__call__`.
       head: name of the field or method `features [d] -> [K]` that continues from there, without state.
 
@@ -125,6 +126,7 @@ def from_equinox(
         head=None if head is None else evaluated(head),
         layers=layers,
         loss=loss,
+        metrics=metrics,
         sample_dtype=sample_dtype,
     )
 
@@ -173,7 +175,7 @@ def _trainable(variables: Variables) -> Mask:
     return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
 
 
-# ----------------------------------------------------------------------------------------------- batch norm that leaves out padding
+# ------------------------------------------------------------------------------------ batch norm that leaves out padding
 
 
 def _with_weight(module: Any, weight: jax.Array) -> Any:
@@ -222,6 +224,6 @@ class _WeightedNorm(eqx.Module):
             new = (old_mean + rate * (mean - old_mean), old_var + rate * (var - old_var))
             state = state.set(norm.batch_state_index, new)
         out = (x - jnp.expand_dims(mean, axes)) / jnp.expand_dims(jnp.sqrt(var + norm.eps), axes)
-        if norm.channelwise_affine:
+        if norm.weight is not None and norm.bias is not None:
             out = out * jnp.expand_dims(norm.weight, axes) + jnp.expand_dims(norm.bias, axes)
         return out, state

@@ -45,6 +45,7 @@ def from_functions(
     head: Callable[[Variables, jax.Array], jax.Array] | None = None,
     layers: tuple[str, ...] = (),
     loss: Criterion = cross_entropy,
+    metrics: tuple[Any, ...] = (),
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from a hand-written model with buffers, dropout or both. (`fm.classification` is enough for one with neither.)
@@ -58,6 +59,7 @@ def from_functions(
       features, head: `(variables, x) -> [B, d]` and `(variables, features) -> outputs`, in evaluation mode; both or neither.
       layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
       loss: `(outputs, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
+      metrics: what `evaluate` measures by default, see `Task`.
       sample_dtype: dtype of the inputs where `sample_shape` is a shape; JAX's default float type if `None`.
 
     Raises:
@@ -95,6 +97,7 @@ def from_functions(
         head=None if head is None else partial(model.evaluated, head),
         layers=tuple(layers),
         trainable=trainable,
+        metrics=tuple(metrics),
     )
 
 

@@ -26,6 +26,7 @@ def from_linen(
     features: str | None = None,
     head: str | None = None,
     loss: functional.Criterion = cross_entropy,
+    metrics: tuple[Any, ...] = (),
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from any Flax Linen module.
@@ -42,6 +43,7 @@ def from_linen(
       features: name of the method `(x, ...) -> [B, d]` that stops before the head; it takes the same flags as `__call__`.
       head: name of the submodule or method `[B, d] -> [B, K]` that continues from there.
       loss: `(outputs, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
+      metrics: what `evaluate` measures by default, see `Task`.
       sample_dtype: dtype of the inputs where `sample_shape` is a shape; JAX's default float type if `None`.
 
     Raises:
@@ -76,7 +78,8 @@ def from_linen(
         if not train:
             return _evaluate(module, type(module).__call__, flags, variables, x), variables
         buffers = [name for name in variables if name != "params"]
-        outputs, updated = module.apply(variables, x, rngs={"dropout": key}, mutable=buffers, **flags(True, weight))
+        rngs: Any = {"dropout": key}
+        outputs, updated = module.apply(variables, x, rngs=rngs, mutable=buffers, **flags(True, weight))
         return outputs, {**variables, **flax.core.unfreeze(updated)}
 
     extract = None
@@ -92,6 +95,7 @@ def from_linen(
         head=None if head is None else partial(_evaluate, module, lambda bound, z: getattr(bound, head)(z), _no_flags),
         layers=layers,
         loss=loss,
+        metrics=metrics,
         sample_dtype=sample_dtype,
     )
 

@@ -26,6 +26,7 @@ def from_nnx(
     features: str | None = None,
     head: str | None = None,
     loss: functional.Criterion = cross_entropy,
+    metrics: tuple[Any, ...] = (),
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from any Flax NNX module.
@@ -38,7 +39,7 @@ def from_nnx(
 
     Args:
       make: `rngs -> module`, e.g. the class of a module that takes `rngs` alone.
-      sample_shape, layers, loss, sample_dtype: as for `from_linen`.
+      sample_shape, layers, loss, metrics, sample_dtype: as for `from_linen`.
       features: name of the method `(x, ...) -> [B, d]` that stops before the head; it gets `weight` if it takes it.
       head: name of the submodule or method `[B, d] -> [B, K]` that continues from there.
 
@@ -71,16 +72,16 @@ def from_nnx(
         raise ValueError(f"make must return an nnx.Module, not {checks.shown(module)}")
     name = type(module).__name__
     functional.check_split(name, lambda part: callable(getattr(module, part, None)), features, head)
-    graph, random, _, *states = nnx.split(module, nnx.RngState, nnx.Intermediate, *_COLLECTIONS.values())
+    graph, random, states = _split(module)
     flags = functional.flags(type(module).__call__)
     if jax.tree.leaves(states[1]) and "weight" not in flags(True, jnp.ones(1)):
         raise ValueError(
-            f"module {name} has batch statistics, so its __call__ must take weight [B] and give it to nnx.BatchNorm as mask: rows "
-            "of padding would enter them otherwise"
+            f"module {name} has batch statistics, so its __call__ must take weight [B] and give it to nnx.BatchNorm as mask: "
+            "rows of padding would enter them otherwise"
         )
 
     def init(key: Key) -> Variables:
-        return _collected(nnx.split(make(nnx.Rngs(key)), nnx.RngState, nnx.Intermediate, *_COLLECTIONS.values())[3:])
+        return _collected(_split(make(nnx.Rngs(key)))[2])
 
     def run(method: str, variables: Variables, x: PyTree, train: bool, key: Key | None, **given: Any) -> tuple[Any, Variables]:
         bound = nnx.merge(graph, _streams(random, key), *_states(states, variables))
@@ -89,7 +90,7 @@ def from_nnx(
         outputs = part(
             x, **{flag: value for flag, value in given.items() if flag in functional.flags(part)(True, jnp.ones(1))}
         )
-        return outputs, _collected(nnx.split(bound, nnx.RngState, nnx.Intermediate, *_COLLECTIONS.values())[3:])
+        return outputs, _collected(_split(bound)[2])
 
     def apply(
         variables: Variables, x: PyTree, *, train: bool, key: Key | None, weight: jax.Array | None
@@ -109,8 +110,15 @@ def from_nnx(
         head=None if head is None else evaluated(head),
         layers=layers,
         loss=loss,
+        metrics=metrics,
         sample_dtype=sample_dtype,
     )
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any, list[Any]]:
+    """(structure, random state, the state of each collection)."""
+    parts: Any = nnx.split(module, nnx.RngState, nnx.Intermediate, *_COLLECTIONS.values())
+    return parts[0], parts[1], list(parts[3:])
 
 
 def _collected(states: Any) -> Variables:

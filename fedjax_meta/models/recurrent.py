@@ -14,7 +14,8 @@ from fedjax_meta.models import functional
 from fedjax_meta.models.linen import from_linen
 from fedjax_meta.task import Task, cross_entropy
 
-CELLS = ("lstm", "gru")
+TOKEN_METRICS = ("token_accuracy", "perplexity")
+"""What a model of the next token is measured by."""
 
 
 class Recurrent(nn.Module):
@@ -129,7 +130,14 @@ def _characters(
     checks.one_of("init", init, INITS)
     module = CharacterNetwork(vocabulary, embedding, hidden, depth, cell, every, init)
     return from_linen(
-        module, (length,), layers=module.layers, features="features", head="head", loss=loss, sample_dtype=jnp.int32
+        module,
+        (length,),
+        layers=module.layers,
+        features="features",
+        head="head",
+        loss=loss,
+        metrics=TOKEN_METRICS if every else (),
+        sample_dtype=jnp.int32,
     )
 
 

@@ -8,6 +8,7 @@ from fedjax_meta import checks
 from fedjax_meta.layers import Dense
 from fedjax_meta.models import functional
 from fedjax_meta.models.linen import from_linen
+from fedjax_meta.models.recurrent import TOKEN_METRICS
 from fedjax_meta.task import Task, cross_entropy
 
 
@@ -120,5 +121,12 @@ def transformer(
         raise ValueError(f"heads={heads} must divide width={width}")
     module = Transformer(vocabulary, length, width, heads, depth)
     return from_linen(
-        module, (length,), layers=module.layers, features="features", head="head", loss=loss, sample_dtype=jnp.int32
+        module,
+        (length,),
+        layers=module.layers,
+        features="features",
+        head="head",
+        loss=loss,
+        metrics=TOKEN_METRICS,
+        sample_dtype=jnp.int32,
     )

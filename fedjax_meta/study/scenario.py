@@ -240,6 +240,10 @@ def model_name(name: str | None, data: FederatedData) -> str:
 
 def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any]) -> Task:
     """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron."""
+    if name == "matrix_factorisation":
+        return models.matrix_factorisation(**{"items": int(np.max(data.x["item"])) + 1, **options})
+    if isinstance(data.x, dict):
+        raise ValueError(f"model={name!r} takes one array of inputs, but the data have {', '.join(data.x)}")
     shape, name = data.x.shape[1:], model_name(name, data)
     checks.one_of("model", name, models.MODELS)
     build = models.MODELS[name]

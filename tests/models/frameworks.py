@@ -1,4 +1,4 @@
-"""The same small classifiers, written in each framework: 5 inputs, a body of 4 with a batch norm and dropout or without, 3 classes."""
+"""The same small classifiers in each framework: 5 inputs, a body of 4 with a batch norm and dropout or without, 3 classes."""
 
 from collections.abc import Callable
 

@@ -134,7 +134,7 @@ def test_a_frozen_a_is_no_variable_and_is_drawn_from_its_seed_alone():
 
 
 FAMILIES = {
-    "plain": lambda task: fm.fedavg(task, lr=0.1, batch_size=8),
+    "plain": lambda task: fm.fedavg(task, lr=0.02, batch_size=8),
     "personal mask": lambda task: fm.fedper(task, personal=lora.A, lr=0.1, batch_size=8),
     "exact meta-gradient": lambda task: fm.fedmeta(task, inner_lr=0.05, outer_lr=0.02, inner_steps=2, batch_size=8),
     "personal model": lambda task: fm.ditto(task, lr=0.1, batch_size=8),
@@ -185,7 +185,7 @@ def test_buffers_of_the_base_stay_buffers():
 
 
 def test_an_opaque_loss_may_have_adapters_too():
-    opaque = TASK._replace(loss=lambda v, b, key: TASK.loss(v, b, key))
+    opaque = TASK._replace(loss=TASK.loss.__call__)
     variables, given, key = randomised(adapted()), batch(), jax.random.key(0)
     mine = lora.lora(opaque, BASE, rank=2, targets=FC).loss(variables, given, key)
     assert problems.distance(mine, adapted().loss(variables, given, key)) == 0
@@ -219,3 +219,14 @@ def test_bad_input_is_refused_in_one_line(case):
         make()
     assert words in str(error.value).replace("float64", "float32")
     assert "\n" not in str(error.value)
+
+
+def test_a_round_of_adapters_moves_under_two_percent_of_a_round_of_the_transformer():
+    tokens = np.random.default_rng(0).integers(0, 65, (3, 12, 17)).astype(np.int32)
+    data = fm.from_clients([(own[:, :-1], own[:, 1:]) for own in tokens], num_classes=65)
+    task = models.transformer(65, 16, width=128, heads=4, depth=4)
+    small = lora.lora(task, task.init(jax.random.key(0)), rank=4, targets="path:(query|value)/kernel")
+    whole, moved = costs.traffic(fm.fedavg(task), data), costs.traffic(fm.fedavg(small), data)
+    assert moved.down < 0.02 * whole.down
+    assert moved.up < 0.02 * whole.up
+    assert moved.up == 4 * 2 * 4 * (128 + 128) * jnp.result_type(float).itemsize

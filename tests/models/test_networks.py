@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedjax_meta as fm
 from fedjax_meta import masks, models
 from fedjax_meta.models.convolutional import _Strided
 from fedjax_meta.models.recurrent import Recurrent
@@ -192,6 +193,25 @@ def test_a_residual_network_of_images_has_an_output_a_class_and_gradients_everyw
     )  # no batch statistics
 
 
+OTHERS = {
+    **SEQUENCES,
+    "sensors": lambda: models.sensor_cnn((20, 2), 3, convs=((4, 3), (5, 3)), hidden=(6,)),
+    "ResNet": lambda: models.resnet18((8, 8, 3), 5, width=4),
+    "factors": lambda: models.matrix_factorisation(9, width=3, mean=1.0),
+}
+INPUTS = {"sensors": normal(0, 2, 20, 2), "ResNet": normal(0, 2, 8, 8, 3), "factors": {"item": np.array([8, 2])}}
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_a_prediction_is_the_head_of_the_features_and_layers_are_in_the_paths(model):
+    task, x = OTHERS[model](), INPUTS.get(model, np.array([[1, 2, 3], [4, 5, 6]]))
+    variables = task.init(jax.random.key(0))
+    np.testing.assert_allclose(task.head(variables, task.features(variables, x)), task.predict(variables, x), atol=1e-12)
+    for depth in range(1, len(task.layers) + 1):
+        assert any(jax.tree.leaves(masks.resolve(f"last:{depth}", task)))
+    assert task.loss.as_predicted
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -215,3 +235,54 @@ def test_bad_sizes_are_refused_in_one_line(make, words):
     with pytest.raises(ValueError) as error:
         make()
     assert words in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------------------- factorisation
+
+
+def test_matrix_factorisation_is_its_formula_and_learns_the_tastes_of_its_clients():
+    rng = np.random.default_rng(0)
+    items, tastes = rng.normal(size=(12, 2)), rng.normal(size=(8, 2))
+    clients = []
+    for taste in tastes:
+        seen = rng.permutation(np.repeat(np.arange(12), 3))
+        clients.append(({"item": seen.astype(np.int32)}, (3 + items[seen] @ taste).astype(np.float32)))
+    data = fm.from_clients(clients, num_classes=0)
+    task = models.matrix_factorisation(12, width=3, mean=3.0)
+    variables = task.init(jax.random.key(0))
+    p, item = jax.tree.map(np.asarray, variables), np.array([4, 0])
+    expected = 3 + p["user"]["bias"] + p["items"]["bias"][item] + p["items"]["vectors"][item] @ p["user"]["vector"]
+    np.testing.assert_allclose(task.predict(variables, {"item": jnp.asarray(item)}), expected, atol=1e-12)
+
+    def error(method):
+        algorithm = fm.federate(method, fm.Federation(cohort_size=4, devices=1))
+        state = algorithm.init(jax.random.key(1), data)
+        state, _ = jax.lax.scan(
+            lambda state, key: (algorithm.round(key, state, data)[0], None), state, jax.random.split(jax.random.key(2), 60)
+        )
+        return float(np.mean(fm.evaluate(algorithm, jax.random.key(3), state, data).metrics["rmse"].values))
+
+    personal, shared = error(fm.fedper(task, lr=0.2, batch_size=8)), error(fm.fedavg(task, lr=0.2, batch_size=8))
+    assert personal < 0.5 * shared
+
+
+def test_next_token_models_are_trained_and_scored_by_tokens():
+    """A cycle of tokens that only a model that reads its input can continue."""
+    rng = np.random.default_rng(0)
+    clients = []
+    for _ in range(4):
+        start = rng.integers(0, 5, (24, 1))
+        tokens = (start + np.arange(7)) % 5
+        clients.append((tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)))
+    data = fm.from_clients(clients, num_classes=5)
+    task = models.char_gru(5, 6, embedding=4, hidden=8)
+    algorithm = fm.federate(
+        fm.fedmeta_per(task, inner_lr=0.5, outer_lr=0.05, batch_size=8), fm.Federation(cohort_size=4, devices=1)
+    )
+    state = algorithm.init(jax.random.key(1), data)
+    step = jax.jit(algorithm.round)
+    for number in range(30):
+        state, _ = step(jax.random.key(number), state, data)
+    scores = fm.evaluate(algorithm, jax.random.key(3), state, data).metrics
+    assert np.mean(scores["token_accuracy"].values) > 0.95
+    assert np.mean(scores["perplexity"].values) < 2

@@ -1,0 +1,212 @@
+"""Metrics of `evaluate`, each against its definition in NumPy, over batches with padding; own metrics and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import measures, metrics, report
+from fedjax_meta import task as T
+from fedjax_meta.simulation import Record
+from tests import problems
+
+KEY = jax.random.key(0)
+CLASSES = 4
+
+
+def measured(metric, outputs, y, weight=None, *, batch_size=7):
+    """The result over batches, the last one padded by rows that would spoil it."""
+    start = None
+    for first in range(0, len(outputs), batch_size):
+        rows = slice(first, first + batch_size)
+        real = len(outputs[rows])
+
+        def filled(values, like):
+            return jnp.concatenate([jnp.asarray(values), jnp.full((batch_size - real, *like.shape[1:]), 3, like.dtype)])
+
+        targets = filled(y[rows], y)
+        if weight is not None:
+            targets = T.Weighted(targets, filled(weight[rows], weight))
+        batch = T.Batch(None, targets, (jnp.arange(batch_size) < real).astype(float))
+        out = filled(outputs[rows], outputs)
+        start = measures.begin(metric, out, batch) if start is None else start
+        start = jax.jit(lambda s, o, b: measures.update(metric, s, o, b))(start, out, batch)
+    return float(metric.result(start))
+
+
+def sample(*shape, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, CLASSES, shape)
+    return 2 * rng.normal(size=(*shape, CLASSES)) + 1.5 * np.eye(CLASSES)[y], y, rng.random(shape) < 0.7
+
+
+def _softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _area(scores, own):
+    """The share of pairs in the right order (Mann and Whitney)."""
+    gaps = scores[own][:, None] - scores[~own][None]
+    return np.mean((gaps > 0) + (gaps == 0) / 2)
+
+
+def test_scores_of_classes_equal_numpy_with_and_without_weights_of_tokens():
+    for shape in ((31,), (23, 5)):
+        z, y, counted = sample(*shape)
+        weight = None if len(shape) == 1 else counted
+        kept = np.ones(shape, bool) if weight is None else counted
+        flat, labels = z[kept], y[kept]
+        right = flat.argmax(-1) == labels
+        assert measured(measures.accuracy(), z, y, weight) == pytest.approx(right.mean(), rel=1e-12)
+        above = (flat > np.take_along_axis(flat, labels[:, None], -1)).sum(-1)
+        assert measured(measures.top_k(2), z, y, weight) == pytest.approx(np.mean(above < 2), rel=1e-12)
+        chance = np.take_along_axis(_softmax(flat), labels[:, None], -1)
+        assert measured(measures.perplexity(), z, y, weight) == pytest.approx(np.exp(-np.log(chance).mean()), rel=1e-12)
+        table = np.zeros((CLASSES, CLASSES), int)
+        np.add.at(table, (labels, flat.argmax(-1)), 1)
+        assert measured(measures.f1(CLASSES), z, y, weight) == pytest.approx(metrics.macro_f1(table), rel=1e-12)
+        confidence = _softmax(flat).max(-1)
+        place = np.ceil(confidence * 10).astype(int)
+        gaps = [abs((confidence - right)[place == one].sum()) for one in range(1, 11)]
+        wanted = sum(gaps) / len(flat)
+        assert measured(measures.calibration_error(bins=10), z, y, weight) == pytest.approx(wanted, rel=1e-12)
+        areas = [_area(np.log(p / (1 - p)), labels == one) for one, p in enumerate(_softmax(flat).T)]
+        assert measured(measures.auroc(CLASSES, bins=8192), z, y, weight) == pytest.approx(np.mean(areas), abs=1e-3)
+
+
+def test_scores_of_several_labels_equal_numpy():
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, 2, (40, 3))
+    z = rng.normal(size=y.shape) + 0.5 * y
+    held, predicted = y > 0, z > 0
+    assert measured(measures.label_accuracy(), z, y) == pytest.approx(np.mean(held == predicted), rel=1e-12)
+    f1 = 2 * (held & predicted).sum(0) / (held.sum(0) + predicted.sum(0))
+    assert measured(measures.f1(3), z, y) == pytest.approx(f1.mean(), rel=1e-12)
+    areas = [_area(z[:, one], held[:, one]) for one in range(3)]
+    assert measured(measures.auroc(3, bins=8192), z, y) == pytest.approx(np.mean(areas), abs=1e-3)
+
+
+def test_scores_of_real_targets_equal_numpy_far_from_zero_too():
+    rng = np.random.default_rng(2)
+    for shift in (0.0, 1e6):
+        y = rng.normal(size=(40, 2)) + shift
+        out = y + rng.normal(size=y.shape) / 2
+        assert measured(measures.mae(), out, y) == pytest.approx(np.abs(out - y).mean(), rel=1e-12)
+        assert measured(measures.rmse(), out, y) == pytest.approx(np.sqrt(((out - y) ** 2).mean()), rel=1e-12)
+        r2 = 1 - ((out - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+        assert measured(measures.r2(), out, y) == pytest.approx(r2, rel=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------------------- evaluate
+
+
+def test_evaluate_gives_what_was_asked_for_beside_the_same_confusion_and_loss():
+    data = problems.data()
+    algorithm = problems.build("fedavg")
+    state = algorithm.init(KEY, data)
+    usual = fm.evaluate(algorithm, KEY, state, data)
+    asked = fm.evaluate(algorithm, KEY, state, data, metrics=("confusion", "accuracy", "f1", measures.top_k(2)), batch_size=5)
+    assert usual.metrics == {} and np.array_equal(usual.confusion, asked.confusion)
+    assert np.allclose(usual.loss, asked.loss, rtol=1e-12)
+    assert np.allclose(asked.metrics["accuracy"].values, metrics.accuracy(usual.confusion), rtol=1e-12)
+    assert np.allclose(asked.metrics["f1"].values, metrics.macro_f1(usual.confusion), rtol=1e-12)
+    only = fm.evaluate(algorithm, KEY, state, data, metrics=())
+    assert only.confusion is None and np.allclose(only.loss, usual.loss, rtol=1e-12) and set(only.summary()) == {"loss"}
+
+
+def test_many_classes_have_no_confusion_matrix_by_default():
+    rng = np.random.default_rng(0)
+    clients = [(rng.normal(size=(20, 5)), rng.integers(0, 300, 20)) for _ in range(3)]
+    data = fm.from_clients(clients, num_classes=300)
+    task = fm.classification(lambda key: jax.random.normal(key, (5, 300)), lambda p, x: x @ p)
+    algorithm = fm.federate(fm.fedavg(task), fm.Federation(cohort_size=2))
+    scores = jax.eval_shape(lambda s, d: fm.evaluate(algorithm, KEY, s, d), algorithm.init(KEY, data), data)
+    assert scores.confusion is None and set(scores.metrics) == {"accuracy", "top_5"}
+
+
+def test_an_own_metric_takes_five_lines_and_its_statistics_may_start_as_integers():
+    data, algorithm = problems.data(), problems.build("fedavg")
+    state = algorithm.init(KEY, data)
+    largest = fm.Metric(
+        name="largest logit",
+        init=lambda: 0,
+        update=lambda most, outputs, batch: jnp.maximum(
+            most, jnp.max(jnp.where(batch.weight[:, None] > 0, outputs, -jnp.inf))
+        ),
+        result=lambda most: most,
+    )
+    found = fm.evaluate(algorithm, KEY, state, data, metrics=(largest,)).metrics["largest logit"]
+    start, size = int(data.start["test_query"][3]), int(data.size["test_query"][3])
+    logits = algorithm.predict(state.model, jnp.asarray(data.x[start : start + size]))
+    assert float(found.values[3]) == pytest.approx(max(0, float(jnp.max(logits))), rel=1e-12)
+
+
+def metric(name="odd", **changes):
+    parts = {"init": lambda: 0.0, "update": lambda s, outputs, batch: s + 1, "result": lambda s: s}
+    return fm.Metric(name=name, **{**parts, **changes})
+
+
+BAD = {
+    "no scalar": (
+        metric(result=lambda s: jnp.ones(3) * s),
+        r"metric 'odd': result must give one number, .*, not an array \[3\]",
+    ),
+    "a pair": (metric(result=lambda s: (s, s)), "metric 'odd': result must give one number, .*, not a tuple"),
+    "growing statistics": (metric(update=lambda s, o, b: (s, s)), "metric 'odd': init gives statistics of shapes"),
+    "an unknown name": ("accuracies", "did you mean 'accuracy'"),
+    "real targets": ("mae", "mae takes outputs and targets of one shape"),
+    "too many": ("top_9", "top_9 of K=3 outputs"),
+    "another number of classes": (measures.f1(5), "f1 of K=5 classes does not fit outputs"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_metric_that_does_not_fit_is_refused(case):
+    given, message = BAD[case]
+    data, algorithm = problems.data(), problems.build("fedavg")
+    state = jax.eval_shape(algorithm.init, KEY, data)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda s: fm.evaluate(algorithm, KEY, s, data, metrics=(given,)), state)
+
+
+def test_two_metrics_of_one_name_and_one_that_is_no_tuple_are_refused():
+    with pytest.raises(ValueError, match="two metrics have the name 'accuracy'"):
+        measures.resolve(("accuracy", "accuracy"), 3)
+    with pytest.raises(ValueError, match="must be a tuple of metrics or their names"):
+        measures.resolve("accuracy", 3)
+    with pytest.raises(ValueError, match="'confusion' needs classes"):
+        measures.resolve(("confusion",), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- reports
+
+
+def test_reports_show_the_main_score_whatever_it_is(tmp_path):
+    def rows(name, values, **options):
+        score = measures.Score(np.array(values), *options.values())
+        evaluation = fm.Evaluation(None, np.array([0.5, 0.7]), {name: score})
+        records = [Record(r, {}, {"all": evaluation}, 0.1, 0.0) for r in (1, 2)]
+        return [report.numbers_again(report.strict(report.compact(record))) for record in records]
+
+    mae = report.series("FedAvg", "known", 1, rows("mae", [2.0, 4.0], higher_is_better=False, share=False), "all")
+    assert mae.score == "mae" and mae.accuracy.tolist() == [3, 3] and mae.by_client.tolist() == [2, 4]
+    assert mae.scores == pytest.approx({"mae_mean": 3.0, "mae_std": 1.0, "loss": 0.6}) and not mae.higher_is_better
+    top = report.series("FedAvg", "known", 1, rows("top_5", [0.5, 1.0], higher_is_better=True, share=True), "all")
+    assert top.accuracy.tolist() == [75, 75] and top.scores["top_5_mean"] == 75
+    report.save_figure(tmp_path / "mae.png", [mae, mae._replace(seed=2)], title="errors")
+    assert (tmp_path / "mae.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="one figure shows one score, not mae and top_5"):
+        report.save_figure(tmp_path / "both.png", [mae, top], title="both")
+
+
+def test_a_score_of_a_client_that_diverged_is_not_a_number():
+    evaluation = fm.Evaluation(None, np.array([0.5, np.nan]), {"mae": measures.Score(np.array([1.0, 2.0]), False, False)})
+    test = report.compact(Record(1, {}, {"all": evaluation}, 0.1, 0.0))["tests"]["all"]
+    assert np.isnan(test["metrics"]["mae"]["values"][1]) and np.isnan(test["scores"]["mae_mean"])
+
+
+def test_rounds_to_a_target_know_that_an_error_must_fall():
+    found = metrics.rounds_to_target([3.0, 2.0, 1.0], 2.0, higher_is_better=False)
+    assert found.rounds == (2,) and metrics.rounds_to_target([3.0, 2.0, 1.0], 2.0).rounds == (1,)
