@@ -230,8 +230,12 @@ def _check_points(build: Build, members: Sequence[Member], federation: Federatio
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
     made = build(**numbers)
-    method, own = made if isinstance(made, tuple) else (made, federation or Federation())
-    return federate(method, dataclasses.replace(own, devices=1))
+    return alone(*made) if isinstance(made, tuple) else alone(made, federation or Federation())
+
+
+def alone(method: Method, federation: Federation) -> Algorithm:
+    """A method in a federation as a member of a sweep runs it: on one device."""
+    return federate(method, dataclasses.replace(federation, devices=1))
 
 
 def state_shapes(build: Build, members: Sequence[Member], data: FederatedData, federation: Federation | None = None) -> State:
