@@ -385,7 +385,13 @@ class _Program:
         """Compiles it for arguments of these shapes and places."""
         with self._lock:
             if self._executable is None:
-                self._executable = self._jitted.lower(*arguments).compile()
+                try:
+                    self._executable = self._jitted.lower(*arguments).compile()
+                except jax.errors.ConcretizationTypeError as error:
+                    raise ValueError(
+                        f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its values "
+                        "a sweep, or in a study a system, of its own"
+                    ) from error
 
     def __call__(self, *arguments: Any) -> Any:
         return self._executable(*arguments)  # type: ignore[misc]
