@@ -166,7 +166,7 @@ def preset(
     with one_line_errors(debug):
         for path in presets.save(run, to, name):
             for system, found in presets.read(path, path.stem).items():
-                console.print(escape.console(f"{path.stem}/{system}  {found}"))
+                console.print(escape.console(f"{path.stem}/{system}  {found}"), soft_wrap=True)
 
 
 @app.command("list")

@@ -389,8 +389,8 @@ class _Program:
                     self._executable = self._jitted.lower(*arguments).compile()
                 except jax.errors.ConcretizationTypeError as error:
                     raise ValueError(
-                        f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its values "
-                        "a sweep, or in a study a system, of its own"
+                        f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its "
+                        "values a sweep, or in a study a system, of its own"
                     ) from error
 
     def __call__(self, *arguments: Any) -> Any:
