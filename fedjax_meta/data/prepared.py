@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_meta import checks
 from fedjax_meta.data import cache, canonical
 
 BUNDLED = ("mnist_small", "digits")
@@ -105,7 +106,7 @@ def _builder(name: str, data_dir: Path, download: bool, needs: Callable[[str, An
     except ImportError as error:
         raise ValueError(f"data set {name!r} needs tensorflow-datasets: pip install 'fedjax-meta[data]' ({error})") from None
     unknown = (
-        f"data set {name!r} is unknown; there are {', '.join(BUNDLED + PREPARED)}, "
+        f"data set {name!r} is unknown{checks.nearest(name, BUNDLED + PREPARED)}; there are {', '.join(BUNDLED + PREPARED)}, "
         "any image classification set of tensorflow-datasets, and the path of an .npz"
     )
     if not re.fullmatch(r"\w+(/[\w.-]+)*", name):

@@ -66,7 +66,8 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "clients": facts,
         "traffic": {
             name: {
-                system: sum(costs.traffic(_first(study.system(system), clients), clients.train)) for system in study.systems
+                system: sum(costs.traffic(_first(study.system(system), clients), clients.train))
+                for system in study.systems_on(name)
             }
             for name, clients in built.items()
         },

@@ -317,7 +317,7 @@ def _npz(path, **arrays):
 
 
 BAD = {
-    "an unknown name": (lambda p: load("mnits", data_dir=p, cache_dir=p), "'mnits' is unknown; there are mnist_small"),
+    "an unknown name": (lambda p: load("mnits", data_dir=p, cache_dir=p), "'mnits' is unknown .did you mean 'mnist'"),
     "not prepared": (
         lambda p: load("cifar100", data_dir=p, cache_dir=p),
         "not prepared in .*--data-dir.*download=True.*TensorFlow",

@@ -1,11 +1,14 @@
 """The command `fedjax-meta`."""
 
+import inspect
+
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
-from fedjax_meta.study import from_tree, to_tree
+from fedjax_meta.methods import METHODS
+from fedjax_meta.study import catalogue, from_tree, to_tree
 from tests.study.common import TREE, study
 
 runner = CliRunner()
@@ -53,6 +56,21 @@ def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypa
     # Two points for three rounds, and four rounds with two seeds.
     assert " 14" in text
     assert sorted(tmp_path.rglob("*")) == before
+    assert "FLOPs" in text and "a round" in text and "minutes in all on 2 devices" in " ".join(text.split())
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_run_becomes_a_preset_and_a_line_of_the_index(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "there is no folder runs" in said("runs")[1]
+    assert said("run", file, "--out", "runs/first", "--set", "rounds=1", "--set", "seeds=[1]", "--extend")[0] == 0
+    code, text = said("runs")
+    assert code == 0 and "runs/first" in text and "finished" in text and "best is" in text
+    code, text = said("preset", "runs/first")
+    assert code == 0 and text.startswith("digits-pairs/fedavg  fedavg: lr=")
+    assert "digits-pairs/fedavg" in said("list", "presets")[1]
+    code, text = said("show", file, "--set", "systems.local={method: fedavg, preset: digits-pairs/fedavg}")
+    assert code == 0 and "preset: digits-pairs/fedavg" in text
 
 
 def test_show_prints_a_study_that_runs_again(file):
@@ -60,10 +78,24 @@ def test_show_prints_a_study_that_runs_again(file):
     assert code == 0 and to_tree(from_tree(yaml.safe_load(text))) == to_tree(study(rounds=9))
 
 
-@pytest.mark.parametrize("what", ["methods", "partitions", "models", "shifts", "parts", "datasets"])
+@pytest.mark.parametrize("what", ["methods", "partitions", "models", "masks", "shifts", "parts", "datasets", "presets"])
 def test_list_names_everything_in_one_line_each(what):
     code, text = said("list", what)
-    assert code == 0 and len(text.splitlines()) >= 3
+    found = text.splitlines()
+    assert code == 0 and len(found) >= 3 and all(len(line) <= 80 for line in found)
+    if what == "methods":
+        assert [line.split()[0] for line in found] == list(METHODS)
+
+
+def test_every_method_is_cited_as_its_file_cites_it():
+    for name, builder in METHODS.items():
+        source = catalogue.citation(name)
+        text = " ".join((inspect.getmodule(builder).__doc__ or "").split())
+        assert source or name == "local_only"
+        author, _, number = source.rpartition(" ")
+        if number.replace(".", "").isdecimal():
+            assert f"arXiv {number}" in text, name
+            assert author.split()[0].rstrip(",") in text, name
 
 
 BAD = {

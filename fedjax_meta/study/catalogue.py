@@ -1,0 +1,150 @@
+"""What a study may name, in one line each: for `fedjax-meta list`."""
+
+import inspect
+import re
+import textwrap
+from typing import Any
+
+from fedjax_meta.methods import METHODS
+
+WIDTH = 80
+
+_PAPERS = {
+    "apfl": "Deng et al. 2003.13461",
+    "ditto": "Li et al. 2012.04221",
+    "fedala": "Zhang et al. 2212.01197",
+    "fedamp": "Huang et al. 2007.03797",
+    "fedavg": "McMahan et al. 1602.05629",
+    "fedem": "Marfoq et al. 2108.10252",
+    "fedfomo": "Zhang et al. 2012.08565",
+    "fedmeta": "Chen et al. 1802.07876",
+    "fedopt": "Reddi et al. 2003.00295",
+    "fedpac": "Xu et al. 2306.11867",
+    "fedprox": "Li et al. 1812.06127",
+    "fedrep": "Collins et al. 2102.07078",
+    "fedrod": "Chen, Chao 2107.00778",
+    "imaml": "Rajeswaran et al. 1909.04630",
+    "knn_per": "Marfoq et al. 2111.09360",
+    "l2gd": "Hanzely et al. 2002.05516",
+    "lg_fedavg": "Liang et al. 2001.01523",
+    "moon": "Li et al. 2103.16257",
+    "mtfl": "Mills et al. 2007.09236",
+    "perfedavg": "Fallah et al. 2002.07948",
+    "pfedhn": "Shamsian et al. 2103.04628",
+    "pfedme": "Dinh et al. 2006.08848",
+    "reptile": "Nichol et al. 1803.02999",
+    "scaffold": "Karimireddy et al. 1910.06378",
+}
+"""Of each file of methods: first author and arXiv number, as its docstring has them."""
+
+_OTHER_PAPERS = {
+    "fedper": "Arivazhagan et al. 1912.00818",
+    "fedavgm": "Hsu et al. 1909.06335",
+    "fedbabu": "Oh et al. 2106.06042",
+    "fedbn": "Li et al. 2102.07623",
+    "fedmeta_per": "Nguyen, Cao (FedMeta-Per)",
+    "fedmeta_per_metasgd": "Nguyen, Cao (FedMeta-Per)",
+    "fedavg_meta": "Nguyen, Cao (FedMeta-Per)",
+    "fedper_meta": "Nguyen, Cao (FedMeta-Per)",
+    "local_only": "",
+    "perfedavg_reptile": "Xia, Cui (Per-FedAvg-Reptile)",
+}
+"""Of methods whose paper is not that of their file."""
+
+_METHODS = {
+    "apfl": "a mixture of two models",
+    "apfl_outputs": "APFL that mixes outputs",
+    "ditto": "own model near the shared one",
+    "fedadagrad": "server steps with Adagrad",
+    "fedadam": "server steps with Adam",
+    "fedala": "blends own and shared model",
+    "fedamp": "a mixture of models for each",
+    "fedavg": "the mean of all models",
+    "fedavg_adam": "FedAvg with averaged Adam",
+    "fedavg_ft": "FedAvg, then fine-tuning",
+    "fedavg_meta": "FedAvg, then one epoch",
+    "fedavg_one_step": "FedAvg, then one step",
+    "fedavgm": "server steps with momentum",
+    "fedbabu": "body alone, then fine-tuning",
+    "fedbn": "own batch norm",
+    "fedem": "own mixture of shared models",
+    "fedfomo": "takes models that help",
+    "fedmeta": "MAML over clients",
+    "fedmeta_fomaml": "first-order MAML over clients",
+    "fedmeta_metasgd": "Meta-SGD over clients",
+    "fedmeta_per": "FedMeta with own layers",
+    "fedmeta_per_metasgd": "the same with Meta-SGD",
+    "fedmeta_server": "FedMeta, steps at the server",
+    "fedpac": "aligned features, mixed heads",
+    "fedper": "FedAvg with own head",
+    "fedper_meta": "FedPer, then one epoch",
+    "fedprox": "FedAvg with a proximal term",
+    "fedrep": "own head, trained first",
+    "fedrod": "shared head, own head",
+    "fedyogi": "server steps with Yogi",
+    "heur_fedamp": "FedAMP by cosines",
+    "imaml": "FedMeta, implicit gradient",
+    "knn_per": "FedAvg and own neighbours",
+    "l2gd": "own models, sometimes a mean",
+    "lg_fedavg": "shared head, own body",
+    "local_only": "every client trains by itself",
+    "moon": "FedAvg, contrasted features",
+    "mtfl": "own batch norm as patches",
+    "mtfl_fedavg_adam": "MTFL with averaged Adam",
+    "perfedavg": "MAML steps, then the mean",
+    "perfedavg_exact": "with Hessian products",
+    "perfedavg_fo": "with first-order steps",
+    "perfedavg_reptile": "Reptile steps, then the mean",
+    "pfedhn": "models from a hypernetwork",
+    "pfedhn_pc": "the same with own heads",
+    "pfedme": "Moreau envelopes",
+    "reptile": "towards adapted models",
+    "scaffold": "FedAvg with control variates",
+}
+"""Of each method: what it does, in few words."""
+
+MASKS = {
+    "all": "every leaf",
+    "none": "no leaf",
+    "head": "the last layer, as the model says it",
+    "body": "all but the head",
+    "last:DEPTH": "the last DEPTH layers, e.g. last:2",
+    "first:DEPTH": "the first DEPTH layers",
+    "bn": "batch norm: scales, shifts and statistics",
+    "bn_affine": "batch norm: scales and shifts",
+    "bn_stats": "batch norm: statistics",
+    "path:REGEX": "leaves whose path a/b/c the expression is found in",
+    "A+B": "the leaves of several masks",
+}
+
+
+def citation(method: str) -> str:
+    """First author and arXiv number of a method's paper; empty where there is none."""
+    if method in _OTHER_PAPERS:
+        return _OTHER_PAPERS[method]
+    module = inspect.getmodule(METHODS[method])
+    found = re.search(r"arXiv\s+\d{4}\.\d{4,5}", (module.__doc__ if module else None) or "")
+    file = METHODS[method].__module__.rpartition(".")[2]
+    return _PAPERS.get(file, " ".join(found[0].split()) if found else "")
+
+
+def method(name: str) -> str:
+    """What a method does."""
+    return _METHODS.get(name) or summary(METHODS[name])
+
+
+def summary(thing: Any) -> str:
+    """The first sentence of a docstring."""
+    text = inspect.getdoc(getattr(thing, "func", thing)) or ""
+    return re.split(r"(?:[.:;]|, )\s+(?=[A-Z`a-z])", text.split("\n\n")[0].replace("\n", " "))[0].rstrip(".")
+
+
+def lines(entries: dict[str, tuple[str, str]], *, width: int = WIDTH) -> list[str]:
+    """One line for each entry, (words, citation) by name; what does not fit is cut after a whole word."""
+    first = max(map(len, entries), default=0) + 2
+    made = []
+    for name, (words, source) in entries.items():
+        room = width - first - (len(source) + 2 if source else 0)
+        fitting = textwrap.shorten(words, room, placeholder=" ...")
+        made.append(f"{name:<{first}}{fitting:<{room}}{f'  {source}' if source else ''}".rstrip())
+    return made

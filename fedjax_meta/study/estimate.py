@@ -1,0 +1,194 @@
+"""What a study will cost, from one round of each system that is compiled and run on one device."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from fedjax_meta import costs, sweeps
+from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.data import FederatedData
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.study import Study
+from fedjax_meta.study.tuning import points_of
+
+_INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
+_INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat": "jaxpr"}
+"""Primitives that call a program, and the name of its parameter."""
+
+
+class Estimate(NamedTuple):
+    """What a system costs on a scenario.
+
+    Attributes:
+      shared: numbers of the server's model.
+      personal: numbers that a client keeps.
+      traffic: bytes of a client in a round, down and up.
+      flops: of a client in a round, on average over one cohort: matrix products and convolutions alone.
+      memory: bytes of the states of the largest sweep, and of what one round needs beside them on each device.
+      programs: to compile.
+      rounds: of all trials and final runs together.
+      round_seconds: of one round of one run on one device, measured.
+      compile_seconds: of that round's program, measured.
+    """
+
+    shared: int
+    personal: int
+    traffic: costs.Traffic
+    flops: float
+    memory: int
+    programs: int
+    rounds: int
+    round_seconds: float
+    compile_seconds: float
+
+    def seconds(self, devices: int) -> float:
+        """Of everything, without tests: runs share the devices, and programs are compiled side by side."""
+        return (self.rounds * self.round_seconds + self.programs * self.compile_seconds) / devices
+
+
+def of_system(study: Study, name: str, clients: Clients) -> Estimate:
+    """Builds, compiles and runs one round of a system.
+
+    Raises:
+      ValueError: what the system refuses.
+    """
+    system = study.system(name)
+    points = points_of(system)
+    method, federation = system.parts(clients.task, **points[0])
+    algorithm = sweeps.alone(method, federation)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+    personal = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
+    trials = len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
+    flops, seconds, compiled, room = measured_round(algorithm, clients.train)
+    members = max(trials, len(study.seeds))
+    cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
+    return Estimate(
+        shared=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
+        personal=personal,
+        traffic=costs.traffic(algorithm, clients.train),
+        flops=flops / cohort,
+        memory=members * _bytes(state) + room * min(members, jax.device_count()),
+        programs=3 * (2 if trials else 1),
+        rounds=(study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds),
+        round_seconds=seconds,
+        compile_seconds=compiled,
+    )
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(
+        leaf.size * (4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize)
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def measured_round(algorithm: Algorithm, data: FederatedData) -> tuple[float, float, float, int]:
+    """(FLOPs of a round, seconds of a round, seconds of compilation, bytes that the program needs beside its arguments)."""
+    key = jax.random.key(0)
+    state = jax.jit(algorithm.init)(key, data)
+    started = time.perf_counter()
+    program: Any = jax.jit(counted(algorithm.round)).lower(key, state, data).compile()
+    compiled = time.perf_counter() - started
+    (state, _), flops = jax.block_until_ready(program(key, state, data))
+    started = time.perf_counter()
+    jax.block_until_ready(program(key, state, data))
+    seconds = time.perf_counter() - started
+    found = program.memory_analysis()
+    return float(flops), seconds, compiled, 0 if found is None else int(found.temp_size_in_bytes)
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
+    """The function, with the FLOPs of its matrix products and convolutions as a second result.
+
+    They are counted while the program runs, so that loops count as often as they turn and branches only where they are taken.
+
+    Example:
+      >>> a = np.ones((2, 3), np.float32)
+      >>> float(counted(lambda a, n: jax.lax.fori_loop(0, n, lambda i, s: s + jnp.sum(a @ a.T), 0.0))(a, 5)[1])
+      120.0
+    """
+
+    def run(*arguments: Any) -> tuple[Any, jax.Array]:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results, flops = _run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), results), flops
+
+    return run
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> tuple[list[Any], jax.Array]:
+    """Evaluates a program, equation by equation: (results, FLOPs)."""
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    total = jnp.zeros((), jnp.float32)
+    for equation in jaxpr.eqns:
+        results, flops = _equation(equation, [read(atom) for atom in equation.invars])
+        total = total + flops
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(atom) for atom in jaxpr.outvars], total
+
+
+def _closed(program: Any) -> tuple[Any, Sequence[Any]]:
+    return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
+
+
+def _equation(equation: Any, given: list[Any]) -> tuple[list[Any], Any]:
+    name, options = equation.primitive.name, equation.params
+    if name in _INNER:
+        return _run(*_closed(options[_INNER[name]]), given)
+    if name == "while":
+        return _while(options, given)
+    if name == "scan":
+        return _scan(options, given)
+    if name == "cond":
+        branches = [lambda *rest, one=one: _run(*_closed(one), rest) for one in options["branches"]]
+        return jax.lax.switch(given[0], branches, *given[1:])
+    results = equation.primitive.bind(*given, **equation.primitive.get_bind_params(options))
+    results = list(results) if equation.primitive.multiple_results else [results]
+    return results, _products(name, options, given, results)
+
+
+def _products(name: str, options: dict[str, Any], given: list[Any], results: list[Any]) -> float:
+    if name == "dot_general":
+        contracted = options["dimension_numbers"][0][0]
+        return 2.0 * results[0].size * float(np.prod([given[0].shape[axis] for axis in contracted]))
+    if name == "conv_general_dilated":
+        features = given[1].shape[options["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * results[0].size * given[1].size / features
+    return 0.0
+
+
+def _while(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:
+    first, second = options["cond_nconsts"], options["cond_nconsts"] + options["body_nconsts"]
+    asked, used, start = given[:first], given[first:second], given[second:]
+
+    def goes_on(carry: Any) -> Any:
+        return _run(*_closed(options["cond_jaxpr"]), [*asked, *carry[0]])[0][0]
+
+    def body(carry: Any) -> Any:
+        results, flops = _run(*_closed(options["body_jaxpr"]), [*used, *carry[0]])
+        return results, carry[1] + flops
+
+    return jax.lax.while_loop(goes_on, body, (start, jnp.zeros((), jnp.float32)))
+
+
+def _scan(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:
+    first, second = options["num_consts"], options["num_consts"] + options["num_carry"]
+    used, start, rows = given[:first], given[first:second], given[second:]
+    count = options["num_carry"]
+
+    def body(carry: Any, row: Any) -> Any:
+        results, flops = _run(*_closed(options["jaxpr"]), [*used, *carry[0], *row])
+        return (results[:count], carry[1] + flops), results[count:]
+
+    begin = (start, jnp.zeros((), jnp.float32))
+    (end, flops), made = jax.lax.scan(body, begin, rows, length=options["length"], reverse=options["reverse"])
+    return [*end, *made], flops

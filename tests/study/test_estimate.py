@@ -1,0 +1,54 @@
+"""What a study will cost: FLOPs against a count by hand, and the rest of an estimate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta.study import estimate, run
+from tests import problems
+from tests.study.common import TREE, study
+
+
+def flops(function, *arguments):
+    results, found = jax.jit(estimate.counted(function))(*arguments)
+    expected = function(*arguments)
+    assert problems.distance(results, expected) < 1e-6  # counting changes no result
+    return float(found)
+
+
+def test_products_are_counted_as_often_as_loops_turn_and_branches_are_taken():
+    a, b = np.ones((2, 3)), np.ones((3, 5))
+    assert flops(lambda a, b: a @ b, a, b) == 2 * 2 * 3 * 5
+    assert flops(lambda a, n: jax.lax.fori_loop(0, n, lambda i, s: s + jnp.sum(a @ a.T), 0.0), a, 7) == 7 * 2 * 2 * 2 * 3
+    assert flops(lambda a: jax.lax.scan(lambda s, row: (s + row @ row, row), 0.0, a), a) == 2 * 2 * 3
+    for taken, wanted in ((True, 24), (False, 0)):
+        assert flops(lambda a, t: jax.lax.cond(t, lambda: jnp.sum(a @ a.T), lambda: 0.0), a, taken) == wanted
+    assert flops(jax.grad(jax.checkpoint(lambda a: jnp.sum(jnp.sin(a @ np.ones((3, 5)))))), a) > 2 * 2 * 3 * 5
+    image, kernel = np.ones((1, 6, 6, 2)), np.ones((3, 3, 2, 4))
+
+    def convolution(image, kernel):
+        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    assert flops(convolution, image, kernel) == 2 * (4 * 4 * 4) * (3 * 3 * 2)
+
+
+def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
+    """d=64 pixels, K=10: a batch of B takes 2BdK forwards and 2BdK backwards; the gradient of the samples is not needed."""
+    clients = study().scenarios["pairs"].build()
+    found = estimate.of_system(study(), "local", clients)
+    sizes, batch, cohort = np.asarray(clients.train.size["train"]), 20, 4
+    a_batch = 4 * batch * 64 * 10
+    least, most = (np.sort(-(-sizes // batch))[::step][:cohort].mean() * a_batch for step in (1, -1))
+    assert least * 0.99 <= found.flops <= most * 1.01
+    assert (found.shared, found.personal, found.rounds, found.programs) == (650, 650, 4 * 2, 3)
+    assert found.round_seconds > 0 and found.seconds(2) == pytest.approx(found.seconds(1) / 2)
+    assert found.traffic == fm.costs.traffic(study().system("local").build(clients.task), clients.train)
+
+
+def test_tuning_counts():
+    clients = study().scenarios["pairs"].build()
+    found = estimate.of_system(study(), "fedavg", clients)
+    assert (found.rounds, found.programs) == (2 * 3 + 4 * 2, 6)
+    assert run.points_of(study().system("fedavg")) == [{"lr": lr} for lr in TREE["systems"]["fedavg"]["grid"]["lr"]]

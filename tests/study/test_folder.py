@@ -1,0 +1,128 @@
+"""The folder of a run: facts, metrics after a kill, clients, contradictions, the index."""
+
+import json
+
+import numpy as np
+import pandas
+import pytest
+import yaml
+
+from fedjax_meta import disk
+from fedjax_meta.study import folder as folders
+from fedjax_meta.study import from_tree, run
+from tests.study.common import TREE, Silent, study, tree
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs") / "first"
+    return place, run.run(study(), place, watcher=Silent(), command="fedjax-meta run it")
+
+
+def test_run_json_says_what_was_run_and_where(finished):
+    folder, _ = finished
+    content = folders.read_run(folder)
+    assert content["systems"]["fedavg"]["grid"] == {"lr": [0.02, 0.2]}
+    # Nobody typed these: they are defaults of the methods and of the federation.
+    assert content["systems"]["local"]["finetune_epochs"] == 0 and "weighting" in content["systems"]["fedavg"]
+    assert content["systems"]["fedavg"]["federation"]["cohort_size"] == 4
+    assert set(content["versions"]) >= {"python", "jax", "jaxlib", "flax", "optax", "numpy", "fedjax_meta"}
+    assert content["started"] <= content["finished"] and content["command"] == "fedjax-meta run it"
+    assert len(content["git"]["package"]["commit"]) == 40 and content["git"]["package"]["dirty"] in (True, False)
+    assert content["clients"]["pairs"]["clients"] == 8 and content["environment"]["XLA_FLAGS"]
+    assert content["traffic"]["pairs"]["local"] >= 0
+
+
+def test_a_folder_outside_of_git_has_no_commit(tmp_path):
+    assert folders.commit(tmp_path) is None
+
+
+def test_every_client_is_in_npz_and_parquet(finished):
+    folder, (fedavg, _) = finished
+    with np.load(folder / "results" / "pairs" / "fedavg.clients.npz") as found:
+        assert found["known_accuracy"].shape == (2, 8) and found["new_loss"].shape == (2, 2)
+        mine = np.array([trial.rows[-1]["tests"]["known"]["accuracy"] for trial in fedavg.final], np.float32)
+        np.testing.assert_array_equal(found["known_accuracy"], mine)
+        sizes = study().scenarios["pairs"].build().train.size["test"]
+        np.testing.assert_array_equal(found["known_samples"], sizes)
+    pytest.importorskip("pyarrow")
+    table = pandas.read_parquet(folder / "results" / "pairs" / "fedavg.clients.parquet")
+    assert len(table) == 2 * (8 + 2)
+    mean = table[(table.clients == "known") & (table.seed == 2)].accuracy.mean()
+    assert mean == pytest.approx(fedavg.final[1].rows[-1]["tests"]["known"]["scores"]["accuracy_mean"])
+
+
+def test_two_changes_that_contradict_a_run_are_refused_with_both_values_of_each(finished):
+    folder, _ = finished
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = tree(scenarios={"pairs": {**TREE["scenarios"]["pairs"], "clients": 12}}, tuning={"rounds": 3, "halving": 2})
+    with pytest.raises(ValueError, match="holds another study") as error:
+        run.run(from_tree(other), folder, watcher=Silent())
+    for words in ("scenarios.pairs.clients was 10 and is 12 now", "tuning.halving was None and is 2 now"):
+        assert words in str(error.value)
+    assert "fingerprint" not in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"rounds \(a run takes more, not fewer\) was 4 and is 3 now"):
+        run.run(study(rounds=3), folder, watcher=Silent())
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_start_without_results_leaves_nothing_that_refuses_the_next_one(tmp_path):
+    class Fails(Silent):
+        def begin(self, *facts):
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        run.run(study(), tmp_path, watcher=Fails())
+    other = tree(scenarios={"pairs": {**TREE["scenarios"]["pairs"], "clients": 12}}, rounds=1, seeds=[1])
+    run.run(from_tree(other), tmp_path, watcher=Silent())
+
+
+def test_another_interval_and_more_rounds_are_taken_up(finished, tmp_path):
+    _, (whole, _) = finished
+    run.run(study(rounds=3, eval_every=1), tmp_path, watcher=Silent())
+    again = run.run(study(eval_every=3), tmp_path, watcher=Silent())
+    mine, its = (one.final[0].rows[-1]["tests"]["known"] for one in (again[0], whole))
+    assert mine["accuracy"] == its["accuracy"] and mine["loss"] == its["loss"]
+    assert [row["round"] for row in again[0].final[0].rows] == [1, 2, 3, 4]
+
+
+def test_metrics_of_a_killed_run_become_those_of_its_checkpoints(finished, tmp_path):
+    folder, (fedavg, _) = finished
+    text = (folder / "metrics.jsonl").read_text()
+    where, trials = ("pairs", "fedavg", "final"), fedavg.final
+    damaged = {
+        "half a line": text + '{"scenario": "pairs", "sys',
+        "lines too few": "".join(line for line in text.splitlines(True) if not ('"fedavg"' in line and '"final"' in line)),
+        "lines of a round that was not saved": text + text.splitlines(True)[-1],
+    }
+    for name, content in damaged.items():
+        (tmp_path / "metrics.jsonl").write_text(content)
+        folders.Metrics(tmp_path).align(where, trials)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        mine = [line for line in lines if (line["system"], line["phase"]) == ("fedavg", "final")]
+        assert [(line["seed"], line["round"]) for line in mine] == [(s, r) for r in (1, 2, 4) for s in (1, 2)], name
+    shorter = [trial._replace(rows=trial.rows[:1]) for trial in trials]
+    folders.Metrics(tmp_path).align(where, shorter)
+    folders.Metrics(tmp_path).keep_numbers(where, {"lr": 7.0})
+    assert '"final"' in text and not any(
+        '"fedavg"' in line and '"final"' in line for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+
+
+def test_the_index_says_what_each_folder_holds(finished, tmp_path):
+    folder, outcomes = finished
+    found = {one.folder.name: one for one in folders.index(folder.parent)}
+    scores = {
+        one.system: np.mean([t.rows[-1]["tests"]["known"]["scores"]["accuracy_mean"] for t in one.final]) for one in outcomes
+    }
+    ((scenario, system, value),) = found["first"].best
+    assert (scenario, system) == ("pairs", {"fedavg": "fedavg", "local": "Local only"}[max(scores, key=scores.get)])
+    assert value == pytest.approx(100 * max(scores.values())) and found["first"].state == "finished"
+    with pytest.raises(KeyboardInterrupt):
+        run.run(study(), tmp_path / "second", watcher=Silent(stop_at=1))
+    (second,) = folders.index(tmp_path)
+    assert second.state == "running" and second.best == []  # this process has its lock
+    assert disk.locked(tmp_path / "second") and not disk.locked(tmp_path)
+    with pytest.raises(OSError, match="there is no folder"):
+        folders.index(tmp_path / "third")
+    assert yaml.safe_load((folder / "study.yaml").read_text())["title"] == TREE["title"]

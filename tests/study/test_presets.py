@@ -1,0 +1,74 @@
+"""Presets: what a run's grids found, used by name."""
+
+import pytest
+
+from fedjax_meta.methods import METHODS
+from fedjax_meta.study import System, from_tree, presets, run, to_tree
+from tests.study.common import TREE, Silent, study, tree
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run.run(study(), folder, watcher=Silent(), command="fedjax-meta run it")
+
+
+@pytest.fixture
+def saved(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return presets.save(finished[0], presets.HERE)
+
+
+def test_a_preset_has_the_chosen_values_and_where_they_come_from(finished, saved):
+    assert [path.name for path in saved] == ["digits-pairs.yaml"]
+    preset, (fedavg, _) = presets.find("digits-pairs/fedavg"), finished[1]
+    assert preset.chosen == fedavg.chosen and preset.options == {"epochs": 1, "batch_size": 20}
+    scores = [trial.rows[-1]["tests"]["validation"]["scores"]["accuracy_mean"] for trial in fedavg.tuning]
+    assert preset.score == pytest.approx(100 * max(scores), abs=0.01)
+    facts = preset.facts
+    assert facts["study"] == TREE["title"] and facts["tuning"]["seeds"] == [0] and facts["tuning"]["rounds"] == 3
+    assert facts["scenario"]["dataset"] == "digits" and facts["command"] == "fedjax-meta run it"
+    assert len(facts["git"]["package"]["commit"]) == 40 and facts["at the end of its grid"] == ["lr"]
+    assert "digits-pairs/local" not in presets.known()  # it had no grid
+
+
+def test_a_study_uses_a_preset_by_name(finished, saved):
+    chosen = finished[1][0].chosen["lr"]
+    system = System(method="fedavg", preset="digits-pairs/fedavg")
+    assert system.options == {"epochs": 1, "batch_size": 20, "lr": chosen}
+    assert System(method="fedavg", preset="digits-pairs/fedavg", options={"epochs": 3}).options["epochs"] == 3
+    grid = System(method="fedavg", preset="digits-pairs/fedavg", grid={"lr": [1.0, 2.0]})
+    assert "lr" not in grid.options
+    made = from_tree(tree(systems={"a": {"method": "fedavg", "preset": "digits-pairs/fedavg"}}))
+    assert to_tree(from_tree(to_tree(made))) == to_tree(made)
+    (outcome,) = run.run(from_tree({**to_tree(made), "rounds": 1, "seeds": [1]}), presets.HERE / "with", watcher=Silent())
+    assert outcome.chosen == {}
+
+
+def test_the_path_of_a_runs_own_presets_is_a_name_too(finished):
+    assert presets.find(f"{finished[0]}/presets/pairs/fedavg").method == "fedavg"
+
+
+def test_every_preset_of_the_package_builds():
+    found = {name: preset for name, preset in presets.known().items() if name.startswith("mnist_small-")}
+    assert len(found) >= 8
+    for name, preset in found.items():
+        System(method=preset.method, preset=name)
+        assert preset.method in METHODS and 0 < preset.score <= 100 and preset.chosen
+        assert len(preset.facts["git"]["package"]["commit"]) == 40 and not preset.facts["git"]["package"]["dirty"]
+
+
+def test_bad_input_gets_one_line(finished, saved, tmp_path):
+    with pytest.raises(
+        ValueError, match="preset='digits-pairs/fedavgg' is unknown|'fedavgg' is unknown .did you mean 'fedavg'"
+    ):
+        presets.find("digits-pairs/fedavgg")
+    with pytest.raises(ValueError, match="preset='digit-pairs/fedavg' is unknown .did you mean 'digits-pairs/fedavg'"):
+        presets.find("digit-pairs/fedavg")
+    with pytest.raises(ValueError, match="preset digits-pairs/fedavg is of method fedavg, not ditto"):
+        System(method="ditto", preset="digits-pairs/fedavg")
+    with pytest.raises(ValueError, match="holds no tuned values"):
+        presets.save(tmp_path / "presets", tmp_path)
+    (tmp_path / "odd.yaml").write_text("[1]")
+    with pytest.raises(ValueError, match="odd.yaml is no file of presets"):
+        presets.find("odd/x")

@@ -1,0 +1,132 @@
+"""How a point of a grid is chosen: held-out clients, halving, grids that move on."""
+
+import numpy as np
+import pytest
+
+from fedjax_meta.study import System, run, tuning
+from tests.study.common import TREE, Silent, study
+
+
+def tuned(tmp_path, grid, **changes):
+    systems = {"fedavg": {**TREE["systems"]["fedavg"], "grid": grid}}
+    chosen = study(systems=systems, rounds=2, seeds=[1], tuning={"rounds": 8, **changes})
+    return chosen, run.run(chosen, tmp_path, watcher=Silent())[0]
+
+
+def samples(data, views=None):
+    return {
+        position
+        for view in views or data.views
+        for start, size in zip(np.asarray(data.start[view]), np.asarray(data.size[view]), strict=True)
+        for position in range(int(start), int(start + size))
+    }
+
+
+def test_clients_that_are_held_out_never_train_and_nobody_sees_a_test_sample():
+    chosen = study(tuning={"validation": "both", "clients": 0.25})
+    clients = chosen.scenarios["pairs"].build()
+    rest, held = tuning.data_for(chosen.tuning, chosen.scenarios["pairs"], clients)
+    assert (rest.num_clients, held.num_clients, set(held.views)) == (6, 2, {"support", "query"})
+    assert not samples(rest) & samples(held)
+    assert samples(rest) | samples(held) == samples(clients.train, ["train"])
+    same, nobody = tuning.data_for(study().tuning, chosen.scenarios["pairs"], clients)
+    assert same is clients.tuning and nobody is None
+    few = study(tuning={"validation": "clients", "clients": 0.01}).tuning
+    with pytest.raises(ValueError, match="clients=0.01 of 8 known clients holds out nobody"):
+        tuning.data_for(few, chosen.scenarios["pairs"], clients)
+
+
+@pytest.mark.parametrize("where", ["samples", "clients", "both"])
+def test_the_choice_is_by_the_score_that_the_study_names(where):
+    def trial(lr, seed, samples, clients):
+        tests = {"validation": samples, "validation clients": clients}
+        return tuning.Trial(
+            {"lr": lr}, seed, [{"round": 5, "tests": {k: {"scores": {"accuracy_mean": v}} for k, v in tests.items()}}], None
+        )
+
+    trials = [
+        trial(0.1, 0, 0.9, 0.1), trial(0.1, 1, 0.7, 0.1), trial(0.2, 0, 0.1, 0.8), trial(0.2, 1, 0.1, 0.8),
+        trial(0.3, 0, 0.6, 0.6), trial(0.3, 1, 0.6, 0.6), trial(0.4, 0, 1.0, 1.0), trial(0.4, 1, float("nan"), float("nan")),
+    ]  # fmt: skip
+    chosen = study(tuning={"validation": where}).tuning
+    assert tuning.best(trials, chosen) == {"lr": {"samples": 0.1, "clients": 0.2, "both": 0.3}[where]}
+
+
+def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rounds(tmp_path):
+    assert tuning.rungs(16, 40, 2) == {5: 8, 10: 4, 20: 2} and tuning.rungs(9, 30, 3) == {10: 3}
+    assert tuning.rungs(2, 40, 2) == tuning.rungs(4, 40, None) == {} and tuning.rungs(4, 1, 2) == {}
+    grid = {"lr": [1e-5, 0.003, 0.03, 0.1]}
+    _, whole = tuned(tmp_path / "whole", grid)
+    _, halved = tuned(tmp_path / "halved", grid, halving=2)
+    last = {trial.numbers["lr"]: trial.rows[-1]["round"] for trial in halved.tuning}
+    score = {t.numbers["lr"]: next(r for r in t.rows if r["round"] == 4) for t in halved.tuning}
+    by_score = sorted(score, key=lambda lr: -tuning.score(score[lr], study().tuning))
+    assert last == {lr: 8 if lr in by_score[:2] else 4 for lr in grid["lr"]}
+    # Those that go on are the runs that they would have been; an early end wins nothing.
+    ends = {t.numbers["lr"]: t.rows[-1]["tests"]["validation"]["accuracy"] for t in whole.tuning}
+    for trial in halved.tuning:
+        if trial.rows[-1]["round"] == 8:
+            assert trial.rows[-1]["tests"]["validation"]["accuracy"] == ends[trial.numbers["lr"]]
+    assert halved.chosen == whole.chosen
+
+
+def test_ties_go_to_the_earlier_point_and_seeds_stay_together():
+    points = [{"lr": 0.1}, {"lr": 0.1}, None, None, {"lr": 0.3}, {"lr": 0.3}, {"lr": 0.4}, {"lr": 0.4}]
+    assert tuning.goes_on(points, [0.5, 0.5, 9, 9, 0.1, 0.9, 0.9, 0.0], 1) == [True, True, *[False] * 6]
+
+
+def test_a_grid_moves_on_by_its_own_ratio_until_the_best_is_inside(tmp_path):
+    grid = {"lr": [0.01, 0.02]}
+    _, fixed = tuned(tmp_path / "fixed", grid)
+    assert fixed.at_edge == ["lr"] and len(fixed.tuning) == 2
+    _, moved = tuned(tmp_path / "moved", grid, extend=2)
+    assert [trial.numbers["lr"] for trial in moved.tuning] == [0.01, 0.02, 0.04, 0.08]
+    assert moved.chosen == {"lr": 0.08} and moved.at_edge == ["lr"]  # the stated limit
+    # The same folder goes further, and what is finished is not trained again.
+    watcher = Silent()
+    chosen = study(
+        systems={"fedavg": {**TREE["systems"]["fedavg"], "grid": grid}},
+        rounds=2,
+        seeds=[1],
+        tuning={"rounds": 8, "extend": 20},
+    )
+    (inside,) = run.run(chosen, tmp_path / "moved", watcher=watcher)
+    assert inside.at_edge == [] and len(inside.tuning) > 4
+
+
+def test_what_a_grid_cannot_move_on_to():
+    clients = study().scenarios["pairs"].build()
+    ditto = System(method="ditto", grid={"prox_weight": [0.0, 1.0, 3.0], "lr": [0.1, 0.2]}, federation={"cohort_size": 4})
+    points = run.points_of(ditto)
+    assert tuning.next_points(points, {"prox_weight": 0.0, "lr": 0.1}, ditto, clients.task) == [
+        {"prox_weight": weight, "lr": 0.05} for weight in (0.0, 1.0, 3.0)
+    ]  # not below 0
+    both = tuning.next_points(points, {"prox_weight": 3.0, "lr": 0.2}, ditto, clients.task)
+    assert [list(point.values()) for point in both] == [
+        [9.0, 0.1], [9.0, 0.2], [0.0, 0.4], [1.0, 0.4], [3.0, 0.4], [9.0, 0.4],
+    ]  # fmt: skip
+    assert tuning.next_points(points, {"prox_weight": 1.0, "lr": 0.1}, ditto, clients.task)[0]["lr"] == 0.05
+    apfl = System(method="apfl", grid={"share": [0.3, 0.9]}, federation={"cohort_size": 4})
+    assert tuning.next_points(run.points_of(apfl), {"share": 0.9}, apfl, clients.task) == []  # 2.7 is refused
+
+
+def test_the_text_says_how_it_was_tuned_and_that_grids_differ():
+    systems = {**TREE["systems"], "ditto": {"method": "ditto", "grid": {"lr": [0.1, 0.2, 0.3]}}}
+    text = tuning.words(study(systems=systems, tuning={"validation": "both", "halving": 2, "extend": 3, "rounds": 7}))
+    for words in ("held out (0.2 of them)", "after 7 rounds", "best 1/2 went on", "up to 3 times", "fedavg 2, ditto 3"):
+        assert words in text
+    assert tuning.words(study(systems={"local": TREE["systems"]["local"]})) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"validation": "client"}, "tuning: validation='client' is unknown .did you mean 'clients'"),
+        ({"clients": 1.0}, "tuning: clients=1.0"),
+        ({"halving": 1}, "tuning: halving=1 must be an integer of at least 2"),
+        ({"extend": -1}, "tuning: extend=-1 must be an integer of at least 0"),
+    ],
+)
+def test_bad_input_gets_one_line(given, words):
+    with pytest.raises(ValueError, match=words):
+        study(tuning=given)
