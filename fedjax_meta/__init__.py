@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fedjax_meta import (
+    adaptation,
     aggregate,
     algorithm,
     attacks,
@@ -31,6 +32,7 @@ from fedjax_meta import (
     metrics,
     participation,
     privacy,
+    rates,
     rounds,
     runtime,
     schedules,
@@ -87,6 +89,7 @@ __all__ = [
     "Trained",
     "Weighted",
     "__version__",
+    "adaptation",
     "aggregate",
     "algorithm",
     "attacks",
@@ -122,6 +125,7 @@ __all__ = [
     "next_token",
     "participation",
     "privacy",
+    "rates",
     "received_model",
     "regression",
     "report",

@@ -17,19 +17,18 @@ CLASSES = 4
 
 def measured(metric, outputs, y, weight=None, *, batch_size=7):
     """The result over batches, the last one padded by rows that would spoil it."""
+
+    def filled(values):
+        return jnp.concatenate([values, jnp.full((batch_size - len(values), *values.shape[1:]), 3, values.dtype)])
+
     start = None
     for first in range(0, len(outputs), batch_size):
         rows = slice(first, first + batch_size)
-        real = len(outputs[rows])
-
-        def filled(values, like):
-            return jnp.concatenate([jnp.asarray(values), jnp.full((batch_size - real, *like.shape[1:]), 3, like.dtype)])
-
-        targets = filled(y[rows], y)
+        targets = filled(y[rows])
         if weight is not None:
-            targets = T.Weighted(targets, filled(weight[rows], weight))
-        batch = T.Batch(None, targets, (jnp.arange(batch_size) < real).astype(float))
-        out = filled(outputs[rows], outputs)
+            targets = T.Weighted(targets, filled(weight[rows]))
+        batch = T.Batch(None, targets, (jnp.arange(batch_size) < len(outputs[rows])).astype(float))
+        out = filled(outputs[rows])
         start = measures.begin(metric, out, batch) if start is None else start
         start = jax.jit(lambda s, o, b: measures.update(metric, s, o, b))(start, out, batch)
     return float(metric.result(start))
