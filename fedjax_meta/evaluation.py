@@ -147,7 +147,7 @@ def _chosen(algorithm: Algorithm, data: FederatedData, given: Sequence[Metric | 
     """What is measured: the metrics that were given, or those of the task, or those of class labels."""
     task = algorithm.task
     if given is None:
-        if task is not None and task.metrics:
+        if task is not None and task.metrics is not None:
             given = task.metrics
         elif data.labelled:
             given = (CONFUSION,) if data.num_classes <= FEW_CLASSES else ("accuracy", "top_5")

@@ -159,7 +159,7 @@ def starting_from(task: Task, variables: Variables, *, part: Mask | str = "all")
 
     Args:
       task: what is learned.
-      variables: values like those of `task.init`, in structure, shape and type.
+      variables: values like those of `task.init`, in structure, and where they are taken in shape and type.
       part: which leaves start from them, a mask or its name (`masks.resolve`), e.g. "body" of a model whose head is new; the
         others are initialised by `task.init`.
 
@@ -168,6 +168,9 @@ def starting_from(task: Task, variables: Variables, *, part: Mask | str = "all")
     """
     require_task("starting_from", task)
     mask = masks.resolve(part, task, name="part")
+    missing = checks.misplaced_leaf(variables, masks.variables_shape(task))
+    if missing is not None:
+        raise ValueError(f"variables must have a value at every leaf of the task, but {missing}")
     odd = checks.mismatch(masks.split(variables, mask)[0], masks.split(masks.variables_shape(task), mask)[0])
     if odd is not None:
         raise ValueError(f"variables do not fit the task: {odd}")

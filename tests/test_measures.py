@@ -72,7 +72,7 @@ def test_scores_of_classes_equal_numpy_with_and_without_weights_of_tokens():
         wanted = sum(gaps) / len(flat)
         assert measured(measures.calibration_error(bins=10), z, y, weight) == pytest.approx(wanted, rel=1e-12)
         areas = [_area(np.log(p / (1 - p)), labels == one) for one, p in enumerate(_softmax(flat).T)]
-        assert measured(measures.auroc(CLASSES, bins=8192), z, y, weight) == pytest.approx(np.mean(areas), abs=1e-3)
+        assert measured(measures.auroc(CLASSES, bins=2**15), z, y, weight) == pytest.approx(np.mean(areas), abs=2e-3)
 
 
 def test_scores_of_several_labels_equal_numpy():
@@ -84,7 +84,7 @@ def test_scores_of_several_labels_equal_numpy():
     f1 = 2 * (held & predicted).sum(0) / (held.sum(0) + predicted.sum(0))
     assert measured(measures.f1(3), z, y) == pytest.approx(f1.mean(), rel=1e-12)
     areas = [_area(z[:, one], held[:, one]) for one in range(3)]
-    assert measured(measures.auroc(3, bins=8192), z, y) == pytest.approx(np.mean(areas), abs=1e-3)
+    assert measured(measures.auroc(3, bins=2**15), z, y) == pytest.approx(np.mean(areas), abs=2e-3)
 
 
 def test_scores_of_real_targets_equal_numpy_far_from_zero_too():
@@ -197,7 +197,7 @@ def test_reports_show_the_main_score_whatever_it_is(tmp_path):
     report.save_figure(tmp_path / "mae.png", [mae, mae._replace(seed=2)], title="errors")
     assert (tmp_path / "mae.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="one figure shows one score, not mae and top_5"):
-        report.save_figure(tmp_path / "both.png", [mae, top], title="both")
+        report.save_figure(tmp_path / "both.png", [mae, top._replace(seed=2)], title="both")
 
 
 def test_a_score_of_a_client_that_diverged_is_not_a_number():

@@ -290,6 +290,15 @@ def test_from_loss_trains_any_loss_and_evaluates_it():
     assert float(scores.loss[2]) == pytest.approx(wanted, rel=1e-12) and set(scores.summary()) == {"loss"}
 
 
+def test_a_task_that_predicts_nothing_has_its_loss_alone_on_labelled_data_too():
+    data = problems.data()
+    task = fm.from_loss(lambda key: jnp.zeros(5), lambda p, b, k: T.weighted_mean(jnp.sum((b.x - p) ** 2, -1), b.weight))
+    algorithm = fm.federate(fm.fedavg(task), fm.Federation(cohort_size=2))
+    state = jax.eval_shape(algorithm.init, KEY, data)
+    scores = jax.eval_shape(lambda s: fm.evaluate(algorithm, KEY, s, data), state)
+    assert scores.confusion is None and not scores.metrics and scores.loss.shape == (7,)
+
+
 def test_a_method_of_more_than_the_tasks_variables_has_no_loss_where_it_is_opaque():
     task, data = factor_task(), factor_clients()
     opaque = fm.from_loss(task.init, lambda p, b, k: task.loss(p, b, k)[0], predict=task.predict, metrics=("mae",))
