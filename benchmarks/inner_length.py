@@ -125,7 +125,7 @@ def torch_bytes(steps: int, hidden: int, sequences: int, length: int) -> int:
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-def bench(
+def main(
     steps: Annotated[str, typer.Option(help="Inner steps, separated by commas.")] = "1,4,16,64,256,1000",
     hidden: Annotated[int, typer.Option(help="States of the LSTM.")] = 256,
     sequences: Annotated[int, typer.Option(help="Sequences in support and query.")] = 4,
@@ -191,4 +191,4 @@ def _torch(k: int, hidden: int, sequences: int, length: int) -> int | None:
 
 
 if __name__ == "__main__":
-    as_program(bench)()
+    as_program(main)()
