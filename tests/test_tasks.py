@@ -246,7 +246,7 @@ def test_training_lowers_the_loss_and_a_host_store_changes_no_bit(kind):
 def test_a_mapped_file_in_a_tree_is_not_copied_and_its_client_reads_its_own_rows(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(40.0).reshape(20, 2))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    x = {"signal": mapped, "user": np.repeat([3, 5], 10)}
+    x = {"signal": mapped, "user": [3] * 10 + [5] * 10}
     data = fm.from_partition(x, np.arange(20.0), np.arange(20), [10, 10], num_classes=0)
     assert np.shares_memory(data.x["signal"], mapped)
     few = D.pack(data, np.array([1, -1]), D.capacity(data, 2))
