@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fedjax_meta import (
+    adaptation,
     aggregate,
     algorithm,
     attacks,
@@ -33,6 +34,7 @@ from fedjax_meta import (
     multistep,
     participation,
     privacy,
+    rates,
     rounds,
     runtime,
     schedules,
@@ -93,6 +95,7 @@ __all__ = [
     "Trained",
     "Weighted",
     "__version__",
+    "adaptation",
     "aggregate",
     "algorithm",
     "attacks",
@@ -134,6 +137,7 @@ __all__ = [
     "next_token",
     "participation",
     "privacy",
+    "rates",
     "received_model",
     "regression",
     "report",

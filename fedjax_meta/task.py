@@ -83,7 +83,7 @@ class Task(NamedTuple):
       layers: layer names from input to output, as they appear in the paths of the variables; `masks.last` needs them.
       trainable: `variables -> mask` of the leaves that gradients update; the other leaves are buffers.
       private: how its gradients are made private, see `privacy.private_task`; `None` if they are not.
-      metrics: what `evaluate` measures by default, see `measures`; a confusion matrix of class labels when empty.
+      metrics: what `evaluate` measures by default, see `measures`; what the data ask for when `None`.
     """
 
     init: Callable[[Key], Variables]
@@ -94,7 +94,7 @@ class Task(NamedTuple):
     layers: tuple[str, ...] = ()
     trainable: Callable[[Variables], Mask] = lambda variables: jax.tree.map(lambda _: True, variables)
     private: Any = None
-    metrics: tuple[Any, ...] = ()
+    metrics: tuple[Any, ...] | None = None
 
 
 FIRST_ORDER_ONLY = (
@@ -312,7 +312,7 @@ def of_outputs(
     layers: tuple[str, ...],
     features: Callable[[Variables, PyTree], jax.Array] | None,
     head: Callable[[Variables, jax.Array], jax.Array] | None,
-    metrics: tuple[Any, ...] = (),
+    metrics: tuple[Any, ...] | None = None,
 ) -> Task:
     """A task whose loss is a criterion of what the model predicts: what `classification` and its like make.
 

@@ -4,16 +4,29 @@ Each takes a model as pure functions, `init` and `predict`, and where the model 
 which methods that look at features work. Letters: B batch, T tokens, V words of a vocabulary, L labels.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import DTypeLike
 
-from fedjax_meta import checks
-from fedjax_meta.task import Batch, MeanLoss, Task, check_alike, check_layers, cross_entropy, of_outputs
-from fedjax_meta.types import Key, PyTree, Scalar, Variables
+from fedjax_meta import checks, masks
+from fedjax_meta.task import (
+    Batch,
+    MeanLoss,
+    Task,
+    check_alike,
+    check_layers,
+    cross_entropy,
+    of_outputs,
+    require_parts,
+    require_task,
+)
+from fedjax_meta.types import Key, Mask, PyTree, Scalar, Variables
 
 Init = Callable[[Key], Variables]
 """`key -> variables`."""
@@ -139,6 +152,82 @@ def next_token(
     """
     metrics = ("token_accuracy", "perplexity")
     return of_outputs(init, predict, loss, layers=layers, features=features, head=head, metrics=metrics)
+
+
+def starting_from(task: Task, variables: Variables, *, part: Mask | str = "all") -> Task:
+    """The same task, with given (pretrained) values in place of its initial ones.
+
+    Args:
+      task: what is learned.
+      variables: values like those of `task.init`, in structure, and where they are taken in shape and type.
+      part: which leaves start from them, a mask or its name (`masks.resolve`), e.g. "body" of a model whose head is new; the
+        others are initialised by `task.init`.
+
+    Raises:
+      ValueError: values that do not fit the task, or that are not finite.
+    """
+    require_task("starting_from", task)
+    mask = masks.resolve(part, task, name="part")
+    missing = checks.misplaced_leaf(variables, masks.variables_shape(task))
+    if missing is not None:
+        raise ValueError(f"variables must have a value at every leaf of the task, but {missing}")
+    odd = checks.mismatch(masks.split(variables, mask)[0], masks.split(masks.variables_shape(task), mask)[0])
+    if odd is not None:
+        raise ValueError(f"variables do not fit the task: {odd}")
+    given = masks.split(variables, mask)[0]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        if not np.isfinite(np.asarray(leaf)).all():
+            raise ValueError(f"variables{jax.tree_util.keystr(path)} hold NaN or infinite values")
+
+    def init(key: Key) -> Variables:
+        return masks.merge(jax.tree.map(jnp.asarray, given), masks.split(task.init(key), mask)[1])
+
+    return task._replace(init=init)
+
+
+def mixed_precision(task: Task, dtype: DTypeLike = jnp.bfloat16) -> Task:
+    """The same task computed in another type, while variables, gradients, losses and outputs keep theirs.
+
+    Parameters and real inputs are rounded to `dtype` before each pass. Accelerators have faster products of bfloat16; most CPUs
+    do not. The criterion is computed in the type of the variables.
+
+    Args:
+      task: what is learned, with a `LogitsLoss`.
+      dtype: a floating-point type, e.g. `jnp.bfloat16`. float16 has no room for small gradients, which this does not scale.
+
+    Raises:
+      ValueError: a type that is not floating-point, an opaque loss.
+    """
+    require_task("mixed_precision", task)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={checks.shown(dtype)} must be a floating-point type such as jnp.bfloat16")
+    parts = require_parts(task, "mixed_precision")
+
+    def narrow(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+    def like(tree: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, old)
+
+    def wide(outputs: jax.Array, variables: Variables) -> jax.Array:
+        return outputs.astype(jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(variables))))
+
+    def logits(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
+        outputs, updated = parts.logits(narrow(variables), batch._replace(x=narrow(batch.x)), key)
+        # Buffers are updated from rounded values; what is not updated keeps its own value.
+        trainable = task.trainable(variables)
+        buffers = like(masks.split(updated, trainable)[1], masks.split(variables, trainable)[1])
+        return wide(outputs, variables), masks.merge(masks.split(variables, trainable)[0], buffers)
+
+    def of_two(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda variables, x: wide(function(narrow(variables), narrow(x)), variables)
+
+    return task._replace(
+        loss=dataclasses.replace(parts, logits=logits),
+        predict=of_two(task.predict),
+        features=None if task.features is None else of_two(task.features),
+        head=None if task.head is None else of_two(task.head),
+    )
 
 
 def from_loss(

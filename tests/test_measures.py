@@ -17,19 +17,18 @@ CLASSES = 4
 
 def measured(metric, outputs, y, weight=None, *, batch_size=7):
     """The result over batches, the last one padded by rows that would spoil it."""
+
+    def filled(values):
+        return jnp.concatenate([values, jnp.full((batch_size - len(values), *values.shape[1:]), 3, values.dtype)])
+
     start = None
     for first in range(0, len(outputs), batch_size):
         rows = slice(first, first + batch_size)
-        real = len(outputs[rows])
-
-        def filled(values, like):
-            return jnp.concatenate([jnp.asarray(values), jnp.full((batch_size - real, *like.shape[1:]), 3, like.dtype)])
-
-        targets = filled(y[rows], y)
+        targets = filled(y[rows])
         if weight is not None:
-            targets = T.Weighted(targets, filled(weight[rows], weight))
-        batch = T.Batch(None, targets, (jnp.arange(batch_size) < real).astype(float))
-        out = filled(outputs[rows], outputs)
+            targets = T.Weighted(targets, filled(weight[rows]))
+        batch = T.Batch(None, targets, (jnp.arange(batch_size) < len(outputs[rows])).astype(float))
+        out = filled(outputs[rows])
         start = measures.begin(metric, out, batch) if start is None else start
         start = jax.jit(lambda s, o, b: measures.update(metric, s, o, b))(start, out, batch)
     return float(metric.result(start))
@@ -73,7 +72,7 @@ def test_scores_of_classes_equal_numpy_with_and_without_weights_of_tokens():
         wanted = sum(gaps) / len(flat)
         assert measured(measures.calibration_error(bins=10), z, y, weight) == pytest.approx(wanted, rel=1e-12)
         areas = [_area(np.log(p / (1 - p)), labels == one) for one, p in enumerate(_softmax(flat).T)]
-        assert measured(measures.auroc(CLASSES, bins=8192), z, y, weight) == pytest.approx(np.mean(areas), abs=1e-3)
+        assert measured(measures.auroc(CLASSES, bins=2**15), z, y, weight) == pytest.approx(np.mean(areas), abs=2e-3)
 
 
 def test_scores_of_several_labels_equal_numpy():
@@ -85,7 +84,7 @@ def test_scores_of_several_labels_equal_numpy():
     f1 = 2 * (held & predicted).sum(0) / (held.sum(0) + predicted.sum(0))
     assert measured(measures.f1(3), z, y) == pytest.approx(f1.mean(), rel=1e-12)
     areas = [_area(z[:, one], held[:, one]) for one in range(3)]
-    assert measured(measures.auroc(3, bins=8192), z, y) == pytest.approx(np.mean(areas), abs=1e-3)
+    assert measured(measures.auroc(3, bins=2**15), z, y) == pytest.approx(np.mean(areas), abs=2e-3)
 
 
 def test_scores_of_real_targets_equal_numpy_far_from_zero_too():
@@ -198,7 +197,7 @@ def test_reports_show_the_main_score_whatever_it_is(tmp_path):
     report.save_figure(tmp_path / "mae.png", [mae, mae._replace(seed=2)], title="errors")
     assert (tmp_path / "mae.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="one figure shows one score, not mae and top_5"):
-        report.save_figure(tmp_path / "both.png", [mae, top], title="both")
+        report.save_figure(tmp_path / "both.png", [mae, top._replace(seed=2)], title="both")
 
 
 def test_a_score_of_a_client_that_diverged_is_not_a_number():

@@ -1,5 +1,8 @@
 """Tasks beyond one label an image: their losses by NumPy, padding that changes no result, trees of samples in whole runs."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import fedjax_meta as fm
 from fedjax_meta import data as D
 from fedjax_meta import task as T
 from fedjax_meta import tasks
+from fedjax_meta.data import transforms
 from tests import problems
 
 RNG = np.random.default_rng(0)
@@ -239,6 +243,31 @@ def test_training_lowers_the_loss_and_a_host_store_changes_no_bit(kind):
     assert problems.distance(records[-1].evaluations, again[-1].evaluations) < 1e-12
 
 
+def test_a_mapped_file_in_a_tree_is_not_copied_and_its_client_reads_its_own_rows(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(40.0).reshape(20, 2))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    x = {"signal": mapped, "user": [3] * 10 + [5] * 10}
+    data = fm.from_partition(x, np.arange(20.0), np.arange(20), [10, 10], num_classes=0)
+    assert np.shares_memory(data.x["signal"], mapped)
+    few = D.pack(data, np.array([1, -1]), D.capacity(data, 2))
+    batch = few.client(0)["train"].in_order(10).get(0, 0)
+    assert np.array_equal(batch.x["signal"], mapped[10:]) and set(np.asarray(batch.x["user"])) == {5}
+    assert not np.shares_memory(
+        fm.from_partition(x, np.arange(20.0), np.arange(20)[::-1], [20], num_classes=0).x["signal"], mapped
+    )
+
+
+def test_what_changes_images_refuses_trees():
+    data = token_clients()
+    for call, message in (
+        (lambda: transforms.rotate(data, np.zeros(4, int)), "rotate turns inputs that are one array"),
+        (lambda: transforms.add_noise(data, 0.1, seed=0), "add_noise changes inputs that are one array"),
+        (lambda: transforms.concept_shift(data, num_groups=2, seed=0), "concept_shift permutes labels that are one array"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 # ----------------------------------------------------------------------------------------------------------------- any other loss
 
 
@@ -259,6 +288,15 @@ def test_from_loss_trains_any_loss_and_evaluates_it():
     start, size = data.start["test_query"][2], data.size["test_query"][2]
     wanted = np.mean(np.sum((data.x[start : start + size] - np.asarray(state.model["centre"])) ** 2, -1))
     assert float(scores.loss[2]) == pytest.approx(wanted, rel=1e-12) and set(scores.summary()) == {"loss"}
+
+
+def test_a_task_that_predicts_nothing_has_its_loss_alone_on_labelled_data_too():
+    data = problems.data()
+    task = fm.from_loss(lambda key: jnp.zeros(5), lambda p, b, k: T.weighted_mean(jnp.sum((b.x - p) ** 2, -1), b.weight))
+    algorithm = fm.federate(fm.fedavg(task), fm.Federation(cohort_size=2))
+    state = jax.eval_shape(algorithm.init, KEY, data)
+    scores = jax.eval_shape(lambda s: fm.evaluate(algorithm, KEY, s, data), state)
+    assert scores.confusion is None and not scores.metrics and scores.loss.shape == (7,)
 
 
 def test_a_method_of_more_than_the_tasks_variables_has_no_loss_where_it_is_opaque():
@@ -307,3 +345,12 @@ def test_what_does_not_fit_is_refused(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_code_of_the_page_on_tasks_runs_as_it_stands(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert set(names["scores"].metrics) == {"token_accuracy", "close", "largest logit"}
+    assert capsys.readouterr().out.count("\n") == 5

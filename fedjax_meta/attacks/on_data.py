@@ -13,6 +13,7 @@ from fedjax_meta import checks
 from fedjax_meta.aggregate.distances import along
 from fedjax_meta.attacks.attack import Attack, scaled
 from fedjax_meta.data import ClientView, FederatedData
+from fedjax_meta.data.samples import one_array
 from fedjax_meta.task import Batch
 from fedjax_meta.types import Rate
 
@@ -42,6 +43,7 @@ def label_flip(attackers: float | Sequence[int], *, mapping: Sequence[int] | Non
             or new.max() >= num_classes
         ):
             raise ValueError(f"mapping={mapping} must give a class for each of the K={num_classes} classes")
+        one_array("label_flip changes labels", batch.y)
         return batch._replace(y=jnp.asarray(new, batch.y.dtype)[batch.y])
 
     return Attack(name="label_flip", attackers=attackers, seed=seed, poison=poison, config={"mapping": mapping})
@@ -85,6 +87,9 @@ def backdoor(
         _needs_classes("backdoor", num_classes)
         if target >= num_classes:
             raise ValueError(f"target={target} must be one of the K={num_classes} classes")
+        one_array("backdoor marks inputs", batch.x)
+        if getattr(batch.y, "ndim", 0) != 1:
+            raise ValueError("backdoor needs one class label a sample")
         stored = jnp.asarray(_value(view.x.dtype, value), batch.x.dtype)
         if view.offset is not None and view.scale is not None:
             stored = (stored - view.offset) * view.scale
@@ -104,6 +109,7 @@ def stamped(data: FederatedData, view: str = "test_query", *, size: int = 3, val
     Raises:
       ValueError: a view that the data do not have.
     """
+    one_array("stamped marks inputs", data.x)
     start, count, x = np.asarray(data.start.get(view, ())), np.asarray(data.sizes(view)), np.array(data.x)
     rows = np.concatenate([np.arange(s, s + n) for s, n in zip(start, count, strict=True)])
     x[rows] = np.where(_pattern(x.shape[1:], size), np.asarray(_value(x.dtype, value), x.dtype), x[rows])

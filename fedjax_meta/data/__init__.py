@@ -2,6 +2,7 @@
 
 from fedjax_meta.data.batches import CHUNK, Batches
 from fedjax_meta.data.builders import from_clients, from_partition, train_test_views
+from fedjax_meta.data.episodes import episodes
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.data.natural import Natural
 from fedjax_meta.data.packing import capacity, pack
@@ -34,6 +35,7 @@ __all__ = [
     "Protocol",
     "Source",
     "capacity",
+    "episodes",
     "fedmeta_per_clients",
     "fedmeta_per_iid_clients",
     "fedpac_clients",

@@ -56,7 +56,7 @@ def from_partition(
         ids out of range, sequences of length 0, a client without samples, a view that is empty or outside the client's samples.
         The message names the client.
     """
-    mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(x)] if samples.is_tree(x) else [isinstance(x, np.memmap)]
+    mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(x, is_leaf=lambda node: not samples.is_tree(node))]
     x, y = samples.to_arrays("x", x), samples.to_arrays("y", y)
     order, sizes = checks.numeric("order", order, integers=True), checks.numeric("sizes", sizes, integers=True)
     if num_classes is not None:

@@ -106,6 +106,17 @@ class FederatedData:
         start, size = ({name: _rows(values, clients) for name, values in of.items()} for of in (self.start, self.size))
         return dataclasses.replace(self, start=start, size=size, ids=self.ids_of(clients), population=self.total_clients)
 
+    def limited(self, view: str, most: int) -> "FederatedData":
+        """The same clients with at most the first `most` samples of a view; no sample is copied.
+
+        Raises:
+          ValueError: a view that the data do not have, a count below 1.
+        """
+        checks.count("most", most)
+        xp = np if isinstance(self.sizes(view), np.ndarray) else jnp
+        bounds = tuple((name, min(bound, most) if name == view else bound) for name, bound in self.max_size)
+        return dataclasses.replace(self, size={**self.size, view: xp.minimum(self.sizes(view), most)}, max_size=bounds)
+
     def client(self, index: Scalar) -> ClientData:
         """The data of the client at position `index`.
 

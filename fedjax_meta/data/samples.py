@@ -62,6 +62,12 @@ def _array(name: str, values: ArrayLike) -> np.ndarray:
         raise ValueError(f"{name} is not one array [M, ...]; bring all samples to one shape first") from None
 
 
+def one_array(what: str, values: Any) -> None:
+    """Raises `ValueError` unless inputs or targets are one array; `what` says who asks, e.g. "rotate turns inputs"."""
+    if is_tree(values):
+        raise ValueError(f"{what} that are one array, but these are a tree: {jax.tree.structure(values)}")
+
+
 def has_labels(y: PyTree, num_classes: int | None) -> bool:
     """Whether the targets are class labels: one array, perhaps with weights, and `num_classes` is not 0."""
     return num_classes != 0 and not is_tree(y.value if isinstance(y, Weighted) else y)

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from fedjax_meta import checks
 from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data.samples import one_array
 from fedjax_meta.task import Batch, LogitsLoss, Task
 from fedjax_meta.types import Key
 
@@ -37,6 +38,7 @@ def concept_shift(data: FederatedData, *, num_groups: int, seed: int | np.random
     checks.count("num_groups", num_groups)
     if data.num_classes < 2:
         raise ValueError(f"num_classes={data.num_classes} must be at least 2: concept shift permutes class labels")
+    one_array("concept_shift permutes labels", data.y)
     if data.num_classes < 20 and num_groups > math.factorial(data.num_classes):
         raise ValueError(f"num_groups={num_groups} is more than the permutations of {data.num_classes} labels")
     checks.seed("seed", seed)
@@ -68,6 +70,7 @@ def rotate(data: FederatedData, quarter_turns: ArrayLike) -> FederatedData:
     turns = checks.numeric("quarter_turns", quarter_turns)
     if turns.shape != (data.num_clients,) or not np.issubdtype(turns.dtype, np.integer):
         raise ValueError(f"quarter_turns must be integers [N={data.num_clients}], not {turns.dtype} {list(turns.shape)}")
+    one_array("rotate turns inputs", data.x)
     if data.x.ndim != 4 or (data.x.shape[1] != data.x.shape[2] and (turns % 2).any()):
         raise ValueError(f"only square images [S, side, side, channels] can be rotated, not {list(data.x.shape)}")
     images = np.array(data.x)
@@ -108,6 +111,7 @@ def add_noise(
         bounds = checks.numeric("clip", clip)
         if bounds.shape != (2,) or not bounds[0] < bounds[1]:
             raise ValueError(f"clip={checks.shown(clip)} must be two bounds, the lower one first, or None")
+    one_array("add_noise changes inputs", data.x)
     if data.x.dtype == np.uint8 and clip is None:
         raise ValueError("clip=None needs floating-point inputs: uint8 cannot hold values outside [0, 1]")
     checks.seed("seed", seed)

@@ -65,10 +65,10 @@ class ClientView:
         def scaled(x: jax.Array, offset: Any, scale: Any) -> jax.Array:
             return x if offset is None else (x.astype(jnp.result_type(float)) - offset) * scale
 
-        x, y = jax.tree.map(rows, (self.x, self.y))
+        x = jax.tree.map(rows, self.x)
         if self.offset is not None:
             x = jax.tree.map(scaled, x, self.offset, self.scale)
-        batch = Batch(x, y, weight.astype(jnp.result_type(float)))
+        batch = Batch(x, jax.tree.map(rows, self.y), weight.astype(jnp.result_type(float)))
         return batch if self.change is None else self.change(batch, index)
 
     def epochs(self, key: Key, batch_size: int, epochs: int = 1, *, share: Scalar | None = None) -> Batches:

@@ -255,6 +255,12 @@ BENCHMARKS = {
         (("--experiment", ""), "--experiment='' is unknown"),
         (("--output", "{taken}/rows.jsonl"), "--output='{taken}/rows.jsonl' cannot be written"),
     ],
+    "inner_length": [
+        (("--steps", "1,x"), "steps='1,x' must be integers separated by commas"),
+        (("--steps", "0"), "--steps=0 must be an integer of at least 1"),
+        (("--hidden", "0"), "--hidden=0 must be an integer of at least 1"),
+        (("--output", "{taken}/rows.jsonl"), "--output='{taken}/rows.jsonl' cannot be written"),
+    ],
     "model_forms": [
         (("--part", "convs"), "part='convs' is unknown"),
         (("--output", "{taken}/rows.jsonl"), "--output='{taken}/rows.jsonl' cannot be written"),

@@ -11,7 +11,7 @@ import numpy as np
 
 import fedjax_meta as fm
 from fedjax_meta import data as D
-from fedjax_meta.data import packing, partition, protocols, scaling, slots, sources, synthetic, transforms
+from fedjax_meta.data import packing, partition, protocols, scaling, sequences, slots, sources, synthetic, transforms
 from tests import problems
 from tests.battery.table import DATA, LABELS, Late, Row, rows
 
@@ -19,6 +19,7 @@ NAN = float("nan")
 SIZES = np.full(5, 20)
 ALL = np.arange(100)
 X = np.ones((100, 3), np.float32)
+TOKENS = np.tile(LABELS[:, None], 3)
 
 
 def _bad_x(value, dtype=np.float32, sample=41):
@@ -102,6 +103,49 @@ BUILDERS = {
         ("scale", 1e300, "scale holds NaN or infinite values"),
         ("scale", 1j, "scale must be one array of real numbers"),
         ("scales", 1, "unexpected keyword argument"),
+        ("scale", "stord", "scale must be one array of real numbers, not 'stord'"),
+        ("x", X.astype(np.uint8), "inputs are uint8 of shape (100, 3): give scale=1/255 if they are pixels", "scale='stored'"),
+        ("x", X[:, :0], "inputs are empty: shape (100, 0)"),
+        ("x", {}, "x holds no arrays"),
+        ("x", {"tokens": X, "mask": X[:50]}, "inputs['mask'] (50, 3) and inputs['tokens'] (100, 3) differ"),
+        ("x", {"tokens": _bad_x(NAN)}, "inputs['tokens'] hold NaN or infinite values, first in sample 41 of client 2"),
+        ("x", {"words": X.astype(str)}, "inputs['words'] must be one numeric array [M, ...], not dtype <U"),
+        ("y", np.tile(LABELS[:, None], 5)[:, :0], "targets are empty: shape (100, 0)"),
+        ("y", np.where(np.arange(300).reshape(100, 3) == 124, 9, 0) - 1, "label -1 of client 0"),
+        ("y", fm.Weighted(LABELS, np.ones(99)), "but inputs (100, 3) and targets.weight (99,) differ"),
+        ("y", fm.Weighted(TOKENS, np.arange(300).reshape(100, 3) >= 3), "sample 0 all have weight 0: an empty sequence"),
+        ("y", fm.Weighted(TOKENS, np.ones((100, 2))), "targets (100, 3) have weights (100, 2): the leading axes must be the"),
+        ("y", fm.Weighted(TOKENS, -np.ones((100, 3))), "weights of targets must be finite and not negative"),
+        ("y", fm.Weighted(TOKENS, np.full((100, 3), NAN)), "weights of targets must be finite and not negative"),
+        ("y", {"a": LABELS, "b": LABELS.astype(str)}, "targets['b'] must be numbers, not dtype <U"),
+        ("num_ids", 3, "num_ids=3 is for integer ids, but inputs are float32"),
+        ("num_ids", 0, "num_ids=0 must be an integer of at least 1"),
+    ]),
+    **rows(fm.from_partition, {**GOOD, "x": {"tokens": TOKENS, "user": LABELS}}, [
+        ("num_ids", {"tokens": 3}, "inputs['tokens'] must lie in [0, num_ids=3), but one is 3, first in sample 3 of client 0"),
+        ("num_ids", {"token": 3}, "num_ids={'token': 3} must name leaves of the inputs, which are ['tokens'], ['user']"),
+        ("num_ids", 5, "num_ids=5 must name leaves of the inputs"),
+        ("scale", 0.5, "scale=0.5 must name leaves of the inputs"),
+        ("scale", {"tokens": np.ones(2)}, "scale has shape (2,), which does not broadcast against one sample (3,)"),
+        ("y", TOKENS[:50], "one a sample, but inputs['tokens'] (100, 3) and targets (50, 3) differ"),
+    ]),
+    **rows(sequences.pad, {"length": None}, [
+        ("sequences", [], "must be a list of at least one array"),
+        ("sequences", "abc", "sequences='abc' must be a list"),
+        ("sequences", [[1, 2], []], "sequence 1 is empty: leave it out"),
+        ("sequences", [[1, 2], ["a"]], "sequence 1 must be an array [t, ...] of numbers, not <U1[1]"),
+        ("sequences", [np.ones((2, 3)), np.ones((2, 4))], "sequences differ in more than their length: (3,), (4,)"),
+        ("sequences", [[1, [2, 3]]], "sequence 0 is not one array [t, ...]"),
+    ]),
+    **rows(sequences.pad, {"sequences": [[1, 2, 3], [4]]}, [
+        ("length", 2, "sequence 0 has length 3, more than length=2: cut it before"),
+        ("length", 0, "length=0 must be an integer of at least 1"),
+    ]),
+    **rows(sequences.next_tokens, {"tokens": [1, 2, 3], "length": 2}, [
+        ("tokens", [1], "text 0 must be ids [n] with n >= 2"),
+        ("tokens", [[1, 2], [3]], "text 1 must be ids [n] with n >= 2"),
+        ("tokens", [0.5, 1.0], "text 0 must be one array of integers"),
+        ("length", -1, "length=-1 must be an integer of at least 1"),
     ]),
     **rows(fm.from_clients, {}, [
         ("clients", [], "clients is empty; give one (x, y) pair per client"),
@@ -117,6 +161,10 @@ BUILDERS = {
         ("clients", [(X, LABELS), (X.astype(complex), LABELS)], "client 1: inputs must be one numeric array"),
         ("clients", [(X, LABELS), ([[1, 2, 3], [1]], [0, 1])], "x of client 1 is not one array"),
         ("clients", [(X, LABELS), (X[:0], LABELS[:0])], "every client needs at least 1 sample, but client 1 has none"),
+        ("clients", [({"a": X}, LABELS), ({"a": X[:0]}, LABELS[:0])], "needs at least 1 sample, but client 1 has none"),
+        ("clients", [({"a": X}, LABELS), ({"b": X}, LABELS)], "clients' inputs differ in structure", "for client 1"),
+        ("clients", [({"a": X}, LABELS), ({"a": X[:, :2]}, LABELS)], "clients' inputs['a'] differ in shape: (2,), (3,)"),
+        ("clients", [(X, TOKENS), (X, TOKENS[:, :2])], "clients' targets differ in shape: (2,), (3,)"),
         ("clients", [(X, LABELS), (X[:1], LABELS[:1])], "of client 1 is empty: its 1 samples are too few for the views"),
         ("clients", [(X, LABELS), (_bad_x(NAN), LABELS)], "inputs hold NaN or infinite values, first in sample 141 of client 1"),
         ("clients", [(X, LABELS), (X, _bad_y(-3))], "label -3 of client 1"),

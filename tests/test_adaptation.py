@@ -1,0 +1,197 @@
+"""Few-shot clients, scores by support samples and steps, rates that change over rounds, given weights, mixed precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import adaptation, rates, tasks
+from fedjax_meta.data import episodes, synthetic
+from tests import problems
+
+KEY = jax.random.key(0)
+
+
+def clusters(classes=8, each=12, spread=0.1):
+    """Classes around centres that are far apart."""
+    rng = np.random.default_rng(3)
+    centres = rng.normal(size=(classes, 5))
+    y = np.repeat(np.arange(classes), each)
+    return centres[y] + spread * rng.normal(size=(len(y), 5)), y
+
+
+# --------------------------------------------------------------------------------------------------------------------- episodes
+
+
+def test_an_episode_has_its_ways_and_shots_and_the_samples_of_its_classes():
+    x, y = clusters()
+    marked = {"x": x, "label": y, "number": np.arange(len(y))}
+    data = episodes(marked, y, 30, ways=3, shots=2, queries=4, classes=(1, 2, 4, 5, 7), seed=1)
+    drawn = set()
+    for start, size, cut in zip(data.start["train"], data.size["train"], data.size["support"], strict=True):
+        mine = slice(start, start + size)
+        numbers, labels, own = data.x["number"][mine], data.x["label"][mine], data.y[mine]
+        assert len(set(numbers)) == size == 18 and cut == 6
+        assert own[:6].tolist() == [0, 1, 2, 0, 1, 2] and np.bincount(own).tolist() == [6, 6, 6]
+        assert len(set(zip(own, labels, strict=True))) == 3  # one class behind each way
+        assert np.array_equal(data.x["x"][mine], x[numbers])
+        drawn |= set(labels)
+    assert drawn == {1, 2, 4, 5, 7}
+
+
+BAD_EPISODES = {
+    "too many ways": ({"ways": 9}, "ways=9 is more than the 8 classes"),
+    "too few samples": ({"shots": 5, "queries": 8}, "class 0 has 12 samples, fewer than the 5 shots and 8 queries"),
+    "an unknown class": ({"classes": (1, 2, 11)}, "classes name class 11, which has no samples"),
+    "one way": ({"ways": 1}, "ways=1 must be an integer of at least 2"),
+    "an unknown option": ({"num_classes": 3}, "episodes\\(\\) takes no 'num_classes'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EPISODES)
+def test_impossible_episodes_are_refused(case):
+    options, message = BAD_EPISODES[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        episodes(*clusters(), 3, **{"queries": 2, "seed": 0, **options})
+
+
+# ------------------------------------------------------------------------------------------------ shots and steps of new clients
+
+
+def test_more_shots_and_more_steps_help_new_clients_of_new_classes():
+    x, y = clusters(spread=0.5)
+    new = episodes(x, y, 20, ways=3, shots=4, queries=6, classes=(4, 5, 6, 7), seed=2)
+    task = fm.classification(lambda key: {"w": jnp.zeros((5, 3))}, lambda p, x: x @ p["w"])
+    old = episodes(x, y, 6, ways=3, shots=4, queries=6, classes=(0, 1, 2, 3), seed=1)
+
+    def build(steps):
+        return fm.fedmeta(task, inner_lr=0.5, inner_steps=steps, batch_size=None)
+
+    state = fm.federate(build(1)).init(KEY, old)
+    found = adaptation.adaptation(build, KEY, state, new, samples=(3, None), steps=(1, 20))
+    assert [(one.samples, one.steps) for one in found] == [(3, 1), (None, 1), (3, 20), (None, 20)]
+    losses = [float(np.mean(one.evaluation.loss)) for one in found]
+    assert losses[3] < losses[1] and losses[3] < losses[2]
+    # One shot by hand: client 4 takes one step on its first 3 support samples.
+    start = int(new.start["support"][4])
+    one = fm.Batch(jnp.asarray(new.x[start : start + 3]), jnp.asarray(new.y[start : start + 3]), jnp.ones(3))
+    moved = {"w": -0.5 * jax.grad(lambda p: task.loss(p, one, KEY)[0])({"w": jnp.zeros((5, 3))})["w"]}
+    asked = slice(int(new.start["query"][4]), int(new.start["query"][4] + new.size["query"][4]))
+    wanted = task.loss(moved, fm.Batch(jnp.asarray(new.x[asked]), jnp.asarray(new.y[asked]), jnp.ones(18)), KEY)[0]
+    assert float(found[0].evaluation.loss[4]) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_sinusoids_are_scored_by_shots_as_a_regression():
+    data, _, _ = synthetic.sinusoids(6, seed=0, size=40)
+    init = lambda key: {"w": jax.random.normal(key, (1, 8)), "head": jnp.zeros(8)}  # noqa: E731
+    task = fm.regression(init, lambda p, x: jnp.sin(x @ p["w"]) @ p["head"], layers=("w", "head"))
+    method = fm.fedavg_ft(task, lr=0.01)
+    state = fm.federate(method).init(KEY, data)
+    views = {"support": "test_support", "query": "test_query"}
+    found = adaptation.adaptation(method, KEY, state, data, samples=(2, 10), **views)
+    assert {"mae", "rmse", "r2"} == set(found[0].evaluation.metrics)
+    assert not np.allclose(found[0].evaluation.loss, found[1].evaluation.loss)
+
+
+def test_steps_need_a_function_of_them():
+    with pytest.raises(TypeError, match="give steps="):
+        adaptation.adaptation(fm.fedavg(problems.task()), KEY, None, problems.data(), steps=(1,))
+
+
+# ------------------------------------------------------------------------------------------------------------- rates over rounds
+
+
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("fedmeta_per", marks=pytest.mark.long)])
+def test_a_rate_that_changes_equals_two_runs_with_one_rate_each(name):
+    data, task = problems.data(), problems.task()
+    rate = "lr" if name == "fedavg" else "outer_lr"
+    schedule = optax.piecewise_constant_schedule(0.08, {2: 0.25})
+    moving = rates.scheduled(fm.METHODS[name], task, rates={rate: schedule})
+    setting = fm.Federation(cohort_size=3)
+    state, _ = fm.simulate(moving, data, key=KEY, rounds=4, federation=setting)
+    half, _ = fm.simulate(fm.METHODS[name](task, **{rate: 0.08}), data, key=KEY, rounds=2, federation=setting)
+    whole, _ = fm.simulate(fm.METHODS[name](task, **{rate: 0.02}), data, key=KEY, rounds=4, federation=setting, state=half)
+    assert problems.distance((state.model, state.personal), (whole.model, whole.personal)) < 1e-12
+    assert not problems.leaves_equal(half.model, state.model)
+
+
+def test_a_server_rate_follows_an_optax_schedule():
+    data, task = problems.data(), problems.task()
+
+    def run(rounds, state=None, **options):
+        setting = fm.Federation(cohort_size=3, **options)
+        return fm.simulate(fm.fedavg(task), data, key=KEY, rounds=rounds, federation=setting, state=state)[0]
+
+    falling = optax.piecewise_constant_schedule(1.0, {2: 0.5})
+    moved = run(3, server_optimizer=lambda rate: optax.sgd(lambda step: rate * falling(step)), server_lr=0.8)
+    half = run(2, server_lr=0.8)
+    assert problems.distance(moved.model, run(3, half, server_lr=0.4).model) < 1e-12
+
+
+def test_what_cannot_be_scheduled_is_refused():
+    task = problems.task()
+    for build, given, message in (
+        (fm.fedavg, {"lr": 0.1}, r"rates\['lr'\]=0.1 must be a function \(round\)"),
+        (fm.fedavg, {}, "rates={} must be a dict"),
+        (fm.fedavg, {"lr": lambda round_: jnp.ones(3)}, "must give one number for a round"),
+        (fm.fedadam, {"server_lr": optax.cosine_decay_schedule(0.1, 10)}, "gives this rate to its own server optimiser"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rates.scheduled(build, task, rates=given)
+
+
+# ------------------------------------------------------------------------------------------------------ given weights, precision
+
+
+def test_a_run_starts_from_given_weights_whole_or_in_part():
+    task, data = problems.task(), problems.data()
+    given = jax.tree.map(lambda leaf: leaf + 1, task.init(jax.random.key(7)))
+    whole = fm.federate(fm.fedavg(tasks.starting_from(task, given))).init(KEY, data).model
+    assert problems.leaves_equal(whole, given)
+    fresh = fm.federate(fm.fedavg(task)).init(KEY, data).model
+    part = fm.federate(fm.fedavg(tasks.starting_from(task, given, part="body"))).init(KEY, data).model
+    assert problems.leaves_equal(part["body"], given["body"]) and problems.leaves_equal(part["head"], fresh["head"])
+    with pytest.raises(ValueError, match=r"a value at every leaf of the task, but it has none at \['head'\]"):
+        tasks.starting_from(task, {"body": given["body"]})
+    with pytest.raises(ValueError, match=r"variables do not fit the task: \['head'\]\['b'\] is float64\[2\]"):
+        tasks.starting_from(task, {**given, "head": {**given["head"], "b": jnp.zeros(2)}})
+    broken = {**given, "head": {**given["head"], "b": given["head"]["b"] * jnp.nan}}
+    with pytest.raises(ValueError, match=r"variables\['head'\]\['b'\] hold NaN"):
+        tasks.starting_from(task, broken)
+
+
+def test_mixed_precision_rounds_the_passes_and_nothing_else():
+    task, data = problems.task(), problems.data()
+    mixed = tasks.mixed_precision(task)
+    variables, batch = task.init(KEY), data.client(2)["train"].in_order(16).get(0, 0)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (variables, batch.x))
+    assert np.array_equal(mixed.predict(variables, batch.x), task.predict(*narrow).astype(jnp.float64))
+    gradient = jax.grad(lambda v: mixed.loss(v, batch, KEY)[0])(variables)
+    full = jax.grad(lambda v: task.loss(v, batch, KEY)[0])(variables)
+    assert problems.forms(gradient) == problems.forms(full)
+    assert 0 < problems.distance(gradient, full) < 0.05
+    state, _ = fm.simulate(fm.fedrep(mixed), data, key=KEY, rounds=2, federation=fm.Federation(cohort_size=3))
+    assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(state.model))
+    with pytest.raises(ValueError, match="must be a floating-point type"):
+        tasks.mixed_precision(task, jnp.int8)
+
+
+def test_mixed_precision_keeps_the_buffers_of_a_batch_norm_in_their_type():
+    task, data = problems.normed_task(), problems.data()
+    mixed = tasks.mixed_precision(task)
+    variables, batch = task.init(KEY), data.client(2)["train"].in_order(16).get(0, 0)
+    _, after = mixed.loss(variables, batch, KEY)
+    assert problems.forms(after) == problems.forms(variables)
+    assert problems.leaves_equal(after["params"], variables["params"])
+    exact = task.loss(variables, batch, KEY)[1]
+    assert problems.distance(after["batch_stats"], variables["batch_stats"]) > 0
+    assert problems.distance(after["batch_stats"], exact["batch_stats"]) < 0.05
+
+
+def test_a_limited_view_keeps_the_first_samples_of_each_client():
+    data = problems.data()
+    some = data.limited("support", 4)
+    assert np.asarray(some.sizes("support")).tolist() == [min(4, n) for n in np.asarray(data.sizes("support"))]
+    assert dict(some.max_size)["support"] == 4 and some.start is data.start and some.x is data.x
