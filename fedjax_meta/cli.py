@@ -21,8 +21,8 @@ from rich.table import Table
 from fedjax_meta import checks, costs, escape, export, loggers, models, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import compare as comparison
-from fedjax_meta.study import page, results
+from fedjax_meta.study import compare as comparing
+from fedjax_meta.study import comparison, page, results
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
@@ -132,7 +132,7 @@ def compare(
     with _one_line_errors(debug):
         for path in out or ():
             comparison.check_path(path)
-        groups = comparison.by_scenario(comparison.finished(folders), reference=reference, target=target)
+        groups = comparing.by_scenario(comparing.finished(folders), reference=reference, target=target)
         for rows in groups:
             for table in comparison.tables(rows, target=target):
                 _print_table(*table)
