@@ -199,6 +199,9 @@ def test_the_other_loggers_keep_what_they_are_told(name, tmp_path, monkeypatch):
         assert found[0].data.params["options.epochs"] == "2" and found[0].info.status == "FINISHED"
     elif name == "wandb":
         files = sorted((tmp_path / "logs").rglob("*.wandb"))
+        late = time.time() + 20
+        while min(path.stat().st_size for path in files) < 500 and time.time() < late:
+            time.sleep(0.2)
         assert len(files) == 2 and all(path.stat().st_size > 500 for path in files)
     else:
         runs = {one.name: one for one in package.Api().runs(tmp_path.name)}
