@@ -53,7 +53,7 @@ def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):
     for table in text.split("known    worst")[1:]:
         assert all(len(line) <= 80 for line in table.splitlines() if "report.html" not in line)
     assert all(word in text.split() for word in title.split())
-    assert "new clients do not" in text and "not tuned" in text
+    assert {"clients", "train;", "tuned"} <= set(text.split())
 
 
 def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypatch):
