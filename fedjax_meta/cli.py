@@ -18,8 +18,8 @@ from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import catalogue, draws, estimate, files, page, presets, results
-from fedjax_meta.study import compare as comparison
+from fedjax_meta.study import catalogue, comparison, draws, estimate, files, page, presets, results
+from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.scenario import SHIFTS, Clients
@@ -166,7 +166,7 @@ def compare(
     with one_line_errors(debug):
         for path in out or ():
             comparison.check_path(path)
-        groups = comparison.by_scenario(comparison.finished(folders), reference=reference, target=target)
+        groups = comparing.by_scenario(comparing.finished(folders), reference=reference, target=target)
         for rows in groups:
             for table in comparison.tables(rows, target=target):
                 _print_table(*table)

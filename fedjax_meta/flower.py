@@ -7,6 +7,7 @@ Client i runs on the node whose config says `partition-id = i`; the server draws
 Only methods whose server needs averages alone run so. `why_not` says what the others need.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ from fedjax_meta.rounds import federate, server
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.types import Key, PyTree
+
+_log = logging.getLogger("fedjax_meta")
 
 PARTITION = "partition-id"
 """The entry of a node's config that says which client it is, as Flower's own simulation sets it."""
@@ -176,11 +179,12 @@ class _Server:
             self._state = moved
             if self._setting.method.collaborate is not None:
                 back = [nodes[int(i)] for i, returned in zip(ids, np.asarray(outputs.returned), strict=True) if returned]
-                list(_exchange(grid, back, self._content(key, mixing=True), _MIX))
+                for reply in _exchange(grid, back, self._content(key, mixing=True), _MIX):
+                    if reply.has_error():
+                        _log.warning("round %d: a client kept what it had: %s", number + 1, reply.error.reason)
             self._state = moved._replace(round=moved.round + 1)
             if on_round is not None:
-                returned = np.asarray(outputs.returned)
-                on_round(self._state, {name: float(np.mean(np.asarray(v)[returned])) for name, v in outputs.metrics.items()})
+                on_round(self._state, _means(outputs))
 
     def _nodes(self, grid: Any, wait: float) -> dict[int, int]:
         """The node of every client."""
@@ -189,7 +193,7 @@ class _Server:
         while True:
             there = list(grid.get_node_ids())
             if len(there) >= count:
-                replies = _exchange(grid, there, _flower().RecordDict(), _WHO)
+                replies = [one for one in _exchange(grid, there, _flower().RecordDict(), _WHO) if not one.has_error()]
                 nodes = {int(one.content["config"][PARTITION]): one.metadata.src_node_id for one in replies}
             missing = sorted(set(range(count)) - set(nodes))
             if not missing:
@@ -218,6 +222,8 @@ class _Server:
         shape = self._shapes.outputs
         for one in replies:
             if one is None or one.has_error():
+                reason = "no reply" if one is None else one.error.reason
+                _log.warning("round %d: a client is left out: %s", number + 1, reason)
                 lost = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shape)
                 outputs.append(lost._replace(broken=np.int32(-1)))
                 continue
@@ -304,6 +310,14 @@ class _Node:
             if self._mine[id_].num_clients != 1 or int(self._mine[id_].ids_of(np.zeros(1, np.int32))[0]) != id_:
                 raise ValueError(f"the data of {PARTITION} {id_} must be those of the client with this id alone")
         return self._mine[id_]
+
+
+def _means(outputs: Outputs) -> dict[str, float]:
+    """Each metric's mean over the clients that returned; NaN if none did."""
+    returned = np.asarray(outputs.returned)
+    if not returned.any():
+        return dict.fromkeys(outputs.metrics, float("nan"))
+    return {name: float(np.mean(np.asarray(values)[returned])) for name, values in outputs.metrics.items()}
 
 
 def _common(setting: Setting) -> Any:

@@ -145,11 +145,12 @@ class MLflow:
 
 
 class Trackio:
-    """A run of trackio, in its own folder (TRACKIO_DIR)."""
+    """A run of trackio, in its own folder (TRACKIO_DIR); the project has the name of the run's folder."""
 
     def __init__(self, folder: str | Path, name: str = "") -> None:
         self._package = _package("trackio", "trackio")
-        self._project, self._name = Path(folder).absolute().parent.name or "fedjax_meta", name
+        # A study gives RUN/logs/trackio.
+        self._project, self._name = Path(folder).absolute().parent.parent.name or "fedjax_meta", name
 
     def start(self, config: Mapping[str, Json]) -> None:
         """Opens the run and writes the config."""

@@ -148,7 +148,9 @@ def main_score(test: Mapping[str, Any]) -> MainScore:
 
 def _numbers(values: ArrayLike) -> list[float]:
     """float32 values `[n]` as the shortest decimals that round to the same float32."""
-    return [float(str(value)) for value in np.asarray(values, np.float32)]
+    # A loss of float64 that float32 cannot hold is infinite there.
+    with np.errstate(over="ignore"):
+        return [float(str(value)) for value in np.asarray(values, np.float32)]
 
 
 def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:

@@ -18,6 +18,7 @@ from tests.test_contract import method_of
 
 KEY = jax.random.key(5)
 FEDERATION = fm.Federation(cohort_size=4)
+FAST = {"fedavg", "fedadam", "fedper", "scaffold", "ditto", "l2gd", "fedmeta_per_metasgd"}
 REFUSED = {"fedamp", "heur_fedamp", "fedfomo", "fedpac", "pfedhn", "pfedhn_pc"}
 
 
@@ -90,7 +91,12 @@ def fielded(method, rounds, federation=FEDERATION, **options):
     return found, grid
 
 
-@pytest.mark.parametrize("name", [name for name in fm.METHODS if name not in REFUSED])
+def _each_method():
+    """All that run; those of FAST at once, the others in the long tier."""
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS if name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", _each_method())
 def test_three_rounds_give_the_parameters_of_the_simulation(name):
     method = method_of(name)
     assert flower.why_not(method, FEDERATION, problems.data()) is None

@@ -123,7 +123,9 @@ def by_client(systems: Sequence[Shown]) -> Figure:
                 values = 100 * _last(one, group).ravel()
                 values = values[np.isfinite(values)]
                 y = place + jitter.uniform(-0.26, 0.26, values.size)
-                axis.scatter(values, y, s=9, color=color_of(one.color), alpha=0.5, linewidth=0)
+                # Many dots are a picture, which keeps the page small.
+                many = values.size > 2000
+                axis.scatter(values, y, s=9, color=color_of(one.color), alpha=0.5, linewidth=0, rasterized=many)
                 if values.size:
                     low, middle, high = np.percentile(values, [25, 50, 75])
                     axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
@@ -275,7 +277,7 @@ def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Se
             names = [escape.label(textwrap.fill(one.title, 20)) for one in legend]
             canvas.legend(lines, names, frameon=False, fontsize=8, loc="outside right center")
         file = io.StringIO()
-        canvas.savefig(file, format="svg", metadata={"Date": None})
+        canvas.savefig(file, format="svg", dpi=200, metadata={"Date": None})
     drawn = file.getvalue()
     if not of_page:
         return drawn.replace(_TEXT, text).replace(_LINE, line)

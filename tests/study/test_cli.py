@@ -48,6 +48,17 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     assert not any(word in page for word in ('src="http', 'href="http', "@import", "url(http"))
 
 
+def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):
+    title = "Local training with a title that needs more than one line"
+    words = ["--set", "rounds=1", "--set", "seeds=[1]", "--set", f"systems.local.title={title}"]
+    code, text = said("run", file, "--out", tmp_path / "run", *words)
+    assert code == 0 and "…" not in text
+    for table in text.split("known    worst")[1:]:
+        assert all(len(line) <= 80 for line in table.splitlines() if "report.html" not in line)
+    assert all(word in text.split() for word in title.split())
+    assert {"clients", "train;", "tuned"} <= set(text.split())
+
+
 def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))

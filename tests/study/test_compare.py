@@ -11,7 +11,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
-from fedjax_meta.study import compare, run
+from fedjax_meta.study import compare, comparison, run
 from fedjax_meta.study.run import Trial
 from tests.study.common import TREE, Silent, study
 
@@ -86,8 +86,8 @@ def test_targets_in_rounds_bytes_and_time():
     never = compare.reached(one._replace(trials=[fast, trial(2, [0.5], [np.nan, 0.5])]), 80)
     assert never.rounds.tolist() == [10, np.inf]
     rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=80)
-    assert compare.tables(rows, target=80)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
-    assert compare.tables(compare.compared([one], target=80), target=80)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
+    assert comparison.tables(rows, target=80)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
+    assert comparison.tables(compare.compared([one], target=80), target=80)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
 
 
 def test_the_gap_is_known_minus_new_and_other_cohorts_are_told():
@@ -95,11 +95,11 @@ def test_the_gap_is_known_minus_new_and_other_cohorts_are_told():
     one = compare.Finished("a", "pairs", "abc", trials)
     other = one._replace(title="b", cohorts="7")
     rows = compare.compared([one, other])
-    accuracy = compare.tables(rows)[0]
+    accuracy = comparison.tables(rows)[0]
     assert accuracy.headings[-1] == "gap" and accuracy.rows[0][-1] == "+25.00"
-    text = " ".join(compare.notes(rows))
+    text = " ".join(comparison.notes(rows))
     assert "b trained on other cohorts than a" in text and "behind" not in text and "MB" not in text
-    assert "cohorts" not in " ".join(compare.notes(compare.compared([one, one._replace(title="c")])))
+    assert "cohorts" not in " ".join(comparison.notes(compare.compared([one, one._replace(title="c")])))
 
 
 @pytest.fixture(scope="module")

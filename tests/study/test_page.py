@@ -1,5 +1,6 @@
 """The HTML page of a study, its figures and its LaTeX table."""
 
+import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
@@ -11,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from fedjax_meta.report import COLORS
-from fedjax_meta.study import figures, page, results, run
+from fedjax_meta.study import compare, comparison, figures, page, results, run
 from tests.study.common import TREE, Silent, study
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -129,6 +130,32 @@ def test_what_was_not_run_is_not_spoken_of(tmp_path):
     text = (tmp_path / "report.html").read_text(encoding="utf-8") + (tmp_path / "report.tex").read_text(encoding="utf-8")
     for word in ("±", "training alone", "Grids", "hyper-parameters were", "Published", "standard deviation", "behind local:"):
         assert word not in text
+
+
+def test_a_system_that_diverges_is_reported_as_such(tmp_path):
+    systems = {
+        "broken": {"method": "fedavg", "options": {"batch_size": 20, "lr": 1e308}},
+        **{name: TREE["systems"][name] for name in ("local",)},
+    }
+    chosen = study(
+        rounds=2, systems=systems, tuning={"rounds": 1}, published=[{"system": "broken", "scenario": "pairs", "value": 1}]
+    )
+    built = run.build(chosen)
+    outcomes = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
+    assert all(trial.diverged is not None for trial in outcomes[0].final)
+    # As where the loss is not finite.
+    for row in (row for trial in outcomes[0].final for row in trial.rows):
+        for test in row["tests"].values():
+            test["accuracy"] = [float("nan")] * len(test["accuracy"])
+            test["scores"] = dict.fromkeys(test["scores"], float("nan"))
+    page.write_all(tmp_path, chosen, built, outcomes, "x")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "diverged at round" in text and "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+    assert results.published(chosen, outcomes)[0][5] == "diverged"
+    rows = compare.compared([compare.Finished(one.system, "pairs", "abc", one.final) for one in outcomes], target=10)
+    assert "diverged" in comparison.tables(rows, target=10)[0].rows[0]
+    assert "broken: 2 of 2 seeds diverged" in comparison.markdown([rows], target=10)
+    assert "diverged" in comparison.html([rows]) and comparison.comma_separated([rows]).count("\n") == 3
 
 
 @pytest.mark.long

@@ -1,0 +1,222 @@
+"""A comparison of runs as tables: for a terminal, and as Markdown, CSV and HTML."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_meta import checkpoint, metrics, report
+from fedjax_meta.study import page, results
+from fedjax_meta.study.compare import NAN, Difference, Row, holm
+from fedjax_meta.study.figures import Shown
+from fedjax_meta.study.run import KNOWN, NEW
+
+
+class Table(NamedTuple):
+    """A part of a comparison, as text."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def tables(rows: Sequence[Row], *, target: float | None = None) -> list[Table]:
+    """A comparison as tables that fit a terminal of 80 columns. Columns that would be empty are left out."""
+    systems = [row.system for row in rows]
+    scores = [
+        [
+            row.system.title,
+            str(row.system.rounds) if len({one.rounds for one in systems}) > 1 else "",
+            str(len(row.known)),
+            _spread(row.known),
+            _interval(_mean(row.known), metrics.confidence_margin(row.known)),
+            _spread(row.new),
+            f"{_mean(row.known) - _mean(row.new):+.2f}" if row.new.size else "",
+        ]
+        for row in rows
+    ]
+    headings = ["system", "rounds", "seeds", "known", "95 % interval", "new", "gap"]
+    found = [Table(f"{systems[0].scenario}: accuracy, %", *_used(headings, scores))]
+    over = [
+        [row.system.title, _spread(row.worst), _spread(row.variance), *(_share(row.behind, m) for m in results.REFERENCES)]
+        for row in rows
+    ]
+    headings = ["system", "worst 10 %", "variance", "behind local", "behind FedAvg"]
+    found.append(Table("Over known clients", *_used(headings, over)))
+    reference = next((row.system.title for row in rows if row.against is None), systems[0].title)
+    found += [part for part in (_differences(rows, reference, group) for group in (KNOWN, NEW)) if part.rows]
+    if target is not None:
+        reaching = [
+            [row.system.title, *(_reached(values) for values in row.reached)] for row in rows if row.reached is not None
+        ]
+        found.append(Table(f"To reach {target:g} %", *_used(["system", "rounds", "MB", "seconds"], reaching)))
+    return found
+
+
+def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
+    pairs = [(row.system.title, row.against if group == KNOWN else row.against_new) for row in rows]
+    found = [(title, one) for title, one in pairs if one is not None]
+    p_seeds, p_clients = (holm([getattr(one, name) for _, one in found]) for name in ("p_seeds", "p_clients"))
+    lines = [
+        [title, f"{one.mean:+.2f}", _interval(one.mean, one.margin, sign=True), _p(seeds), _p(clients), f"{one.better:.0f} %"]
+        for (title, one), seeds, clients in zip(found, p_seeds, p_clients, strict=True)
+    ]
+    headings = ["system", "points", "95 % interval", "p (seeds)", "p (clients)", "better"]
+    return Table(f"Minus {reference}, {group} clients, same seeds", *_used(headings, lines))
+
+
+def notes(rows: Sequence[Row], *, target: float | None = None) -> list[str]:
+    """What a reader must know of these tables."""
+    said = []
+    if any(row.known.size > 1 for row in rows):
+        said.append("± is the sample standard deviation over seeds; intervals are of the mean over seeds (Student's t).")
+    said.append('"variance" is over clients, in squared points.')
+    if any(row.new.size for row in rows):
+        said.append('"gap" is known minus new.')
+    if any(row.behind for row in rows):
+        said.append('"behind": known clients that do worse than with it, mean over seeds.')
+    if any(row.against is not None for row in rows):
+        said.append(
+            '"better": clients that gain. p-values are two-sided, of a paired t-test over seeds and of Wilcoxon\'s signed-rank '
+            "test over clients (mean over seeds), adjusted for the number of rows (Holm)."
+        )
+    first = next((row.system for row in rows if row.against is None), rows[0].system)
+    for row in rows:
+        if row.against is not None and row.system.cohorts != first.cohorts:
+            said.append(f"{row.system.title} trained on other cohorts than {first.title}: they share seeds, not cohorts.")
+        diverged = [trial.diverged for trial in row.system.trials if trial.diverged is not None]
+        if diverged:
+            said.append(f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged.")
+    if target is not None:
+        said.append(
+            "MB: of a client in every round, down and up. Seconds: training and testing of one run, without compilation."
+        )
+    return said
+
+
+def markdown(groups: Sequence[Sequence[Row]], *, target: float | None = None) -> str:
+    """The comparison as Markdown, one group of rows for each scenario."""
+    text = ["# Comparison", ""]
+    for rows in groups:
+        for table in tables(rows, target=target):
+            text += [f"## {table.title}", "", report.markdown_table(table.headings, table.rows), ""]
+        text += [" ".join(notes(rows, target=target)), ""]
+    return "\n".join(text)
+
+
+def html(groups: Sequence[Sequence[Row]], *, target: float | None = None) -> str:
+    """The comparison as a page with the figures of the systems, see `page`."""
+    body: list[str] = []
+    titles = dict.fromkeys(row.system.title for rows in groups for row in rows)
+    colors = {title: number for number, title in enumerate(titles)}
+    for rows in groups:
+        systems = [row.system for row in rows]
+        shown = [Shown(s.title, colors[s.title], s.trials, traffic=s.traffic, alone=s.alone) for s in systems]
+        body.append(f"<h2>{page.text(rows[0].system.scenario)}</h2>")
+        for table in tables(rows, target=target):
+            body += [f"<h3>{page.text(table.title)}</h3>", page.table(table.headings, table.rows, colors)]
+        body += [f'<p class="muted">{page.text(" ".join(notes(rows, target=target)))}</p>', *page.drawn(shown)]
+    return page.document("Comparison", body)
+
+
+def comma_separated(groups: Sequence[Sequence[Row]]) -> str:
+    """Every number of the comparison, one line for each system; empty where it is not known."""
+    lines = [_numbers(row) for rows in groups for row in rows]
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow({key: "" if isinstance(value, float) and np.isnan(value) else value for key, value in line.items()})
+    return file.getvalue()
+
+
+WRITERS = (".md", ".csv", ".html")
+
+
+def write(path: Path, groups: Sequence[Sequence[Row]], *, target: float | None = None) -> None:
+    """Writes a comparison as .md, .csv or .html, by the name of the file.
+
+    Raises:
+      ValueError: another ending.
+      OSError: the file cannot be written.
+    """
+    check_path(path)
+    if path.suffix == ".csv":
+        text = comma_separated(groups)
+    else:
+        text = (markdown if path.suffix == ".md" else html)(groups, target=target)
+    checkpoint.write_text(path, text)
+
+
+def check_path(path: Path) -> None:
+    """Raises `ValueError` for a file that `write` does not know."""
+    if path.suffix not in WRITERS:
+        raise ValueError(f"{path} must end with one of {', '.join(WRITERS)}")
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    one = row.system
+    line: dict[str, Any] = {"scenario": one.scenario, "data": one.fingerprint, "system": one.title, "method": one.method}
+    line |= {"rounds": one.rounds, "seeds": len(row.known), "bytes_a_round": one.traffic}
+    for name in ("known", "new", "worst", "variance"):
+        values = getattr(row, name)
+        line |= {f"{name}_mean": _mean(values), f"{name}_std": _deviation(values)}
+        line[f"{name}_margin"] = metrics.confidence_margin(values)
+    line["gap"] = _mean(row.known) - _mean(row.new)
+    line |= {f"behind_{method}": row.behind.get(method, NAN) for method in results.REFERENCES}
+    for name, found in (("known", row.against), ("new", row.against_new)):
+        numbers: Mapping[str, Any] = dict.fromkeys(Difference._fields, NAN) if found is None else found._asdict()
+        line |= {f"{name}_difference_{key}": value for key, value in numbers.items()}
+    if row.reached is not None:
+        for name, values in row.reached._asdict().items():
+            line |= {f"target_{name}_mean": _mean(values), f"target_{name}_std": _deviation(values)}
+        line["target_missed"] = int(np.isinf(row.reached.rounds).sum())
+    return line
+
+
+def _used(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows) of the columns that hold something."""
+    columns = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    return [headings[column] for column in columns], [[row[column] for column in columns] for row in rows]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if values.size else NAN
+
+
+def _deviation(values: np.ndarray) -> float:
+    return float(np.std(values, ddof=1)) if values.size > 1 and np.isfinite(values).all() else NAN
+
+
+def _spread(values: np.ndarray) -> str:
+    if not values.size:
+        return ""
+    if not np.isfinite(values).all():
+        return "diverged"
+    return f"{_mean(values):.2f}" + (f" ±{_deviation(values):.2f}" if values.size > 1 else "")
+
+
+def _interval(mean: float, margin: float, *, sign: bool = False) -> str:
+    form = "+.2f" if sign else ".2f"
+    return "" if np.isnan(margin) else f"[{mean - margin:{form}}, {mean + margin:{form}}]"
+
+
+def _share(behind: Mapping[str, float], method: str) -> str:
+    return f"{behind[method]:.0f} %" if method in behind else ""
+
+
+def _p(value: float) -> str:
+    return "" if np.isnan(value) else "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _reached(values: np.ndarray) -> str:
+    missed = int(np.isinf(values).sum())
+    if missed:
+        return "never" if missed == values.size else f"never in {missed} of {values.size}"
+    if np.isnan(values).any():
+        return ""
+    return f"{_mean(values):.4g}" + (f" ±{_deviation(values):.2g}" if values.size > 1 else "")
