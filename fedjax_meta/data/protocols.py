@@ -38,6 +38,7 @@ class Protocol(NamedTuple):
       name: of the protocol and the data set, for tables.
       note: one line that belongs next to results on these data; may be empty.
       noisy: int64, the clients whose training inputs are noisy. MTFL leaves them out of its average accuracies.
+      orders: how many draws of the new clients `new` holds one after the other, each of the same number of clients.
     """
 
     train: FederatedData
@@ -45,6 +46,7 @@ class Protocol(NamedTuple):
     name: str
     note: str = ""
     noisy: np.ndarray = np.zeros(0, np.int64)
+    orders: int = 1
 
 
 def fedmeta_per_clients(
@@ -56,13 +58,16 @@ def fedmeta_per_clients(
     sizes: str | None = None,
     scaling: str | None = None,
     min_samples: int | None = None,
+    newcomers: str = "as published",
+    orders: int | Sequence[Sequence[int]] = 1,
+    num_new: int | None = None,
 ) -> Protocol:
-    """FedMeta-Per: 50 clients with two classes each and unequal sizes, and 50 new clients with other pairs of classes.
+    """FedMeta-Per: 50 clients with two classes each and unequal sizes, and 50 new clients with pairs of their own.
 
     Both official splits are pooled and cut by class. Each client's samples are shuffled, and 75 % of them train (stratified by
     class for `sizes="lognormal"`). The training and the test part are each cut into 20 % support and 80 % query. The new
-    clients share the pooled test parts: the labels are permuted until no new client has the pair of a training client, and
-    each class is cut again by stick-breaking.
+    clients share the pooled test parts: the labels are put in random order, a new client gets two neighbours in it, and each
+    class is cut again by stick-breaking. The results of new clients depend on the order, so that a report needs several.
 
     Args:
       source: the data set.
@@ -76,9 +81,12 @@ def fedmeta_per_clients(
       min_samples: minimum number of samples of each of its classes that a client holds (stick-breaking). If not given, 0 as
         published if all classes have 1,000 samples or more; otherwise a third of an equal share, because the smallest clients
         would be empty.
+      newcomers: see `slots.new_client_slots`.
+      orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`.
+      num_new: new clients of each order that are kept, the first ones; all N if not given.
 
     Returns:
-      A `Protocol`; arrays are on the default device, images are uint8.
+      A `Protocol`; arrays are on the default device, images are uint8. Its new clients stand order by order.
 
     Raises:
       ValueError: an unknown option, or a data set too small for the clients and their views.
@@ -105,13 +113,42 @@ def fedmeta_per_clients(
     test_begin, test_end = views["test"]
     tests = held.order[runs.positions(np.cumsum(held.sizes) - held.sizes + test_begin, test_end - test_begin)]
     pool = new_rng.permutation(tests)
-    new_pairs = slots.new_client_slots(pairs, source.num_classes, new_rng)
-    cut = slots.stick_breaking(y[pool], new_pairs, seed=seed, min_samples=_min_samples(y[pool], new_pairs, min_samples))
-    cut = cut.shuffled(new_rng)
-    support = np.maximum(cut.sizes // 5, 1)
-    new_views = {"support": (np.zeros_like(support), support), "query": (support, cut.sizes)}
-    new = from_partition(x, y, pool[cut.order], cut.sizes, num_classes=source.num_classes, views=new_views, **scale)
-    return Protocol(on_device(train), on_device(new), f"FedMeta-Per on {source.name}", source.note)
+    found = _new_pairs(pairs, source.num_classes, new_rng, newcomers, orders)
+    kept = num_clients if num_new is None else num_new
+    checks.count("num_new", kept)
+    if kept > num_clients:
+        raise ValueError(f"num_new={kept} is more than the N={num_clients} clients of an order")
+    order, sizes_ = [], []
+    for new_pairs in found:
+        least = _min_samples(y[pool], new_pairs, min_samples)
+        cut = slots.stick_breaking(y[pool], new_pairs, seed=seed, min_samples=least).shuffled(new_rng)
+        order.append(pool[cut.order[: cut.sizes[:kept].sum()]])
+        sizes_.append(cut.sizes[:kept])
+    size = np.concatenate(sizes_)
+    support = np.maximum(size // 5, 1)
+    new_views = {"support": (np.zeros_like(support), support), "query": (support, size)}
+    new = from_partition(x, y, np.concatenate(order), size, num_classes=source.num_classes, views=new_views, **scale)
+    shared = [slots.shared_pairs(pairs, new_pairs) for new_pairs in found]
+    many = "an order of the labels, which shares" if len(found) == 1 else f"{len(found)} orders of the labels, which share"
+    note = f"New clients: {many} {', '.join(map(str, shared))} pairs of classes with training clients."
+    name = f"FedMeta-Per on {source.name}"
+    return Protocol(on_device(train), on_device(new), name, " ".join(filter(None, [source.note, note])), orders=len(found))
+
+
+def _new_pairs(
+    pairs: np.ndarray, classes: int, rng: np.random.Generator, newcomers: str, orders: int | Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """The class pairs `[N, 2]` of new clients for each order of the labels, drawn or given."""
+    checks.one_of("newcomers", newcomers, slots.NEWCOMERS)
+    if isinstance(orders, int):
+        checks.count("orders", orders)
+        return [slots.new_client_slots(pairs, classes, rng, newcomers=newcomers) for _ in range(orders)]
+    given = checks.numeric("orders", orders, integers=True)
+    if given.ndim != 2 or given.shape[1] != classes or not given.size or (np.sort(given, 1) != np.arange(classes)).any():
+        raise ValueError(
+            f"orders={checks.shown(orders)} must be a number, or lists that name each of the {classes} classes once"
+        )
+    return [order[slots.class_slots(len(pairs), classes, stride=1)] for order in given]
 
 
 def fedmeta_per_iid_clients(

@@ -35,16 +35,23 @@ def class_slots(num_clients: int, num_classes: int, *, per_client: int = 2, stri
     return (stride * np.arange(num_clients)[:, None] + np.arange(per_client)) % num_classes
 
 
-def new_client_slots(slots: np.ndarray, num_classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Int `[N, 2]`: class pairs for new clients, none of which is a pair of a training client.
+NEWCOMERS = ("as published", "unlike")
+"""How the pairs of new clients relate to those of training clients, see `new_client_slots`."""
 
-    The classes are put in random order, and client u gets two neighbours in that order. Orders are drawn until none of the
-    pairs is in `slots`.
+
+def new_client_slots(
+    slots: np.ndarray, num_classes: int, rng: np.random.Generator, *, newcomers: str = "unlike"
+) -> np.ndarray:
+    """Int `[N, 2]`: class pairs for new clients.
+
+    The classes are put in random order, and client u gets two neighbours in that order.
 
     Args:
       slots: int `[N, 2]`, the pairs of the training clients.
       num_classes: K.
       rng: source of the random orders.
+      newcomers: "as published" takes the first order, as the authors of FedMeta-Per do, so that new clients may have a pair of
+        training clients. "unlike" draws orders until no pair is in `slots`, which is harder.
 
     Raises:
       ValueError: no such order among 10,000 draws, because there are too few classes.
@@ -53,13 +60,24 @@ def new_client_slots(slots: np.ndarray, num_classes: int, rng: np.random.Generat
     if slots.ndim != 2 or slots.shape[1] != 2 or not slots.size:
         raise ValueError(f"slots must be pairs of classes [N, 2], not of shape {list(slots.shape)}")
     checks.instance("rng", rng, np.random.Generator, "np.random.default_rng(1)")
-    old = {frozenset(pair) for pair in slots.tolist()}
+    checks.one_of("newcomers", newcomers, NEWCOMERS)
     place = class_slots(len(slots), num_classes, stride=1)
     for _ in range(10_000):
         new = rng.permutation(num_classes)[place]
-        if old.isdisjoint(map(frozenset, np.unique(new, axis=0).tolist())):
+        if newcomers == "as published" or not shared_pairs(slots, new):
             return new
     raise ValueError(f"with {num_classes} classes no pairs are left for new clients that no training client has")
+
+
+def shared_pairs(slots: np.ndarray, others: np.ndarray) -> int:
+    """How many different pairs of classes both have.
+
+    Example:
+      >>> shared_pairs(np.array([[0, 1], [2, 3]]), np.array([[1, 0], [3, 4], [1, 0]]))
+      1
+    """
+    one, other = ({frozenset(pair) for pair in pairs.tolist()} for pairs in (slots, others))
+    return len(one & other)
 
 
 def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0) -> Partition:

@@ -4,11 +4,14 @@ A `Study` is declared in a file, or built in Python. `run` tunes and trains ever
 program (`fedjax_meta.sweeps`).
 """
 
-from fedjax_meta.study.scenario import PAPERS, PARTITIONS, SHIFTS, Clients, Scenario
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
+from fedjax_meta.study.scenario import AUGMENTS, SHIFTS, Clients, Scenario
 from fedjax_meta.study.study import Published, Study, Tuning, from_tree, load, to_tree, to_yaml
 from fedjax_meta.study.system import System
 
 __all__ = [
+    "AUGMENTS",
+    "GENERATED",
     "PAPERS",
     "PARTITIONS",
     "SHIFTS",

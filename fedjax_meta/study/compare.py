@@ -74,7 +74,7 @@ def finished(folders: Sequence[str | Path]) -> list[Finished]:
             raise ValueError(f"{folder} holds no run (no run.json)")
         study = load(folder / "study.yaml")
         before = len(found)
-        for scenario in study.scenarios:
+        for scenario in study.draws():
             for system in study.systems:
                 path = folder / "results" / scenario / f"{system}.final.json"
                 if not path.is_file():

@@ -101,8 +101,8 @@ class _Saved(NamedTuple):
 
 
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
-    """The clients of every scenario."""
-    return {name: scenario.build(data_dir) for name, scenario in study.scenarios.items()}
+    """The clients of every scenario, or of each draw of it, see `Study.draws`."""
+    return {name: scenario.build(data_dir) for name, scenario in study.draws().items()}
 
 
 def run(
@@ -126,14 +126,14 @@ def run(
       OSError: the folder cannot be written.
     """
     built = build(study) if clients is None else clients
-    for of_scenario in built.values():
-        for name in study.systems:
+    for scenario, of_scenario in built.items():
+        for name in study.systems_on(scenario):
             _check(study.system(name), of_scenario)
     checkpoint.lock(folder)
     _open(study, folder, built, command)
     outcomes = []
     for scenario, of_scenario in built.items():
-        for name in study.systems:
+        for name in study.systems_on(scenario):
             outcomes.append(_system(study, scenario, name, of_scenario, folder, watcher))
             watcher.end(outcomes[-1])
     return outcomes
@@ -189,7 +189,7 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
         for name, clients in built.items()
     }
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
+        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.draws().items()},
         "systems": {name: _options(study.system(name)) for name in study.systems},
         "clients": {name: one["fingerprint"] for name, one in facts.items()},
     }
@@ -213,12 +213,12 @@ def _open(study: Study, folder: Path, built: Mapping[str, Clients], command: str
 
 def _options(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title")}
+    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
 
 
 def _system(study: Study, scenario: str, name: str, clients: Clients, folder: Path, watcher: Watcher) -> Outcome:
     """Tunes and trains one system, or reads what was found before."""
-    system, place = study.system(name), study.scenarios[scenario]
+    system, place = study.system(name), study.draws()[scenario]
     points = points_of(system)
     config = {"system": _options(system), "data": clients.fingerprint, "model": [place.model, dict(place.model_options)]}
     phase = _Phase(

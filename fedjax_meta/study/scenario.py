@@ -5,23 +5,17 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, models
-from fedjax_meta.data import (
-    FederatedData,
-    from_partition,
-    holdout,
-    partition,
-    protocols,
-    sources,
-    train_test_views,
-    transforms,
-)
-from fedjax_meta.data.sources import Source
+from fedjax_meta.data import FederatedData, from_partition, holdout, sources, train_test_views, transforms
+from fedjax_meta.data.protocols import Protocol
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.task import Task
 
 
@@ -36,6 +30,8 @@ class Clients(NamedTuple):
       title: for tables.
       note: one line that belongs next to the results.
       fingerprint: a digest of all samples, labels and views.
+      orders: how many draws of the new clients `new` holds one after the other; their results are also compared draw by draw.
+      noisy: int, the clients whose training inputs are noisy by the paper's protocol, which leaves them out of its averages.
     """
 
     task: Task
@@ -45,61 +41,8 @@ class Clients(NamedTuple):
     title: str
     note: str
     fingerprint: str
-
-
-def _shards(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> partition.Partition:
-    """Shards of samples sorted by class, some for each client (McMahan et al. 2017)."""
-    assignment = partition.shard_assignment(num_clients, per_client=per_client, seed=seed)
-    return partition.shards(labels, assignment, uneven=True)
-
-
-def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> partition.Partition:
-    """A few classes for each client, each class cut evenly among its clients."""
-    count = int(labels.max()) + 1
-    checks.count("per_client", per_client)
-    if per_client > count:
-        raise ValueError(f"per_client={per_client} is more than the K={count} classes")
-    rng = np.random.default_rng(seed)
-    # Every class is dealt out before one comes again, so that all classes have clients.
-    deck = np.concatenate([rng.permutation(count) for _ in range(-(-num_clients * per_client // count) + per_client)])
-    held: list[list[int]] = []
-    for _ in range(num_clients):
-        mine: list[int] = []
-        for card in range(len(deck)):
-            if deck[card] >= 0 and deck[card] not in mine:
-                mine.append(int(deck[card]))
-                deck[card] = -1
-                if len(mine) == per_client:
-                    break
-        held.append(mine)
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-    for label in range(count):
-        owners = [i for i, mine in enumerate(held) if label in mine]
-        if owners:
-            samples = rng.permutation(np.flatnonzero(labels == label))
-            for owner, piece in zip(owners, np.array_split(samples, len(owners)), strict=True):
-                parts[owner].append(piece)
-    order = [np.concatenate(pieces) for pieces in parts]
-    return partition.Partition(np.concatenate(order), np.array([len(piece) for piece in order]))
-
-
-PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
-    "iid": partition.iid,
-    "shards": _shards,
-    "classes": _classes,
-    "dirichlet_classes": partition.dirichlet_classes,
-    "dirichlet_clients": partition.dirichlet_clients,
-    "quantity_skew": partition.quantity_skew,
-}
-"""Partition rules by name: `(labels, num_clients, *, seed, ...) -> Partition`."""
-
-PAPERS: dict[str, Callable[..., protocols.Protocol]] = {
-    "fedmeta_per": protocols.fedmeta_per_clients,
-    "fedpac": protocols.fedpac_clients,
-    "perfedavg_reptile": protocols.perfedavg_reptile_clients,
-    "mtfl": protocols.mtfl_clients,
-}
-"""Clients as a paper draws them; they bring their own tests and new clients."""
+    orders: int = 1
+    noisy: np.ndarray = np.zeros(0, np.int64)
 
 
 def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: int) -> FederatedData:
@@ -124,6 +67,15 @@ SHIFTS: dict[str, Callable[..., FederatedData]] = {"noise": _noise, "concept": _
 """What else makes clients differ, by name: `(data, *, seed, ...) -> data`."""
 
 
+def _crop_and_flip(task: Task, data: FederatedData, *, pad: int = 4) -> Task:
+    """Random crops and flips of the images that a client trains on."""
+    black = -jnp.asarray(data.offset) * jnp.asarray(data.scale)
+    return transforms.augmented(task, partial(transforms.crop_and_flip, pad=pad, fill=black))
+
+
+AUGMENTS: dict[str, Callable[..., Task]] = {"crop_and_flip": _crop_and_flip}
+"""What changes the samples of training batches, by name: `(task, data, ...) -> task`."""
+
 TESTED_ON = {"train": "test", "test_support": "test_query"}
 """The view that known clients are tested on, by the view that they adapt on."""
 
@@ -133,18 +85,20 @@ class Scenario:
     """A data set, its clients and their model.
 
     Attributes:
-      dataset: name for `data.sources.load`, or the path of an .npz file.
-      partition: name in `PARTITIONS` or `PAPERS`.
-      options: of the partition.
-      clients: N, new ones included; the paper's number when not given for a paper's partition.
+      dataset: name for `data.sources.load`, the path of an .npz file, or a name in `GENERATED`, whose clients are generated.
+      partition: name in `PARTITIONS`, "natural" (the clients that an .npz names), or a paper's protocol in `PAPERS`; not for
+        generated clients.
+      options: of the partition, or of the generator.
+      clients: N, new ones included; the paper's number when not given for a paper's protocol.
       model: name in `models.MODELS`; by default the LeNet for colour images, else the perceptron.
       model_options: of the model.
+      augment: name in `AUGMENTS`, how training batches are changed; not at all when not given.
       shift: name in `SHIFTS`, with `shift_options`; none when not given.
-      test: share of a client's samples for its test.
+      test: share of a client's samples for its test; papers and generators have their own.
       support: share of each part for adaptation.
       adapt_on: what a known client adapts on before its test: "train", and it is tested on all of its test samples; or
         "test_support", a share of them, and it is tested on the rest (FedMeta-Per).
-      new: share of the clients that never train.
+      new: share of the clients that never train; a fifth when not given, and none where a paper or a generator draws them.
       validation: share of the train samples that is held back while hyper-parameters are chosen.
       seed: of the partition.
 
@@ -153,28 +107,37 @@ class Scenario:
     """
 
     dataset: str = "mnist_small"
-    partition: str = "classes"
+    partition: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     clients: int | None = None
     model: str | None = None
     model_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    augment: str | None = None
     shift: str | None = None
     shift_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     test: float = 0.25
     support: float = 0.2
     adapt_on: str = "train"
-    new: float = 0.2
+    new: float | None = None
     validation: float = 0.2
     seed: int = 1
 
     def __post_init__(self) -> None:
-        checks.one_of("partition", self.partition, [*PARTITIONS, *PAPERS])
-        _check_options(f"partition {self.partition}", {**PARTITIONS, **PAPERS}[self.partition], self.options)
+        if self.dataset in GENERATED:
+            if self.partition is not None:
+                raise ValueError(f"dataset {self.dataset} generates its clients: leave partition={self.partition!r} out")
+            _check_options(f"dataset {self.dataset}", GENERATED[self.dataset], self.options)
+        else:
+            rules: dict[str, Callable[..., Any]] = {**PARTITIONS, "natural": natural, **PAPERS}
+            checks.one_of("partition", self.rule, rules)
+            _check_options(f"partition {self.rule}", rules[self.rule], self.options)
         if self.model is not None:
             checks.one_of("model", self.model, models.MODELS)
             _check_options(f"model {self.model}", models.MODELS[self.model], self.model_options)
         elif self.model_options:
             raise ValueError("model_options need a model")
+        if self.augment is not None:
+            checks.one_of("augment", self.augment, AUGMENTS)
         if self.shift is not None:
             checks.one_of("shift", self.shift, SHIFTS)
             _check_options(f"shift {self.shift}", SHIFTS[self.shift], self.shift_options)
@@ -183,10 +146,16 @@ class Scenario:
         for name in ("test", "support", "validation"):
             checks.fraction(name, getattr(self, name))
         checks.one_of("adapt_on", self.adapt_on, TESTED_ON)
-        checks.share("new", self.new)
+        if self.new is not None:
+            checks.share("new", self.new)
         checks.count("seed", self.seed, least=0)
         if self.clients is not None:
             checks.count("clients", self.clients)
+
+    @property
+    def rule(self) -> str:
+        """Name of the partition, "classes" when not given."""
+        return "classes" if self.partition is None else self.partition
 
     def build(self, data_dir: str | None = None) -> Clients:
         """Loads the data set and cuts it; the same scenario always gives the same clients.
@@ -194,30 +163,46 @@ class Scenario:
         Raises:
           ValueError: a data set that is not there, too few samples for so many clients.
         """
-        source = sources.load(self.dataset, data_dir=data_dir)
-        if self.partition in PAPERS:
-            train, new, title, note = self._of_paper(source)
+        if self.dataset in GENERATED:
+            made = self._drawn(GENERATED[self.dataset])
+        elif self.rule in PAPERS:
+            made = self._drawn(partial(PAPERS[self.rule], sources.load(self.dataset, data_dir=data_dir)))
         else:
-            train, new, title, note = self._of_partition(source)
+            made = self._of_partition(data_dir)
+        train, title = made.train, made.name
         if self.shift is not None:
             train = SHIFTS[self.shift](train, **{"seed": self.seed, **self.shift_options})
             title += f", {self.shift}"
         tuning = holdout.validation_samples(train, self.validation, support=self.support)
         task = model_for(self.model, train, self.model_options)
-        return Clients(task, train, tuning, new, title, note, fingerprint(train, new))
+        if self.augment is not None:
+            task = AUGMENTS[self.augment](task, train)
+        digest = fingerprint(train, made.new)
+        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy)
 
-    def _of_paper(self, source: Source) -> tuple[FederatedData, FederatedData | None, str, str]:
+    def _drawn(self, draw: Callable[..., Protocol]) -> Protocol:
+        """Clients of a paper's protocol or of a generator."""
         given = {} if self.clients is None else {"num_clients": self.clients}
-        made = PAPERS[self.partition](source, **{"seed": self.seed, **given, **self.options})
-        train, new = (None if data is None else jax.tree.map(np.asarray, data) for data in (made.train, made.new))
-        assert train is not None
-        return train, new, made.name, made.note
+        made = draw(**{"seed": self.seed, **given, **self.options})
+        train = jax.tree.map(np.asarray, made.train)
+        new = None if made.new is None else jax.tree.map(np.asarray, made.new)
+        if self.new:
+            if new is not None:
+                raise ValueError(f"new={self.new}, but the protocol {made.name} draws new clients of its own: leave new out")
+            train, new = holdout.new_clients(train, self.new, support=self.support, seed=self.seed)
+        return made._replace(train=train, new=new)
 
-    def _of_partition(self, source: Source) -> tuple[FederatedData, FederatedData | None, str, str]:
-        x, y = source.pooled()
-        count = 20 if self.clients is None else self.clients
-        rule = PARTITIONS[self.partition]
-        order, sizes = rule(y, count, **{"seed": self.seed, **self.options}).shuffled(self.seed)
+    def _of_partition(self, data_dir: str | None) -> Protocol:
+        if self.rule == "natural":
+            source, x, y, held = natural(self.dataset, **self.options)
+            if self.clients is not None:
+                raise ValueError(f"clients={self.clients}, but the partition 'natural' takes the clients of {self.dataset}")
+        else:
+            source = sources.load(self.dataset, data_dir=data_dir)
+            x, y = source.pooled()
+            count = 20 if self.clients is None else self.clients
+            held = PARTITIONS[self.rule](y, count, **{"seed": self.seed, **self.options})
+        order, sizes = held.shuffled(self.seed)
         if sizes.min() < 4:
             raise ValueError(
                 f"client {int(sizes.argmin())} has {sizes.min()} samples of {self.dataset}; train, validation and test need at "
@@ -225,10 +210,11 @@ class Scenario:
             )
         views = train_test_views(sizes, train=1 - self.test, support=self.support)
         data = from_partition(x, y, order, sizes, num_classes=source.num_classes, views=views)
-        train, new = holdout.new_clients(data, self.new, support=self.support, seed=self.seed)
+        share = 0.2 if self.new is None else self.new
+        train, new = holdout.new_clients(data, share, support=self.support, seed=self.seed)
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
-        title = f"{self.partition}{f' ({options})' if options else ''} on {source.name}, {count} clients"
-        return train, new, title, source.note
+        title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
+        return Protocol(train, new, title, source.note)
 
 
 def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any]) -> Task:

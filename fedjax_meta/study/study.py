@@ -9,8 +9,12 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks
+from fedjax_meta.study import files
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
+
+DRAW = "@"
+"""Between the name of a scenario and the seed of a draw of it."""
 
 METRICS = ("accuracy", "accuracy_mean", "f1_mean")
 """Scores by which hyper-parameters may be chosen, see `metrics.summary`."""
@@ -65,6 +69,8 @@ class Study:
       title: of the report.
       scenarios, systems: by name.
       rounds, eval_every, seeds: of every run.
+      data_seeds: seeds of several draws of every scenario's clients; each draw is tuned and trained on its own, and tables
+        have the mean and the spread over draws and seeds together. The scenario's own seed alone when empty.
       federation: options of every system that does not say otherwise.
       tuning: how grids are searched.
       published: numbers to print beside the measured ones.
@@ -80,6 +86,7 @@ class Study:
     rounds: int = 100
     eval_every: int = 20
     seeds: Sequence[int] = (1,)
+    data_seeds: Sequence[int] = ()
     federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tuning: Tuning = dataclasses.field(default_factory=Tuning)
     published: Sequence[Published] = ()
@@ -89,6 +96,8 @@ class Study:
         checks.count("rounds", self.rounds)
         checks.count("eval_every", self.eval_every)
         _check_seeds("seeds", self.seeds)
+        if self.data_seeds:
+            _check_seeds("data_seeds", self.data_seeds)
         for kind in ("scenarios", "systems"):
             if not getattr(self, kind):
                 raise ValueError(f"a study needs {kind}")
@@ -99,6 +108,9 @@ class Study:
         for title in titles:
             if titles.count(title) > 1:
                 raise ValueError(f"two systems have the title {title!r}: give each its own")
+        for name, system in self.systems.items():
+            for scenario in system.scenarios or ():
+                checks.one_of(f"systems.{name}.scenarios", scenario, self.scenarios)
         for row in self.published:
             checks.one_of("published.system", row.system, self.systems)
             checks.one_of("published.scenario", row.scenario, self.scenarios)
@@ -108,6 +120,21 @@ class Study:
         """A system's title in tables."""
         return self.systems[system].title or system
 
+    def systems_on(self, scenario: str) -> list[str]:
+        """The systems that are run on a scenario, or on a draw of it, in order."""
+        base = scenario.partition(DRAW)[0]
+        return [name for name, system in self.systems.items() if system.scenarios is None or base in system.scenarios]
+
+    def draws(self) -> dict[str, Scenario]:
+        """What is run: the scenarios by name, or each of their draws as "scenario@seed"."""
+        if not self.data_seeds:
+            return dict(self.scenarios)
+        return {
+            f"{name}{DRAW}{seed}": dataclasses.replace(scenario, seed=seed)
+            for name, scenario in self.scenarios.items()
+            for seed in self.data_seeds
+        }
+
     def system(self, name: str) -> System:
         """A system with the federation's options of the study filled in."""
         own = self.systems[name]
@@ -115,27 +142,29 @@ class Study:
         return dataclasses.replace(own, federation={**shared, **own.federation})
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Study:
-    """Reads a study from a YAML file.
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    variants: Sequence[str] = (),
+    systems: Sequence[str] | None = None,
+) -> Study:
+    """Reads a study from a YAML file, or a study of the package by its name.
 
     Args:
-      path: of the file.
+      path: of the file, or the name.
       overrides: `"systems.fedavg.options.epochs=5"`; a value is read as YAML.
+      variants: names of changes that the file holds under "variants", in order; overrides come after them.
+      systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: no YAML, a field that does not exist, and what `Study` refuses; the message names the field.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
-    for override in overrides:
-        _override(tree, override)
-    return from_tree(tree)
+    tree = files.variants(files.read(path), variants)
+    for text in overrides:
+        files.override(tree, text)
+    return from_tree(tree if systems is None else files.only(tree, systems))
 
 
 def from_tree(tree: Mapping[str, Any]) -> Study:
@@ -144,16 +173,19 @@ def from_tree(tree: Mapping[str, Any]) -> Study:
     Raises:
       ValueError: see `load`.
     """
-    tree = dict(tree)
+    tree = files.variants(dict(tree))
     for kind, of in (("scenarios", Scenario), ("systems", System)):
         named = tree.get(kind)
         if not isinstance(named, Mapping) or not named:
             raise ValueError(f"{kind} must be a mapping of names")
-        tree[kind] = {name: _object(f"{kind}.{name}", of, value) for name, value in named.items()}
+        tree[kind] = {name: _object(f"{kind}.{name}", of, value) for name, value in files.expanded(kind, named).items()}
     if "tuning" in tree:
         tree["tuning"] = _object("tuning", Tuning, tree["tuning"])
     if "published" in tree:
-        tree["published"] = [_object(f"published[{i}]", Published, row) for i, row in enumerate(tree["published"])]
+        rows = files.published(tree["published"] or ())
+        tree["published"] = [_object(f"published[{i}]", Published, row) for i, row in enumerate(rows)]
+    if "notes" in tree:
+        tree["notes"] = files.notes(tree["notes"] or (), tree["systems"])
     return _object("study", Study, tree)
 
 
@@ -188,21 +220,6 @@ def _object(where: str, of: type, given: Any) -> Any:
         return of(**given)
     except ValueError as error:
         raise ValueError(str(error) if where == "study" else f"{where}: {error}") from None
-
-
-def _override(tree: dict[str, Any], text: str) -> None:
-    path, equals, value = text.partition("=")
-    *parents, last = path.split(".")
-    if not equals or not all([*parents, last]):
-        raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
-    place = tree
-    for name in parents:
-        if place.get(name) is None:
-            place[name] = {}
-        place = place[name]
-        if not isinstance(place, dict):
-            raise ValueError(f"{text!r}: {name} is no mapping")
-    place[last] = yaml.safe_load(value)
 
 
 def _check_seeds(name: str, seeds: Any) -> None:

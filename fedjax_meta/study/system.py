@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import optax
 
-from fedjax_meta import aggregate, attacks, checks, implicit, meta, participation, schedules, uploads
+from fedjax_meta import aggregate, attacks, checks, implicit, masks, meta, participation, schedules, uploads
 from fedjax_meta import federation as federations
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.contract import Method
+from fedjax_meta.features import with_projection
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.rounds import federate
@@ -24,8 +27,16 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "implicit": implicit.implicit_gradient,
     "reptile": meta.reptile_gradient,
 }
+
+
+def _sgd(learning_rate: Any, momentum: float | None = None, nesterov: bool = False, weight_decay: float = 0.0) -> Any:
+    """Gradient descent; `weight_decay` times the weights is added to the gradient."""
+    plain = optax.sgd(learning_rate, momentum, nesterov)
+    return optax.chain(optax.add_decayed_weights(weight_decay), plain) if weight_decay else plain
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "sgd": optax.sgd,
+    "sgd": _sgd,
     "momentum": functools.partial(optax.sgd, momentum=0.9),
     "adam": optax.adam,
     "adamw": optax.adamw,
@@ -79,6 +90,9 @@ class System:
       federation: of `Federation`; `uploads` is a list of parts.
       grid: values to try, by the name of an option of the method or the federation.
       title: for tables; the method's name when not given.
+      scenarios: names of the scenarios that it is run on; all when not given.
+      projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
+        none when not given.
 
     Raises:
       ValueError: an unknown method, option or part, a grid without values, an option that is also in the grid.
@@ -89,6 +103,8 @@ class System:
     federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grid: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     title: str | None = None
+    scenarios: Sequence[str] | None = None
+    projection: int | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, METHODS)
@@ -105,6 +121,10 @@ class System:
             numbers = isinstance(values, (list, tuple)) and values and all(_is_number(value) for value in values)
             if not numbers or len(set(values)) < len(values):
                 raise ValueError(f"grid of {name} must be a list of different numbers, not {values!r}")
+        if self.scenarios is not None and not isinstance(self.scenarios, (list, tuple)):
+            raise ValueError(f"scenarios={self.scenarios!r} must be a list of names")
+        if self.projection is not None:
+            checks.count("projection", self.projection)
         for name in (*self.options, *self.federation):
             if name in PARTS:
                 part(name, {**self.options, **self.federation}[name])
@@ -129,9 +149,20 @@ class System:
         for name, value in numbers.items():
             (options if name in takes else shared)[name] = value
         try:
+            if self.projection is not None:
+                task = with_projection(task, *_size_of_head(task), projection=self.projection)
             return METHODS[self.method](task, **options), Federation(**shared)
         except TypeError as error:
             raise ValueError(str(error)) from error
+
+
+def _size_of_head(task: Task) -> tuple[int, int]:
+    """(d, K) of a task whose head is one dense layer."""
+    leaves = jax.tree.leaves(masks.split(masks.variables_shape(task), masks.resolve("head", task))[0])
+    shapes = sorted((leaf.shape for leaf in leaves), key=len)
+    if [len(shape) for shape in shapes] != [1, 2]:
+        raise ValueError("projection needs a model whose head is one dense layer with a bias")
+    return math.prod(shapes[1]) // shapes[0][0], shapes[0][0]
 
 
 def part(option: str, given: Any) -> Any:

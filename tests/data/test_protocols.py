@@ -98,7 +98,7 @@ def test_fedmeta_per_on_cifar10_has_the_numbers_of_table_2(cifar):
 
 @pytest.mark.parametrize(("name", "pairing"), [("mnist", "2u+j"), ("mnist", "u+j"), ("cifar", None)])
 def test_new_clients_of_fedmeta_per_share_the_test_parts_and_have_other_pairs(name, pairing, request):
-    p = protocols.fedmeta_per_clients(request.getfixturevalue(name), pairing=pairing)
+    p = protocols.fedmeta_per_clients(request.getfixturevalue(name), pairing=pairing, newcomers="unlike")
     assert p.new is not None and p.new.num_clients == 50 and p.new.views == ("support", "query")
     held_out = np.sort(np.concatenate([_numbers(p.train, "test", u) for u in range(50)]))
     given = np.sort(np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(50)]))
@@ -108,6 +108,20 @@ def test_new_clients_of_fedmeta_per_share_the_test_parts_and_have_other_pairs(na
     assert {tuple(np.flatnonzero(row)) for row in whole}.isdisjoint(_pairs(p.train, "train"))
     sizes = whole.sum(1)
     assert np.array_equal(p.new.sizes("support"), np.maximum(sizes // 5, 1)) and sizes.std() > 0.5 * sizes.mean()
+
+
+def test_orders_of_new_clients_stand_one_after_the_other(mnist):
+    """Each order cuts all test parts again; a given order fixes the pairs, and only the first clients may be kept."""
+    order = [3, 8, 0, 1, 4, 2, 5, 9, 6, 7]
+    p = protocols.fedmeta_per_clients(mnist, orders=[order, list(range(10))], num_new=30)
+    assert p.orders == 2 and p.new.num_clients == 60 and "2, 5 pairs" in p.note
+    whole = _counts(p.new, "support") + _counts(p.new, "query")
+    pairs = [set(np.flatnonzero(row).tolist()) for row in whole]
+    assert pairs[:30] == [{order[u % 10], order[(u + 1) % 10]} for u in range(30)]
+    assert pairs[30:] == [{u % 10, (u + 1) % 10} for u in range(30)]
+    for block in (slice(0, 30), slice(30, 60)):
+        held = np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(60)[block]])
+        assert len(set(held.tolist())) == len(held)
 
 
 def test_the_seed_determines_fedmeta_per(mnist):
@@ -309,12 +323,16 @@ BAD = {
         lambda s: protocols.fedmeta_per_clients(s, pairing="u"),
         "pairing='u' is unknown; allowed are 2u\\+j, u\\+j",
     ),
+    "unknown newcomers": (lambda s: protocols.fedmeta_per_clients(s, newcomers="like"), "newcomers='like' is unknown"),
+    "an order that lacks a class": (lambda s: protocols.fedmeta_per_clients(s, orders=[[0, 1]]), "orders=.* must be a number"),
+    "no orders": (lambda s: protocols.fedmeta_per_clients(s, orders=0), "orders=0 must be an integer"),
+    "too many new clients": (lambda s: protocols.fedmeta_per_clients(s, num_new=51), "num_new=51 is more than the N=50"),
     "unknown sizes": (lambda s: protocols.fedmeta_per_clients(s, sizes="equal"), "sizes='equal' is unknown"),
     "unknown scaling": (lambda s: protocols.fedmeta_per_clients(s, scaling="z"), "scaling='z' is unknown"),
     "too many clients": (lambda s: protocols.fedmeta_per_clients(s, num_clients=70_000), "would be empty"),
     "too few classes for new clients": (
         lambda s: protocols.fedmeta_per_clients(
-            from_arrays(s.x_train[:8000], np.arange(8000) % 4), num_clients=4, pairing="u+j"
+            from_arrays(s.x_train[:8000], np.arange(8000) % 4), num_clients=4, pairing="u+j", newcomers="unlike"
         ),
         "with 4 classes no pairs are left",
     ),

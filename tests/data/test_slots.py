@@ -70,6 +70,19 @@ def test_new_pairs_differ_from_all_training_pairs():
         assert {frozenset(p) for p in new.tolist()}.isdisjoint(frozenset(p) for p in pairs.tolist())
 
 
+def test_published_newcomers_get_neighbours_in_a_plain_shuffle():
+    """As the authors draw them: no order is refused, so that most of them share a pair with training clients."""
+    pairs = slots.class_slots(50, 10, stride=1)
+    shared = []
+    for seed in range(200):
+        new = slots.new_client_slots(pairs, 10, np.random.default_rng(seed), newcomers="as published")
+        order = np.random.default_rng(seed).permutation(10)
+        assert new.tolist() == [[order[u % 10], order[(u + 1) % 10]] for u in range(50)]
+        shared.append(slots.shared_pairs(pairs, new))
+    # Of 10 pairs each is a pair of training clients with probability 10 / 45.
+    assert np.mean(shared) == pytest.approx(10 * 10 / 45, abs=0.3)
+
+
 LABELS = np.repeat(np.arange(4), 25)
 BAD = {
     "more classes than exist": (lambda: slots.class_slots(5, 10, per_client=11), "per_client=11 must not exceed.*10"),

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-import fedjax_meta as fm
 from fedjax_meta import checkpoint, report
 
 console = Console()
@@ -148,9 +148,9 @@ def open_folder(
         return folder  # its config.json says how the run began
     started[:] = [folder, *made]
     checkpoint.lock(folder)
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": fm.__version__}
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": version("fedjax_meta")}
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    config = {"options": dict(options), "algorithms": dict(algorithms)}
+    config: dict[str, Json] = {"options": dict(options), "algorithms": dict(algorithms)}
     config |= {"versions": versions, "device": device, "command": command_line(folder)}
     checkpoint.write_text(
         folder / "config.json", json.dumps(report.strict(config), indent=2, default=str, allow_nan=False) + "\n"
@@ -171,8 +171,10 @@ def _unused(folder: Path) -> Path:
 
 def command_line(folder: Path, *, resume: bool = False) -> str:
     """The command that runs this experiment in `folder`, for a shell."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["python", "-m", spec.name] if spec else ["python", sys.argv[0]]
+    spec, script = getattr(sys.modules["__main__"], "__spec__", None), Path(sys.argv[0])
+    program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else ["python", sys.argv[0]]
+    if not spec and script.suffix != ".py":
+        program = [script.name]  # an installed command
     given = [word for word in sys.argv[1:] if word != "--resume"]
     if not any(word == "--out" or word.startswith("--out=") for word in given):
         given += ["--out", str(folder)]

@@ -1,0 +1,118 @@
+"""Ways to divide a data set among clients, by name: rules for one array of labels, the protocols of papers, and generators."""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from fedjax_meta import checks
+from fedjax_meta.data import npz, partition, protocols, sources, synthetic
+from fedjax_meta.data.partition import Partition
+from fedjax_meta.data.protocols import Protocol
+from fedjax_meta.data.sources import Source
+
+
+def _shards(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> Partition:
+    """Shards of samples sorted by class, some for each client (McMahan et al. 2017)."""
+    assignment = partition.shard_assignment(num_clients, per_client=per_client, seed=seed)
+    return partition.shards(labels, assignment, uneven=True)
+
+
+def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> Partition:
+    """A few classes for each client, each class cut evenly among its clients."""
+    count = int(labels.max()) + 1
+    checks.count("per_client", per_client)
+    if per_client > count:
+        raise ValueError(f"per_client={per_client} is more than the K={count} classes")
+    rng = np.random.default_rng(seed)
+    # Every class is dealt out before one comes again, so that all classes have clients.
+    deck = np.concatenate([rng.permutation(count) for _ in range(-(-num_clients * per_client // count) + per_client)])
+    held: list[list[int]] = []
+    for _ in range(num_clients):
+        mine: list[int] = []
+        for card in range(len(deck)):
+            if deck[card] >= 0 and deck[card] not in mine:
+                mine.append(int(deck[card]))
+                deck[card] = -1
+                if len(mine) == per_client:
+                    break
+        held.append(mine)
+    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    for label in range(count):
+        owners = [i for i, mine in enumerate(held) if label in mine]
+        if owners:
+            samples = rng.permutation(np.flatnonzero(labels == label))
+            for owner, piece in zip(owners, np.array_split(samples, len(owners)), strict=True):
+                parts[owner].append(piece)
+    order = [np.concatenate(pieces) for pieces in parts]
+    return Partition(np.concatenate(order), np.array([len(piece) for piece in order]))
+
+
+PARTITIONS: dict[str, Callable[..., Partition]] = {
+    "iid": partition.iid,
+    "shards": _shards,
+    "classes": _classes,
+    "dirichlet_classes": partition.dirichlet_classes,
+    "dirichlet_clients": partition.dirichlet_clients,
+    "quantity_skew": partition.quantity_skew,
+}
+"""Rules for the samples of both splits together: `(labels, num_clients, *, seed, ...) -> Partition`."""
+
+
+def _iid(source: Source, *, seed: int = 1, num_clients: int = 50, train: float = 0.75, scaling: str | None = None) -> Protocol:
+    """FedMeta-Per's control: IID clients of equal size; one client with `train=0.8` is its centralised training."""
+    data = protocols.fedmeta_per_iid_clients(source, seed=seed, num_clients=num_clients, train=train, scaling=scaling)
+    return Protocol(data, None, f"{'IID clients' if num_clients > 1 else 'One client'} on {source.name}", source.note)
+
+
+PAPERS: dict[str, Callable[..., Protocol]] = {
+    "fedmeta_per": protocols.fedmeta_per_clients,
+    "fedmeta_per_iid": _iid,
+    "fedpac": protocols.fedpac_clients,
+    "perfedavg_reptile": protocols.perfedavg_reptile_clients,
+    "mtfl": protocols.mtfl_clients,
+}
+"""Clients as a paper draws them, with tests and new clients of their own: `(source, *, seed, num_clients, ...) -> Protocol`."""
+
+
+def _synthetic(
+    *, model_spread: float = 1.0, data_spread: float = 1.0, spread: str = "variance", num_clients: int = 30, seed: int = 1
+) -> Protocol:
+    """synthetic(δ, θ): how much the clients' models and inputs differ; no data set is needed."""
+    data = synthetic.synthetic(model_spread, data_spread, seed=seed, num_clients=num_clients, spread=spread)
+    return Protocol(protocols.on_device(data), None, f"synthetic({model_spread:g}, {data_spread:g})")
+
+
+GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic}
+"""Clients that are generated, `(*, seed, num_clients, ...) -> Protocol`, by the name of the data set."""
+
+
+def natural(
+    path: str | os.PathLike, *, by: str = "client", min_samples: int = 1
+) -> tuple[Source, np.ndarray, np.ndarray, Partition]:
+    """The clients that an .npz file itself names, in a third array beside x and y.
+
+    Args:
+      path: of the file.
+      by: the array with the client of each sample.
+      min_samples: clients with fewer are left out.
+
+    Returns:
+      (the data set, its inputs `[M, ...]`, its labels `[M]`, the clients).
+
+    Raises:
+      ValueError: another kind of data set, no such array, and whatever `partition.natural` refuses.
+    """
+    shown = repr(os.fspath(path))
+    if not os.fspath(path).endswith(".npz"):
+        raise ValueError(f"partition 'natural' needs an .npz that names the client of each sample, not the data set {shown}")
+    source, arrays = sources.read_npz(path), npz.read(path)
+    if not {"x", "y", by} <= set(arrays):
+        raise ValueError(f"{shown} holds {', '.join(arrays)}; by={by!r} needs x, y and {by}")
+    x, y, owner = arrays["x"], arrays["y"], arrays[by]
+    if owner.shape != y.shape:
+        raise ValueError(
+            f"{by} has shape {list(owner.shape)} in {shown}, but y has {list(y.shape)}: it needs one entry a sample"
+        )
+    # A source sorts its samples, but x, y and owner agree only in the order of the file.
+    return source, x.reshape(-1, *source.x_train.shape[1:]), y, partition.natural(owner, min_samples=min_samples)

@@ -1,0 +1,244 @@
+"""Studies as files: those of the package by name, their variants, values that stand for several entries, and overrides."""
+
+import copy
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedjax_meta import checks
+
+Tree = dict[str, Any]
+"""Nested mappings, lists and plain values, as YAML holds them."""
+
+
+def packaged() -> dict[str, str]:
+    """The studies that come with the package: the text of each file by its name."""
+    folder = resources.files("fedjax_meta") / "studies"
+    found = {one.name.removesuffix(".yaml"): one for one in folder.iterdir() if one.name.endswith(".yaml")}
+    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+
+
+def read(path: str | Path) -> Tree:
+    """The tree of a file, or of a study of the package when there is no such file.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: no YAML, or no mapping.
+    """
+    name = str(path)
+    own = packaged()
+    if name in own and not Path(path).exists():
+        text = own[name]
+    elif not Path(path).exists() and Path(name).name == name and "." not in name:
+        checks.one_of("study", name, own)
+        raise AssertionError
+    else:
+        text = Path(path).read_text(encoding="utf-8")
+    try:
+        tree = parsed(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
+    return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as a number, as YAML 1.2 does; PyYAML wants 1.0e-5."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def parsed(text: str) -> Any:
+    """The tree of a text in YAML.
+
+    Example:
+      >>> parsed("{lr: 1e-5, epochs: 3}")
+      {'lr': 1e-05, 'epochs': 3}
+    """
+    return yaml.load(text, _Loader)
+
+
+def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
+    """The tree with the changes of its chosen variants, in order, and without the field "variants".
+
+    A variant is a mapping that is laid over the study: mappings are merged, other values replaced, and a field whose value is
+    null is left out.
+
+    Raises:
+      ValueError: a variant that the study does not have.
+
+    Example:
+      >>> study = {"rounds": 9, "systems": {"a": 1, "b": 2}, "variants": {"quick": {"rounds": 2, "systems": {"a": None}}}}
+      >>> variants(study, ["quick"])
+      {'rounds': 2, 'systems': {'b': 2}}
+    """
+    tree = copy.deepcopy(tree)
+    known = tree.pop("variants", None) or {}
+    for name in chosen:
+        if not known:
+            raise ValueError(f"variant={name!r} is unknown; this study has no variants")
+        checks.one_of("variant", name, known)
+        tree = _merged(tree, known[name] or {})
+    return tree
+
+
+def _merged(tree: Tree, changes: Mapping[str, Any]) -> Tree:
+    result = dict(tree)
+    for key, value in changes.items():
+        old = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(old, Mapping):
+            result[key] = _merged(dict(old), value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def override(tree: Tree, text: str) -> None:
+    """Sets one field, "systems.fedavg.options.epochs=5"; the value is read as YAML.
+
+    Raises:
+      ValueError: no field, no value, or a field of what is no mapping.
+    """
+    path, equals, value = text.partition("=")
+    if not equals or not all(path.split(".")):
+        raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
+    put(tree, path, parsed(value))
+
+
+def put(tree: Tree, path: str, value: Any) -> None:
+    """Sets the field at a path with dots.
+
+    Raises:
+      ValueError: a field of what is no mapping.
+    """
+    *parents, last = path.split(".")
+    place = tree
+    for name in parents:
+        if place.get(name) is None:
+            place[name] = {}
+        place = place[name]
+        if not isinstance(place, dict):
+            raise ValueError(f"{path!r}: {name} is no mapping")
+    place[last] = value
+
+
+def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:
+    """Entries with `each` become one entry for every combination of its values.
+
+    `{"maml": {"method": "fedmeta", "title": "MAML, E = {inner_steps}", "each": {"options.inner_steps": [1, 5]}}}` gives the
+    entries "maml-1" and "maml-5". The title may name the last part of a path in braces.
+
+    Raises:
+      ValueError: `each` is no mapping of lists, or two entries get the same name.
+    """
+    made: Tree = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, Mapping) or "each" not in entry:
+            if name in made:
+                raise ValueError(f"{kind} has two entries {name!r}")
+            made[name] = entry
+            continue
+        each, rest = entry["each"], {key: value for key, value in entry.items() if key != "each"}
+        if not isinstance(each, Mapping) or not each or not all(isinstance(v, list) and v for v in each.values()):
+            raise ValueError(f"{kind}.{name}: each must be a mapping of lists, e.g. options.epochs: [1, 5], not {each!r}")
+        for values in itertools.product(*each.values()):
+            one, words = copy.deepcopy(rest), {}
+            for path, value in zip(each, values, strict=True):
+                put(one, path, value)
+                words[path.split(".")[-1]] = value
+            if kind == "systems":
+                title = one.get("title") or name
+                one["title"] = _filled(f"{kind}.{name}", title, words)
+            label = "-".join([name, *(re.sub(r"[^A-Za-z0-9_]+", "_", str(value)) for value in values)])
+            if label in made:
+                raise ValueError(f"{kind} has two entries {label!r}")
+            made[label] = one
+    return made
+
+
+def _filled(where: str, title: str, words: Mapping[str, Any]) -> str:
+    if "{" not in title:
+        return f"{title}, {', '.join(f'{key} {value}' for key, value in words.items())}"
+    try:
+        return title.format(**words)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"{where}: title {title!r} may name {', '.join(words)} in braces, not {error}") from None
+
+
+def published(rows: Iterable[Any]) -> list[Any]:
+    """Tables of published numbers become one entry for each number.
+
+    A table has the fields of `Published`, but `scores` (names) in place of `score`, and `rows`, a mapping of a system to its
+    numbers in the same order; null where the paper has none. `notes` holds what is to be said of a system's numbers.
+
+    Raises:
+      ValueError: a row whose numbers are not as many as the scores.
+    """
+    made: list[Any] = []
+    for table in rows:
+        if not isinstance(table, Mapping) or "rows" not in table:
+            made.append(table)
+            continue
+        rest = {key: value for key, value in table.items() if key not in ("rows", "scores", "notes")}
+        scores, notes = table.get("scores", ["accuracy"]), table.get("notes") or {}
+        for system, given in table["rows"].items():
+            values = given if isinstance(given, list) else [given]
+            if len(values) != len(scores):
+                raise ValueError(
+                    f"published: {system} has {len(values)} numbers for {len(scores)} scores ({', '.join(scores)})"
+                )
+            note = {"note": notes[system]} if system in notes else {}
+            made += [
+                {**rest, **note, "system": system, "score": score, "value": value}
+                for score, value in zip(scores, values, strict=True)
+                if value is not None
+            ]
+    return made
+
+
+def notes(given: Iterable[Any], systems: Collection[str]) -> list[str]:
+    """The lines of a report's notes.
+
+    A note may be a mapping with its `text` and the `systems` that it is about; it is kept where the study has one of them.
+
+    Raises:
+      ValueError: a note that is neither.
+    """
+    lines = []
+    for note in given:
+        if isinstance(note, str):
+            lines.append(note)
+        elif isinstance(note, Mapping) and set(note) == {"text", "systems"}:
+            lines += [note["text"]] if set(note["systems"]) & set(systems) else []
+        else:
+            raise ValueError(f"notes must be lines, or mappings with text and systems, not {checks.shown(note)}")
+    return lines
+
+
+def only(tree: Tree, systems: Sequence[str]) -> Tree:
+    """The tree of some systems of a study, with the scenarios and published numbers that concern them.
+
+    Raises:
+      ValueError: a system that the study does not have.
+    """
+    entries = expanded("systems", tree.get("systems") or {})
+    for name in systems:
+        checks.one_of("system", name, entries)
+    kept = {name: entry for name, entry in entries.items() if name in systems}
+    used = [entry.get("scenarios") for entry in kept.values()]
+    scenarios = expanded("scenarios", tree.get("scenarios") or {})
+    if all(used):
+        scenarios = {name: entry for name, entry in scenarios.items() if any(name in names for names in used)}
+    rows = [row for row in published(tree.get("published") or ()) if row["system"] in kept and row["scenario"] in scenarios]
+    return {**tree, "systems": kept, "scenarios": scenarios, "published": rows}

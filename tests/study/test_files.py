@@ -1,0 +1,188 @@
+"""Studies as files: by name, with variants, entries for several, tables of published numbers, draws, other kinds of clients."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedjax_meta.front import program
+from fedjax_meta.study import Scenario, System, draws, files, from_tree, load, run, to_tree
+from tests.study.common import TREE, Silent, study, tree
+
+
+@pytest.mark.parametrize("name", files.packaged())
+def test_every_study_of_the_package_is_valid_with_all_its_variants(name):
+    whole = files.read(name)
+    for variant in ([], *([one] for one in whole.get("variants", {}))):
+        chosen = load(name, variants=variant)
+        assert chosen.title and to_tree(from_tree(to_tree(chosen))) == to_tree(chosen)
+    text = files.packaged()[name]
+    assert len(text.splitlines()) <= 200
+
+
+def test_a_name_is_a_study_of_the_package_unless_there_is_such_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("quickstart").title == files.read("quickstart")["title"]
+    (tmp_path / "quickstart").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    assert load("quickstart").title == TREE["title"]
+    with pytest.raises(ValueError, match=r"study='quikstart' is unknown \(did you mean 'quickstart'"):
+        load("quikstart")
+
+
+def test_variants_are_laid_over_in_order_and_before_overrides(tmp_path):
+    changes = {
+        "short": {"rounds": 2, "systems": {"local": None}},
+        "wide": {"federation": {"cohort_size": 6}, "systems": {"fedavg": {"grid": {"lr": [0.5]}}}, "rounds": 3},
+    }
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(tree(variants=changes)), encoding="utf-8")
+    assert load(path) == study()
+    chosen = load(path, ["federation.cohort_size=2"], variants=["short", "wide"])
+    assert (chosen.rounds, list(chosen.systems), chosen.federation["cohort_size"]) == (3, ["fedavg"], 2)
+    assert chosen.systems["fedavg"].grid == {"lr": [0.5]}
+    assert chosen.systems["fedavg"].options == {"epochs": 1, "batch_size": 20}
+    with pytest.raises(ValueError, match="variant='long' is unknown"):
+        load(path, variants=["long"])
+
+
+def test_each_makes_an_entry_of_every_combination():
+    system = {"method": "fedavg", "title": "E = {epochs}, C = {cohort_size}"}
+    system["each"] = {"options.epochs": [1, 5], "federation.cohort_size": [2, 3]}
+    rates = {"method": "fedavg", "each": {"options.lr": [0.1]}}
+    chosen = study(systems={"a": system, "b": rates})
+    assert list(chosen.systems) == ["a-1-2", "a-1-3", "a-5-2", "a-5-3", "b-0_1"]
+    assert chosen.systems["a-5-2"] == System(
+        method="fedavg", options={"epochs": 5}, federation={"cohort_size": 2}, title="E = 5, C = 2"
+    )
+    assert chosen.title_of("b-0_1") == "b, lr 0.1"
+    scenario = {"dataset": "digits", "partition": "dirichlet_classes", "each": {"options.concentration": [0.1, 1]}}
+    assert [one.options["concentration"] for one in study(scenarios={"d": scenario}).scenarios.values()] == [0.1, 1]
+
+
+def test_a_table_of_published_numbers_is_a_row_for_each():
+    table = {"scenario": "pairs", "scores": ["accuracy", "f1_mean"], "rows": {"fedavg": [90, None], "local": [80.5, 79]}}
+    rows = study(published=[{**table, "notes": {"local": "Table 3"}}]).published
+    assert [(row.system, row.score, row.value, row.note) for row in rows] == [
+        ("fedavg", "accuracy", 90, ""),
+        ("local", "accuracy", 80.5, "Table 3"),
+        ("local", "f1_mean", 79, "Table 3"),
+    ]
+
+
+def test_numbers_with_an_exponent_need_no_point():
+    assert files.parsed("[1e-5, -2E+3, 1e3, 1.5e2, e1, 1e]") == [1e-5, -2000.0, 1000.0, 150.0, "e1", "1e"]
+
+
+def test_systems_may_be_run_on_some_scenarios_only():
+    one = TREE["scenarios"]["pairs"]
+    systems = {name: {**system, "scenarios": [name]} for name, system in TREE["systems"].items()}
+    chosen = study(scenarios={"fedavg": one, "local": one, "both": one}, systems={**systems, "all": {"method": "fedper"}})
+    assert [chosen.systems_on(name) for name in chosen.scenarios] == [["fedavg", "all"], ["local", "all"], ["all"]]
+    notes = ["all", {"text": "of one", "systems": ["local"]}, {"text": "of others", "systems": ["fedavg", "all"]}]
+    rows = [{"scenario": name, "rows": {name: 90.0}} for name in ("fedavg", "local")]
+    given = files.only(tree(scenarios={"fedavg": one, "local": one}, systems=systems, notes=notes, published=rows), ["local"])
+    less = from_tree(given)
+    assert (list(less.scenarios), list(less.systems), less.notes) == (["local"], ["local"], ["all", "of one"])
+    assert [row.system for row in less.published] == ["local"]
+
+
+def test_draws_are_trained_each_and_shown_together(tmp_path):
+    """The draws differ in their clients, and the pooled outcome holds the trials of all of them."""
+    chosen = study(data_seeds=[3, 4], rounds=2, tuning={"rounds": 1})
+    built = run.build(chosen)
+    assert list(built) == ["pairs@3", "pairs@4"] and built["pairs@3"].fingerprint != built["pairs@4"].fingerprint
+    alone = Scenario(**{**TREE["scenarios"]["pairs"], "seed": 4}).build()
+    assert built["pairs@4"].fingerprint == alone.fingerprint
+    outcomes = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
+    clients, joined = draws.pooled(chosen, built, outcomes)
+    assert list(clients) == ["pairs"] and "2 draws" in clients["pairs"].title
+    assert [(one.scenario, one.system) for one in joined] == [("pairs", "fedavg"), ("pairs", "local")]
+    assert joined[1].final == outcomes[1].final + outcomes[3].final
+    assert len(joined[0].final) == 4
+
+
+BAD = {
+    "no list in each": (
+        {"systems": {"a": {"method": "fedavg", "each": {"options.lr": 3}}}},
+        "a: each must be a mapping of lists",
+    ),
+    "a title that names nothing": (
+        {"systems": {"a": {"method": "fedavg", "title": "{rate}", "each": {"options.lr": [3]}}}},
+        "title '{rate}' may name lr in braces",
+    ),
+    "a row that is too short": (
+        {"published": [{"scenario": "pairs", "scores": ["accuracy", "f1_mean"], "rows": {"fedavg": 3}}]},
+        "fedavg has 1 numbers for 2 scores",
+    ),
+    "a scenario that is not there": (
+        {"systems": {"a": {"method": "fedavg", "scenarios": ["triples"]}}},
+        "systems.a.scenarios='triples' is unknown",
+    ),
+    "no list of scenarios": (
+        {"systems": {"a": {"method": "fedavg", "scenarios": "pairs"}}},
+        "scenarios='pairs' must be a list",
+    ),
+    "a note of another kind": ({"notes": [{"words": "x"}]}, "notes must be lines, or mappings with text and systems"),
+    "a draw twice": ({"data_seeds": [1, 1]}, "data_seeds=.1, 1. names a seed twice"),
+    "a partition of generated clients": (
+        {"scenarios": {"s": {"dataset": "synthetic", "partition": "iid"}}},
+        "dataset synthetic generates its clients: leave partition='iid' out",
+    ),
+    "an option of a generator": (
+        {"scenarios": {"s": {"dataset": "synthetic", "options": {"spreads": 1}}}},
+        "dataset synthetic takes no 'spreads' .did you mean 'spread'",
+    ),
+    "an unknown change of batches": ({"scenarios": {"s": {"augment": "mixup"}}}, "augment='mixup' is unknown"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
+def test_bad_input_gets_one_line(given, words):
+    with pytest.raises(ValueError, match=words) as error:
+        study(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_generated_and_named_clients(tmp_path):
+    made = Scenario(dataset="synthetic", options={"model_spread": 0.5}, clients=6, model="logistic", new=0.5).build()
+    assert made.title == "synthetic(0.5, 1)" and made.train.num_clients == made.new.num_clients == 3
+    rng = np.random.default_rng(0)
+    owner = np.repeat([7, 3, 9, 4], [20, 30, 25, 40])
+    np.savez(tmp_path / "own.npz", x=rng.normal(size=(115, 4)).astype(np.float32), y=rng.integers(0, 3, 115), writer=owner)
+    scenario = Scenario(dataset=str(tmp_path / "own.npz"), partition="natural", options={"by": "writer"}, new=0.25)
+    clients = scenario.build()
+    sizes = clients.train.sizes("train") + clients.train.sizes("test")
+    assert clients.new.num_clients == 1 and set(map(int, sizes)) < {20, 25, 30, 40}
+
+
+def test_papers_without_new_clients_can_hold_some_out():
+    scenario = {"dataset": "mnist_small", "partition": "fedpac", "options": {"size": 50, "test_size": 20, "share": True}}
+    assert Scenario(**scenario).build().new is None
+    clients = Scenario(**scenario, clients=20, new=0.25).build()
+    assert (clients.train.num_clients, clients.new.num_clients) == (15, 5)
+    with pytest.raises(ValueError, match="draws new clients of its own"):
+        Scenario(dataset="mnist_small", partition="fedmeta_per", new=0.5).build()
+
+
+def test_a_projection_is_placed_before_the_head_and_crops_change_the_loss():
+    scenario = {"dataset": "mnist_small", "partition": "iid", "clients": 4, "model": "fedpac_cnn"}
+    plain, cropped = Scenario(**scenario).build(), Scenario(**scenario, augment="crop_and_flip").build()
+    assert plain.fingerprint == cropped.fingerprint and plain.task.loss is not cropped.task.loss
+    moon = System(method="moon", projection=64).build(plain.task)
+    model = jax.eval_shape(moon.init, jax.random.key(0), plain.train).model
+    assert {leaf.shape for leaf in jax.tree.leaves(model["project2"])} == {(64, 128), (64,)}
+    assert {leaf.shape for leaf in jax.tree.leaves(model["head"])} == {(10, 64), (10,)}
+    with pytest.raises(ValueError, match="projection=0 must be an integer"):
+        System(method="moon", projection=0)
+
+
+def test_a_program_of_a_study_has_the_options_of_run():
+    text = CliRunner().invoke(program("quickstart"), ["--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert all(word in text for word in ("--quick", "--variant", "--systems", "--seeds", "--set", "--dry-run", "quickstart"))
+    done = CliRunner().invoke(program("quickstart"), ["--rounds", "0"])
+    assert done.exit_code == 2
+    done = CliRunner().invoke(program("quickstart"), ["--systems", "fedsgd", "--dry-run"])
+    assert done.exit_code == 1 and re.match(r"error: system='fedsgd' is unknown.*\n$", done.stderr)
