@@ -1,0 +1,121 @@
+"""The studies of FedPAC and Per-FedAvg-Reptile: every system fits its clients, budgets are equal, and other data sets load."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_meta.data import protocols, sources
+from fedjax_meta.study import Scenario, load
+from fedjax_meta.study.run import points_of
+
+SMALL = ["scenarios.cifar10.dataset=mnist_small", "scenarios.cifar10.augment=null", "scenarios.cifar10.options.size=30"]
+
+
+@pytest.fixture(scope="module")
+def fedpac():
+    return load("fedpac", SMALL)
+
+
+@pytest.fixture(scope="module")
+def clients(fedpac):
+    return fedpac.scenarios["cifar10"].build()
+
+
+def test_fedpac_has_20_clients_that_train_and_5_that_never_do(clients):
+    assert (clients.train.num_clients, clients.new.num_clients) == (20, 5)
+    theirs = {int(i) for i in clients.train.start["train"]}
+    assert not theirs & {int(i) for i in clients.new.start["support"]}
+    assert set(np.asarray(clients.train.size["train"])) == {30}
+    assert set(np.asarray(clients.tuning.size["train"])) == {24}
+
+
+def test_every_system_of_fedpac_fits_the_clients(fedpac, clients):
+    for name in fedpac.systems:
+        system = fedpac.system(name)
+        algorithm = system.build(clients.task, **points_of(system)[0])
+        assert jax.eval_shape(algorithm.init, jax.random.key(0), clients.train).seen.shape == (20,), name
+
+
+def test_systems_are_tuned_over_as_many_rates_and_take_as_many_passes(fedpac):
+    for name, system in fedpac.systems.items():
+        options = system.options
+        passes = options.get("epochs", 0) + options.get("head_epochs", 0) + options.get("body_epochs", 0)
+        assert passes * options.get("inner_steps", 1) == 5, name
+        assert options["batch_size"] == 50 and len(points_of(system)) == 4, name
+
+
+def test_models_that_all_clients_share_are_fine_tuned_alike(fedpac):
+    assert fedpac.systems["fedprox"].options["finetune_epochs"] == fedpac.systems["fedavg_ft"].options["finetune_epochs"] == 5
+    assert fedpac.systems["fedprox"].options["finetune"] == "head"
+
+
+def test_variants_of_fedpac():
+    assert [one.options["uniform"] for one in load("fedpac", variants=["share"]).scenarios.values()] == [0, 0.2, 0.4, 0.6, 0.8]
+    sizes = load("fedpac", variants=["samples"], systems=["fedpac"])
+    assert [one.options["size"] for one in sizes.scenarios.values()] == [100, 200, 400, 600]
+    assert load("fedpac", variants=["emnist"]).scenarios["cifar10"].dataset == "emnist/byclass"
+    few = load("fedpac", variants=["batches_of_10"], systems=["fedavg_ft", "fedpac"])
+    assert {one.options["batch_size"] for one in few.systems.values()} == {10}
+
+
+def test_cinic10_is_read_from_a_file(tmp_path):
+    """tensorflow-datasets has none; a file of colour images named cinic10.npz gets the paper's 300 tests a client."""
+    rng = np.random.default_rng(0)
+    parts = {
+        f"x_{part}": rng.integers(0, 256, (count, 32, 32, 3), np.uint8) for part, count in (("train", 2000), ("test", 6000))
+    }
+    labels = {f"y_{part}": np.arange(count) % 10 for part, count in (("train", 2000), ("test", 6000))}
+    np.savez(tmp_path / "cinic10.npz", **parts, **labels)
+    study = load("fedpac", variants=["cinic10"])
+    assert study.scenarios["cifar10"].dataset == "cinic10.npz"
+    given = {
+        "dataset": str(tmp_path / "cinic10.npz"),
+        "partition": "fedpac",
+        "model": "fedpac_cnn",
+        "augment": "crop_and_flip",
+    }
+    made = Scenario(**given, clients=10, new=0.2, options={"size": 60}).build()
+    assert set(np.asarray(made.train.size["train"])) == {60} and set(np.asarray(made.train.size["test"])) == {300}
+    assert "cinic10" in made.title
+
+
+def test_emnist_has_the_authors_sizes():
+    x, y = np.zeros((62 * 700, 2, 2, 1), np.uint8), np.arange(62 * 700) % 62
+    source = sources.Source(x, y, x, y, 62, "emnist/byclass")
+    train = protocols.fedpac_clients(source, num_clients=3).train
+    assert set(np.asarray(train.size["train"])) == {1000} and set(np.asarray(train.size["test"])) == {600}
+
+
+def test_both_readings_of_reptile():
+    study = load("reptile")
+    fixed = {name: one.options for name, one in study.systems.items() if not one.grid}
+    assert list(fixed) == ["reptile", "fedavg", "perfedavg"]
+    assert fixed["reptile"]["interpolation"] == 1.0
+    rates = {
+        name: {value for key, value in options.items() if key.endswith("lr") and value} for name, options in fixed.items()
+    }
+    assert set(map(frozenset, rates.values())) == {frozenset({0.01})}
+    steps = {name: options.get("local_steps") or options["outer_batches"] for name, options in fixed.items()}
+    assert set(steps.values()) == {4}
+    tuned = {name: one for name, one in study.systems.items() if one.grid}
+    assert {len(points_of(one)) for one in tuned.values()} == {20}
+    assert "guesses" in study.notes[0]
+
+
+def test_the_published_numbers_of_reptile_stand_beside_the_first_reading():
+    rows = {row.system: row.value for row in load("reptile", variants=["cifar10"]).published}
+    assert rows == {"reptile": 50.09, "fedavg": 46.13, "perfedavg": 43.77}
+
+
+def test_reptile_is_tuned_on_samples_that_its_trials_are_not_trained_on():
+    made = load("reptile").scenarios["synthetic_1"].build()
+    train, tuning = made.train, made.tuning
+    for i in range(train.num_clients):
+        whole, kept, asked = (
+            set(range(int(data.start[view][i]), int(data.start[view][i] + data.size[view][i])))
+            for data, view in ((train, "train"), (tuning, "train"), (tuning, "test"))
+        )
+        assert kept | asked == whole and not kept & asked
+    assert math.isclose(made.train.size["test_support"].sum() / made.train.size["test"].sum(), 0.3, abs_tol=0.02)
