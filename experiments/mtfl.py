@@ -20,7 +20,7 @@ from fedjax_meta.data import protocols, sources
 from fedjax_meta.methods.fedopt import adaptive
 from fedjax_meta.methods.mtfl import adam
 
-KINDS = ("compare", "baselines", "shift")
+KINDS = ("compare", "baselines", "shift", "testbed")
 DATASETS = ("mnist", "cifar10", "fashion_mnist", "mnist_small")
 PRIVATE = {"none": "FL", "bn_stats": "MTFL μσ", "bn_affine": "MTFL γβ", "bn": "MTFL both"}
 # Not in the paper: with private means alone, or private variances alone.
@@ -389,6 +389,26 @@ def _shift_of_run(here: Setting, private: str, algorithm: fm.Algorithm, rounds: 
     return rows
 
 
+def testbed(here: Setting) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows): what a round costs on the modelled testbed, by system; nothing is trained."""
+    rows = []
+    systems = {
+        "Independent": ("all", "fedavg"),
+        "FL": ("none", None),
+        "MTFL γβ": ("bn_affine", None),
+        "MTFL both": ("bn", None),
+    }
+    flops = here.steps * costs.gradient_flops(here.task, here.protocol.train, 20)
+    for title, (private, only) in systems.items():
+        for optimizer in (only,) if only else ("fedavg", "fedavg_adam"):
+            traffic = costs.traffic(build(here, private, optimizer), here.protocol.train)
+            time = costs.round_time(traffic, flops, costs.RASPBERRY_PIS, cohort_size=here.cohort_size)
+            shares = [f"{100 * share:.1f}" for share in time.shares.values()]
+            name = title if only else f"{title}, {OPTIMIZERS[optimizer]}"
+            rows.append([name, f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares])
+    return ["system", "MB down", "MB up", "seconds\na round", "download\n%", "train\n%", "upload\n%", "aggregate\n%"], rows
+
+
 Section = tuple[str, list[str], list[list[str]], str]
 """One table of a report: title, headings, rows, name of the figure."""
 
@@ -405,6 +425,12 @@ def finish(folder: Path, title: str, note: str, sections: Sequence[Section]) -> 
     runner.console.print(f"\nreport, figures and metrics: {folder}", soft_wrap=True, markup=False)
 
 
+TESTBED = (
+    "Modelled, not measured: half the clients are Raspberry Pi 2B, half 3B, at speeds that this library assumes; the optimiser's "
+    "own arithmetic is not counted."
+)
+"""What a reader of the table of the testbed needs to know."""
+
 NOTES = {
     "compare": "Which running statistics are private matters only in tests: runs with the same private γ and β train alike, "
     "bit for bit. The paper has `both` about level with `γβ`. Its authors' own code does not, and agrees with this library: with "
@@ -414,8 +440,8 @@ NOTES = {
     "place of 90.1 (round 40, seed 1).",
     "baselines": "Per-FedAvg and pFedMe adapt to a fifth of a client's training samples before their user accuracy is measured; "
     "the other systems do not adapt. The pFedMe of the paper's Figure 5 is `pfedme_port`: a client's model stays with the client "
-    "and is never reset to the server's, one inner step is taken, and that model is tested. `perfedavg_port` is Per-FedAvg as the "
-    "authors' code runs it: running statistics are put back after every step, and a test takes its step on one batch of 20 "
+    "and is never reset to the server's, one inner step is taken, and that model is tested. `perfedavg_port` is Per-FedAvg as "
+    "the authors' code runs it: running statistics are put back after every step, and a test takes its step on one batch of 20 "
     "training samples; in `perfedavg` statistics follow the adapted model, and the step reads a fifth of the training samples.",
 }
 """What a reader of a table needs to know, by command."""
@@ -483,6 +509,8 @@ def main(  # long because every option brings its help text
 
     `shift`: its inequality (10). How far aggregation moves activations, with federated and with private batch norms.
 
+    `testbed`: what a round costs on a modelled testbed of Raspberry Pis, by system; nothing is trained.
+
     Each of W clients holds two shards of one class each; a share C of them takes part in a round of one epoch. User accuracy
     (UA) is the accuracy of a round's clients on their own test samples before they train, with the server's model and their own
     private leaves. Noisy clients do not count. `all, after training` is the accuracy of all clients after an epoch on their own
@@ -535,6 +563,11 @@ def main(  # long because every option brings its help text
         options = {**config, "clients": counts, "share": shares, "rounds": rounds, "seeds": seed_list}
         open_run = partial(runner.open_folder, out, f"mtfl_{what}-{dataset}", resume=resume, options=options)
         title, sections = f"MTFL on {dataset}: {what}", []
+        if what == "testbed":
+            runner.console.print(TESTBED, soft_wrap=True)
+            for here in settings:
+                runner.show_table(here.title, *testbed(here))
+            return
         if what == "shift":
             folder = open_run(algorithms={here.name: build(here, "bn", "fedavg").config for here in settings})
             for here in settings:

@@ -104,6 +104,20 @@ def test_every_baseline_runs_and_user_accuracy_is_taken(here, name):
     assert problems.forms(before) == problems.forms(after) and "user_accuracy" in info.metrics
 
 
+def test_the_testbed_has_a_row_for_each_system_whose_bytes_follow_from_what_is_private(here):
+    headings, rows = mtfl.testbed(here)
+    by_name = {row[0]: dict(zip(headings, row, strict=True)) for row in rows}
+    assert list(by_name) == [
+        "Independent",
+        *(f"{which}, {rule}" for which in ("FL", "MTFL γβ", "MTFL both") for rule in ("FedAvg", "FedAvg-Adam")),
+    ]
+    assert by_name["Independent"]["MB up"] == "0.00" and by_name["Independent"]["train\n%"] == "100.0"
+    # Adam's two moments travel with the parameters: 3 x 199,610 and the statistics of 200 units.
+    assert float(by_name["FL, FedAvg-Adam"]["MB up"]) == pytest.approx(FLOAT * (3 * 199_610 + 400) / 1e6, abs=0.01)
+    shares = [sum(float(row[column]) for column in headings[-4:]) for row in by_name.values()]
+    assert shares == pytest.approx([100] * 7, abs=0.3)
+
+
 def test_the_grid_of_systems_and_what_each_is_compared_with(here):
     systems = mtfl.comparison(here, list(mtfl.PRIVATE), list(mtfl.OPTIMIZERS), lr=None, statistics_epochs=0)
     assert len(systems) == len({one.title for one in systems.values()}) == len({one.look for one in systems.values()}) == 12

@@ -5,9 +5,13 @@ import math
 import jax
 import numpy as np
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from experiments import fedpac_figures
+from fedjax_meta import cli
 from fedjax_meta.data import protocols, sources
-from fedjax_meta.study import Scenario, load
+from fedjax_meta.study import Scenario, load, to_tree
 from fedjax_meta.study.run import points_of
 
 SMALL = ["scenarios.cifar10.dataset=mnist_small", "scenarios.cifar10.augment=null", "scenarios.cifar10.options.size=30"]
@@ -119,3 +123,39 @@ def test_reptile_is_tuned_on_samples_that_its_trials_are_not_trained_on():
         )
         assert kept | asked == whole and not kept & asked
     assert math.isclose(made.train.size["test_support"].sum() / made.train.size["test"].sum(), 0.3, abs_tol=0.02)
+
+
+def test_figures_of_a_run_and_of_the_mixtures(tmp_path):
+    """Two scenarios that differ in the share of uniform samples, two systems; and FedPAC's matrix, whose groups share heads."""
+    runner = CliRunner()
+    fields = ["dataset=mnist_small", "augment=null", "options.size=30", "clients=7", "new=0.3"]
+    scenarios = [f"scenarios.{name}.{field}" for name in ("s-0_0", "s-0_4") for field in fields]
+    small = ["rounds=1", "seeds=[1]", "federation.cohort_size=5"]
+    study = load("fedpac", variants=["share"], systems=["local_only", "fedpac"])
+    chosen = {name: to_tree(study)["scenarios"][name] for name in ("s-0_0", "s-0_4")}
+    grids = {name: {**one, "grid": {"lr": [0.1]}} for name, one in to_tree(study)["systems"].items()}
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump({**to_tree(study), "scenarios": chosen, "systems": grids}), encoding="utf-8")
+    words = [word for field in (*scenarios, *small) for word in ("--set", field)]
+    ran = runner.invoke(cli.app, ["run", str(path), "--out", str(tmp_path / "run"), *words])
+    assert ran.exit_code == 0, ran.output
+    assert runner.invoke(fedpac_figures.app, ["curves", str(tmp_path / "run")]).exit_code == 0
+    assert (tmp_path / "run" / "scenarios.png").stat().st_size > 10_000
+    words = [word for field in fields for word in ("--set", f"scenarios.cifar10.{field}")] + [
+        "--set",
+        "federation.cohort_size=5",
+    ]
+    drawn = runner.invoke(fedpac_figures.app, ["mixing", "--rounds", "2", "--out", str(tmp_path / "map.png"), *words])
+    assert drawn.exit_code == 0, drawn.output
+    assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_scenarios_of_a_figure_must_differ_in_one_option():
+    assert fedpac_figures.differing({"a": {"uniform": 0.0}, "b": {"uniform": 0.5}}) == ("uniform", {"a": 0.0, "b": 0.5})
+    with pytest.raises(ValueError, match="must differ in one of uniform, size, concept_groups, not in none"):
+        fedpac_figures.differing({"a": {"uniform": 0.0}})
+
+
+def test_clients_of_a_group_are_drawn_side_by_side(clients):
+    groups = fedpac_figures.groups_of(clients.train)
+    assert len(set(groups.tolist())) == 5 and np.bincount(np.unique(groups, return_inverse=True)[1]).max() <= 5
