@@ -112,6 +112,7 @@ class Outcome(NamedTuple):
       traffic: bytes that a client sends and receives in a round.
       time: a round on the modelled testbed.
       mark: what follows the title of a system that diverged.
+      spread: standard deviation of the user accuracy over the cohort of the last round, mean over seeds.
     """
 
     user_accuracy: np.ndarray
@@ -119,6 +120,7 @@ class Outcome(NamedTuple):
     traffic: costs.Traffic
     time: costs.RoundTime
     mark: str = ""
+    spread: float = float("nan")
 
 
 def network(family: str, norm: str, momentum: float) -> models.Network:
@@ -290,6 +292,7 @@ def outcome(here: Setting, system: System, runs: Sequence[Sequence[Mapping[str, 
         traffic,
         costs.round_time(traffic, flops, costs.RASPBERRY_PIS, cohort_size=here.cohort_size),
         report.marked(series),
+        float(np.mean([rows[-1]["train"].get("user_accuracy_std", [np.nan])[-1] for rows in runs])),
     )
 
 
@@ -311,6 +314,7 @@ def table(
     headings += [
         "UA, %\nlast",
         "\nbest",
+        "std over\nclients",
         "all, after\ntraining",
         "MB a\nround",
         f"minutes\nto {targets[-1]:g}",
@@ -331,6 +335,7 @@ def table(
                 row.append("" if found is None else factor(found, reached))
         minutes = reached.mean * one.time.total / 60
         row += [f"{100 * value:.2f}" for value in (one.user_accuracy[:, -1].mean(), one.user_accuracy.max(1).mean())]
+        row += [f"{100 * one.spread:.2f}"]
         row += [f"{100 * one.trained.mean():.2f}", f"{sum(one.traffic) / 1e6:.2f}"]
         row += [f"{minutes:.1f}" if np.isfinite(minutes) else "never"]
         rows.append([*row, "/".join(f"{100 * share:.0f}" for share in one.time.shares.values())])

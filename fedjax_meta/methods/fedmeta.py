@@ -319,7 +319,9 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     if test_lr is not None:
         checks.not_negative("test_lr", test_lr)
         if learned_rates:
-            raise ValueError("test_lr and learned_rates=True exclude each other: clients test with the rates that were learned")
+            raise ValueError(
+                "test_lr and learned_rates=True exclude each other: clients test with the rates that were learned"
+            )
     if test_prox_weight is not None:
         checks.not_negative("test_prox_weight", test_prox_weight)
     checks.one_of("outer_at", outer_at, ("client", "server"))
@@ -332,7 +334,6 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     own_rates = own if personal_rates is None else masks.resolve(personal_rates, task, name="personal_rates")
     layout = _Layout(learned_rates, trainable, own, own_rates)
     adapted_leaves = masks.split(masks.resolve(adapts, task, name="adapts"), trainable)[0]
-
 
     def adapting(rate: Rate) -> meta.InnerOptimizer:
         if learned_rates:

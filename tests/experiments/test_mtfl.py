@@ -62,11 +62,11 @@ def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
     accuracy = np.where(np.isin(np.arange(10), here.protocol.noisy), 0.0, 0.8).tolist()
     tests = {"after": {"accuracy": accuracy, "scores": {"accuracy": 0.8}}}
     rows = [{"round": 1, "train": {"user_accuracy": [0.1]}, "tests": tests}]
-    rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3]}, "tests": tests}]
+    rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3], "user_accuracy_std": [0.5, 0.1]}, "tests": tests}]
     found = mtfl.outcome(here, own, [rows])
     assert len(here.protocol.noisy) == 2 and found.trained.tolist() == pytest.approx([0.8])
     assert found.user_accuracy.tolist() == [[0.1, 0.2, 0.3]]
-    assert found.mark == ""
+    assert found.mark == "" and found.spread == 0.1
     # 199,610 parameters without 200 scales and 200 shifts, each way; no running statistics.
     assert found.traffic == (FLOAT * 199_210, FLOAT * 199_210)
 
