@@ -4,8 +4,14 @@ from tests.battery.table import Shell
 
 SMALL_FEDPAC = tuple(
     word
-    for field in ("dataset=mnist_small", "augment=null", "options.size=30", "clients=10")
-    for word in ("--set", f"scenarios.cifar10.{field}")
+    for field in (
+        "federation.cohort_size=8",
+        "scenarios.cifar10.dataset=mnist_small",
+        "scenarios.cifar10.clients=10",
+        "scenarios.cifar10.augment=null",
+        "scenarios.cifar10.options.size=30",
+    )
+    for word in ("--set", field)
 )
 OWN = ("--dataset", "{own}", "--out", "{tmp}/run", "--devices", "1", "--rounds", "1", "--clients", "10", "--no-compile-cache")
 
@@ -178,9 +184,9 @@ OTHERS = {
         (("--dataset", "mnist_small", "--pairing", "u"), "pairing='u' is unknown"),
     ],
     "fedpac": [
-        (("--set", "scenarios.cifar10.dataset=mnits"), "'mnits' is unknown"),
-        ((*SMALL_FEDPAC, "--set", "systems.fedavg.grid.lr=[-1]"), "lr=-1.0 must be finite and above 0"),
-        ((*SMALL_FEDPAC, "--set", "scenarios.cifar10.options.uniform=2"), "uniform=2 must lie between 0 and 1"),
+        (("--set", "scenarios.cifar10.dataset=mnits"), "mnits"),
+        (("--set", "systems.fedavg.grid.lr=[-1]", *SMALL_FEDPAC), "lr=-1.0 must be finite and above 0"),
+        (("--set", "scenarios.cifar10.options.uniform=2", *SMALL_FEDPAC), "uniform=2 must lie between 0 and 1"),
         ((*SMALL_FEDPAC, "--set", "federation.cohort_size=30"), "cohort_size=30"),
         (("--systems", "fedpack"), "system='fedpack' is unknown (did you mean 'fedpac'?)"),
     ],
