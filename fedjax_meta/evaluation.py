@@ -246,8 +246,9 @@ def with_user_accuracy(
 
     User accuracy is the mean over the cohort, without the excluded clients, of the accuracy on the client's own test of the model
     with which the client starts the round: the server's with the client's personal leaves, personalised on `support` by methods
-    that do so, before any local training. It becomes the metric "user_accuracy", a scalar; NaN where all clients of a cohort are
-    excluded. The paper averages batches of 128 test samples, which is the same for up to 128 samples a client.
+    that do so, before any local training. It becomes the metric "user_accuracy", a scalar, beside "user_accuracy_std", its
+    population standard deviation over these clients; both are NaN where all clients of a cohort are excluded. The paper averages
+    batches of 128 test samples, which is the same for up to 128 samples a client.
 
     Args:
       algorithm: what to run.
@@ -284,7 +285,7 @@ def with_user_accuracy(
         scores = evaluate(algorithm, key, state, data, ids=info.places, metrics=(CONFUSION,), **options)
         counted = jnp.asarray(counts)[info.ids] & (info.ids >= 0)
         accuracy = metrics.where_finite(metrics.accuracy(scores.confusion), scores.loss)
-        mean = jnp.mean(accuracy, where=counted)
-        return after, info._replace(metrics={**info.metrics, "user_accuracy": mean})
+        measured = {"user_accuracy": jnp.mean(accuracy, where=counted), "user_accuracy_std": jnp.std(accuracy, where=counted)}
+        return after, info._replace(metrics={**info.metrics, **measured})
 
     return dataclasses.replace(algorithm, round=one_round)

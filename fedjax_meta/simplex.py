@@ -1,24 +1,32 @@
 """Small quadratic programs on the probability simplex, one per client.
 
 FedPAC gives each client i the mixture of all clients' heads that minimises a bound on its error, a' P a over the simplex with
-P_jl = [j = l] v_j + <h_j - h_i, h_l - h_i>. A program is solved in two parts. Pairwise steps (Fan, Chen and Lin, "Working set
-selection using second order information for training SVMs", JMLR 2005) find most of the support quickly, but where the h_j span
-few dimensions or the v_j many decades they would need thousands of steps to end. An active-set method (Wolfe, "Finding the
-nearest point in a polytope", Mathematical Programming 1976) then finishes exactly: it minimises over the affine hull of the
-support, goes towards that minimum as far as the simplex allows, and lets the most violated coordinate in.
+P_jl = [j = l] v_j + <h_j - h_i, h_l - h_i>. A program is solved in three parts. C pairwise steps (Fan, Chen and Lin, "Working set
+selection using second order information for training SVMs", JMLR 2005), which cost little, find most of the support. Block
+pivoting (Kim and Park, "Fast nonnegative matrix factorization: an active-set-like method and comparisons", SIAM J. Sci. Comput.
+2011) exchanges all coordinates at once that are on the wrong side. It takes few steps, but may go round in circles; pairwise
+steps then go on, and Wolfe's active-set method ("Finding the nearest point in a polytope", Mathematical Programming 1976), which
+is exact from any start, finishes: it minimises over the affine hull of the support, goes towards that minimum as far as the
+simplex allows, and lets the most violated coordinate in.
+
+All programs come from one matrix of squared distances d_jl = |h_j - h_l|^2, since 2 <h_j - h_i, h_l - h_i> = d_ij + d_il - d_jl.
+They run side by side, so that a batch takes as many steps as its slowest program.
 
 Everything runs in float64, whatever the precision of the run: in float32 the matrices above lose their small eigenvalues, which
 decide where the v_j are small.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
 from fedjax_meta.types import PyTree
+
+BLOCK_STEPS = 16
+"""Most steps of block pivoting; where they help at all, fewer than ten do."""
 
 MATRIX_ENTRIES = 4_000_000
 """Programs are solved side by side as long as their matrices have at most so many entries together (32 MB)."""
@@ -63,7 +71,7 @@ def mixtures(
         statistics are not finite, gets no weight from others and all weight on itself.
       tolerance: a program ends when its objective is within this share of its minimum; by default 1e-12 or 10 machine epsilons of
         `profile`, whichever is larger. Rounding may leave more, about 1e-9 where the v_j span 12 decades.
-      pair_steps: upper bound on the number of pairwise steps; 10 C + 100 by default.
+      pair_steps: upper bound on the number of pairwise steps where block pivoting fails; 10 C + 100 by default.
       max_steps: upper bound on the number of active-set steps; 4 C + 20 by default. `gap` says where it was too low.
 
     Returns:
@@ -88,7 +96,9 @@ def mixtures(
     max_steps = 4 * count + 20 if max_steps is None else max_steps
     with jax.enable_x64(True):
         points, v, usable = _usable(profile, variance, valid)
-        one = partial(_mixture, _reduced(points), v, usable, tolerance, pair_steps, max_steps)
+        points = _reduced(points)
+        apart = jax.lax.map(lambda point: jnp.sum((points - point) ** 2, 1), points)
+        one = partial(_mixture, points, apart, v, usable, tolerance, pair_steps, max_steps)
         side_by_side = max(1, min(count, MATRIX_ENTRIES // count**2))
         weights, gap = jax.lax.map(one, jnp.arange(count, dtype=jnp.int32), batch_size=side_by_side)
         return Mixtures(weights.astype(dtype), gap.astype(dtype))
@@ -122,28 +132,43 @@ def _reduced(points: jax.Array) -> jax.Array:
 
 
 def _mixture(
-    points: jax.Array, variance: jax.Array, usable: jax.Array, tolerance: float, pair_steps: int, max_steps: int, i: jax.Array
+    points: jax.Array,
+    apart: jax.Array,
+    variance: jax.Array,
+    usable: jax.Array,
+    tolerance: float,
+    pair_steps: int,
+    max_steps: int,
+    i: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(weights, relative gap) of client i."""
+    """(weights, relative gap) of client i; `apart` `[C, C]` are the squared distances of the points."""
     own = jnp.arange(len(variance), dtype=jnp.int32) == i
     allowed = own | (usable & usable[i])
-    apart = jnp.where(allowed[:, None], points - points[i], 0)
-    program = _Program(apart @ apart.T + jnp.diag(jnp.where(allowed, variance, 0)), allowed)
+    both = allowed[:, None] & allowed[None, :]
+    inner = jnp.where(both, (apart[i][:, None] + apart[i][None, :] - apart) / 2, 0)
+    program = _Program(inner + jnp.diag(jnp.where(allowed, variance, 0)), allowed)
     alone = own.astype(points.dtype)
-    weights = _active_set(program, _pairwise(program, alone, tolerance, pair_steps), tolerance, max_steps)
-    value, _, gap = _status(program, weights)
-    better = (value <= program.matrix[i, i]) & jnp.all(jnp.isfinite(weights))
-    gap = jnp.where(better, gap, _status(program, alone)[2])
-    return jnp.where(better, weights, alone), gap
+    start = _pairwise(program, alone, tolerance, min(pair_steps, len(variance)))
+    start, solved = _block_pivoting(program, start, tolerance, min(max_steps, BLOCK_STEPS))
+    start = _pairwise(program, start, tolerance, jnp.where(solved, 0, pair_steps))
+    weights = _active_set(program, start, solved, tolerance, max_steps)
+
+    def status(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(objective, gap) from the points themselves, which have no rounding of distances."""
+        towards = jnp.where(allowed[:, None], points - points[i], 0)
+        return _status(allowed, weights, towards @ (weights @ towards) + jnp.where(allowed, variance, 0) * weights)
+
+    value, gap = status(weights)
+    better = (value <= variance[i]) & jnp.all(jnp.isfinite(weights))
+    return jnp.where(better, weights, alone), jnp.where(better, gap, status(alone)[1])
 
 
-def _status(program: _Program, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(objective, half its gradient, relative duality gap): by convexity no point is lower than objective - gap * objective."""
-    slope = program.matrix @ weights
+def _status(allowed: jax.Array, weights: jax.Array, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(objective, relative duality gap), from half its gradient: by convexity no point is lower than objective (1 - gap)."""
     value = weights @ slope
-    lowest = jnp.min(jnp.where(program.allowed, slope, jnp.inf))
+    lowest = jnp.min(jnp.where(allowed, slope, jnp.inf))
     gap = 2 * jnp.maximum(value - lowest, 0)
-    return value, slope, jnp.where(gap > 0, gap / jnp.where(value > 0, value, 1), 0)
+    return value, jnp.where(gap > 0, gap / jnp.where(value > 0, value, 1), 0)
 
 
 def _first(mask: jax.Array) -> jax.Array:
@@ -152,7 +177,7 @@ def _first(mask: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.min(jnp.where(mask, jnp.arange(count, dtype=jnp.int32), count)), count - 1)
 
 
-def _pairwise(program: _Program, start: jax.Array, tolerance: float, max_steps: int) -> jax.Array:
+def _pairwise(program: _Program, start: jax.Array, tolerance: float, max_steps: Any) -> jax.Array:
     """Weights after exact steps between pairs of coordinates, each to that of least slope from that of the largest gain."""
     matrix, allowed = program
     diagonal = jnp.diagonal(matrix)
@@ -203,8 +228,47 @@ def _affine_minimum(program: _Program, support: jax.Array) -> jax.Array:
     return weights
 
 
-def _active_set(program: _Program, start: jax.Array, tolerance: float, max_steps: int) -> jax.Array:
-    """Wolfe's method from feasible weights. It ends at the minimum, or where rounding lets no step lower the objective."""
+def _block_pivoting(program: _Program, start: jax.Array, tolerance: float, max_steps: int) -> tuple[jax.Array, jax.Array]:
+    """(weights on the support that block pivoting finds, true), or (`start`, false) if it finds none.
+
+    A step minimises over the affine hull of the support, and moves every coordinate that is negative out of it and every one of
+    too small a slope into it. After three steps without progress it moves one coordinate only, the last.
+    """
+    matrix, allowed = program
+    count = len(start)
+    places = jnp.arange(count, dtype=jnp.int32)
+
+    def unfinished(carry: PyTree) -> jax.Array:
+        step, _, _, wrong, _, _ = carry
+        return (step < max_steps) & (wrong > 0)
+
+    def exchange(carry: PyTree) -> PyTree:
+        step, support, _, _, least, patience = carry
+        weights = _affine_minimum(program, support)
+        slope = matrix @ weights
+        value = weights @ slope
+        wrong = jnp.where(support, ~(weights >= 0), slope < value * (1 - tolerance / 2)) & allowed
+        number = jnp.sum(wrong, dtype=jnp.int32)
+        progress = number < least
+        patience = jnp.where(progress, 3, patience - 1)
+        last = places == jnp.max(jnp.where(wrong, places, -1))
+        changed = support ^ jnp.where(patience >= 0, wrong, wrong & last)
+        changed = jnp.where(jnp.any(changed), changed, allowed)
+        support = jnp.where(number > 0, changed, support)
+        return step + 1, support, weights, number, jnp.minimum(least, number), patience
+
+    begin = (jnp.int32(0), start > 0, start, jnp.int32(count + 1), jnp.int32(count + 1), jnp.int32(3))
+    _, support, weights, wrong, _, _ = jax.lax.while_loop(unfinished, exchange, begin)
+    solved = (wrong == 0) & jnp.all(jnp.isfinite(weights))
+    found = jnp.where(support, weights, 0)
+    return jnp.where(solved, found / jnp.sum(found), start), solved
+
+
+def _active_set(program: _Program, start: jax.Array, solved: jax.Array, tolerance: float, max_steps: int) -> jax.Array:
+    """Wolfe's method from feasible weights; no step where they are `solved`.
+
+    It ends at the minimum, or where rounding lets no step lower the objective.
+    """
 
     def unfinished(carry: PyTree) -> jax.Array:
         step, _, _, _, done = carry
@@ -219,7 +283,8 @@ def _active_set(program: _Program, start: jax.Array, tolerance: float, max_steps
         blocked = leaving & (share <= length)
         moved = jnp.where(support & ~blocked, jnp.maximum(weights + length * (target - weights), 0), 0)
         moved = moved / jnp.sum(moved)
-        _, slope, gap = _status(program, moved)
+        slope = program.matrix @ moved
+        gap = _status(program.allowed, moved, slope)[1]
         inside = ~jnp.any(leaving)
         to = _first(program.allowed & (slope == jnp.min(jnp.where(program.allowed, slope, jnp.inf))))
         # Rounding alone can send back at once what was just let in, or find the lowest slope inside the support.
@@ -229,6 +294,6 @@ def _active_set(program: _Program, start: jax.Array, tolerance: float, max_steps
         weights = jnp.where(jnp.all(jnp.isfinite(moved)), moved, weights)
         return count + 1, weights, entering, jnp.where(inside, to, added), done
 
-    # One step is always taken: it makes the weights, and not only the objective, exact.
-    carry = (jnp.zeros((), jnp.int32), start, start > 0, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+    # Where it is needed one step is always taken: it makes the weights, and not only the objective, exact.
+    carry = (jnp.zeros((), jnp.int32), start, start > 0, jnp.zeros((), jnp.int32), solved)
     return jax.lax.while_loop(unfinished, step, carry)[1]

@@ -157,6 +157,18 @@ def test_many_small_programmes_against_all_supports(kind):
         assert float(result.gap[i]) < 1e-9
 
 
+@pytest.mark.parametrize("apart", [1e2, 1e5])
+def test_groups_far_apart_are_solved_as_exactly_as_each_alone(apart):
+    """A Gram matrix of all would lose the groups' own differences, 1e-10 of the whole in squares, and with them the minimum."""
+    rng = np.random.default_rng(4)
+    h, v = rng.normal(size=(12, 5)), rng.uniform(0.01, 0.1, 12)
+    h[6:, 0] += apart
+    weights = solve(v, h)
+    assert weights[:6, 6:].max() < 0.01 and weights[6:, :6].max() < 0.01
+    for i in range(12):
+        assert objective_at(weights[i], i, v, h) <= least_by_nnls(i, v, h) * (1 + 1e-7)
+
+
 def test_too_few_steps_are_reported_and_do_not_harm():
     v, h = hard("narrow", 8, 0)
     few = solved(jnp.asarray(h), jnp.asarray(v), pair_steps=1, max_steps=1)

@@ -29,6 +29,7 @@ def test_excluded_clients_do_not_count():
     out = ids[:2]
     *_, info = measured(out)
     assert float(info.metrics["user_accuracy"]) == pytest.approx(by_client[ids[2:]].mean())
+    assert float(info.metrics["user_accuracy_std"]) == pytest.approx(by_client[ids[2:]].std())
     *_, info = measured(ids)
     assert np.isnan(info.metrics["user_accuracy"])
 

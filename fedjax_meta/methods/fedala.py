@@ -15,12 +15,13 @@ arXiv 2212.01197, Algorithm 1.
 Differs from the paper: "until convergence" means that the mean losses of the last `window` passes have a standard deviation
 below `tolerance`, or `most_passes` passes. All passes of a round go over the same random samples. The first round of a client,
 in which it has no local model, is the paper's round 1, whenever it comes. Lower layers take all of the global model, buffers
-too. Differs from the authors' code, TsingZ0/FedALA and TsingZ0/PFLlib, whose system/utils/ALA.py are the same: there all clients
-are initialised in each round and tested with that model (serverALA.py 90-94), here those of the cohort, and those that are tested
-fit their weights to the support view instead of train samples; convergence is judged by the last batch of a pass, after more than
-`window` passes (lines 142-150; `converged_by="last_batch"`); the samples of the weights are a contiguous piece, rounded down (71-74); p
-counts weights and biases apart (line 95), so that p = 2 is our head. The two differ from each other in local training alone:
-FedALA's never shuffles (clientALA.py 63), PFLlib's does, as here (clientbase.py 59); both leave out the last partial batch.
+too. Differs from the authors' code, TsingZ0/FedALA and TsingZ0/PFLlib, whose system/utils/ALA.py are the same: there all
+clients are initialised in each round and tested with that model (serverALA.py 90-94), here those of the cohort, and those that
+are tested fit their weights to the support view instead of train samples; convergence is judged by the last batch of a pass,
+after more than `window` passes (lines 142-150; `converged_by="last_batch"`); the samples of the weights are a contiguous piece,
+rounded down (71-74); p counts weights and biases apart (line 95), so that p = 2 is our head. The two differ from each other in
+local training alone: FedALA's never shuffles (clientALA.py 63), PFLlib's does, as here (clientbase.py 59); both leave out the
+last partial batch.
 """
 
 from collections.abc import Callable

@@ -86,8 +86,8 @@ class Scenario:
     """A data set, its clients and their model.
 
     Attributes:
-      dataset: name for `data.sources.load`, the path of an .npz file, or a name in `natural_sets.NATURAL`, whose clients are given,
-        or in `GENERATED`, whose clients are generated.
+      dataset: name for `data.sources.load`, the path of an .npz file, or a name in `natural_sets.NATURAL`, whose clients are
+        given, or in `GENERATED`, whose clients are generated.
       partition: name in `PARTITIONS`, "natural" (the clients of `NATURAL`, or those that an .npz names), or a paper's protocol in
         `PAPERS`; not for generated clients.
       options: of the partition, of the natural clients, or of the generator.

@@ -2,6 +2,17 @@
 
 from tests.battery.table import Shell
 
+SMALL_FEDPAC = tuple(
+    word
+    for field in (
+        "federation.cohort_size=8",
+        "scenarios.cifar10.dataset=mnist_small",
+        "scenarios.cifar10.clients=10",
+        "scenarios.cifar10.augment=null",
+        "scenarios.cifar10.options.size=30",
+    )
+    for word in ("--set", field)
+)
 OWN = ("--dataset", "{own}", "--out", "{tmp}/run", "--devices", "1", "--rounds", "1", "--clients", "10", "--no-compile-cache")
 
 COMPOSE = [
@@ -174,21 +185,17 @@ OTHERS = {
         (("--quick", "--set", "systems.fedmeta_per.options.score=best", "--systems", "fedmeta_per"), "score='best' is unknown"),
     ],
     "fedpac": [
-        (("--dataset", "mnist"), "--dataset='mnist' is unknown"),
-        (("--rates", "0.1,-1"), "--rates=-1.0 must be finite and above 0"),
-        (("--uniform", "2"), "--uniform=2.0 must lie between 0 and 1"),
-        (("--sizes", "0"), "--sizes=0 must be an integer"),
-        (("--concepts", "0"), "--concepts=0 must be an integer"),
-        (("--rounds", "2", "--last", "3"), "--last 3 must be at most --rounds 2"),
-        (("--num-clients", "5", "--clients-per-round", "6"), "--clients-per-round 6 is more than the --num-clients 5"),
-        (("--systems", "fedpack"), "--systems='fedpack' is unknown (did you mean 'fedpac'?)"),
+        (("--set", "scenarios.cifar10.dataset=mnits"), "mnits"),
+        (("--set", "systems.fedavg.grid.lr=[-1]", *SMALL_FEDPAC), "lr=-1.0 must be finite and above 0"),
+        (("--set", "scenarios.cifar10.options.uniform=2", *SMALL_FEDPAC), "uniform=2 must lie between 0 and 1"),
+        ((*SMALL_FEDPAC, "--set", "federation.cohort_size=30"), "cohort_size=30"),
+        (("--systems", "fedpack"), "system='fedpack' is unknown (did you mean 'fedpac'?)"),
     ],
     "reptile": [
-        (("--datasets", "synthetic"), "--datasets='synthetic' is unknown"),
-        (("--systems", "reptil"), "--systems='reptil' is unknown"),
-        (("--rates", "0"), "--rates=0.0 must be finite and above 0"),
-        (("--rates", ""), "--rates '' must name at least one value"),
-        (("--runs", "0"), "Invalid value for"),
+        (("--variant", "moons"), "variant='moons' is unknown"),
+        (("--systems", "reptil"), "system='reptil' is unknown"),
+        (("--set", "systems.reptile.options.inner_lr=-1"), "inner_lr=-1 must be finite"),
+        (("--seeds", "1,1"), "names a seed twice"),
     ],
     "imaml": [
         (("--systems", "imaml-7"), "system='imaml-7' is unknown", "did you mean"),

@@ -62,11 +62,11 @@ def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
     accuracy = np.where(np.isin(np.arange(10), here.protocol.noisy), 0.0, 0.8).tolist()
     tests = {"after": {"accuracy": accuracy, "scores": {"accuracy": 0.8}}}
     rows = [{"round": 1, "train": {"user_accuracy": [0.1]}, "tests": tests}]
-    rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3]}, "tests": tests}]
+    rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3], "user_accuracy_std": [0.5, 0.1]}, "tests": tests}]
     found = mtfl.outcome(here, own, [rows])
     assert len(here.protocol.noisy) == 2 and found.trained.tolist() == pytest.approx([0.8])
     assert found.user_accuracy.tolist() == [[0.1, 0.2, 0.3]]
-    assert found.mark == ""
+    assert found.mark == "" and found.spread == 0.1
     # 199,610 parameters without 200 scales and 200 shifts, each way; no running statistics.
     assert found.traffic == (FLOAT * 199_210, FLOAT * 199_210)
 
@@ -102,6 +102,20 @@ def test_every_baseline_runs_and_user_accuracy_is_taken(here, name):
     before = jax.eval_shape(watched.init, key, data)
     after, info = jax.eval_shape(watched.round, key, before, data)
     assert problems.forms(before) == problems.forms(after) and "user_accuracy" in info.metrics
+
+
+def test_the_testbed_has_a_row_for_each_system_whose_bytes_follow_from_what_is_private(here):
+    headings, rows = mtfl.testbed(here)
+    by_name = {row[0]: dict(zip(headings, row, strict=True)) for row in rows}
+    assert list(by_name) == [
+        "Independent",
+        *(f"{which}, {rule}" for which in ("FL", "MTFL γβ", "MTFL both") for rule in ("FedAvg", "FedAvg-Adam")),
+    ]
+    assert by_name["Independent"]["MB up"] == "0.00" and by_name["Independent"]["train\n%"] == "100.0"
+    # Adam's two moments travel with the parameters: 3 x 199,610 and the statistics of 200 units.
+    assert float(by_name["FL, FedAvg-Adam"]["MB up"]) == pytest.approx(FLOAT * (3 * 199_610 + 400) / 1e6, abs=0.01)
+    shares = [sum(float(row[column]) for column in headings[-4:]) for row in by_name.values()]
+    assert shares == pytest.approx([100] * 7, abs=0.3)
 
 
 def test_the_grid_of_systems_and_what_each_is_compared_with(here):
