@@ -11,6 +11,7 @@ from fedjax_meta.methods.fedamp import fedamp, heur_fedamp
 from fedjax_meta.methods.fedavg import fedavg, fedavg_ft, fedavg_meta, fedavg_one_step, fedper, fedper_meta, local_only
 from fedjax_meta.methods.fedem import fedem
 from fedjax_meta.methods.fedfomo import fedfomo
+from fedjax_meta.methods.fedgp import fedgp
 from fedjax_meta.methods.fedmeta import (
     fedmeta,
     fedmeta_fomaml,
@@ -56,6 +57,7 @@ __all__ = [
     "fedbn",
     "fedem",
     "fedfomo",
+    "fedgp",
     "fedmeta",
     "fedmeta_fomaml",
     "fedmeta_metasgd",

@@ -110,7 +110,9 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
 
         batches, loss_key = view.epochs(tagged(key, "ala"), batch_size, share=sample_share), tagged(key, "ala loss")
         all_but_last = dataclasses.replace(batches, steps=jnp.maximum(batches.steps - 1, 0))
-        last = dataclasses.replace(batches, get=lambda step, chunk: batches.get(batches.steps - 1, chunk), steps=1, max_steps=1)
+        last = dataclasses.replace(
+            batches, get=lambda step, chunk: batches.get(batches.steps - 1, chunk), steps=1, max_steps=1
+        )
         last = last.only_if(batches.steps > 0)
         everything = jax.tree.map(lambda _: True, own.weights)
         most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
