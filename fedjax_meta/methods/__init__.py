@@ -29,6 +29,7 @@ from fedjax_meta.methods.imaml import imaml
 from fedjax_meta.methods.knn_per import knn_per
 from fedjax_meta.methods.l2gd import l2gd
 from fedjax_meta.methods.lg_fedavg import lg_fedavg
+from fedjax_meta.methods.mocha import mocha
 from fedjax_meta.methods.moon import moon
 from fedjax_meta.methods.mtfl import fedavg_adam, fedbn, mtfl, mtfl_fedavg_adam
 from fedjax_meta.methods.perfedavg import perfedavg, perfedavg_exact, perfedavg_fo
@@ -77,6 +78,7 @@ __all__ = [
     "l2gd",
     "lg_fedavg",
     "local_only",
+    "mocha",
     "moon",
     "mtfl",
     "mtfl_fedavg_adam",
