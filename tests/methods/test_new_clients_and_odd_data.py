@@ -45,7 +45,7 @@ def test_a_new_client_of_local_training_starts_at_the_initial_model_and_a_known_
     assert problems.distance(personalized(algorithm, state, 3), expected) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["fedpac", "moon", "fedrod", "knn_per"])
+@pytest.mark.parametrize("name", ["fedpac", "moon", "fedrod", "knn_per", "fedgp", "mocha"])
 def test_a_task_without_features_is_refused_by_name(name):
     for without in ({"features": None}, {"head": None}):
         with pytest.raises(ValueError, match=f"{name} looks at features, but the task has no features and head"):
@@ -67,7 +67,7 @@ def lacking():
     return fm.from_clients([(rng.normal(size=(len(y), 5)), y) for y in labels], num_classes=3)
 
 
-@pytest.mark.parametrize("name", ["fedpac", "fedrod", "moon", "knn_per", "fedem"])
+@pytest.mark.parametrize("name", ["fedpac", "fedrod", "moon", "knn_per", "fedem", "fedgp", "mocha"])
 def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_finite(name):
     algorithm, data = build(name, **OPTIONS), lacking()
     state = run(algorithm, 3, data=data)
@@ -80,6 +80,8 @@ def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_fini
         "fedpac",
         "fedrod",
         "knn_per",
+        "fedgp",
+        "mocha",
     ):  # These give client 0 a predictor of its own, which needs to know one class only.
         assert float(fm.metrics.accuracy(result.confusion)[0]) == 1
 
