@@ -233,11 +233,16 @@ def _mix(
     del key, data
     count = len(state.seen)
     target = jnp.where(cohort.returned, cohort.ids, count)
-    maps = state.memory.map.at[target].set(cohort.stacked, mode="drop")
-    rows = state.memory.relation.at[target].set(cohort.memory.relation, mode="drop")
+
+    def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:
+        """Rows of all clients, 0 for those that have never taken part."""
+        seen = state.seen.reshape((-1,) + (1,) * (kept.ndim - 1))
+        return jnp.where(seen, kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
+
+    maps, rows = of_all(state.memory.map, cohort.stacked), of_all(state.memory.relation, cohort.memory.relation)
     # A client without a row yet is related to itself alone.
-    fresh = (jnp.zeros(count, bool).at[target].set(True, mode="drop")) & ~jnp.any(rows != 0, 1)
-    rows = jnp.where(fresh[:, None], jnp.eye(count) / count, rows)
+    fresh = of_all(jnp.zeros(count), jnp.ones(len(target))) * ~jnp.any(rows != 0, 1)
+    rows = jnp.where(fresh[:, None] > 0, jnp.eye(count) / count, rows)
     renewed = relations(primal(rows, maps, regularisation), smoothing)
     rows = jnp.where((state.round + 1) % every == 0, renewed, rows)
     mine = rows[cohort.ids]
