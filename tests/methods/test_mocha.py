@@ -154,12 +154,13 @@ def test_partial_work_performs_a_share_of_the_steps():
     method = fm.mocha(task(), regularisation=LAMBDA, relation_every=10**6, capacity=40)
     all_of_it, part = (one_round(method, **options)[1:] for options in ({}, {"participation": stragglers(1.0, epochs=2)}))
     moved = [np.asarray(step(KEY, state, data())[0].memory.dual != 0).any(2).sum(1) for state, step in (all_of_it, part)]
-    assert np.all(moved[1] <= np.ceil(np.array(TRAIN) / 2)) and np.all(moved[1] > 0) and np.all(moved[0] > moved[1])
+    assert np.all(moved[1] <= np.ceil(np.array(TRAIN) / 2)) and np.all(moved[1] > 0) and np.all(moved[0] >= moved[1])
+    assert moved[0].sum() > 1.5 * moved[1].sum()
 
 
 def test_a_new_client_solves_its_own_problem():
     """By its support set alone, at the scale of a client that nobody is related to yet."""
-    method = fm.mocha(task(), regularisation=LAMBDA, capacity=40, new_client_epochs=200)
+    method = fm.mocha(task(), regularisation=LAMBDA, capacity=40, new_client_epochs=5000)
     algorithm, state, _ = one_round(method)
     samples = data().client(3)["test_support"]
     fitted = algorithm.personalize(KEY, state, samples, None)
