@@ -156,6 +156,23 @@ def feature_shape(task: Task, variables: Variables, view: ClientView) -> tuple[i
     return logits.shape[-1], features.shape[-1]
 
 
+def head_shape(task: Task, method: str) -> tuple[int, int]:
+    """(K, d) of the task's head, found without data: d is the size of a leaf of the head that it takes for features.
+
+    Raises:
+      ValueError: no size of a leaf of the head fits.
+    """
+    _, head = require_features(task, method)
+    variables = masks.variables_shape(task)
+    leaves = jax.tree.leaves(masks.split(variables, masks.resolve("head", task))[0])
+    for width in sorted({size for leaf in leaves for size in leaf.shape}, reverse=True):
+        try:
+            return jax.eval_shape(head, variables, jax.ShapeDtypeStruct((1, width), jnp.result_type(float))).shape[-1], width
+        except (TypeError, ValueError):
+            continue
+    raise ValueError(f"{method} finds no number of features that the task's head accepts")
+
+
 def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int, int]:
     """`feature_shape` on the inputs of a federated data set."""
     return feature_shape(task, variables, data.client(0)[data.views[0]])

@@ -179,8 +179,8 @@ def test_personal_leaves_are_those_of_the_paper(name):
     word = next((word for word, methods in PERSONAL.items() if name in methods), "none")
     expected = jax.tree.leaves_with_path(fm.masks.resolve(word, task))
     wanted = {"/".join(fm.masks.path_names(path)) for path, own in expected if own}
-    if name in ("fedrod", "pfedhn_pc"):  # a personal head beside the generic model; leaves beside the hypernetwork
-        assert names and all("head" in path or path.startswith(("personal", "own")) for path in names)
+    if name in ("fedrod", "pfedhn_pc", "mocha"):  # a head beside the model; leaves beside the hypernetwork; linear models
+        assert names and all("head" in path or path.startswith(("personal", "own", "weights")) for path in names)
         return
     # Rates and slots of personal leaves are personal too.
     assert {path for path in names if any(path.endswith(end) for end in wanted)} == names

@@ -18,6 +18,7 @@ from fedjax_meta.methods.feddbe import feddbe
 from fedjax_meta.methods.feddyn import feddyn
 from fedjax_meta.methods.fedem import fedem
 from fedjax_meta.methods.fedfomo import fedfomo
+from fedjax_meta.methods.fedgp import fedgp
 from fedjax_meta.methods.fedmeta import (
     fedmeta,
     fedmeta_fomaml,
@@ -40,6 +41,7 @@ from fedjax_meta.methods.knn_per import knn_per
 from fedjax_meta.methods.l2gd import l2gd
 from fedjax_meta.methods.lg_fedavg import lg_fedavg
 from fedjax_meta.methods.mamlpp import mamlpp
+from fedjax_meta.methods.mocha import mocha
 from fedjax_meta.methods.moon import moon
 from fedjax_meta.methods.mtfl import fedavg_adam, fedbn, mtfl, mtfl_fedavg_adam
 from fedjax_meta.methods.perfedavg import perfedavg, perfedavg_exact, perfedavg_fo
@@ -77,6 +79,7 @@ __all__ = [
     "feddyn",
     "fedem",
     "fedfomo",
+    "fedgp",
     "fedmeta",
     "fedmeta_fomaml",
     "fedmeta_metasgd",
@@ -101,6 +104,7 @@ __all__ = [
     "lg_fedavg",
     "local_only",
     "mamlpp",
+    "mocha",
     "moon",
     "mtfl",
     "mtfl_fedavg_adam",

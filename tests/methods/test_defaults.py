@@ -55,6 +55,17 @@ PUBLISHED = {
     "pfedhn": {**PFEDHN, "personal": "none"},
     "pfedhn_pc": {**PFEDHN, "personal": "head"},
     "knn_per": {"neighbours": 10, "scale": 1.0},
+    "fedgp": {
+        "lr": 0.05,
+        "output_scale": 8.0,
+        "length_scale": 1.0,
+        "held_out": 0.5,
+        "gibbs_steps": 5,
+        "draws": 20,
+        "test_draws": 30,
+        "inner_steps": 1,
+        "weighting": "uniform",
+    },
     "mtfl": {"epochs": 1, "batch_size": 20, "private": "bn"},
     "mtfl_fedavg_adam": {"lr": 3e-3, "epochs": 1, "batch_size": 20, "private": "bn", "federated_slots": True},
     # Reddi et al., arXiv 2003.00295, as in Flower; Hsu, Qi, Brown, arXiv 1909.06335.

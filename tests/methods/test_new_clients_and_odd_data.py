@@ -45,7 +45,9 @@ def test_a_new_client_of_local_training_starts_at_the_initial_model_and_a_known_
     assert problems.distance(personalized(algorithm, state, 3), expected) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["fedpac", "moon", "fedrod", "knn_per", "fedproto", "feddbe", "fedas", "gpfl"])
+@pytest.mark.parametrize(
+    "name", ["fedpac", "moon", "fedrod", "knn_per", "fedproto", "feddbe", "fedas", "gpfl", "fedgp", "mocha"]
+)
 def test_a_task_without_features_is_refused_by_name(name):
     for without in ({"features": None}, {"head": None}):
         with pytest.raises(ValueError, match=f"{name} looks at features, but the task has no features and head"):
@@ -72,7 +74,23 @@ def lacking():
 
 @pytest.mark.parametrize(
     "name",
-    ["fedpac", "fedrod", "moon", "knn_per", "fedem", "fedproto", "feddbe", "fedas", "gpfl", "ifca", "cfl", "afl", "qfedavg"],
+    [
+        "fedpac",
+        "fedrod",
+        "moon",
+        "knn_per",
+        "fedem",
+        "fedproto",
+        "feddbe",
+        "fedas",
+        "gpfl",
+        "ifca",
+        "cfl",
+        "afl",
+        "qfedavg",
+        "fedgp",
+        "mocha",
+    ],
 )
 def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_finite(name):
     algorithm, data = build(name, **OPTIONS, **({"clusters": 3} if name == "cfl" else {})), lacking()
@@ -86,6 +104,8 @@ def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_fini
         "fedpac",
         "fedrod",
         "knn_per",
+        "fedgp",
+        "mocha",
     ):  # These give client 0 a predictor of its own, which needs to know one class only.
         assert float(fm.metrics.accuracy(result.confusion)[0]) == 1
 

@@ -1,0 +1,275 @@
+"""FedGP: the posterior given omega, the Polya-Gamma variables, the tree, and a whole round by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+
+import fedjax_meta as fm
+from fedjax_meta.keys import tagged
+from fedjax_meta.methods.fedgp import (
+    JITTER,
+    build_tree,
+    chance,
+    draw_omega,
+    gibbs,
+    kernel,
+    mean_field,
+    mean_omega,
+    posterior,
+)
+from tests.whole_rounds.world import (
+    BODY,
+    CLASSES,
+    COHORTS,
+    KEY,
+    KNOWN,
+    NEW,
+    Library,
+    batches_of,
+    client_key,
+    data,
+    features,
+    flat,
+    near,
+    task,
+    view,
+)
+
+RNG = np.random.default_rng(1)
+X, QUERIES = RNG.normal(size=(2, 12, 4))[0], RNG.normal(size=(5, 4))
+SIGNS = np.where(X[:, 0] + 0.3 * RNG.normal(size=12) > 0, 0.5, -0.5)
+
+
+def normal(z):
+    return z / np.linalg.norm(z, axis=1, keepdims=True)
+
+
+def gram(a, b, scale=8.0, length=1.0):
+    square = ((normal(a)[:, None] - normal(b)[None]) ** 2).sum(-1)
+    return scale * np.exp(-square / (2 * length**2))
+
+
+def test_the_kernel():
+    near(kernel(jnp.asarray(X), jnp.asarray(QUERIES), 8.0, 0.7), gram(X, QUERIES, 8.0, 0.7), 1e-9)
+
+
+def test_the_posterior_given_omega_is_a_regression():
+    """On kappa / omega with noise 1 / omega: scikit-learn's, with that kernel. Samples of omega 0 are left out."""
+    omega = RNG.uniform(0.05, 0.25, 12)
+    used = np.arange(12) != 7
+    regression = GaussianProcessRegressor(ConstantKernel(8.0) * RBF(1.0), alpha=1 / omega[used] + JITTER, optimizer=None)
+    regression.fit(normal(X)[used], (SIGNS / omega)[used])
+    mean, deviation = regression.predict(normal(QUERIES), return_std=True)
+    signs, omega = jnp.asarray(np.where(used, SIGNS, 0)), jnp.asarray(np.where(used, omega, 0))
+    got = posterior(
+        jnp.asarray(gram(X, X) + JITTER * np.eye(12)), signs, omega, jnp.asarray(gram(X, QUERIES)), jnp.full(5, 8.0)
+    )
+    near(got[0], mean, 1e-8)
+    near(got[1], deviation**2, 1e-8)
+
+
+@pytest.mark.parametrize("c", [0.0, 0.8, 3.0, 12.0])
+def test_polya_gamma_variables_have_their_moments(c):
+    drawn = np.asarray(draw_omega(jax.random.key(1), jnp.full(40_000, c)))
+    safe = max(c, 1e-3)
+    variance = (np.sinh(safe) - safe) / (4 * safe**3 * np.cosh(safe / 2) ** 2)
+    assert np.mean(drawn) == pytest.approx(float(mean_omega(jnp.asarray(c))), rel=0.02)
+    assert np.var(drawn) == pytest.approx(variance, rel=0.06)
+
+
+def test_one_sample_against_quadrature():
+    """p(y* = left) after one sample of the left branch: a two-dimensional integral."""
+    a, b = np.array([[1.0, 0.2, 0, 0]]), np.array([[0.4, 1.0, 0, 0]])
+    k, cross = gram(a, a)[0, 0] + JITTER, gram(a, b)[0, 0]
+    points, weights = np.polynomial.hermite_e.hermegauss(60)
+    f = np.sqrt(k) * points
+    rest = np.sqrt(k - cross**2 / k)
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    inner = (weights[None] * sigmoid(cross / k * f[:, None] + rest * points[None])).sum(1) / weights.sum()
+    expected = (weights * sigmoid(f) * inner).sum() / (weights * sigmoid(f)).sum()
+    signs, covariance = jnp.asarray([0.5]), jnp.asarray([[k]])
+    omega = gibbs(jax.random.key(2), covariance, signs, 20, 3000)
+    at = lambda drawn: posterior(covariance, signs, drawn, jnp.asarray([[cross]]), jnp.asarray([k]))  # noqa: E731
+    assert float(jnp.mean(chance(*jax.vmap(at)(omega)))) == pytest.approx(expected, abs=0.01)
+
+
+def test_the_mean_field_is_a_fixed_point_near_the_draws():
+    covariance, signs = jnp.asarray(gram(X, X) + JITTER * np.eye(12)), jnp.asarray(SIGNS)
+    omega = mean_field(covariance, signs, 200)
+    near(mean_field(covariance, signs, 201), omega, 1e-8)
+    near(omega, np.asarray(gibbs(jax.random.key(3), covariance, signs, 20, 400)).mean(0)[None], 0.05)
+
+
+def test_the_tree_halves_the_classes_by_their_means():
+    means = jnp.asarray([[0.0, 0], [9.0, 0], [0.5, 0], [9.5, 1], [4.0, 4]])
+    tree = build_tree(means, jnp.asarray([True, True, True, True, False]))
+    member, left = np.asarray(tree.member), np.asarray(tree.left)
+    assert not member[:, 4].any() and member.sum(1).tolist().count(0) == 1
+    pairs = {
+        frozenset([frozenset(np.flatnonzero(a)), frozenset(np.flatnonzero(m & ~a))]) for m, a in zip(member, left, strict=True)
+    }
+    one, other = frozenset({0, 2}), frozenset({1, 3})
+    singles = {frozenset([frozenset({0}), frozenset({2})]), frozenset([frozenset({1}), frozenset({3})])}
+    assert pairs - {frozenset([frozenset()])} == {frozenset([one, other])} | singles
+
+
+# ----------------------------------------------------------------------------------------------------------- a whole round
+
+OPTIONS = {"lr": 0.1, "inference": "mean_field", "gibbs_steps": 6, "capacity": 40, "draws": 2, "test_draws": 2}
+
+
+def sgd(rate):
+    return optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(rate, momentum=0.9))
+
+
+def by_hand_mean_field(covariance, signs):
+    """omega, and the regression of one binary classifier at all of its samples, masked."""
+    used = signs != 0
+    omega = np.full(len(signs), 0.25)
+    for _ in range(OPTIONS["gibbs_steps"]):
+        mean, variance = regression(covariance, signs, omega, used)
+        c = np.sqrt(mean**2 + variance)
+        omega = np.tanh(c / 2) / (2 * c)
+    return omega
+
+
+def regression(covariance, signs, omega, used):
+    inverse = np.linalg.inv(covariance[np.ix_(used, used)] + np.diag(1 / omega[used]))
+    cross = covariance[used]
+    return cross.T @ inverse @ (signs / omega)[used], np.diag(covariance) - np.einsum("ij,ik,kj->j", cross, inverse, cross)
+
+
+def probability(mean, variance):
+    points, weights = np.polynomial.hermite.hermgauss(20)
+    return (weights / (1 + np.exp(-(mean[:, None] + np.sqrt(2 * variance)[:, None] * points)))).sum(1) / np.sqrt(np.pi)
+
+
+def nodes(z, y):
+    """[(classes, left classes)]: the two classes that are farthest apart, and the third with the nearer one."""
+    present = sorted(set(y.tolist()))
+    means = {k: z[y == k].mean(0) for k in present}
+    if len(present) < 2:
+        return []
+    if len(present) == 2:
+        return [(set(present), {present[0]})]
+    pairs = [(np.sum((means[a] - means[b]) ** 2), a, b) for a in present for b in present if a < b]
+    _, a, b = max(pairs)
+    (c,) = set(present) - {a, b}
+    left = {a, c} if np.sum((means[c] - means[a]) ** 2) < np.sum((means[c] - means[b]) ** 2) else {a}
+    inner = left if len(left) == 2 else {b, c}
+    return [(set(present), left), (inner, {min(inner)})]
+
+
+def objective(w, x, y, tree, asked, omegas):
+    total, covariance = 0.0, gram(features(w, x), features(w, x)) + JITTER * np.eye(len(y))
+    for (member, left), omega in zip(tree, omegas, strict=True):
+        here, sides = np.isin(y, list(member)), np.isin(y, list(left))
+        signs = np.where(here & ~asked, np.where(sides, 0.5, -0.5), 0)
+        p = probability(*regression(covariance, signs, omega, signs != 0))
+        value = np.log(np.where(sides, p, 1 - p) + 1e-12)[here & asked]
+        total -= value.mean() if len(value) else 0
+    return total
+
+
+def test_two_rounds_by_hand():
+    """Each client takes one step of the extractor along the slope of the predictive loss, omega held; slopes by differences."""
+    library = Library(fm.fedgp(task(), **OPTIONS, optimizer=sgd))
+    w = library.w
+    for number, cohort in enumerate(COHORTS):
+        trained = []
+        for i in cohort:
+            key = tagged(client_key(number, i), "order")
+            x, y = batches_of(key, i, "train", _shuffled)[0]
+            tree = nodes(features(w, x), y)
+            if not tree:
+                # A client of one class.
+                trained.append(w)
+                continue
+            asked = np.zeros(len(y), bool)
+            for k in set(y.tolist()):
+                places = np.flatnonzero(y == k)
+                asked[places[: len(places) // 2]] = True
+            covariance = gram(features(w, x), features(w, x)) + JITTER * np.eye(len(y))
+            omegas = []
+            for member, left in tree:
+                fit = np.isin(y, list(member)) & ~asked
+                omegas.append(by_hand_mean_field(covariance, np.where(fit, np.where(np.isin(y, list(left)), 0.5, -0.5), 0)))
+            slope = np.array(
+                [
+                    (objective(w + 1e-5 * e, x, y, tree, asked, omegas) - objective(w - 1e-5 * e, x, y, tree, asked, omegas))
+                    / 2e-5
+                    for e in np.eye(len(w))
+                ]
+            )
+            trained.append(w - 0.1 * np.where(BODY, slope + 1e-3 * w, 0))
+        w = np.mean(trained, 0)
+        near(flat((library.first, library.last)[number].model), w, 1e-7)
+
+
+def _shuffled(view, key):
+    return view.epochs(key, min(OPTIONS["capacity"], view.max_size))
+
+
+@pytest.mark.parametrize("who", [KNOWN, NEW])
+def test_clients_test_with_the_process_of_their_support_set(who):
+    library = Library(fm.fedgp(task(), **OPTIONS, optimizer=sgd))
+    algorithm, w = library.algorithm, flat(library.last.model)
+    classifier = algorithm.personalize(KEY, library.last, data().client(who)["train"], who if who == KNOWN else None)
+    (x, y), (queries, _) = view(who, "train"), view(who, "test_support")
+    z, asked = features(w, x), features(w, queries)
+    expected = np.where(np.isin(np.arange(CLASSES), y), 1.0, 1e-12)[None] * np.ones((len(queries), 1))
+    joint = gram(np.r_[z, asked], np.r_[z, asked]) + JITTER * np.eye(len(y) + len(queries))
+    for member, left in nodes(z, y):
+        signs = np.where(np.isin(y, list(member)), np.where(np.isin(y, list(left)), 0.5, -0.5), 0)
+        omega = by_hand_mean_field(joint[: len(y), : len(y)], signs)
+        padded = [np.r_[part, fill] for part, fill in ((signs, 0 * asked[:, 0]), (omega, 1 + 0 * asked[:, 0]))]
+        p = probability(*regression(joint, *padded, padded[0] != 0))[len(y) :]
+        for k in member:
+            expected[:, k] *= p if k in left else 1 - p
+    near(np.exp(algorithm.predict(classifier, queries)), expected, 1e-7)
+
+
+def test_a_client_of_one_class_predicts_it_and_trains_nothing():
+    x = RNG.normal(size=(10, 3))
+    zero, ten = np.array([0]), np.array([10])
+    alone = fm.from_clients(
+        [(x, np.full(10, 1))], num_classes=CLASSES, views={"train": (zero, ten), "test_support": (zero, ten)}
+    )
+    algorithm = fm.federate(fm.fedgp(task(), **OPTIONS), fm.Federation(cohort_size=1, devices=1))
+    state = algorithm.init(KEY, alone)
+    after, info = jax.jit(algorithm.round)(KEY, state, alone)
+    near(flat(after.model), flat(state.model), 1e-15)
+    assert bool(info.returned[0])
+    classifier = algorithm.personalize(KEY, after, alone.client(0)["train"], 0)
+    assert np.all(np.argmax(algorithm.predict(classifier, x), 1) == 1)
+
+
+def test_a_task_of_one_class_is_refused():
+    def init(key):
+        return {"body": {"w": jnp.ones((3, 2))}, "head": {"w": jnp.ones((2, 1))}}
+
+    base = fm.classification(init, lambda v, x: jnp.tanh(x @ v["body"]["w"]) @ v["head"]["w"], layers=("body", "head"))
+    one = base._replace(features=lambda v, x: jnp.tanh(x @ v["body"]["w"]), head=lambda v, z: z @ v["head"]["w"])
+    zero, five = np.array([0]), np.array([5])
+    samples = fm.from_clients([(np.ones((5, 3)), np.zeros(5, int))], num_classes=1, views={"train": (zero, five)})
+    with pytest.raises(ValueError, match="at least 2 classes"):
+        fm.federate(fm.fedgp(one), fm.Federation(cohort_size=1, devices=1)).init(KEY, samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"held_out": 1.0}, "held_out=1.0"),
+        ({"length_scale": 0.0}, "length_scale=0.0"),
+        ({"inference": "laplace"}, "inference"),
+        ({"draws": 0}, "draws=0"),
+        ({"capacity": 1}, "capacity=1"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        fm.fedgp(task(), **options)
