@@ -178,27 +178,6 @@ def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int
     return feature_shape(task, variables, data.client(0)[data.views[0]])
 
 
-def head_shape(task: Task, method: str) -> tuple[int, int]:
-    """(K, d) of a task, from the shapes of its head alone: d is the one size of a leaf that the head takes.
-
-    For a method that must know d before it sees data.
-
-    Raises:
-      ValueError: no features and head, or a head that takes no such number of features.
-    """
-    _, head = require_features(task, method)
-    variables = masks.variables_shape(task)
-    for width in sorted({size for leaf in jax.tree.leaves(variables) for size in leaf.shape}):
-        features = jax.ShapeDtypeStruct((2, width), jnp.result_type(float))
-        try:
-            logits = jax.eval_shape(head, variables, features)
-        # The head is code of the user's own, which may raise anything for features of another width.
-        except Exception:
-            continue
-        return logits.shape[-1], width
-    raise ValueError(f"{method} must know how many features the head takes, and no size of the model's leaves is their number")
-
-
 class ClassSums(NamedTuple):
     """Sums over a client's samples, one entry per class.
 

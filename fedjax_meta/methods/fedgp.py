@@ -267,7 +267,7 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
 
     def samples_of(key: Key, model: Variables, view: ClientView) -> tuple[Batch, jax.Array, Tree]:
         """(shuffled samples, of each class how many, the tree of their class means)."""
-        batch = view.epochs(key, max(1, min(capacity, view.max_size))).get(0)
+        batch = view.epochs(key, max(1, min(capacity, view.max_size))).get(0, 0)
         classes = features.feature_shape(task, model, view)[0]
         member = jax.nn.one_hot(batch.y, classes) * (batch.weight > 0)[:, None]
         number = jnp.sum(member, 0)

@@ -207,7 +207,7 @@ def mocha(
         return Own(dual, mapped, jnp.zeros(num_clients), jnp.full((), 1 / num_clients))
 
     shape = jax.eval_shape(init, jax.random.key(0))
-    own = Model(masks.nothing_like(shape.variables), True)
+    own = Model(masks.nothing_like(shape.variables), True)  # type: ignore[arg-type]
     everything = masks.everything_like(shape)
     return Method(
         init=init,
