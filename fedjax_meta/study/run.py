@@ -16,7 +16,7 @@ import numpy as np
 
 from fedjax_meta import sweeps
 from fedjax_meta.algorithm import State
-from fedjax_meta.evaluation import Evaluation, evaluate
+from fedjax_meta.evaluation import FEW_CLASSES, Evaluation, evaluate
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.metrics import accuracy
@@ -180,6 +180,11 @@ def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
 
 def _check(study: Study, scenario: str, system: System, clients: Clients) -> None:
     """Raises before anything is trained or written."""
+    if not clients.train.labelled or clients.train.num_classes > FEW_CLASSES:
+        raise ValueError(
+            f"scenario {scenario}: a study compares accuracies, which need one class label a sample, of at most {FEW_CLASSES} "
+            "classes; for other tasks use fedjax_meta.simulate and evaluate"
+        )
     points = points_of(system)
     training = {clients.train.num_clients}
     if len(points) > 1:

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_meta.study import from_tree, run
 from fedjax_meta.study.scenario import Scenario
 
 
@@ -68,3 +69,14 @@ def test_what_does_not_fit_is_refused_in_one_line(options, words):
 def test_a_set_that_is_not_there_says_how_to_get_it(tmp_path):
     with pytest.raises(ValueError, match=r"download the archive from https://archive\.ics\.uci\.edu"):
         Scenario(**HAR).build(str(tmp_path))
+
+
+def test_a_study_of_anything_but_class_labels_is_refused_before_it_trains(tmp_path):
+    (tmp_path / "movielens").mkdir()
+    rows = [f"{user},{item},{1 + (user + item) % 5},0" for user in range(12) for item in range(20)]
+    (tmp_path / "movielens" / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + "\n".join(rows))
+    scenario = {"dataset": "movielens", "partition": "natural", "options": {"least": 10}, "model": "matrix_factorisation"}
+    study = from_tree({"title": "Ratings", "scenarios": {"users": scenario}, "systems": {"fedavg": {"method": "fedavg"}}})
+    with pytest.raises(ValueError, match="scenario users: a study compares accuracies, which need one class label a sample"):
+        run.run(study, tmp_path / "out", watcher=None, clients=run.build(study, str(tmp_path)))
+    assert not (tmp_path / "out").exists()
