@@ -28,7 +28,7 @@ def from_equinox(
     features: str | None = None,
     head: str | None = None,
     loss: functional.Criterion = cross_entropy,
-    metrics: tuple[Any, ...] = (),
+    metrics: tuple[Any, ...] | None = None,
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from any Equinox module.

@@ -45,7 +45,7 @@ def from_functions(
     head: Callable[[Variables, jax.Array], jax.Array] | None = None,
     layers: tuple[str, ...] = (),
     loss: Criterion = cross_entropy,
-    metrics: tuple[Any, ...] = (),
+    metrics: tuple[Any, ...] | None = None,
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from a hand-written model with buffers, dropout or both. (`fm.classification` is enough for one with neither.)
@@ -97,7 +97,7 @@ def from_functions(
         head=None if head is None else partial(model.evaluated, head),
         layers=tuple(layers),
         trainable=trainable,
-        metrics=tuple(metrics),
+        metrics=None if metrics is None else tuple(metrics),
     )
 
 

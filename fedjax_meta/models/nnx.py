@@ -26,7 +26,7 @@ def from_nnx(
     features: str | None = None,
     head: str | None = None,
     loss: functional.Criterion = cross_entropy,
-    metrics: tuple[Any, ...] = (),
+    metrics: tuple[Any, ...] | None = None,
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
     """A task from any Flax NNX module.

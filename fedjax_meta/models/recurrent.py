@@ -136,7 +136,7 @@ def _characters(
         features="features",
         head="head",
         loss=loss,
-        metrics=TOKEN_METRICS if every else (),
+        metrics=TOKEN_METRICS if every else None,
         sample_dtype=jnp.int32,
     )
 

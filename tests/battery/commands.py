@@ -17,7 +17,7 @@ OWN = ("--dataset", "{own}", "--out", "{tmp}/run", "--devices", "1", "--rounds",
 
 COMPOSE = [
     (("--algorithm", "fedmetta"), "--algorithm='fedmetta' is unknown (did you mean 'fedmeta'?)"),
-    (("--algorithm", ""), "--algorithm='' is unknown; allowed are apfl"),
+    (("--algorithm", ""), "--algorithm='' is unknown; allowed are afl"),
     (("--algorithm", "[red]fedavg"), "--algorithm='[red]fedavg' is unknown"),
     (("--estimator", "hessian"), "--estimator='hessian' is unknown"),
     (("--estimator", "exact", "--estimator-set", "step=3"), "exact() takes no 'step' (did you mean 'steps'?)"),

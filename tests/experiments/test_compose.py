@@ -92,7 +92,7 @@ def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_l
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"algorithm": "fedmetta"}, r"--algorithm='fedmetta' is unknown \(did you mean 'fedmeta'\?\); allowed are apfl"),
+        ({"algorithm": "fedmetta"}, r"--algorithm='fedmetta' is unknown \(did you mean 'fedmeta'\?\); allowed are afl"),
         ({"algorithm": "fedmeta", "estimator": "magic"}, "--estimator='magic' is unknown; allowed are exact"),
         (
             {"algorithm": "fedmeta", "estimator": "exact", "estimator_options": {"step": 3}},
