@@ -60,7 +60,7 @@ def test_a_target_that_is_not_reached_is_never():
 def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
     own = mtfl.mtfl_system(here, "own", "bn", "fedavg")
     accuracy = np.where(np.isin(np.arange(10), here.protocol.noisy), 0.0, 0.8).tolist()
-    tests = {"after": {"accuracy": accuracy, "scores": {"accuracy": 0.8}}}
+    tests = {"after": {"accuracy": accuracy, "scores": {"accuracy": 0.8, "accuracy_mean": 0.8}}}
     rows = [{"round": 1, "train": {"user_accuracy": [0.1]}, "tests": tests}]
     rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3], "user_accuracy_std": [0.5, 0.1]}, "tests": tests}]
     found = mtfl.outcome(here, own, [rows])
@@ -80,7 +80,7 @@ def test_a_run_that_was_stopped_because_it_diverged_is_marked(here):
             {
                 "round": at,
                 "train": {"user_accuracy": [score]},
-                "tests": {"after": {"accuracy": [score] * 10, "scores": {"accuracy": score}}},
+                "tests": {"after": {"accuracy": [score] * 10, "scores": {"accuracy": score, "accuracy_mean": score}}},
             }
             for at, score in enumerate(scores, 1)
         ]

@@ -93,7 +93,10 @@ def lacking():
     ],
 )
 def test_a_client_of_one_class_and_a_class_without_clients_leave_everything_finite(name):
-    algorithm, data = build(name, **OPTIONS, **({"clusters": 3} if name == "cfl" else {})), lacking()
+    own = {"cfl": {"clusters": 3}, "fedgp": {"capacity": 16}, "mocha": {"capacity": 64}}.get(name, {})
+    options = {key: value for key, value in OPTIONS.items() if key in inspect.signature(fm.METHODS[name]).parameters}
+    federation = {key: OPTIONS[key] for key in ("cohort_size", "devices")}
+    algorithm, data = build(name, **{**federation, **options, **own}), lacking()
     state = run(algorithm, 3, data=data)
     assert all(
         bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)
