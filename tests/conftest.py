@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import pathlib
+import types
 
 import jax
 import pytest
@@ -25,9 +26,18 @@ runtime.use_all_cores()  # keeps the two devices, and turns the compilation cach
 _finished = itertools.count(1)
 
 
+_NONE = types.SimpleNamespace(params={})
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of a file, which share compiled programs, in one process, unless they are in a group already."""
+    """Keeps the tests of a file, which share compiled programs, in one process, unless they are in a group already.
+
+    What runs over all methods takes minutes for FedGP, whose rounds compile slowly; it belongs to the long tests.
+    """
     for item in items:
+        if "fedgp" in getattr(item, "callspec", _NONE).params.values() and item.path.name != "test_fedgp.py":
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 

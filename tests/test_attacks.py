@@ -312,7 +312,7 @@ def got_by_others(state):
     return state.model, state.extra, rows
 
 
-SENDS_NOTHING = {"local_only"}
+SENDS_NOTHING = {"local_only", "mocha"}  # MOCHA: only in a round that updates the relations, the tenth by default
 SEPARATE = ("fedavg", "fedamp", "fedfomo", "fedpac", "l2gd", "scaffold", "pfedhn")
 """One method of each way to send: to be averaged, models, validated models, heads and statistics, values, variates, others."""
 

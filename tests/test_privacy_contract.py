@@ -15,7 +15,7 @@ KEY, CLIP, WHO = jax.random.key(4), 0.05, 2
 
 REFUSED = {
     **dict.fromkeys(
-        ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp"),
+        ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp", "mocha"),
         "lets the server see what each client sends by itself",
     ),
     **dict.fromkeys(("pfedhn", "pfedhn_pc", "pfedsim"), "sends other numbers than those that the simulation averages"),
