@@ -207,6 +207,7 @@ REFUSALS = (
     "needs class labels",
     "looks at features, but the task has no features and head",
     "balances softmax cross-entropy",
+    "minimises a hinge loss of its own",
     "selects no leaf of this model",
     "leaves nothing for the hypernetwork",
 )

@@ -115,4 +115,5 @@ def feddbe(
         init_memory=lambda key, model, num_clients: jnp.zeros(width),
         init_extra=lambda model, data: Common(jnp.zeros(width), jnp.zeros((), bool)),
         update_extra=keep_first,
+        needs_classes=True,
     )
