@@ -1,4 +1,4 @@
-# make run: a first look (sets up .venv when needed). make test: every check of less than 20 minutes in all. make test-all: the long
+# make run: a first look (sets up .venv when needed). make test: every check but the long tests. make test-all: the long
 # tests too, before a release. make mutation: how many small errors in the library the tests notice (hours; goes on where it was
 # stopped; ARGS=--help explains it). PYTHON=/path/to/python uses that environment as it is.
 # ARGS are handed on, e.g. make run ARGS="--rounds 100".
