@@ -46,7 +46,11 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 AGGREGATORS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in aggregate.RULES.items()}
 ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
-SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"uniform": lambda: schedules.uniform, "poisson": schedules.poisson}
+SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
+    "uniform": lambda: schedules.uniform,
+    "poisson": schedules.poisson,
+    "given": schedules.given,
+}
 PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
     "unreliable": participation.unreliable,
     "stragglers": participation.stragglers,
