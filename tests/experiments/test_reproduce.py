@@ -213,7 +213,7 @@ def test_the_published_cohorts_are_in_the_study():
 
 
 def test_cohorts_and_sizes_are_found_from_training_accuracies():
-    """Accuracies of eight runs with the same cohorts, in float32, give back each client's samples; with other cohorts they do not."""
+    """Accuracies of eight runs with the same cohorts, in float32, give back each client's samples; other cohorts do not."""
     rng = np.random.default_rng(1)
     sizes = rng.integers(80, 2500, published_cohorts.CLIENTS)
     member = published_cohorts.membership(published_cohorts.cohorts(300))
