@@ -80,7 +80,9 @@ def shared_pairs(slots: np.ndarray, others: np.ndarray) -> int:
     return len(one & other)
 
 
-def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0) -> Partition:
+def stick_breaking(
+    labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0, in_turn: bool = False
+) -> Partition:
     """Splits each class into unequal parts, one per client that holds the class (FedMeta-Per's generator for MNIST).
 
     For a class with h holders, h - 1 parts are drawn one after the other from [rest // (h + 1), rest // 2), where `rest` is
@@ -88,14 +90,20 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
     assigned once. The draws come from NumPy's legacy generator, so that seed 1 gives the sizes that the authors of FedMeta-Per
     drew.
 
+    With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, ... go to
+    slot after slot, whatever class the slot holds, as in pFedMe's generator. A class that is used up begins again, so that a few
+    clients share samples. The logs of FedMeta-Per's runs have clients of these sizes on MNIST, and classes `u` and `u + 1`.
+
     Args:
       labels: int `[M]`.
       slots: int `[N, J]`, the classes of each client, all different within a row; from `class_slots`.
       seed: an integer.
       min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
+      in_turn: whether parts go to the slots in turn.
 
     Raises:
-      ValueError: a client without samples, a class that is too small for `min_samples`.
+      ValueError: a client without samples, a class that is too small for `min_samples`; with `in_turn`, classes that are not held
+        by the same number of clients each.
     """
     labels = check_labels(labels)
     slots = _check_slots(slots, labels)
@@ -104,6 +112,7 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
     generator = np.random.RandomState(seed)
     counts = np.bincount(labels, minlength=slots.max() + 1)
     parts = np.zeros(slots.shape, np.int64)
+    turns = []
     for c in range(len(counts)):
         holds = slots == c
         holders = int(holds.sum())
@@ -118,6 +127,11 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
             drawn.append(int(generator.randint(low, max(rest // 2, low + 1))))
             rest -= drawn[-1]
         parts[holds] = min_samples + np.array([*drawn, rest])
+        turns.append(parts[holds])
+    if in_turn:
+        if len({len(part) for part in turns}) > 1:
+            raise ValueError("parts go in turn only to slots that hold every class equally often")
+        parts = np.stack(turns, axis=1).reshape(slots.shape)
     return _assign(labels, slots, parts)
 
 
@@ -180,7 +194,10 @@ def _check_slots(slots: ArrayLike, labels: np.ndarray) -> np.ndarray:
 
 
 def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partition:
-    """Gives each client u `parts[u, j]` samples of class `slots[u, j]`, both `[N, J]`; clients and samples go in order."""
+    """Gives each client u `parts[u, j]` samples of class `slots[u, j]`, both `[N, J]`; clients and samples go in order.
+
+    A class that is used up begins again.
+    """
     sizes = parts.sum(1)
     if sizes.min() < 1:
         raise ValueError(f"client {int(np.argmin(sizes))} would be empty: too few samples of its classes for so many clients")
@@ -192,4 +209,6 @@ def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partiti
     held = np.bincount(flat, weights=length, minlength=len(counts)).astype(np.int64)
     offset = np.empty_like(length)
     offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
-    return Partition(np.argsort(labels, kind="stable")[runs.positions(begin[flat] + offset, length)], sizes)
+    which = np.repeat(flat, length)
+    places = begin[which] + runs.positions(offset, length) % counts[which]
+    return Partition(np.argsort(labels, kind="stable")[places], sizes)
