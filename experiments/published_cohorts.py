@@ -1,4 +1,4 @@
-"""The cohorts of the runs behind Tables 3 and 4 of FedMeta-Per (Nguyen, Cao), derived and held against the authors' logs.
+"""Cohorts and clients of the runs behind Tables 3 and 4 of FedMeta-Per (Nguyen, Cao) on MNIST, from the authors' logs.
 
 client_worker/base_worker.py of baolongnguyenmac/fl-ml (commit af97090) seeds Python's generator with 42 when it is imported, and
 Flower 0.17 draws cohorts by that generator: one client for the initial model, then in each round 5 that train and 50 that test.
@@ -7,6 +7,8 @@ Something before takes 6 numbers of 32 bits; that count alone was found by searc
 The logs give a proof. A round's training accuracy is the number of right answers over the query samples of its cohort, so that
 eight runs with the same cohorts have accuracies with a common denominator, and with the right cohorts the 300 denominators are
 sums of five of 50 sizes.
+
+Which classes a client has shows in how hard its cohorts are: the classes of client u depend on u mod 10, not on u mod 5.
 """
 
 import json
@@ -40,8 +42,12 @@ def main(
         if clone is None:
             console.print(json.dumps(cohorts(rounds)), soft_wrap=True, markup=False)
             return
-        for line in compare(training_accuracies(clone)):
-            console.print(line, markup=False)
+        accuracies = np.array(list(logs(clone, "FedMeta", "acc", 8).values()))
+        sums, agree = denominators(accuracies)
+        sizes = query_sizes(sums, cohorts(len(sums)))
+        fedavg = logs(clone, "meta_old/json/[Train][mnist, FedAvg]", "loss", 1)
+        for line in (*compare(sums, agree, sizes), *periods(fedavg, np.round(sizes))):
+            console.print(line, soft_wrap=True, markup=False)
 
 
 def cohorts(rounds: int) -> list[list[int]]:
@@ -57,18 +63,18 @@ def cohorts(rounds: int) -> list[list[int]]:
     return found
 
 
-def training_accuracies(clone: Path) -> dict[str, np.ndarray]:
-    """The training accuracy of each round `[300]` of the eight meta-learning runs on MNIST, by the name of their log.
+def logs(clone: Path, name: str, score: str, wanted: int) -> dict[str, np.ndarray]:
+    """A score of each training round `[300]`, of the runs on MNIST whose log has `name` in its path, by that path.
 
     Raises:
       ValueError: the folder is no clone with these logs.
     """
     listed = _git(clone, "ls-tree", "-r", "--name-only", "HEAD", LOGS).splitlines()
-    names = [name for name in listed if "[Train]" in name and "FedMeta" in name]
-    found = {name.removeprefix(LOGS): np.array(json.loads(_git(clone, "show", f"HEAD:{name}"))["acc"]) for name in names}
-    found = {name: accuracy for name, accuracy in found.items() if accuracy.shape == (300,)}
-    if len(found) != 8:
-        raise ValueError(f"{clone} has {len(found)} logs of meta-learning on MNIST with 300 rounds in {LOGS}, not 8")
+    names = [path for path in listed if "[Train]" in path and name in path]
+    found = {path.removeprefix(LOGS): np.array(json.loads(_git(clone, "show", f"HEAD:{path}"))[score]) for path in names}
+    found = {path: values for path, values in found.items() if values.shape == (300,)}
+    if len(found) != wanted:
+        raise ValueError(f"{clone} has {len(found)} logs of {name} on MNIST with 300 rounds in {LOGS}, not {wanted}")
     return found
 
 
@@ -79,10 +85,8 @@ def _git(clone: Path, *words: str) -> str:
     return done.stdout
 
 
-def compare(accuracies: dict[str, np.ndarray]) -> list[str]:
-    """What the logs say of the cohorts, in words."""
-    sums, agree = denominators(np.array(list(accuracies.values())))
-    sizes = query_sizes(sums, cohorts(len(sums)))
+def compare(sums: np.ndarray, agree: np.ndarray, sizes: np.ndarray) -> list[str]:
+    """What the denominators `[rounds]` and the sizes `[N]` that follow from them say, in words."""
     member = membership(cohorts(len(sums)))
     exact = np.isclose(np.remainder(member @ np.round(sizes) / sums, 1), 0, atol=1e-9)  # fractions may have been cancelled
     return [
@@ -91,6 +95,26 @@ def compare(accuracies: dict[str, np.ndarray]) -> list[str]:
         f"largest distance of a client's size from a whole number: {np.abs(sizes - np.round(sizes)).max():.1e}",
         f"query samples of the clients: {', '.join(str(int(size)) for size in np.round(sizes))}",
     ]
+
+
+def periods(losses: dict[str, np.ndarray], sizes: np.ndarray) -> list[str]:
+    """By which period of the clients' numbers the training loss of a round varies, in words."""
+    said = []
+    for name, loss in losses.items():
+        shares = [f"{100 * explained(loss, cohorts(len(loss)), sizes, period):.0f} % by u mod {period}" for period in (5, 10)]
+        said.append(f"variance of the log loss that is explained, {name.partition(':')[0]}: {', '.join(shares)}")
+    return said
+
+
+def explained(loss: np.ndarray, drawn: list[list[int]], sizes: np.ndarray, period: int, first: int = 20) -> float:
+    """R^2 of log loss `[rounds]`, less its course (a polynomial), on the shares of a round's samples by u mod `period`."""
+    rounds = np.arange(first, len(loss))
+    course = np.log(loss[first:])
+    rest = course - np.polyval(np.polyfit(rounds, course, 4), rounds)
+    samples = membership(drawn)[first:] * sizes
+    groups = samples.reshape(len(rounds), -1, period).sum(1) / samples.sum(1, keepdims=True)
+    fitted = groups @ np.linalg.lstsq(groups, rest, rcond=None)[0]
+    return float(1 - np.sum((rest - fitted) ** 2) / np.sum(rest**2))
 
 
 def denominators(accuracies: np.ndarray, least: int = 200, most: int = 12_000) -> tuple[np.ndarray, np.ndarray]:

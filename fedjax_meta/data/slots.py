@@ -90,9 +90,10 @@ def stick_breaking(
     assigned once. The draws come from NumPy's legacy generator, so that seed 1 gives the sizes that the authors of FedMeta-Per
     drew.
 
-    With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, ... go to
-    slot after slot, whatever class the slot holds, as in pFedMe's generator. A class that is used up begins again, so that a few
-    clients share samples. The logs of FedMeta-Per's runs have clients of these sizes on MNIST, and classes `u` and `u + 1`.
+    With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, and so
+    on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator. A class that is used up begins again, so
+    that a few clients share samples. The logs of FedMeta-Per's runs on MNIST have clients of these sizes, and classes `u` and
+    `u + 1`.
 
     Args:
       labels: int `[M]`.

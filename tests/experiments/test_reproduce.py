@@ -219,10 +219,22 @@ def test_cohorts_and_sizes_are_found_from_training_accuracies():
     member = published_cohorts.membership(published_cohorts.cohorts(300))
     totals = (member @ sizes).astype(int)
     accuracies = np.float32(rng.integers(1, totals, (8, 300)) / totals).astype(float)
-    said = published_cohorts.compare({str(i): row for i, row in enumerate(accuracies)})
+    sums, agree = published_cohorts.denominators(accuracies)
+    said = published_cohorts.compare(sums, agree, published_cohorts.query_sizes(sums, published_cohorts.cohorts(300)))
     assert "denominator is the sum of the cohort's sizes: 300 of 300" in said[1]
     assert said[3].endswith(", ".join(map(str, sizes)))
-    sums, _ = published_cohorts.denominators(accuracies)
     others = rng.permuted(np.tile(np.arange(50), (300, 1)), axis=1)[:, :5].tolist()
     found = published_cohorts.query_sizes(sums, others)
     assert np.abs(published_cohorts.membership(others) @ found - sums).mean() > 100
+
+
+@pytest.mark.parametrize("period", [5, 10])
+def test_the_period_of_the_classes_shows_in_the_losses(period):
+    rng = np.random.default_rng(2)
+    drawn = published_cohorts.cohorts(300)
+    hard = rng.normal(size=period)
+    loss = np.exp(
+        -np.arange(300) / 100 + [np.mean([hard[u % period] for u in ids]) for ids in drawn] + 0.1 * rng.normal(size=300)
+    )
+    five, ten = (published_cohorts.explained(loss, drawn, np.ones(50), found) for found in (5, 10))
+    assert ten > 0.85 and (five > 0.85) == (period == 5)
