@@ -91,20 +91,20 @@ def stick_breaking(
     drew.
 
     With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, and so
-    on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator. A class that is used up begins again, so
-    that a few clients share samples. The logs of FedMeta-Per's runs on MNIST have clients of these sizes, and classes `u` and
-    `u + 1`.
+    on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator; and every slot takes the first samples of its
+    class, so that clients share samples, some for training and others for tests. So were the clients of FedMeta-Per's published
+    runs on MNIST: their logs have these sizes, classes `u` and `u + 1`, and a course that is met with shared samples alone.
 
     Args:
       labels: int `[M]`.
       slots: int `[N, J]`, the classes of each client, all different within a row; from `class_slots`.
       seed: an integer.
       min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
-      in_turn: whether parts go to the slots in turn.
+      in_turn: whether parts go to the slots in turn, and clients share samples.
 
     Raises:
       ValueError: a client without samples, a class that is too small for `min_samples`; with `in_turn`, classes that are not held
-        by the same number of clients each.
+        by the same number of clients each, or a part that is larger than the class of its slot.
     """
     labels = check_labels(labels)
     slots = _check_slots(slots, labels)
@@ -133,7 +133,9 @@ def stick_breaking(
         if len({len(part) for part in turns}) > 1:
             raise ValueError("parts go in turn only to slots that hold every class equally often")
         parts = np.stack(turns, axis=1).reshape(slots.shape)
-    return _assign(labels, slots, parts)
+        if (parts > counts[slots]).any():
+            raise ValueError("a part in turn is larger than the class of its slot: classes differ too much in size")
+    return _assign(labels, slots, parts, shared=in_turn)
 
 
 def lognormal_classes(labels: ArrayLike, slots: ArrayLike, *, seed: int) -> Partition:
@@ -194,10 +196,10 @@ def _check_slots(slots: ArrayLike, labels: np.ndarray) -> np.ndarray:
     return slots
 
 
-def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partition:
+def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray, *, shared: bool = False) -> Partition:
     """Gives each client u `parts[u, j]` samples of class `slots[u, j]`, both `[N, J]`; clients and samples go in order.
 
-    A class that is used up begins again.
+    With `shared`, every slot begins at the first sample of its class.
     """
     sizes = parts.sum(1)
     if sizes.min() < 1:
@@ -208,8 +210,7 @@ def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partiti
     queue = np.argsort(flat, kind="stable")
     ahead = np.cumsum(length[queue]) - length[queue]
     held = np.bincount(flat, weights=length, minlength=len(counts)).astype(np.int64)
-    offset = np.empty_like(length)
-    offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
-    which = np.repeat(flat, length)
-    places = begin[which] + runs.positions(offset, length) % counts[which]
-    return Partition(np.argsort(labels, kind="stable")[places], sizes)
+    offset = np.zeros_like(length)
+    if not shared:
+        offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
+    return Partition(np.argsort(labels, kind="stable")[runs.positions(begin[flat] + offset, length)], sizes)

@@ -86,17 +86,8 @@ def test_parts_in_turn_against_a_plain_loop():
             rest -= part[-1]
         parts.append([*part, rest])
     turns = [parts[c][turn] for turn in range(4) for c in range(3)]
-    used, held = [0, 0, 0], []
-    for u in range(6):
-        mine = []
-        for c in pairs[u]:
-            pool = np.flatnonzero(labels == c)
-            length = turns.pop(0)
-            mine += [pool[(used[c] + i) % len(pool)] for i in range(length)]
-            used[c] += length
-        held.append(mine)
+    held = [[i for c in pair for i in np.flatnonzero(labels == c)[: turns.pop(0)]] for pair in pairs]
     result = slots.stick_breaking(labels, pairs, seed=9, in_turn=True)
-    assert max(used) > np.bincount(labels).min()  # a class began again
     for mine, wanted in zip(np.split(result.order, np.cumsum(result.sizes)[:-1]), held, strict=True):
         assert sorted(mine.tolist()) == sorted(wanted)
 
@@ -135,6 +126,10 @@ BAD = {
     "parts in turn of classes with 2 and 1 holders": (
         lambda: slots.stick_breaking(LABELS, [[0, 1], [0, 2]], seed=0, in_turn=True),
         "slots that hold every class equally often",
+    ),
+    "a part in turn that its class has not": (
+        lambda: slots.stick_breaking(np.repeat([0, 1], [1000, 5]), [[0, 1], [1, 0]], seed=0, in_turn=True),
+        "larger than the class of its slot",
     ),
     "a class twice": (lambda: slots.stick_breaking(LABELS, [[3, 3]], seed=0), "a class twice"),
     "an empty client": (lambda: slots.stick_breaking(LABELS, slots.class_slots(100, 4), seed=0), "would be empty"),
