@@ -91,9 +91,9 @@ def stick_breaking(
     drew.
 
     With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, and so
-    on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator; and every slot takes the first samples of its
-    class, so that clients share samples, some for training and others for tests. So were the clients of FedMeta-Per's published
-    runs on MNIST: their logs have these sizes, classes `u` and `u + 1`, and a course that is met with shared samples alone.
+    on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator; and every slot takes the first samples of
+    its class, so that clients share samples, some for training and others for tests. Such were the clients of FedMeta-Per's
+    published runs on MNIST, by their logs (docs/papers_errors.md).
 
     Args:
       labels: int `[M]`.
