@@ -76,7 +76,8 @@ def fedmeta_per_clients(
       pairing: the class of slot j of client u: `"2u+j"` (five pairs) or `"u+j"` (ten pairs), modulo K. If not given, `"u+j"`
         for lognormal sizes and `"2u+j"` otherwise.
       sizes: `"stick"`, `"stick in turn"` or `"lognormal"` (see `slots.stick_breaking`, `slots.lognormal_classes`). If not given,
-        lognormal for CIFAR-10 and stick-breaking otherwise.
+        lognormal for CIFAR-10 and stick-breaking otherwise. The published runs on MNIST had `"stick in turn"` and `"u+j"`, where
+        clients share samples.
       scaling: see `pixel_scaling`; if not given, `"half"` for CIFAR-10 and `"pixel"` otherwise.
       min_samples: minimum number of samples of each of its classes that a client holds (stick-breaking). If not given, 0 as
         published if all classes have 1,000 samples or more; otherwise a third of an equal share, because the smallest clients
