@@ -19,8 +19,7 @@ import yaml
 from fedjax_meta import report
 from fedjax_meta.study import Study, load
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study.study import DRAW
-from fedjax_meta.study.study import load as load_study
+from fedjax_meta.study.study import DRAW, to_tree
 
 HERE = Path(__file__).parent
 LIST = HERE / "reproduce.yaml"
@@ -126,10 +125,10 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
       ValueError: the folder holds another study than the list's.
       OSError: it holds none.
     """
-    study, made = run.load(), load_study(folder / "study.yaml")
-    for field in ("rounds", "seeds", "scenarios", "tuning"):
-        wanted, found = getattr(study, field), getattr(made, field)
-        if list(wanted) != list(found) if field == "seeds" else wanted != found:
+    study = run.load()
+    wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
+    for field in ("rounds", "seeds", "scenarios", "federation", "tuning"):
+        if wanted[field] != made[field]:
             raise ValueError(f"{folder} holds another study than {run.name} of the list: {field} differs")
     content = folders.read_run(folder)
     commits = content["git"]["package"] or {"commit": "unknown", "dirty": False}
@@ -139,7 +138,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
             path = folder / "results" / scenario / f"{system}.final.json"
             if not path.is_file():
                 continue
-            if made.system(system) != study.system(system):
+            if wanted["systems"][system] != made["systems"].get(system):
                 raise ValueError(f"{folder} holds another study than {run.name} of the list: system {system} differs")
             row, spent = _row(path, _orders(study, scenario))
             rows.append({"scenario": scenario, "system": system, **row})
@@ -411,9 +410,9 @@ def _against(
             cells += [str(found[system, score]) if (system, score) in found else "", f"{given[score]:.2f}"]
         word = by_score[scores[0]][system]
         cause = f": {run.causes.get(system, 'cause unknown')}" if word == NOT else ""
-        others = [HEADINGS[score] for score in scores[1:] if by_score[score][system] == WITHIN]
-        also = f"; also {', '.join(others)}" if others else ""
-        table.append([*cells, f"{word}{cause}{also}"])
+        within = sum(by_score[score][system] == WITHIN for score in scores)
+        count = f" ({within} of {len(scores)} numbers within)" if len(scores) > 1 and word != UNRUN else ""
+        table.append([*cells, f"{word}{count}{cause}"])
     headings = ["system", *(cell for score in scores for cell in (HEADINGS[score], "published")), "verdict"]
     lines = [report.markdown_table(headings, table)]
     return lines, list(by_score[scores[0]].values())
