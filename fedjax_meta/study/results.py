@@ -45,6 +45,9 @@ class Line(NamedTuple):
     remark: str
 
 
+USER_ACCURACY = "user_accuracy"
+"""The metric of a round that `Study.user_accuracy` records."""
+
 LOCAL = "local_only"
 """The method that the others are held against, where a study has it."""
 
@@ -288,6 +291,8 @@ def load(folder: str | Path) -> "pandas.DataFrame":
             row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round", "seconds")}
             key = (*row.values(), tuple(numbers.items()), group)
             found[key] = {**row, **numbers, "clients": group, **test["scores"]}
+            if group == KNOWN and USER_ACCURACY in line["train"]:
+                found[key][USER_ACCURACY] = line["train"][USER_ACCURACY][-1]
     return pandas.DataFrame(list(found.values()))
 
 

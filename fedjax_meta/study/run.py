@@ -15,8 +15,10 @@ import jax
 import numpy as np
 
 from fedjax_meta import sweeps
-from fedjax_meta.algorithm import State
-from fedjax_meta.evaluation import FEW_CLASSES, Evaluation, evaluate
+from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.contract import Method
+from fedjax_meta.data.views import check_view
+from fedjax_meta.evaluation import FEW_CLASSES, Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.metrics import accuracy
@@ -28,7 +30,6 @@ from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
 
@@ -109,7 +110,7 @@ def run(
     built = build(study) if clients is None else clients
     for scenario, of_scenario in built.items():
         for name in study.systems_on(scenario):
-            _check(study, scenario, study.system(name), of_scenario)
+            _check(study, scenario, name, of_scenario)
     folders.open_run(study, folder, built, command)
     ahead = Ahead()
     desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
@@ -178,8 +179,9 @@ def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
     return {"majority class": scores, "untrained model": untrained}
 
 
-def _check(study: Study, scenario: str, system: System, clients: Clients) -> None:
+def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
+    system, view = study.system(name), study.user_accuracy_of(name)
     if not clients.train.labelled or clients.train.num_classes > FEW_CLASSES:
         raise ValueError(
             f"scenario {scenario}: a study compares accuracies, which need one class label a sample, of at most {FEW_CLASSES} "
@@ -194,6 +196,10 @@ def _check(study: Study, scenario: str, system: System, clients: Clients) -> Non
         for count in training:
             algorithm.cohort(jax.random.key(0), 0, count)
         jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+    if view is not None:
+        check_view(view, clients.train.views)
+        if len(clients.noisy) == clients.train.num_clients:
+            raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
 
 
 class _Step:
@@ -261,7 +267,12 @@ class _Step:
         tests = {KNOWN: _test(self._place, self._clients.train)}
         if self._clients.new is not None:
             tests[NEW] = _test_of_new(self._clients.new)
-        return self._phase("final", self._study.rounds, self._clients.train, tests, self._config())
+        view, config = self._study.user_accuracy_of(self._name), self._config()
+        if view is None:
+            return self._phase("final", self._study.rounds, self._clients.train, tests, config)
+        # Its numbers are in the rows of the final runs, which therefore depend on it.
+        phase = self._phase("final", self._study.rounds, self._clients.train, tests, {**config, "user_accuracy": view})
+        return phase._replace(build=partial(_watched, phase.build, view, tuple(self._clients.noisy.tolist())))
 
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
@@ -277,6 +288,11 @@ class _Step:
             tests=tests,
             config=config,
         )
+
+
+def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: Sequence[int], **numbers: Any) -> Algorithm:
+    """The algorithm of `parts`, with user accuracy as a metric of each round."""
+    return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
 
 
 def _test(scenario: Scenario, data: Any) -> MemberEvaluator:

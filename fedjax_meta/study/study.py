@@ -89,6 +89,9 @@ class Study:
         when empty.
       federation: options of every system that does not say otherwise.
       tuning: how grids are searched.
+      user_accuracy: records MTFL's user accuracy of each round in the final runs: the accuracy of the round's clients before they
+        train, on their own view "test". It names the view on which methods that adapt do so first ("support", "train"); or it
+        names that view for each system, and is recorded of these alone. Clients that the scenario says are noisy do not count.
       published: numbers to print beside the measured ones.
       notes: lines for the report.
 
@@ -105,6 +108,7 @@ class Study:
     data_seeds: Sequence[int] = ()
     federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tuning: Tuning = dataclasses.field(default_factory=Tuning)
+    user_accuracy: str | Mapping[str, str] | None = None
     published: Sequence[Published] = ()
     notes: Sequence[str] = ()
 
@@ -129,6 +133,12 @@ class Study:
         for name, system in self.systems.items():
             for scenario in system.scenarios or ():
                 checks.one_of(f"systems.{name}.scenarios", scenario, bases)
+        views = self.user_accuracy if isinstance(self.user_accuracy, Mapping) else {}
+        for name in views:
+            checks.one_of("system in user_accuracy", name, self.systems)
+        for view in views.values() if views else [self.user_accuracy]:
+            if view is not None and not isinstance(view, str):
+                raise ValueError(f"user_accuracy={self.user_accuracy!r} must name a view, or a view for each system")
         for row in self.published:
             checks.one_of("published.system", row.system, self.systems)
             checks.one_of("published.scenario", row.scenario, bases)
@@ -142,6 +152,10 @@ class Study:
         """The systems that are run on a scenario, or on a draw of it, in order."""
         base = scenario.partition(DRAW)[0]
         return [name for name, system in self.systems.items() if system.scenarios is None or base in system.scenarios]
+
+    def user_accuracy_of(self, system: str) -> str | None:
+        """The view that clients adapt on before a system's user accuracy is measured; `None` if it is not recorded."""
+        return self.user_accuracy.get(system) if isinstance(self.user_accuracy, Mapping) else self.user_accuracy
 
     def system(self, name: str) -> System:
         """A system with the federation's options of the study filled in."""
