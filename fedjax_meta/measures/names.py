@@ -1,5 +1,6 @@
 """Metrics by name."""
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -40,11 +41,12 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
     """Metrics by their names or as they are.
 
     Args:
-      given: names of `METRICS`, `top_` and a number, or metrics.
+      given: names of `METRICS`, `top_` and a number, metrics, or where a metric is: "module:name".
       classes: K, or the number of labels a sample; 0 where there is neither.
 
     Raises:
-      ValueError: an unknown name, two metrics of one name, a metric of classes where there are none.
+      ValueError: an unknown name, two metrics of one name, a metric of classes where there are none, a module that cannot be
+        imported or holds no such metric.
     """
     if isinstance(given, (str, Metric)) or not isinstance(given, Sequence):
         raise ValueError(
@@ -54,6 +56,9 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
     for one in given:
         if isinstance(one, Metric):
             found.append(one)
+            continue
+        if isinstance(one, str) and ":" in one:
+            found.append(_imported(one))
             continue
         top = re.fullmatch(r"top_(\d+)", one) if isinstance(one, str) else None
         if top is not None:
@@ -67,3 +72,15 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"two metrics have the name {max(names, key=names.count)!r}: give one of them another name")
     return tuple(found)
+
+
+def _imported(place: str) -> Metric:
+    """The metric at "module:name"."""
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"metric {place}: {checks.first_line(error)}") from None
+    if not isinstance(found, Metric):
+        raise ValueError(f"metric {place} must be a fm.Metric, not {checks.shown(found)}")
+    return found

@@ -6,6 +6,7 @@ are needed. Axis letters: E evaluations, N clients, K classes.
 
 from fedjax_meta.report.figure import COLORS, GRID, INK, MUTED, save_figure
 from fedjax_meta.report.records import (
+    Kind,
     MainScore,
     compact,
     diverged,
@@ -13,6 +14,7 @@ from fedjax_meta.report.records import (
     load,
     main_score,
     numbers_again,
+    score_names,
     strict,
     without_confusion,
 )
@@ -24,6 +26,7 @@ __all__ = [
     "GRID",
     "INK",
     "MUTED",
+    "Kind",
     "MainScore",
     "Series",
     "check_titles",
@@ -38,6 +41,7 @@ __all__ = [
     "over_seeds",
     "rich_table",
     "save_figure",
+    "score_names",
     "series",
     "strict",
     "with_spread",

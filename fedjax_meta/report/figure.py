@@ -110,7 +110,9 @@ def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         axis.plot(rounds, lines.mean(0), color=color, linewidth=1.8, solid_capstyle="round")
         if len(mine) > 1:
             mean, spread = lines.mean(0), lines.std(0, ddof=1)
-            low_, high = np.maximum(mean - spread, 0), np.minimum(mean + spread, 100)
+            low_, high = mean - spread, mean + spread
+            if mine[0].share:
+                low_, high = np.maximum(low_, 0), np.minimum(high, 100)
             axis.fill_between(rounds, low_, high, color=color, alpha=0.18, linewidth=0)
         for one in mine:
             if one.diverged is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_meta import metrics
+from fedjax_meta import checks, metrics
 from fedjax_meta.evaluation import Evaluation
 from fedjax_meta.measures import Score
 from fedjax_meta.simulation import Record
@@ -73,9 +73,76 @@ def _score(score: Score, loss: np.ndarray | None) -> dict[str, Any]:
     return {"values": _numbers(shown), "higher_is_better": score.higher_is_better, "share": score.share}
 
 
+class Kind(NamedTuple):
+    """What a score is, so that reports can show and compare it.
+
+    Attributes:
+      name: of the metric.
+      higher_is_better, share: as in `measures.Metric`; a share is shown in percent.
+    """
+
+    name: str
+    higher_is_better: bool
+    share: bool
+
+    @property
+    def words(self) -> str:
+        """The name, for a sentence."""
+        return self.name.replace("_", " ")
+
+    @property
+    def label(self) -> str:
+        """With its unit, for an axis."""
+        return f"{self.words}{', %' if self.share else ''}"
+
+    @property
+    def points(self) -> str:
+        """The unit of a difference."""
+        return f"points of {self.words}" if self.share else self.words
+
+    @property
+    def direction(self) -> str:
+        """What a table must say: nothing where higher is better."""
+        return "" if self.higher_is_better else " (lower is better)"
+
+    def gain(self, mine: Any, reference: Any) -> Any:
+        """By how much `mine` is better than `reference`, numbers or arrays; negative where it is worse."""
+        return mine - reference if self.higher_is_better else reference - mine
+
+    def reaches(self, scores: Any, target: float) -> Any:
+        """Whether scores are at least as good as a target; NaN never is."""
+        return self.gain(scores, target) >= 0
+
+    def best(self, values: Sequence[float]) -> int:
+        """The place of the best of the values, the first of equal ones; what is not finite is worse than anything."""
+        sign = 1 if self.higher_is_better else -1
+        return max(range(len(values)), key=lambda i: sign * values[i] if math.isfinite(values[i]) else -math.inf)
+
+    def worst_tenth(self, values: np.ndarray) -> float:
+        """The mean over the tenth of the clients `[N]` with the worst scores; at least one."""
+        count = max(1, round(len(values) / 10))
+        ordered = np.sort(values)
+        return float(np.mean(ordered[:count] if self.higher_is_better else ordered[::-1][:count]))
+
+    def text(self, value: float, *, sign: bool = False) -> str:
+        """A score, or with `sign` a difference: shares with two decimals, other scores with four digits.
+
+        Example:
+          >>> Kind("accuracy", True, True).text(81.234), Kind("rmse", False, False).text(0.912345, sign=True)
+          ('81.23', '+0.9123')
+        """
+        return format(value, f"{'+' if sign else ''}{'.2f' if self.share else '.4g'}")
+
+    def spread(self, mean: float, deviation: float) -> str:
+        """A mean with its standard deviation, where that is known; empty where the mean is not."""
+        if math.isnan(mean):
+            return ""
+        shown = "" if math.isnan(deviation) else f" ±{deviation:{'.2f' if self.share else '.2g'}}"
+        return f"{self.text(mean)}{shown}"
+
+
 class MainScore(NamedTuple):
-    """The score of a test that tables, figures and comparisons show: accuracy where there is a confusion matrix, else the first
-    metric, else the loss.
+    """A score of a test that tables, figures and comparisons show.
 
     Attributes:
       name: of the metric.
@@ -94,28 +161,50 @@ class MainScore(NamedTuple):
     share: bool
 
     @property
+    def kind(self) -> Kind:
+        """What the score is."""
+        return Kind(self.name, self.higher_is_better, self.share)
+
+    @property
     def label(self) -> str:
         """With its unit, for an axis."""
-        return f"{self.name.replace('_', ' ')}{', %' if self.share else ''}"
+        return self.kind.label
 
 
-def main_score(test: Mapping[str, Any]) -> MainScore:
-    """The main score of a test in a row of `compact`.
+def score_names(test: Mapping[str, Any]) -> list[str]:
+    """The names of a test's scores, that of the main score first: accuracy where there is a confusion matrix, else the first
+    metric, else the loss.
+    """
+    own = [name for name in ("accuracy", "f1", "loss") if name in test]
+    metrics_ = list(test.get("metrics", {}))
+    return list(dict.fromkeys([*own[:1], *metrics_, *own] if "accuracy" in test else [*metrics_, *own]))
+
+
+def main_score(test: Mapping[str, Any], name: str | None = None) -> MainScore:
+    """A score of a test in a row of `compact`.
+
+    Args:
+      test: of one group of clients.
+      name: of the score, see `score_names`; the first of them when not given.
 
     Raises:
-      ValueError: nothing was measured.
+      ValueError: nothing was measured, or no score of that name.
     """
-    scores = test["scores"]
-    if "accuracy" in test:
-        values = 100 * np.array(test["accuracy"], float)
-        return MainScore("accuracy", values, 100 * scores["accuracy"], 100 * scores["accuracy_mean"], True, True)
-    for name, one in test.get("metrics", {}).items():
-        unit = 100 if one["share"] else 1
-        mean = unit * scores[f"{name}_mean"]
-        return MainScore(name, unit * np.array(one["values"], float), mean, mean, one["higher_is_better"], one["share"])
-    if "loss" not in test:
+    known = score_names(test)
+    if not known:
         raise ValueError("a test without metrics and without a loss has no score to report")
-    return MainScore("loss", np.array(test["loss"], float), scores["loss"], scores["loss"], False, False)
+    name = known[0] if name is None else name
+    checks.one_of("score", name, known)
+    scores = test["scores"]
+    if name in test.get("metrics", {}):
+        one = test["metrics"][name]
+        unit, share, higher, values = 100 if one["share"] else 1, one["share"], one["higher_is_better"], one["values"]
+    else:
+        unit, share, higher, values = (1, False, False, test[name]) if name == "loss" else (100, True, True, test[name])
+    mean = unit * scores["loss" if name == "loss" else f"{name}_mean"]
+    # Over all samples where the sum of the confusion matrices says it.
+    overall = unit * scores.get("accuracy", np.nan) if name == "accuracy" and "accuracy" in test else mean
+    return MainScore(name, unit * np.array(values, float), overall, mean, higher, share)
 
 
 def _numbers(values: ArrayLike) -> list[float]:

@@ -39,7 +39,9 @@ class Series(NamedTuple):
     higher_is_better: bool = True
 
 
-def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str) -> Series:
+def series(
+    title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str, score: str | None = None
+) -> Series:
     """The series of one evaluator in the rows of a run (see `compact`).
 
     Args:
@@ -48,16 +50,17 @@ def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]
       seed: of the run.
       rows: one for each evaluation, in order.
       test: name of the evaluator.
+      score: name of the main score; that of `score_names` when not given.
 
     Raises:
-      ValueError: `rows` is empty or has no such test.
+      ValueError: `rows` is empty or has no such test, or the test no such score.
     """
     if not rows:
         raise ValueError(f"rows is empty: there is no evaluation of {title} to report")
     if test not in rows[-1]["tests"]:
         raise ValueError(f"test={test!r} is not a test of this run; it has {', '.join(rows[-1]['tests'])}")
     tests = [row["tests"][test] for row in rows]
-    last, main = tests[-1]["scores"], main_score(tests[-1])
+    last, main = tests[-1]["scores"], main_score(tests[-1], score)
     whole = {
         f"{name}_{what}" for name, one in tests[-1].get("metrics", {}).items() if not one["share"] for what in ("mean", "std")
     }
@@ -67,7 +70,7 @@ def series(title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]
         clients,
         seed,
         np.array([row["round"] for row in rows]),
-        np.array([main_score(one).overall for one in tests]),
+        np.array([main_score(one, score).overall for one in tests]),
         main.values,
         {name: value if name in whole else 100 * value for name, value in last.items()},
         diverged(rows, test),

@@ -52,6 +52,7 @@ class Phase(NamedTuple):
       rounds, eval_every, data, tests: what is trained, and measured.
       config: what else the results depend on.
       tuning: how trials are compared, in the phase "tuning".
+      samples: of each test, the number of samples that each client is tested on; in the phase "final".
     """
 
     scenario: str
@@ -64,6 +65,7 @@ class Phase(NamedTuple):
     tests: Mapping[str, MemberEvaluator]
     config: Mapping[str, Json]
     tuning: Tuning | None = None
+    samples: Mapping[str, np.ndarray] = {}
 
     @property
     def halves(self) -> bool:
@@ -118,7 +120,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
-        save_clients(path.with_name(f"{phase.system}.clients"), found)
+        save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples)
     return found
 
 
@@ -273,9 +275,11 @@ class _Wave:
         """Which members go on after round `done`."""
         if done in self._rungs and self._phase.tuning is not None:
             rows = [{} if record is None else report.compact(record) for record in records]
-            values = [choice.score(row, self._phase.tuning) if row else -1.0 for row in rows]
+            found = [choice.score(row, self._phase.tuning) if row else None for row in rows]
+            kind = next(one[1] for one in found if one is not None)
             points = [None if record is None else dict(m.numbers) for m, record in zip(self._members, records, strict=True)]
-            self.active = choice.goes_on(points, values, self._rungs[done])
+            values = [float("nan") if one is None else one[0] for one in found]
+            self.active = choice.goes_on(points, values, self._rungs[done], kind)
         return self.active
 
     def record(self, state: State, done: int, records: Sequence[Record | None]) -> None:

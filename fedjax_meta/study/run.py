@@ -18,14 +18,10 @@ from fedjax_meta import sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.contract import Method
 from fedjax_meta.data.views import check_view
-from fedjax_meta.evaluation import FEW_CLASSES, Evaluation, evaluate, with_user_accuracy
+from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
-from fedjax_meta.methods import METHODS
-from fedjax_meta.metrics import accuracy
-from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import run_keys
+from fedjax_meta.study import baselines, presets
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
@@ -42,7 +38,6 @@ __all__ = [
     "Stopped",
     "Trial",
     "Watcher",
-    "baselines",
     "build",
     "points_of",
     "run",
@@ -109,6 +104,7 @@ def run(
     """
     built = build(study) if clients is None else clients
     for scenario, of_scenario in built.items():
+        _check_metrics(study, scenario, of_scenario)
         for name in study.systems_on(scenario):
             _check(study, scenario, name, of_scenario)
     folders.open_run(study, folder, built, command)
@@ -139,12 +135,13 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
         systems = {}
         for one in tuned:
             system = study.system(one.system)
-            score = max(value for _, value in choice.scores(one.tuning, study.tuning))
+            best = choice.best(one.tuning, study.tuned_by)
             systems[one.system] = {
                 "method": system.method,
                 "options": dict(system.options),
                 "chosen": one.chosen,
-                "score": round(100 * score, 2),
+                "score": float(best.kind.text(best.score)),
+                "metric": best.kind.label,
                 "trials": len(one.tuning),
                 "at the end of its grid": one.at_edge,
                 "federation": dict(system.federation),
@@ -155,38 +152,18 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
         presets.write(folder / "presets" / f"{scenario}.yaml", tree)
 
 
-def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Accuracy of each client `[N]`, for known and new ones, without any training.
-
-    Returns:
-      By name: "majority class" predicts the class that a client's own samples for training or adaptation have most of, and
-      "untrained model" is the model as the seed initialises it; by group of clients.
-    """
-    groups = {KNOWN: (clients.train, "train", "test")}
-    if clients.new is not None:
-        groups[NEW] = (clients.new, "support", "query")
-    scores, untrained = {}, {}
-    algorithm = federate(METHODS["fedavg"](clients.task), Federation(cohort_size=1, devices=1))
-    state = algorithm.init(run_keys(jax.random.key(seed))[0], clients.train)
-    for group, (data, seen, asked) in groups.items():
-        found = evaluate(algorithm, jax.random.key(0), state, data, support=seen, query=asked, known=False, devices=1)
-        untrained[group] = np.asarray(accuracy(np.asarray(found.confusion)))
-        y, values = np.asarray(data.y), []
-        for i in range(data.num_clients):
-            mine, theirs = (y[int(data.start[v][i]) : int(data.start[v][i]) + int(data.size[v][i])] for v in (seen, asked))
-            values.append(np.mean(theirs == np.bincount(mine).argmax()))
-        scores[group] = np.array(values)
-    return {"majority class": scores, "untrained model": untrained}
+def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
+    """Raises where a scenario's task has no such scores."""
+    found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
+    for name in (study.score, study.tuned_by.metric):
+        base = None if name is None else name.removesuffix("_mean")
+        if base is not None and base not in found:
+            raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
 
 
 def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
     system, view = study.system(name), study.user_accuracy_of(name)
-    if not clients.train.labelled or clients.train.num_classes > FEW_CLASSES:
-        raise ValueError(
-            f"scenario {scenario}: a study compares accuracies, which need one class label a sample, of at most {FEW_CLASSES} "
-            "classes; for other tasks use fedjax_meta.simulate and evaluate"
-        )
     points = points_of(system)
     training = {clients.train.num_clients}
     if len(points) > 1:
@@ -219,14 +196,14 @@ class _Step:
             tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for step in later for pair in step.sweeps())]
             self._prepare(coming)
             found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), self._desk)
-            self._chosen = choice.best(found, self._study.tuning)
+            self._chosen = choice.best(found, self._study.tuned_by).point
             while moved < self._study.tuning.extend:
                 more = choice.next_points(points, self._chosen, self._system, self._clients.task)
                 if not more:
                     break
                 points, moved = [*points, *more], moved + 1
                 found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), self._desk)
-                self._chosen = choice.best(found, self._study.tuning)
+                self._chosen = choice.best(found, self._study.tuned_by).point
         self._prepare([pair for step in later for pair in step.sweeps()])
         final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), self._desk)
         edges = choice.at_edge(points, self._chosen)
@@ -246,33 +223,43 @@ class _Step:
 
     def _config(self) -> dict[str, Any]:
         model = [self._place.model, dict(self._place.model_options)]
-        return {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
+        config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
+        # What is measured stands in the results.
+        return {**config, "metrics": list(self._study.metrics)} if self._study.metrics else config
 
     def tuning(self) -> Phase:
         """The trials of the grid."""
         tuning = self._study.tuning
         data, held = choice.data_for(tuning, self._place, self._clients)
-        tests = {VALIDATION: _test(self._place, data)}
+        tests = {VALIDATION: _test(self._place, data, self._study.metrics)}
         config = self._config()
         if held is not None:
-            tests[VALIDATION_CLIENTS] = _test_of_new(held)
+            tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics)
             config["held out"] = tuning.clients
         if tuning.halving is not None:
             config["halving"] = tuning.halving
+            # The score decides which points end early; runs of older versions had this one.
+            if self._study.tuned_by.metric not in (None, "accuracy_mean"):
+                config["halved by"] = self._study.tuned_by.metric
         rounds = tuning.rounds or self._study.rounds
-        return self._phase("tuning", rounds, data, tests, config)._replace(tuning=tuning)
+        return self._phase("tuning", rounds, data, tests, config)._replace(tuning=self._study.tuned_by)
 
     def final(self) -> Phase:
         """The runs with every seed of the study."""
-        tests = {KNOWN: _test(self._place, self._clients.train)}
-        if self._clients.new is not None:
-            tests[NEW] = _test_of_new(self._clients.new)
+        clients, metrics = self._clients, self._study.metrics
+        tests = {KNOWN: _test(self._place, clients.train, metrics)}
+        samples = {KNOWN: np.asarray(clients.train.sizes(TESTED_ON[self._place.adapt_on]))}
+        if clients.new is not None:
+            tests[NEW] = _test_of_new(clients.new, metrics)
+            samples[NEW] = np.asarray(clients.new.sizes("query"))
         view, config = self._study.user_accuracy_of(self._name), self._config()
+        if view is not None:
+            # Its numbers are in the rows of the final runs, which therefore depend on it.
+            config["user_accuracy"] = view
+        phase = self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples)
         if view is None:
-            return self._phase("final", self._study.rounds, self._clients.train, tests, config)
-        # Its numbers are in the rows of the final runs, which therefore depend on it.
-        phase = self._phase("final", self._study.rounds, self._clients.train, tests, {**config, "user_accuracy": view})
-        return phase._replace(build=partial(_watched, phase.build, view, tuple(self._clients.noisy.tolist())))
+            return phase
+        return phase._replace(build=partial(_watched, phase.build, view, tuple(clients.noisy.tolist())))
 
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
@@ -295,13 +282,13 @@ def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: 
     return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
 
 
-def _test(scenario: Scenario, data: Any) -> MemberEvaluator:
+def _test(scenario: Scenario, data: Any, metrics: Sequence[str]) -> MemberEvaluator:
     support, query = scenario.adapt_on, TESTED_ON[scenario.adapt_on]
-    return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True), data)
+    return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True, metrics=metrics or None), data)
 
 
-def _test_of_new(data: Any) -> MemberEvaluator:
-    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False), data)
+def _test_of_new(data: Any, metrics: Sequence[str]) -> MemberEvaluator:
+    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False, metrics=metrics or None), data)
 
 
 def _evaluate(algorithm: Any, key: Any, state: State, data: Any, **options: Any) -> Evaluation:

@@ -189,7 +189,12 @@ BAD = {
         "published.*system='x' is unknown",
     ),
     "user accuracy of nobody": (tree(user_accuracy={"x": "train"}), "system in user_accuracy=.x. is unknown"),
-    "an unknown score": (tree(tuning={"metric": "acc"}), "tuning: metric='acc' is unknown"),
+    "an unknown metric": (tree(metrics=["acuracy"]), "metric='acuracy' is unknown .did you mean 'accuracy'"),
+    "metrics that are no list": (tree(metrics="rmse"), "metrics='rmse' must be a list of names"),
+    "a main score that is not measured": (tree(metrics=["rmse"], main="mae"), "main='mae' is unknown"),
+    "a metric that cannot be imported": (tree(metrics=["no.such:thing"]), "metric no.such:thing: .*No module named"),
+    "what is no metric": (tree(metrics=["math:pi"]), "metric math:pi must be a fm.Metric"),
+    "delta of 1": (tree(delta=1.0), "delta=1.0"),
 }
 
 
