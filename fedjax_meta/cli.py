@@ -377,10 +377,8 @@ def _train(
 
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = report.rich_table(title, headings, rows)
-    # Names from users may be long; numbers stay on one line.
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
-    console.print(table)
+    console.print(report.rich_table(title, headings, rows))
+    console.print()
 
 
 def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Series]:
