@@ -79,6 +79,22 @@ def run(
     extend: Annotated[
         bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
     ] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share the work; all when not given.", show_default=False)
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where what clients keep is: device, host (its memory) or disk.", show_default=False),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Of the epsilon of systems with noise; N^-1.1 when not given.", show_default=False)
+    ] = None,
+    on_divergence: Annotated[
+        str | None,
+        typer.Option(
+            help="`continue` (the default), or `stop` a run at the evaluation after which it has.", show_default=False
+        ),
+    ] = None,
     data_dir: DataDirOption = None,
     log: Annotated[
         str | None, typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio, or module:Name; several with commas.")
@@ -95,6 +111,8 @@ def run(
     """
     with one_line_errors(debug):
         short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
+        given = {"devices": devices, "store": store, "delta": delta, "on_divergence": on_divergence}
+        short += [f"{name}={value}" for name, value in given.items() if value is not None]
         chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())])
         if extend and not chosen.tuning.extend:
             chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
@@ -330,7 +348,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
 
 def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
     """What a study will cost, measured on one round of each system."""
-    devices, total = jax.device_count(), 0.0
+    devices, total = study.devices or jax.device_count(), 0.0
     for scenario, clients in built.items():
         rows = []
         for name in study.systems_on(scenario):

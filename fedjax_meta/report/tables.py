@@ -84,7 +84,7 @@ class TerminalTable(NamedTuple):
         return max(map(len, pieces), default=0)
 
     def _part(self, columns: Sequence[int], words: Sequence[bool], least: Sequence[int], width: int) -> list[str]:
-        wanted = [max(map(len, [self.headings[c] if words[c] else "", *self._cells(c)]), default=0) for c in columns]
+        wanted = [max(map(len, [self.headings[c], *self._cells(c)]), default=0) for c in columns]
         sizes = _shared([least[c] for c in columns], wanted, width - len(_GAP) * (len(columns) - 1))
         head = self._row([self.headings[c] for c in columns], sizes, [words[c] for c in columns], last=True)
         body = [self._row([row[c] for c in columns], sizes, [words[c] for c in columns]) for row in self.rows]

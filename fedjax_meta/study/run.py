@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_meta import host_store as stores
 from fedjax_meta import sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.contract import Method
 from fedjax_meta.data.views import check_view
+from fedjax_meta.engine import client_mesh
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.study import baselines, presets
@@ -164,12 +166,15 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
 def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
     system, view = study.system(name), study.user_accuracy_of(name)
+    client_mesh(study.devices)
     points = points_of(system)
     training = {clients.train.num_clients}
     if len(points) > 1:
         training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
     for point in points:
         algorithm = system.build(clients.task, **point)
+        if study.store != "device":
+            stores.check_algorithm(algorithm)
         for count in training:
             algorithm.cohort(jax.random.key(0), 0, count)
         jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
@@ -224,8 +229,15 @@ class _Step:
     def _config(self) -> dict[str, Any]:
         model = [self._place.model, dict(self._place.model_options)]
         config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
-        # What is measured stands in the results.
-        return {**config, "metrics": list(self._study.metrics)} if self._study.metrics else config
+        # What is not said is what older runs had.
+        if self._study.metrics:
+            config["metrics"] = list(self._study.metrics)
+        if self._study.store != "device":
+            # Cohorts that devices share are summed in another order.
+            config["store"] = "host or disk"
+        if self._study.on_divergence != "continue":
+            config["on_divergence"] = self._study.on_divergence
+        return config
 
     def tuning(self) -> Phase:
         """The trials of the grid."""
@@ -274,6 +286,10 @@ class _Step:
             data=data,
             tests=tests,
             config=config,
+            shaping=choice.shaping(self._system),
+            devices=self._study.devices,
+            store=self._study.store,
+            on_divergence=self._study.on_divergence,
         )
 
 

@@ -13,6 +13,9 @@ from fedjax_meta.study import files
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
+STORES = ("device", "host", "disk")
+ON_DIVERGENCE = ("continue", "stop")
+
 DRAW = "@"
 """Between the name of a scenario and the seed of a draw of it."""
 
@@ -97,6 +100,12 @@ class Study:
         train, on their own view "test". It names the view on which methods that adapt do so first ("support", "train"); or it
         names that view for each system, and is recorded of these alone. Clients that the scenario says are noisy do not count.
       delta: of the epsilon that tables print of systems with noise; N^-1.1 for N clients when not given.
+      devices: how many devices share the members of a sweep, or with a store the cohort; all when not given. A member that is
+        trained by one device has the same numbers on any.
+      store: where what clients keep is while others train: "device"; "host", its memory; or "disk", files below the run's folder.
+        With a store the members of a sweep train one after the other, and a device holds the rows of one cohort.
+      on_divergence: "continue" trains a run that has diverged to its end, since it may recover; "stop" ends it at the evaluation
+        after which it has.
       published: numbers to print beside the measured ones.
       notes: lines for the report.
 
@@ -117,6 +126,9 @@ class Study:
     tuning: Tuning = dataclasses.field(default_factory=Tuning)
     user_accuracy: str | Mapping[str, str] | None = None
     delta: float | None = None
+    devices: int | None = None
+    store: str = "device"
+    on_divergence: str = "continue"
     published: Sequence[Published] = ()
     notes: Sequence[str] = ()
 
@@ -144,6 +156,16 @@ class Study:
         self._check_metrics()
         if self.delta is not None:
             checks.fraction("delta", self.delta)
+        if self.devices is not None:
+            checks.count("devices", self.devices)
+        checks.one_of("store", self.store, STORES)
+        checks.one_of("on_divergence", self.on_divergence, ON_DIVERGENCE)
+        if self.store != "device" and self.tuning.halving is not None:
+            raise ValueError(
+                f"store={self.store!r} trains one member after the other, so that halving compares none: leave it out"
+            )
+        if self.store != "device" and self.user_accuracy is not None:
+            raise ValueError(f"user_accuracy needs all rows on the device: leave store={self.store!r} out")
         views = self.user_accuracy if isinstance(self.user_accuracy, Mapping) else {}
         for name in views:
             checks.one_of("system in user_accuracy", name, self.systems)

@@ -1,13 +1,17 @@
 """How a point of a grid is chosen: on samples or clients that were held back, with halving, and with grids that move on."""
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from fedjax_meta import report, sweeps
 from fedjax_meta.data import FederatedData, holdout
+from fedjax_meta.federation import Federation
+from fedjax_meta.methods import METHODS
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, Tuning
 from fedjax_meta.study.system import System
@@ -39,8 +43,30 @@ class Trial(NamedTuple):
 
 
 def points_of(system: System) -> list[Point]:
-    """Every point of a system's grid; one without numbers if it has none."""
-    return sweeps.grid(**{name: [float(value) for value in values] for name, values in system.grid.items()})
+    """Every point of a system's grid; one without numbers if it has none.
+
+    Raises:
+      ValueError: a fraction where the option is a whole number.
+    """
+    whole = shaping(system)
+    values = {name: [_number(name, value, name in whole) for value in some] for name, some in system.grid.items()}
+    return sweeps.grid(**values)
+
+
+def shaping(system: System) -> tuple[str, ...]:
+    """The names of a grid that decide what a program is (epochs, batch sizes, steps): options that are whole numbers.
+
+    Points that differ in them are separate programs.
+    """
+    own = {name: one.annotation for name, one in inspect.signature(METHODS[system.method]).parameters.items()}
+    kinds = {**{field.name: field.type for field in dataclasses.fields(Federation)}, **own}
+    return tuple(name for name in system.grid if int in (kinds[name], *get_args(kinds[name])))
+
+
+def _number(name: str, value: float, whole: bool) -> float:
+    if whole and value != int(value):
+        raise ValueError(f"grid of {name} must hold whole numbers, not {value:g}")
+    return int(value) if whole else float(value)
 
 
 def data_for(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[FederatedData, FederatedData | None]:
@@ -99,8 +125,11 @@ def scores(trials: Sequence[Trial], tuning: Tuning) -> list[Judged]:
     found: dict[tuple[tuple[str, float], ...], list[float]] = {}
     kind = score(trials[0].rows[-1], tuning)[1]
     for trial in trials:
-        if trial.rows[-1]["round"] == last:
-            found.setdefault(tuple(trial.numbers.items()), []).append(score(trial.rows[-1], tuning)[0])
+        ended = trial.rows[-1]["round"] < last
+        if not ended or trial.diverged is not None:
+            # A run that was stopped because it diverged has no score; its point counts as the worst.
+            value = float("nan") if ended else score(trial.rows[-1], tuning)[0]
+            found.setdefault(tuple(trial.numbers.items()), []).append(value)
     return [Judged(dict(point), float(np.mean(values)), kind) for point, values in found.items()]
 
 
@@ -141,7 +170,7 @@ def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int, 
         if point is not None:
             found.setdefault(tuple(point.items()), []).append(value)
     left = {point: float(np.mean(some)) for point, some in found.items()}
-    kept = []
+    kept: list[tuple[tuple[str, float], ...]] = []
     while left and len(kept) < most:
         names = list(left)
         kept.append(names[kind.best(list(left.values()))])
@@ -168,6 +197,7 @@ def next_points(points: Sequence[Point], chosen: Point, system: System, task: Ta
         if end * before <= 0:
             continue
         value = float(f"{end * (end / before):.3g}")
+        value = round(value) if name in shaping(system) else value
         others = {tuple(point.items()): point for point in ({**point, name: value} for point in [*points, *made])}
         fresh = [point for point in others.values() if point not in points and point not in made]
         try:
