@@ -67,6 +67,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
             name: {
                 system: sum(costs.traffic(_first(study.system(system), clients), clients.train))
                 for system in study.systems_on(name)
+                if not study.systems[system].pooled
             }
             for name, clients in built.items()
         },
@@ -109,7 +110,11 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
 
 def options_of(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
+    options = {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
+    if not system.pooled:
+        # Runs of older versions do not have it.
+        del options["pooled"]
+    return options
 
 
 def _first(system: System, clients: Clients) -> Algorithm:

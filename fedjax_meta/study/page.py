@@ -118,11 +118,19 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             chosen=one.chosen,
             score=study.score,
             tuned_by=study.tuned_by,
-            traffic=float(sum(costs.traffic(study.system(one.system).build(clients.task, **one.chosen), clients.train))),
+            traffic=_traffic(study, one, clients),
             alone=results.alone(study, one.system),
         )
         for one in outcomes
     ]
+
+
+def _traffic(study: Study, outcome: Outcome, clients: Clients) -> float:
+    """Bytes of a client in a round; NaN for central training."""
+    system = study.system(outcome.system)
+    if system.pooled:
+        return float("nan")
+    return float(sum(costs.traffic(system.build(clients.task, **outcome.chosen), clients.train)))
 
 
 def document(title: str, body: Sequence[str]) -> str:

@@ -98,7 +98,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         worst=_over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
         new=_over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if clients.new is not None else NOTHING,
-        up=float(costs.traffic(algorithm, clients.train).up),
+        up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
         others=_others(study, _last_tests(outcome.final), outcome.final),
@@ -112,6 +112,8 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
+    if system.pooled:
+        remarks.append("central training on all clients' samples")
     if not system.grid:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks + draws.remarks(outcome, clients, study.score)

@@ -18,6 +18,7 @@ from fedjax_meta import host_store as stores
 from fedjax_meta import sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.contract import Method
+from fedjax_meta.data import FederatedData, pooled
 from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
@@ -26,10 +27,12 @@ from fedjax_meta.study import baselines, presets
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
-from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
+from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
+from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
+from fedjax_meta.task import Task
 
 __all__ = [
     "KNOWN",
@@ -178,6 +181,10 @@ def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
         for count in training:
             algorithm.cohort(jax.random.key(0), 0, count)
         jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+    if system.pooled:
+        state = jax.eval_shape(system.build(clients.task, **points[0]).init, jax.random.key(0), clients.train)
+        if jax.tree.leaves((state.personal, state.memory)) or view is not None:
+            raise ValueError(f"{name}: pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
     if view is not None:
         check_view(view, clients.train.views)
         if len(clients.noisy) == clients.train.num_clients:
@@ -243,7 +250,7 @@ class _Step:
         """The trials of the grid."""
         tuning = self._study.tuning
         data, held = choice.data_for(tuning, self._place, self._clients)
-        tests = {VALIDATION: _test(self._place, data, self._study.metrics)}
+        tests = {VALIDATION: self._test(data)}
         config = self._config()
         if held is not None:
             tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics)
@@ -259,7 +266,7 @@ class _Step:
     def final(self) -> Phase:
         """The runs with every seed of the study."""
         clients, metrics = self._clients, self._study.metrics
-        tests = {KNOWN: _test(self._place, clients.train, metrics)}
+        tests = {KNOWN: self._test(clients.train)}
         samples = {KNOWN: np.asarray(clients.train.sizes(TESTED_ON[self._place.adapt_on]))}
         if clients.new is not None:
             tests[NEW] = _test_of_new(clients.new, metrics)
@@ -273,16 +280,27 @@ class _Step:
             return phase
         return phase._replace(build=partial(_watched, phase.build, view, tuple(clients.noisy.tolist())))
 
+    def _test(self, data: Any) -> MemberEvaluator:
+        """Of the clients that train; those whose samples were pooled are strangers to the model."""
+        support, query = self._place.adapt_on, TESTED_ON[self._place.adapt_on]
+        known, metrics = not self._system.pooled, self._study.metrics or None
+        return MemberEvaluator(partial(_evaluate, support=support, query=query, known=known, metrics=metrics), data)
+
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
     ) -> Phase:
+        build, every = partial(self._system.parts, self._clients.task), self._study.eval_every
+        if self._system.pooled:
+            share = _passes(self._system, self._clients.task, data)
+            rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
+            build, data = partial(_central, build), pooled(data)
         return Phase(
             scenario=self._scenario,
             system=self._name,
             name=name,
-            build=partial(self._system.parts, self._clients.task),
+            build=build,
             rounds=rounds,
-            eval_every=self._study.eval_every,
+            eval_every=every,
             data=data,
             tests=tests,
             config=config,
@@ -298,9 +316,16 @@ def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: 
     return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
 
 
-def _test(scenario: Scenario, data: Any, metrics: Sequence[str]) -> MemberEvaluator:
-    support, query = scenario.adapt_on, TESTED_ON[scenario.adapt_on]
-    return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True, metrics=metrics or None), data)
+def _passes(system: System, task: Task, data: FederatedData) -> float:
+    """The share of the clients that a round asks."""
+    _, federation = system.parts(task, **points_of(system)[0])
+    return min(federation.cohort_size / data.num_clients, 1.0)
+
+
+def _central(parts: Callable[..., tuple[Method, Federation]], **numbers: Any) -> tuple[Method, Federation]:
+    """The method with the one client that holds all samples."""
+    method, federation = parts(**numbers)
+    return method, dataclasses.replace(federation, cohort_size=1)
 
 
 def _test_of_new(data: Any, metrics: Sequence[str]) -> MemberEvaluator:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import fedjax_meta as fm
+from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import Scenario, System, from_tree, load, results, run, to_tree, to_yaml
 from tests.study.common import TREE, Silent, study, tree
 
@@ -274,7 +275,7 @@ def test_user_accuracy_is_that_of_the_round_s_clients_before_they_train(tmp_path
     clients = built["pairs"]
     assert clients.noisy.size == 2 and "user_accuracy" not in other.final[0].rows[0]["train"]
     algorithm = fm.federate(fm.fedper(clients.task, epochs=1, batch_size=20, lr=0.1), fm.Federation(cohort_size=4, devices=1))
-    init, rounds, _ = run.run_keys(jax.random.key(3))
+    init, rounds, _ = run_keys(jax.random.key(3))
     state, expected = algorithm.init(init, clients.train), []
     for number in range(3):
         after, info = algorithm.round(jax.random.fold_in(rounds, number), state, clients.train)

@@ -3,6 +3,7 @@
 import csv
 import io
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from typer.testing import CliRunner
 import fedjax_meta as fm
 from fedjax_meta import report
 from fedjax_meta.cli import app
-from fedjax_meta.data import holdout
+from fedjax_meta.data import holdout, pooled
 from fedjax_meta.study import compare, comparison, folder, from_tree, page, results, run
 from fedjax_meta.study.scenario import Clients
-from tests.study.common import TREE, Silent, tree
+from tests.study.common import TREE, Silent, study, tree
 
 OPTIONS = {"epochs": 2, "batch_size": 8}
 SYSTEMS = {
@@ -217,13 +218,35 @@ def test_a_score_that_is_not_measured_is_refused_before_anything_is_written(tmp_
 
 
 def test_other_metrics_than_those_of_the_results_are_refused(made):
-    _, built, _, place, *_ = made
-    other = from_tree(
-        tree(systems=SYSTEMS, metrics=["loss"] if False else ["token_accuracy", "top_2"], rounds=3, seeds=[1, 2])
-    )
+    chosen, built, _, place, *_ = made
+    other = from_tree(tree(systems=SYSTEMS, metrics=[*chosen.metrics, "calibration_error"], rounds=3, seeds=[1, 2]))
     if built["pairs"].train.num_classes:
-        with pytest.raises(ValueError, match="cannot resume: metrics"):
+        with pytest.raises(ValueError, match="cannot resume: metrics was .* and is .*calibration_error"):
             run.run(other, place, watcher=Silent(), clients=built)
+
+
+def test_central_training_learns_from_all_clients_together(tmp_path):
+    central = {"method": "fedavg", "pooled": True, "options": {"epochs": 2, "batch_size": 8, "lr": 0.1}}
+    chosen = from_tree(tree(systems={"central": central}, metrics=["rmse"], rounds=6, eval_every=3, seeds=[1]))
+    built = {"pairs": regression()}
+    (one,) = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
+    # Cohorts of 4 of 6 clients: 6 rounds are 4 passes of two epochs each.
+    assert [row["round"] for row in one.final[0].rows] == [1, 2, 4]
+    data = pooled(built["pairs"].train)
+    alone = fm.federate(
+        fm.fedavg(built["pairs"].task, epochs=2, batch_size=8, lr=0.1), fm.Federation(cohort_size=1, devices=1)
+    )
+    state, _ = fm.simulate(alone, data, key=jax.random.key(1), rounds=4)
+    options = {"known": False, "support": "train", "query": "test", "metrics": ("rmse",)}
+    found = fm.evaluate(alone, jax.random.key(0), state, built["pairs"].train, **options)
+    np.testing.assert_allclose(by_hand(one, "known", "rmse")[0], found.metrics["rmse"].values, rtol=1e-5)
+    (line, *_) = results.lines(chosen, "pairs", built["pairs"], [one])
+    assert np.isnan(line.up) and "central training" in line.remark
+    assert page.systems(chosen, built["pairs"], [one])[0].traffic != page.systems(chosen, built["pairs"], [one])[0].traffic
+    keeps = {**central, "method": "fedper"}
+    with pytest.raises(ValueError, match="central: pooled needs a method whose clients keep nothing"):
+        run.run(study(systems={"central": keeps}), tmp_path / "no", watcher=Silent())
+    assert not (tmp_path / "no").exists()
 
 
 def test_labels_by_accuracy_and_f1(tmp_path):
