@@ -23,7 +23,7 @@ from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
-from fedjax_meta.study import baselines, presets
+from fedjax_meta.study import baselines, presets, promise
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
@@ -178,6 +178,7 @@ def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
             stores.check_algorithm(algorithm)
         for count in training:
             algorithm.cohort(jax.random.key(0), 0, count)
+        promise.words(study, algorithm, clients.train.num_clients)
         jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     if system.pooled:
         state = jax.eval_shape(system.build(clients.task, **points[0]).init, jax.random.key(0), clients.train)
