@@ -44,6 +44,7 @@ __all__ = [
     "Trial",
     "Watcher",
     "build",
+    "passes",
     "points_of",
     "run",
 ]
@@ -296,7 +297,7 @@ class _Step:
     ) -> Phase:
         build, every = partial(self._system.parts, self._clients.task), self._study.eval_every
         if self._system.pooled:
-            share = _passes(self._system, self._clients.task, data)
+            share = passes(self._system, self._clients.task, data)
             rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
             build, data = partial(_central, build), pooled(data)
         return Phase(
@@ -322,8 +323,8 @@ def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: 
     return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
 
 
-def _passes(system: System, task: Task, data: FederatedData) -> float:
-    """The share of the clients that a round asks."""
+def passes(system: System, task: Task, data: FederatedData) -> float:
+    """The share of the clients that a round asks: how many rounds of central training stand for one."""
     _, federation = system.parts(task, **points_of(system)[0])
     return min(federation.cohort_size / data.num_clients, 1.0)
 
