@@ -81,7 +81,7 @@ def test_a_run_that_diverges_is_stopped_and_the_others_go_on(tmp_path):
     found = run.run(chosen, tmp_path, watcher=again, clients=built)
     assert json.dumps(without_clocks(found)) == json.dumps(without_clocks([broken, gone]))
     assert again.records == 0
-    page.write_all(tmp_path, chosen, built, [broken, gone], "x")
+    page.write_all(tmp_path, study(systems={"gone": BROKEN["gone"]}), built, [gone], "x")
     assert "diverged at round 1" in (tmp_path / "report.md").read_text(encoding="utf-8")
     shown = page.systems(chosen, built["pairs"], [broken, gone])
     assert figures.by_round(shown).panels
