@@ -127,7 +127,8 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
     """
     study = run.load()
     wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
-    for field in ("rounds", "seeds", "scenarios", "federation", "tuning"):
+    tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
+    for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
         if wanted[field] != made[field]:
             raise ValueError(f"{folder} holds another study than {run.name} of the list: {field} differs")
     content = folders.read_run(folder)
