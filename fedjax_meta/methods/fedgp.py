@@ -100,9 +100,11 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
         OPENBLAS_NUM_THREADS=1 for more than about 60: threads of the Cholesky factors wait for those of XLA.
 
     Raises:
-      ValueError: a task without features, or with buffers, an option out of range; before the first round, a task of one class.
+      ValueError: a task without features, with buffers, or with a loss that augments samples or has a criterion of its own (the
+        process has a predictive loss), an option out of range; before the first round, a task of one class.
     """
     extract, _ = features.require_features(task, "fedgp", buffers=False)
+    features.require_own_loss(task, "fedgp", "a predictive loss")
     checks.count("inner_steps", inner_steps)
     checks.positive("output_scale", output_scale)
     checks.positive("length_scale", length_scale)
