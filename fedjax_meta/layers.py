@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from fedjax_meta import runtime
+
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
 FORMS = ("banded", "im2col", "lax")
@@ -24,8 +26,8 @@ _WIDE_ENOUGH = 64
 
 
 def default_form() -> str:
-    """The default form of convolution for the current backend, chosen by the times of `benchmarks/model_forms.py`."""
-    return _FORM.get(jax.default_backend(), "banded")
+    """The default form of convolution for the platform, chosen by the times of `benchmarks/model_forms.py`."""
+    return _FORM.get(runtime.platform(), "banded")
 
 
 def _block(width: int, outputs_a_column: int, step: int) -> int:

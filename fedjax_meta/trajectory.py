@@ -203,14 +203,13 @@ def first_order_vjp(
         phi = inner.start(meta)
         start = (phi, inner.init(meta, phi))
 
-        def step(t: Scalar, carry: PyTree) -> PyTree:
-            (phi, state), losses, memory = carry
+        def step(t: Scalar, carry: PyTree) -> tuple[PyTree, PyTree]:
+            (phi, state), losses = carry
             value, gradient = value_and_gradient(loss, phi, support, t)
-            memory = _write(memory, t, (phi, state, gradient))
-            return inner.update(meta, gradient, state, phi), losses.add(t, value), memory
+            return (inner.update(meta, gradient, state, phi), losses.add(t, value)), (phi, state, gradient)
 
         memory = loops.storage(support.max_steps, (*start, phi))
-        (adapted, _), losses, memory = loops.fori_loop(support.steps, step, (start, Losses.none(), memory))
+        ((adapted, _), losses), memory = loops.recorded_loop(support.steps, step, (start, Losses.none()), memory)
 
     def pull_back(outer: Params) -> Params:
         total = jax.tree.map(jnp.zeros_like, meta)
@@ -339,19 +338,16 @@ def _through_time(
     record, replay, kept = _memory(loss, meta, support, inner, start, tape=tape, keep=keep)
 
     def forward(first: Scalar, count: Scalar, slots: int, after: PyTree) -> PyTree:
-        def step(i: Scalar, carry: PyTree) -> PyTree:
-            after, losses, memory = carry
+        def step(i: Scalar, carry: PyTree) -> tuple[PyTree, PyTree]:
+            after, losses = carry
             value, after, kept = record(first + i, *after)
-            return after, losses.add(first + i, value), _write(memory, i, kept)
+            return (after, losses.add(first + i, value)), kept
 
-        return loops.fori_loop(count, step, (after, Losses.none(), loops.storage(slots, kept)))
+        (after, losses), memory = loops.recorded_loop(count, step, (after, Losses.none()), loops.storage(slots, kept))
+        return after, losses, memory
 
     def backward(first: Scalar, count: Scalar, memory: PyTree, carry: PyTree) -> PyTree:
-        def step(i: Scalar, carry: PyTree) -> PyTree:
-            t = count - 1 - i
-            return replay(first + t, _read(memory, t))(carry)
-
-        return loops.fori_loop(count, step, carry)
+        return loops.backward_loop(count, lambda t, carry: replay(first + t, _read(memory, t))(carry), carry)
 
     if checkpoint_every is None:
         after, losses, memory = forward(0, support.steps, support.max_steps, start)
@@ -367,29 +363,27 @@ def _through_time(
     def length(segment: Scalar) -> Scalar:
         return every if isinstance(support.steps, int) else jnp.minimum(every, support.steps - segment * every)
 
-    def pass_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
-        after, losses, memory = carry
-        memory = _write(memory, segment, after)
-        after, losses = _walk(loss, meta, support, inner, after, losses=losses, first=segment * every, count=count)
-        return after, losses, memory
+    def pass_segment(segment: Scalar, carry: PyTree, count: Scalar) -> tuple[PyTree, PyTree]:
+        after, losses = carry
+        return _walk(loss, meta, support, inner, after, losses=losses, first=segment * every, count=count), after
 
     def back_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
         first = segment * every
         _, _, inside = forward(first, count, every, _read(memory, segment))
         return backward(first, count, inside, carry)
 
-    carry = (start, Losses.none(), loops.storage(-(-support.max_steps // every), start))
-    carry = loops.fori_loop(whole, lambda segment, carry: pass_segment(segment, carry, length(segment)), carry)
-    after, losses, memory = pass_segment(whole, carry, rest) if rest else carry
+    memory = loops.storage(-(-support.max_steps // every), start)
+    carry, memory = loops.recorded_loop(
+        whole, lambda segment, carry: pass_segment(segment, carry, length(segment)), (start, Losses.none()), memory
+    )
+    if rest:
+        carry, last = pass_segment(whole, carry, rest)
+        memory = jax.tree.map(lambda slots, leaf: slots.at[whole].set(leaf), memory, last)
+    after, losses = carry
 
     def unwind(carry: PyTree) -> PyTree:
         carry = back_segment(whole, carry, rest) if rest else carry
-
-        def back(i: Scalar, carry: PyTree) -> PyTree:
-            segment = whole - 1 - i
-            return back_segment(segment, carry, length(segment))
-
-        return loops.fori_loop(whole, back, carry)
+        return loops.backward_loop(whole, lambda segment, carry: back_segment(segment, carry, length(segment)), carry)
 
     return after, losses, unwind
 
@@ -443,10 +437,6 @@ def _memory(
 
 def _bytes(shapes: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def _write(slots: PyTree, i: Scalar, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda slot, leaf: slot.at[i].set(leaf), slots, tree)
 
 
 def _read(slots: PyTree, i: Scalar) -> PyTree:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from fedjax_meta import costs, sweeps
+from fedjax_meta import costs, runtime, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
 from fedjax_meta.study.scenario import Clients
@@ -72,7 +72,7 @@ def of_system(study: Study, name: str, clients: Clients) -> Estimate:
         personal=personal,
         traffic=costs.traffic(algorithm, clients.train),
         flops=flops / cohort,
-        memory=members * _bytes(state) + room * min(members, jax.device_count()),
+        memory=members * _bytes(state) + room * min(members, len(runtime.default_devices())),
         programs=3 * (2 if trials else 1),
         rounds=(study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds),
         round_seconds=seconds,
