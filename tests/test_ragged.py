@@ -98,4 +98,4 @@ def test_a_ragged_step_moves_no_trajectory():
     }
     assert "while" in moved and "select_n" not in moved
     # Written at one position for all lanes, which XLA does in place.
-    assert moved["scatter"].invars[1].aval.size == 1
+    assert len(moved["scatter"].invars[1].aval.shape) == 1
