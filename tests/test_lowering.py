@@ -18,7 +18,7 @@ PLATFORMS = ("cuda", "tpu")
 KEY = jax.random.key(0)
 FIRST = {builder.__module__: name for name, builder in reversed(fm.METHODS.items())}.values()
 """One method of each file, whose round is lowered in the ordinary suite."""
-EVALUATED = ("fedmeta_per_maml", "fedpac", "fedfomo")
+EVALUATED = ("fedmeta_per", "fedpac", "fedfomo")
 """Methods whose evaluations are lowered in the ordinary suite: those that adapt, fit heads, and choose among the population."""
 
 
