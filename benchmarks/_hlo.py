@@ -6,8 +6,25 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all add-dependency partition-id replica-id opt-barrier copy-done "
-    "fusion-done async-done async-update slice-done dynamic-slice-done all-reduce-done".split()
+    [
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "add-dependency",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "copy-done",
+        "fusion-done",
+        "async-done",
+        "async-update",
+        "slice-done",
+        "dynamic-slice-done",
+        "all-reduce-done",
+    ]
 )
 """Operations that launch nothing: names of values, and the ends of operations whose beginning counts."""
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s64": 8, "u64": 8, "f64": 8}

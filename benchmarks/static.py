@@ -131,7 +131,11 @@ def main(
             row = measure(name, count, target, lanes=lanes)
             write_row(output, {**row, **about})
             numbers = (row["step_bytes"] / 1e6, row["step_flops"] / 1e9, 1e6 * row["step_roofline_seconds"])
-            shown = (*(f"{number:.4g}" for number in numbers), f"{row['temp_bytes'] / 1e6:.4g}", f"{row['compile_seconds']:.1f}")
+            shown = (
+                *(f"{number:.4g}" for number in numbers),
+                f"{row['temp_bytes'] / 1e6:.4g}",
+                f"{row['compile_seconds']:.1f}",
+            )
             table.add_row(name, str(count), str(row["kernels"]), *shown)
             console.print(name, count, row["kernels"], *shown)
     console.print(table)

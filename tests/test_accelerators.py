@@ -86,8 +86,11 @@ def test_every_program_of_a_method_compiles(target, name):
 @pytest.mark.parametrize("name", ["fedavg", "fedmeta_per", "fedpac"])
 def test_devices_meet_once_a_round_for_each_type_of_number(target, name):
     algorithm, arguments = problem(name, described(target, 4), lanes=2)
-    found = [rest for operation, rest in _hlo.Program(compiled(algorithm.round, *arguments).as_text()).operations()
-             if operation in ("all-reduce", "all-reduce-start")]
+    found = [
+        rest
+        for operation, rest in _hlo.Program(compiled(algorithm.round, *arguments).as_text()).operations()
+        if operation in ("all-reduce", "all-reduce-start")
+    ]
     types = [sorted(set(re.findall(r"\b([a-z]+\d+)\[", rest))) for rest in found]
     assert found and len(types) == len({tuple(of) for of in types}), types
 
@@ -115,7 +118,9 @@ def test_a_topology_that_does_not_exist_is_refused(target):
 
 
 def test_a_target_without_a_compiler_says_what_to_install():
-    with pytest.raises(RuntimeError, match=r"no compiler for rocm is installed \(pip install 'fedjax_meta\[accelerator-aot\]'\)"):
+    with pytest.raises(
+        RuntimeError, match=r"no compiler for rocm is installed \(pip install 'fedjax_meta\[accelerator-aot\]'\)"
+    ):
         topology(Target("rocm", "1x1x1", "", 1.0, 1.0))
     with pytest.raises(ValueError, match="target 'h9' is unknown; allowed are h200, v5e, v6e"):
         described("h9")

@@ -3,9 +3,12 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from fedjax_meta import hardware, layers, runtime
+from fedjax_meta.task import Batch, cross_entropy
+from tests import problems
 
 
 def device(platform="gpu", kind="NVIDIA H200 141GB HBM3e", stats=None):
@@ -44,3 +47,32 @@ def test_devices_of_two_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "Device", types.SimpleNamespace)
     with pytest.raises(ValueError, match="devices are of several platforms, gpu and tpu: a program is for one"):
         hardware.check([device("tpu"), device("gpu")])
+
+
+@pytest.mark.parametrize("begin", ["epochs", "share", "endless"])
+def test_positions_that_are_computed_before_the_loop_are_those_of_each_step(begin):
+    view = problems.data().client(1)["train"]
+
+    def batches():
+        if begin == "endless":
+            return view.endless(jax.random.key(3), 16, 5, first=7)
+        return view.epochs(jax.random.key(3), 16, 3, share=0.6 if begin == "share" else None)
+
+    here = batches()
+    with runtime.compiling_for("gpu"):
+        there = batches()
+    assert int(here.steps) == int(there.steps) > 4
+    for step in range(int(here.steps)):
+        assert problems.leaves_equal(here.get(step, 0), there.get(step, 0))
+        assert jnp.sum(there.get(step, 0).weight) > 0
+
+
+def test_the_loss_of_an_accelerator_is_that_of_a_cpu():
+    logits, labels = 3 * jax.random.normal(jax.random.key(1), (9, 4)), jnp.arange(9) % 4
+    batch = Batch(jnp.zeros(()), labels, jnp.arange(9.0))
+    value = jax.value_and_grad(lambda logits: cross_entropy(logits, batch))
+    expected = value(logits)
+    with runtime.compiling_for("tpu"):
+        assert problems.distance(value(logits), expected) < 1e-14
+        primitives = str(jax.make_jaxpr(value)(logits))
+    assert "gather" not in primitives and "scatter" not in primitives
