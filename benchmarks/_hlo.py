@@ -5,29 +5,16 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_FREE = frozenset(
-    [
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "add-dependency",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "copy-done",
-        "fusion-done",
-        "async-done",
-        "async-update",
-        "slice-done",
-        "dynamic-slice-done",
-        "all-reduce-done",
-    ]
-)
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"} | {
+    *("partition-id", "replica-id", "copy-done", "fusion-done", "async-done", "async-update", "slice-done"),
+    *("dynamic-slice-done", "all-reduce-done"),
+}
 """Operations that launch nothing: names of values, and the ends of operations whose beginning counts."""
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s64": 8, "u64": 8, "f64": 8}
+
+
+_PICKS = {"slice", "dynamic-slice", "gather"}
+"""Operations that read a part of their first operand."""
 
 
 class Instruction(NamedTuple):
@@ -119,14 +106,42 @@ class Program:
         return Cost(kernels, flops, moved), inside
 
     def _bytes_of(self, body: str, line: Instruction) -> float:
-        written = size(line.form)
-        if "dynamic-update-slice" in line.name or line.operation == "dynamic-update-slice":
-            # It writes in place: the large operand is neither read nor written.
-            read = [size(self._forms[body].get(name, "")) for name in _operands(line.rest)]
-            small = sum(read) - max(read, default=0)
-            return 2 * small if max(read, default=0) >= written else written + sum(read)
-        # A kernel that picks rows of a large array (a gather of samples) reads about what it writes.
-        return written + sum(min(size(self._forms[body].get(name, "")), 8 * written + 10**6) for name in _operands(line.rest))
+        operands = [size(self._forms[body].get(name, "")) for name in _operands(line.rest)]
+        inside = self._bodies.get((_called(line.rest, "calls") or [""])[0]) if line.operation == "fusion" else None
+        if inside is None:
+            if line.operation in _PICKS:
+                return 2.0 * size(line.form)
+            # An update in place touches what it writes.
+            return 2.0 * operands[1] if line.operation == "dynamic-update-slice" else float(size(line.form) + sum(operands))
+        forms = {inner.name: inner.form for inner in inside}
+        same = {inner.name: _operands(inner.rest)[0] for inner in inside if inner.operation == "bitcast"}
+        written = 0.0
+        root = inside[-1]
+        for name in _operands(root.rest) if root.operation == "tuple" else [root.name]:
+            maker = next(inner for inner in inside if inner.name == _origin(name, same))
+            update = maker.operation == "dynamic-update-slice"
+            written += size(forms[_operands(maker.rest)[1]] if update else maker.form)
+        read = 0.0
+        for inner in inside:
+            if inner.operation == "parameter":
+                whole = size(inner.form)
+                uses = [user for user in inside if user.operation != "bitcast" and inner.name in self._reads(user, same)]
+                # A kernel that takes slices or rows of a large array reads no more than these.
+                parts = [self._part(user, inner.name, same) for user in uses]
+                read += min(whole, sum(whole if part is None else part for part in parts))
+        return written + read
+
+    @staticmethod
+    def _reads(line: Instruction, same: dict[str, str]) -> list[str]:
+        """The origins of what an instruction reads."""
+        return [_origin(name, same) for name in _operands(line.rest)]
+
+    def _part(self, line: Instruction, name: str, same: dict[str, str]) -> int | None:
+        """Bytes of the value `name` that an instruction reads; `None` for all of it."""
+        first = self._reads(line, same).index(name) == 0
+        if line.operation in _PICKS and first:
+            return size(line.form)
+        return 0 if line.operation == "dynamic-update-slice" and first else None
 
     def _flops_of(self, body: str, line: Instruction) -> float:
         shape = _shape(line.form)
@@ -150,6 +165,13 @@ class Program:
             self._flops[name] = 0.0
             self._flops[name] = sum(self._flops_of(name, line) for line in self._bodies.get(name, []))
         return self._flops[name]
+
+
+def _origin(name: str, same: dict[str, str]) -> str:
+    """The value that `name` is another shape of."""
+    while name in same:
+        name = same[name]
+    return name
 
 
 def size(form: str) -> int:

@@ -208,15 +208,16 @@ def first_order_vjp(
             value, gradient = value_and_gradient(loss, phi, support, t)
             return (inner.update(meta, gradient, state, phi), losses.add(t, value)), (phi, state, gradient)
 
-        memory = loops.storage(support.max_steps, (*start, phi))
-        ((adapted, _), losses), memory = loops.recorded_loop(support.steps, step, (start, Losses.none()), memory)
+        shapes = jax.eval_shape(lambda: (*start, phi))
+        carry = (start, Losses.none())
+        ((adapted, _), losses), read = loops.recorded_loop(support.steps, step, carry, shapes, support.max_steps)
 
     def pull_back(outer: Params) -> Params:
         total = jax.tree.map(jnp.zeros_like, meta)
         if inner.learned:
 
             def back(t: Scalar, total: Params) -> Params:
-                phi, state, gradient = _read(memory, t)
+                phi, state, gradient = read(t)
                 _, pull_update = jax.vjp(lambda meta: inner.update(meta, gradient, state, phi)[0], meta)
                 return jax.tree.map(jnp.add, total, pull_update(outer)[0])
 
@@ -343,15 +344,15 @@ def _through_time(
             value, after, kept = record(first + i, *after)
             return (after, losses.add(first + i, value)), kept
 
-        (after, losses), memory = loops.recorded_loop(count, step, (after, Losses.none()), loops.storage(slots, kept))
-        return after, losses, memory
+        (after, losses), read = loops.recorded_loop(count, step, (after, Losses.none()), kept, slots)
+        return after, losses, read
 
-    def backward(first: Scalar, count: Scalar, memory: PyTree, carry: PyTree) -> PyTree:
-        return loops.backward_loop(count, lambda t, carry: replay(first + t, _read(memory, t))(carry), carry)
+    def backward(first: Scalar, count: Scalar, read: Callable[[Scalar], PyTree], carry: PyTree) -> PyTree:
+        return loops.backward_loop(count, lambda t, carry: replay(first + t, read(t))(carry), carry)
 
     if checkpoint_every is None:
-        after, losses, memory = forward(0, support.steps, support.max_steps, start)
-        return after, losses, lambda carry: backward(0, support.steps, memory, carry)
+        after, losses, read = forward(0, support.steps, support.max_steps, start)
+        return after, losses, lambda carry: backward(0, support.steps, read, carry)
 
     every = min(checkpoint_every, support.max_steps)
     if isinstance(support.steps, int):
@@ -367,23 +368,27 @@ def _through_time(
         after, losses = carry
         return _walk(loss, meta, support, inner, after, losses=losses, first=segment * every, count=count), after
 
-    def back_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
+    def back_segment(segment: Scalar, carry: PyTree, count: Scalar, begin: PyTree) -> PyTree:
         first = segment * every
-        _, _, inside = forward(first, count, every, _read(memory, segment))
-        return backward(first, count, inside, carry)
+        return backward(first, count, forward(first, count, every, begin)[2], carry)
 
-    memory = loops.storage(-(-support.max_steps // every), start)
-    carry, memory = loops.recorded_loop(
-        whole, lambda segment, carry: pass_segment(segment, carry, length(segment)), (start, Losses.none()), memory
+    carry, begin_of = loops.recorded_loop(
+        whole,
+        lambda segment, carry: pass_segment(segment, carry, length(segment)),
+        (start, Losses.none()),
+        jax.eval_shape(lambda: start),
+        -(-support.max_steps // every),
     )
+    last: PyTree = None
     if rest:
         carry, last = pass_segment(whole, carry, rest)
-        memory = jax.tree.map(lambda slots, leaf: slots.at[whole].set(leaf), memory, last)
     after, losses = carry
 
     def unwind(carry: PyTree) -> PyTree:
-        carry = back_segment(whole, carry, rest) if rest else carry
-        return loops.backward_loop(whole, lambda segment, carry: back_segment(segment, carry, length(segment)), carry)
+        def back(segment: Scalar, carry: PyTree) -> PyTree:
+            return back_segment(segment, carry, length(segment), begin_of(segment))
+
+        return loops.backward_loop(whole, back, back_segment(whole, carry, rest, last) if rest else carry)
 
     return after, losses, unwind
 
@@ -437,10 +442,6 @@ def _memory(
 
 def _bytes(shapes: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def _read(slots: PyTree, i: Scalar) -> PyTree:
-    return jax.tree.map(lambda slot: slot[i], slots)
 
 
 # --------------------------------------------------------------------------------------------------- the state of an optimiser

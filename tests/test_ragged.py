@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta import loops, meta, trajectory
+from fedjax_meta import loops, meta, runtime, trajectory
 from fedjax_meta.data import Batches
 
 COUNTS = jnp.array([3, 0, 5, 1])
@@ -36,18 +36,23 @@ def forward(count, start):
 
 
 def recorded(count, start):
-    last, record = loops.recorded_loop(count, lambda i, x: (x * (i + 2), x), start, jnp.zeros(LONGEST))
-    return last, jnp.where(jnp.arange(LONGEST) < count, record, 0)
+    entry = {"x": jax.ShapeDtypeStruct((), start.dtype), "i": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    step = lambda i, x: (x * (i + 2), {"x": x, "i": jnp.full(2, i, jnp.int32)})  # noqa: E731
+    last, read = loops.recorded_loop(count, step, start, entry, LONGEST)
+    return last, [jax.tree.map(lambda leaf: jnp.where(i < count, leaf, 0), read(i)) for i in range(LONGEST)]  # noqa: B023
 
 
 def backward(count, start):
     return loops.backward_loop(count, lambda i, x: 3 * x + i, start)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("function", [forward, recorded, backward])
-def test_lanes_of_different_lengths_give_what_each_gives_alone(function):
+def test_lanes_of_different_lengths_give_what_each_gives_alone(function, platform):
     starts = jnp.array([0.3, -1.0, 2.0, 0.7])
-    alone, together = one_by_one(function, COUNTS, starts), side_by_side(function, COUNTS, starts)
+    alone = one_by_one(function, COUNTS, starts)
+    with runtime.compiling_for(platform):
+        together = side_by_side(function, COUNTS, starts)
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
         assert np.array_equal(a, b)
 
@@ -79,11 +84,13 @@ def meta_gradient(count, *, checkpoint_every=None):
     return adapted, losses, pull_back(jax.tree.map(jnp.cos, adapted))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("every", [None, 2, 4])
-def test_ragged_meta_gradients_are_those_of_each_client(every):
+def test_ragged_meta_gradients_are_those_of_each_client(every, platform):
     counts = jnp.array([9, 2, 5])
     alone = one_by_one(partial(meta_gradient, checkpoint_every=every), counts)
-    together = side_by_side(partial(meta_gradient, checkpoint_every=every), counts)
+    with runtime.compiling_for(platform):
+        together = side_by_side(partial(meta_gradient, checkpoint_every=every), counts)
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
