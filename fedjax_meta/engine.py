@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -361,15 +360,7 @@ def _lanes(
             raise ValueError(f"{device.device_kind} does not say how much memory it has: give lanes, e.g. lanes={share}")
         return min(given, share)
     # A tenth stays free for what a round holds besides its lanes.
-    return fitting.lanes(program, share, given, device, _least(0.9 * free))
-
-
-def _least(number: float) -> float:
-    """The minimum over the processes of this run, which must all build the same program."""
-    if jax.process_count() == 1:
-        return number
-    with jax.ensure_compile_time_eval():
-        return float(np.min(multihost_utils.process_allgather(np.float32(number))))
+    return fitting.lanes(program, share, given, device, runtime.least_of_processes(0.9 * free))
 
 
 def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:
