@@ -78,9 +78,9 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
     arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (key, state, data))
     begin = time.perf_counter()
     lowered = jax.jit(algorithm.round, donate_argnums=1).lower(*arguments)
-    middle = time.perf_counter()
+    middle, busy = time.perf_counter(), time.process_time()
     compiled = lowered.compile()
-    end = time.perf_counter()
+    end, busy = time.perf_counter(), time.process_time() - busy
     memory: Any = compiled.memory_analysis()
     loops = _hlo.Program(compiled.as_text()).loops()
     step = max(loops[1:] or loops, key=lambda loop: loop.cost.bytes)
@@ -99,6 +99,7 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
         "argument_bytes": memory.argument_size_in_bytes,
         "lower_seconds": round(middle - begin, 2),
         "compile_seconds": round(end - middle, 2),
+        "compile_cpu_seconds": round(busy, 2),
     }
 
 
