@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-# libtpu would otherwise ask a cloud's metadata server what machine this is.
+from fedjax_meta import runtime
+
+# libtpu would otherwise ask a cloud's metadata server what machine this is, and let one process at a time load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
@@ -79,6 +82,7 @@ def topology(target: Target) -> list[jax.Device]:
       ValueError: a topology that the compiler does not know.
       RuntimeError: the compiler is not installed.
     """
+    runtime.default_devices()  # JAX finds its plugins when it starts
     options: dict[str, Any] = {} if target.config is None else {"target_config": target.config}
     if target.config is None:
         options["topology_name"] = target.topology
@@ -88,7 +92,7 @@ def topology(target: Target) -> list[jax.Device]:
         return list(topologies.get_topology_desc(platform=target.platform, **options).devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError, ValueError) as error:
         words = str(error)
-        if "INVALID_ARGUMENT" in words:
+        if "INVALID_ARGUMENT" in words or "topology shape" in words:
             raise ValueError(f"no {target.platform} topology {target.topology!r}: {words.splitlines()[0]}") from error
         raise RuntimeError(
             f"no compiler for {target.platform} is installed (pip install 'fedjax_meta[accelerator-aot]'): {words}"

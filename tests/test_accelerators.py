@@ -49,7 +49,12 @@ def target(request):
 
 def abstract(tree, place):
     """Forms of a tree of arrays, in float32, on a device."""
-    form = lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=place)  # noqa: E731
+
+    def form(leaf):
+        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        dtype = leaf.dtype if key else jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=place)
+
     return jax.tree.map(form, tree)
 
 
