@@ -68,11 +68,10 @@ class Program:
                     body.append(Instruction(found[1], form, re.match(r"[\w\-]*", rest)[0], rest))  # type: ignore[index]
         self._forms = {name: {line.name: line.form for line in lines} for name, lines in self._bodies.items()}
 
-    def operations(self) -> Iterator[tuple[str, str]]:
-        """(operation, the rest of its line) of all instructions, those inside kernels too."""
+    def instructions(self) -> Iterator[Instruction]:
+        """All instructions, those inside kernels too."""
         for lines in self._bodies.values():
-            for line in lines:
-                yield line.operation, line.rest
+            yield from lines
 
     def loops(self) -> list[Loop]:
         """The program and its loops, each before those inside it."""

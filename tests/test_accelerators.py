@@ -63,10 +63,10 @@ def compiled(function, *arguments):
 
 
 def check(program):
-    for operation, rest in _hlo.Program(program.as_text()).operations():
-        assert "callback" not in rest
-        if operation == "convolution":
-            assert not re.search(r"(feature|batch)_group_count=(?!1\b)", rest)
+    for line in _hlo.Program(program.as_text()).instructions():
+        assert "callback" not in line.rest
+        if line.operation == "convolution":
+            assert not re.search(r"(feature|batch)_group_count=(?!1\b)", line.rest)
 
 
 def problem(name, devices, **options):
@@ -91,13 +91,13 @@ def test_every_program_of_a_method_compiles(target, name):
 @pytest.mark.parametrize("name", ["fedavg", "fedmeta_per", "fedpac"])
 def test_devices_meet_once_a_round_for_each_type_of_number(target, name):
     algorithm, arguments = problem(name, described(target, 4), lanes=2)
-    found = [
-        rest
-        for operation, rest in _hlo.Program(compiled(algorithm.round, *arguments).as_text()).operations()
-        if operation in ("all-reduce", "all-reduce-start")
+    lines = _hlo.Program(compiled(algorithm.round, *arguments).as_text()).instructions()
+    types = [
+        tuple(sorted(set(re.findall(r"\b([a-z]+\d*)\[", line.form))))
+        for line in lines
+        if line.operation in ("all-reduce", "all-reduce-start")
     ]
-    types = [sorted(set(re.findall(r"\b([a-z]+\d+)\[", rest))) for rest in found]
-    assert found and len(types) == len({tuple(of) for of in types}), types
+    assert types and len(types) == len(set(types)), types
 
 
 @pytest.mark.parametrize("case", ["W2", "FedMeta-Per"])
