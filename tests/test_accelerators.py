@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
@@ -42,9 +43,13 @@ def missing(name):
 def target(request):
     if missing(request.param) is not None:
         pytest.skip(missing(request.param))
-    # The precision of accelerators, and programs that no earlier run compiled.
+    # JAX cannot read a program back from its cache for a device that is only described.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     with jax.enable_x64(False):
         yield request.param
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def abstract(tree, place):

@@ -46,7 +46,12 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 AGGREGATORS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in aggregate.RULES.items()}
 ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
-SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"uniform": lambda: schedules.uniform, "poisson": schedules.poisson}
+SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
+    "uniform": lambda: schedules.uniform,
+    "poisson": schedules.poisson,
+    "fedbuff": schedules.fedbuff,
+    "fedasync": schedules.fedasync,
+}
 PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
     "unreliable": participation.unreliable,
     "stragglers": participation.stragglers,
@@ -95,6 +100,8 @@ class System:
       scenarios: names of the scenarios that it is run on; all when not given.
       projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
         none when not given.
+      pooled: central training: the samples of all clients that train are those of one, which makes as many passes over them as a
+        client makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
 
     Raises:
       ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is
@@ -109,6 +116,7 @@ class System:
     preset: str | None = None
     scenarios: Sequence[str] | None = None
     projection: int | None = None
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, METHODS)
@@ -131,6 +139,7 @@ class System:
             raise ValueError(f"scenarios={self.scenarios!r} must be a list of names")
         if self.projection is not None:
             checks.count("projection", self.projection)
+        checks.flag("pooled", self.pooled)
         for name in (*self.options, *self.federation):
             if name in PARTS:
                 part(name, {**self.options, **self.federation}[name])
@@ -199,6 +208,13 @@ def _made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) -
     name, options = _name_and_options(option, given)
     checks.one_of(option, name, registry)
     _check(option, name, registry[name], options)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [
+        word for word, p in inspect.signature(registry[name]).parameters.items() if p.default is p.empty and p.kind in named
+    ]
+    lacking = [word for word in needed if word not in options]
+    if lacking:
+        raise ValueError(f"{option} {name} needs {', '.join(lacking)}")
     try:
         return registry[name](**options)
     except TypeError as error:
