@@ -91,6 +91,7 @@ def mean(
       0.5
     """
     checks.function("values", values, ("outputs", "targets"), "lambda outputs, y: jnp.abs(outputs - y)")
+    checks.function("of_mean", of_mean, ("mean",), "jnp.sqrt")
 
     def update(statistics: Any, outputs: jax.Array, batch: Batch) -> Any:
         found = jnp.asarray(values(outputs, targets(batch)))
@@ -370,7 +371,7 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
         if isinstance(one, Metric):
             found.append(one)
             continue
-        top = re.fullmatch(r"top_(\d+)", one) if isinstance(one, str) else None
+        top = re.fullmatch(r"top_(\d{1,9})", one) if isinstance(one, str) else None
         if top is not None:
             found.append(top_k(int(top[1])))
             continue
