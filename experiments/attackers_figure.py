@@ -27,7 +27,7 @@ def read(text: str) -> list[tuple[str, Curves]]:
         head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
         shares = [re.fullmatch(r"(.+) (\d+(?:\.\d+)?) %", word) for word in head[3:]]
         attacks = {match[1] for match in shares if match is not None}
-        if head[:3] == ["system", "rule", "none"] and len(shares) > 1 and all(shares) and len(attacks) == 1:
+        if len(rows) > 1 and head[:3] == ["system", "rule", "none"] and len(shares) > 1 and all(shares) and len(attacks) == 1:
             places = [0.0, *(float(match[2]) for match in shares if match is not None)]
             curves = {
                 (row[0], row[1]): {
