@@ -305,7 +305,9 @@ def arrays(name: str, tree: PyTree) -> None:
             dtype = np.result_type(leaf)
         if dtype is None or dtype.kind in "OSU":
             raise ValueError(f"{where} must be an array of numbers, not {shown(leaf)}")
-        if _concrete(leaf) and jnp.issubdtype(dtype, jnp.inexact) and not np.isfinite(np.asarray(leaf)).all():
+        # Each where it is: a large model is not copied.
+        finite = jnp.isfinite if isinstance(leaf, jax.Array) else np.isfinite
+        if _concrete(leaf) and jnp.issubdtype(dtype, jnp.inexact) and not finite(leaf).all():
             raise ValueError(f"{where} holds NaN or infinite values")
 
 
