@@ -303,7 +303,7 @@ def arrays(name: str, tree: PyTree) -> None:
         where, dtype = f"{name}{jax.tree_util.keystr(path)}", getattr(leaf, "dtype", None)
         if isinstance(leaf, (bool, int, float)):
             dtype = np.result_type(leaf)
-        if dtype is None or dtype.kind in "OSU":
+        if dtype is None or getattr(dtype, "kind", "") in ("O", "S", "U"):
             raise ValueError(f"{where} must be an array of numbers, not {shown(leaf)}")
         # Each where it is: a large model is not copied.
         finite = jnp.isfinite if isinstance(leaf, jax.Array) else np.isfinite
