@@ -193,6 +193,8 @@ def _check_task(task: Task, data: FederatedData) -> None:
         raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
     if loss.shape != ():
         raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"the task's loss is {loss.dtype}, which has no gradient: it must be a floating-point number")
     labels = y.value if isinstance(y, Weighted) else y
     ranks = getattr(logits, "ndim", 0), 1 + getattr(labels, "ndim", -1)
     # A task without predictions (`from_loss`) has no outputs at all.
