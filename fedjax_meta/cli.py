@@ -18,7 +18,7 @@ from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import catalogue, comparison, draws, estimate, files, page, presets, results
+from fedjax_meta.study import catalogue, comparison, draws, estimate, files, page, presets, results, summary
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
@@ -117,6 +117,8 @@ def run(
             _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
             others = [column for column in range(len(results.HEADINGS)) if column not in results.SCORES]
             _print_table("How they were run", *_columns(rows, [0, *others]))
+        for one in summary.tables(chosen, outcomes):
+            _print_table(one.title, one.headings, one.rows)
         console.print(escape.console(results.explanation(chosen)), style="dim")
         report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
         page.write_all(folder, chosen, built, outcomes, command, found=found)
@@ -298,9 +300,9 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         )
         rows = []
         for name in study.systems_on(scenario):
-            system = study.system(name)
+            system = study.system(name, scenario)
             points = runs.points_of(system)
-            algorithm = system.build(clients.task, **points[0])
+            algorithm = system.build(clients, **points[0])
             bytes_ = costs.traffic(algorithm, clients.train)
             state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
             shared = sum(leaf.size for leaf in jax.tree.leaves(state.model))
@@ -320,7 +322,7 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
         rows = []
         for name in study.systems_on(scenario):
             with console.status(f"one round of {escape.console(study.title_of(name))}"):
-                found = estimate.of_system(study, name, clients)
+                found = estimate.of_system(study, scenario, name, clients)
             total += found.seconds(devices)
             numbers = (f"{found.flops:.2g}", f"{found.memory / 1e6:.1f} MB", str(found.programs))
             times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
@@ -380,7 +382,8 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
         report.series(study.title_of(one.system), f"{one.scenario}, {group}" if many else group, trial.seed, trial.rows, group)
         for one in outcomes
         for trial in one.final
-        for group in trial.rows[-1]["tests"]
+        for group in (runs.KNOWN, runs.NEW)
+        if group in trial.rows[-1]["tests"]
     ]
 
 

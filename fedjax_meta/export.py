@@ -193,7 +193,7 @@ def of_run(
         raise ValueError(f"client={client} and new_client={new_client}: give one of them")
     clients = study.scenarios[place].build(data_dir)
     member, state = _restored(study, folder, place, system, seed, clients)
-    algorithm = sweeps.member_algorithm(lambda **numbers: study.system(system).parts(clients.task, **numbers), member)
+    algorithm = sweeps.member_algorithm(lambda **numbers: study.system(system, place).parts(clients, **numbers), member)
     name = model_name(study.scenarios[place].model, clients.train)
 
     def exported(variables: Variables, what: str) -> Exported:
@@ -247,7 +247,7 @@ def _restored(study: Study, folder: Path, scenario: str, system: str, seed: int,
     label = chosen[0]
 
     def build(**numbers: Any) -> Any:
-        return study.system(system).parts(clients.task, **numbers)
+        return study.system(system, scenario).parts(clients, **numbers)
 
     for states in sorted((folder / "state" / scenario).glob(f"{system}.final.*")):
         config = checkpoint.saved_config(states)

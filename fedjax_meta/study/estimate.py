@@ -51,15 +51,15 @@ class Estimate(NamedTuple):
         return (self.rounds * self.round_seconds + self.programs * self.compile_seconds) / devices
 
 
-def of_system(study: Study, name: str, clients: Clients) -> Estimate:
-    """Builds, compiles and runs one round of a system.
+def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estimate:
+    """Builds, compiles and runs one round of a system on a scenario.
 
     Raises:
       ValueError: what the system refuses.
     """
-    system = study.system(name)
+    system = study.system(name, scenario)
     points = points_of(system)
-    method, federation = system.parts(clients.task, **points[0])
+    method, federation = system.parts(clients, **points[0])
     algorithm = sweeps.alone(method, federation)
     state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     personal = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients

@@ -66,12 +66,16 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "clients": facts,
         "traffic": {
             name: {
-                system: sum(costs.traffic(_first(study.system(system), clients), clients.train))
+                system: sum(costs.traffic(_first(study.system(system, name), clients), clients.train))
                 for system in study.systems_on(name)
             }
             for name, clients in built.items()
         },
-        "systems": {name: resolved(study.system(name), next(iter(built.values()))) for name in study.systems},
+        "systems": {
+            name: resolved(study.system(name, scenario), built[scenario])
+            for scenario in reversed(list(built))
+            for name in study.systems_on(scenario)
+        },
         "rounds": rounds,
         "fixed": fixed,
     }
@@ -114,7 +118,7 @@ def options_of(system: System) -> dict[str, Json]:
 
 
 def _first(system: System, clients: Clients) -> Algorithm:
-    return system.build(clients.task, **points_of(system)[0])
+    return system.build(clients, **points_of(system)[0])
 
 
 def resolved(system: System, clients: Clients) -> dict[str, Json]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_meta import checkpoint, costs, escape, report
-from fedjax_meta.study import figures, results
+from fedjax_meta.study import figures, results, summary
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.run import Outcome
 from fedjax_meta.study.scenario import Clients
@@ -63,7 +63,8 @@ def write(
     found = results.tables(study, built, outcomes) if found is None else found
     body = [f'<p class="muted">{text(results.explanation(study))}</p>']
     body += [f"<p>{text(note)}</p>" for note in study.notes]
-    body += _summary(study, built, found)
+    for one in summary.tables(study, outcomes):
+        body += [f"<h2>{text(one.title)}</h2>", table(one.headings, one.rows, _numbers(study))]
     for scenario, clients in built.items():
         mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
         body += _scenario(study, scenario, clients, mine, found[scenario])
@@ -117,7 +118,9 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             grid=study.systems[one.system].grid,
             chosen=one.chosen,
             metric=study.tuning.metric,
-            traffic=float(sum(costs.traffic(study.system(one.system).build(clients.task, **one.chosen), clients.train))),
+            traffic=float(
+                sum(costs.traffic(study.system(one.system, one.scenario).build(clients, **one.chosen), clients.train))
+            ),
             alone=results.alone(study, one.system),
         )
         for one in outcomes
@@ -173,16 +176,6 @@ def _scenario(
         part += ["<details><summary>Who gains and who loses, in points of accuracy, mean over seeds</summary>"]
         part += [table(results.GAIN_HEADINGS, changes, _numbers(study)), "</details>"]
     return part + drawn(systems(study, clients, outcomes))
-
-
-def _summary(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequence[results.Line]]) -> list[str]:
-    """Where there are several scenarios: known clients' accuracy of every system in each of them."""
-    if len(built) < 2:
-        return []
-    by_title = {scenario: {line.title: results.words(line)[1] for line in lines} for scenario, lines in found.items()}
-    titles = list(dict.fromkeys(line.title for lines in found.values() for line in lines))
-    rows = [[title, *(by_title[scenario].get(title, "") for scenario in built)] for title in titles]
-    return ["<h2>Known clients in all scenarios</h2>", table(("system", *built), rows, _numbers(study))]
 
 
 def _numbers(study: Study) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_meta import costs, escape, privacy, report
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study import draws, tuning
+from fedjax_meta.study import draws, parts, summary, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
@@ -72,8 +72,8 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
 
 def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None) -> Line:
     known = _by_client(outcome, KNOWN)
-    system = study.system(outcome.system)
-    algorithm = system.build(clients.task, **outcome.chosen)
+    system = study.system(outcome.system, outcome.scenario)
+    algorithm = system.build(clients, **outcome.chosen)
     itself = system.method == LOCAL
     behind = float("nan") if base is None or itself else 100 * float(np.mean(known.mean(0) < base.mean(0)))
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
@@ -84,7 +84,9 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     if not system.grid:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     remarks += draws.remarks(outcome, clients)
-    remarks += _privacy(algorithm, study.rounds, clients.train.num_clients)
+    count = clients.train.num_clients
+    remarks += _privacy(algorithm, study.rounds, count, parts.delta_of(system.federation, count))
+    remarks += summary.remarks(study, outcome)
     return Line(
         title=study.title_of(outcome.system),
         numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
@@ -107,12 +109,12 @@ def alone(study: Study, system: str) -> tuple[str, ...]:
     return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
 
 
-def _privacy(algorithm: Algorithm, rounds: int, num_clients: int) -> list[str]:
-    """What the clients of a system with noise are promised, at delta = N^-1.1."""
+def _privacy(algorithm: Algorithm, rounds: int, num_clients: int, delta: float) -> list[str]:
+    """What the clients of a system with noise are promised."""
     if not any(step["name"] == "noise" for step in algorithm.config["federation"]["uploads"]):
         return []
     try:
-        found = privacy.spent(algorithm.config, rounds, num_clients, num_clients**-1.1)
+        found = privacy.spent(algorithm.config, rounds, num_clients, delta)
     except ImportError as error:
         return [f"epsilon unknown: {error}"]
     return [] if found is None else [f"epsilon {found.epsilon:.3g}, delta {found.delta:.2g}"]
@@ -217,6 +219,8 @@ def markdown(
         if changes:
             text += ["Points of accuracy, mean over seeds:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
+    for one in summary.tables(study, outcomes):
+        text += [f"## {one.title}", "", report.markdown_table(one.headings, one.rows), ""]
     if study.published:
         rows = published(study, outcomes)
         text += ["## Published beside measured", "", report.markdown_table(PUBLISHED_HEADINGS, rows, text_columns=4), ""]

@@ -16,6 +16,8 @@ import numpy as np
 
 from fedjax_meta import sweeps
 from fedjax_meta.algorithm import State
+from fedjax_meta.attacks import stamped
+from fedjax_meta.data import FederatedData
 from fedjax_meta.evaluation import FEW_CLASSES, Evaluation, evaluate
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
@@ -28,11 +30,15 @@ from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
 from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.system import System
+from fedjax_meta.study.system import part
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
 
+BACKDOOR = "backdoor"
+"""The group of tests of known clients whose samples carry the pattern of the attack of this name."""
+
 __all__ = [
+    "BACKDOOR",
     "KNOWN",
     "NEW",
     "VALIDATION",
@@ -109,7 +115,7 @@ def run(
     built = build(study) if clients is None else clients
     for scenario, of_scenario in built.items():
         for name in study.systems_on(scenario):
-            _check(study, scenario, study.system(name), of_scenario)
+            _check(study, scenario, name, of_scenario)
     folders.open_run(study, folder, built, command)
     ahead = Ahead()
     desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
@@ -137,7 +143,7 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
             continue
         systems = {}
         for one in tuned:
-            system = study.system(one.system)
+            system = study.system(one.system, scenario)
             score = max(value for _, value in choice.scores(one.tuning, study.tuning))
             systems[one.system] = {
                 "method": system.method,
@@ -178,22 +184,59 @@ def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
     return {"majority class": scores, "untrained model": untrained}
 
 
-def _check(study: Study, scenario: str, system: System, clients: Clients) -> None:
+def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) -> np.ndarray | None:
+    """The clients that are scored: those that attack in no system of the scenario, and whose inputs are not noisy.
+
+    Args:
+      study, scenario, clients: what is run.
+      data: the clients that train: `clients.train`, or those of them that were not held out for trials.
+
+    Returns:
+      Ids; `None` for all clients.
+
+    Raises:
+      ValueError: nobody is left.
+    """
+    out = np.zeros(data.num_clients, bool)
+    for name in study.systems_on(scenario):
+        system = study.system(name, scenario)
+        attack = part("attack", system.federation.get("attack"))
+        if attack is not None:
+            out |= attack.members(data.num_clients)
+    if data.num_clients == clients.train.num_clients:
+        out[clients.noisy] = True
+    if out.all():
+        raise ValueError(f"scenario {scenario}: all {data.num_clients} clients attack or are noisy: none is left to score")
+    return np.flatnonzero(~out).astype(np.int32) if out.any() else None
+
+
+def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
+    system = study.system(name, scenario)
     if not clients.train.labelled or clients.train.num_classes > FEW_CLASSES:
         raise ValueError(
             f"scenario {scenario}: a study compares accuracies, which need one class label a sample, of at most {FEW_CLASSES} "
             "classes; for other tasks use fedjax_meta.simulate and evaluate"
         )
     points = points_of(system)
-    training = {clients.train.num_clients}
+    training = [clients.train]
     if len(points) > 1:
-        training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
-    for point in points:
-        algorithm = system.build(clients.task, **point)
-        for count in training:
-            algorithm.cohort(jax.random.key(0), 0, count)
-        jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+        training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
+    try:
+        for data in training:
+            counted(study, scenario, clients, data)
+        for point in points:
+            algorithm = system.build(clients, **point)
+            for data in training:
+                algorithm.cohort(jax.random.key(0), 0, data.num_clients)
+            state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+        if system.federation.get("aggregator") is not None:
+            # A rule says only in a round how many attackers are too many.
+            jax.eval_shape(algorithm.round, jax.random.key(0), state, clients.train)
+    except ValueError as error:
+        many = len(study.systems) > 1 or len(study.scenarios) > 1
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"{scenario}, {name}: {said}" if many else said) from None
 
 
 class _Step:
@@ -201,7 +244,7 @@ class _Step:
 
     def __init__(self, study: Study, scenario: str, name: str, clients: Clients, desk: Desk) -> None:
         self._study, self._scenario, self._name, self._clients, self._desk = study, scenario, name, clients, desk
-        self._system, self._place = study.system(name), study.scenarios[scenario]
+        self._system, self._place = study.system(name, scenario), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 
@@ -215,7 +258,7 @@ class _Step:
             found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), self._desk)
             self._chosen = choice.best(found, self._study.tuning)
             while moved < self._study.tuning.extend:
-                more = choice.next_points(points, self._chosen, self._system, self._clients.task)
+                more = choice.next_points(points, self._chosen, self._system, self._clients)
                 if not more:
                     break
                 points, moved = [*points, *more], moved + 1
@@ -246,7 +289,7 @@ class _Step:
         """The trials of the grid."""
         tuning = self._study.tuning
         data, held = choice.data_for(tuning, self._place, self._clients)
-        tests = {VALIDATION: _test(self._place, data)}
+        tests = {VALIDATION: _test(self._place, data, self._counted(data))}
         config = self._config()
         if held is not None:
             tests[VALIDATION_CLIENTS] = _test_of_new(held)
@@ -258,10 +301,19 @@ class _Step:
 
     def final(self) -> Phase:
         """The runs with every seed of the study."""
-        tests = {KNOWN: _test(self._place, self._clients.train)}
+        scored = self._counted(self._clients.train)
+        tests = {KNOWN: _test(self._place, self._clients.train, scored)}
         if self._clients.new is not None:
             tests[NEW] = _test_of_new(self._clients.new)
+        attack = part("attack", self._system.federation.get("attack"))
+        if attack is not None and attack.name == BACKDOOR:
+            options = {name: attack.config[name] for name in ("size", "value")}
+            marked = stamped(self._clients.train, TESTED_ON[self._place.adapt_on], **options)
+            tests[BACKDOOR] = _test(self._place, marked, scored)
         return self._phase("final", self._study.rounds, self._clients.train, tests, self._config())
+
+    def _counted(self, data: FederatedData) -> np.ndarray | None:
+        return counted(self._study, self._scenario, self._clients, data)
 
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
@@ -270,7 +322,7 @@ class _Step:
             scenario=self._scenario,
             system=self._name,
             name=name,
-            build=partial(self._system.parts, self._clients.task),
+            build=partial(self._system.parts, self._clients),
             rounds=rounds,
             eval_every=self._study.eval_every,
             data=data,
@@ -279,9 +331,9 @@ class _Step:
         )
 
 
-def _test(scenario: Scenario, data: Any) -> MemberEvaluator:
+def _test(scenario: Scenario, data: Any, ids: np.ndarray | None) -> MemberEvaluator:
     support, query = scenario.adapt_on, TESTED_ON[scenario.adapt_on]
-    return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True), data)
+    return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True, ids=ids), data)
 
 
 def _test_of_new(data: Any) -> MemberEvaluator:

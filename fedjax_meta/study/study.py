@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks
-from fedjax_meta.study import files
+from fedjax_meta.study import files, parts
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
@@ -129,6 +129,12 @@ class Study:
         for name, system in self.systems.items():
             for scenario in system.scenarios or ():
                 checks.one_of(f"systems.{name}.scenarios", scenario, bases)
+        for scenario, place in self.scenarios.items():
+            for name in self.systems_on(scenario) if place.federation or place.attackers else ():
+                try:
+                    self.system(name, scenario)
+                except ValueError as error:
+                    raise ValueError(f"scenarios.{scenario}, systems.{name}: {error}") from None
         for row in self.published:
             checks.one_of("published.system", row.system, self.systems)
             checks.one_of("published.scenario", row.scenario, bases)
@@ -143,11 +149,20 @@ class Study:
         base = scenario.partition(DRAW)[0]
         return [name for name, system in self.systems.items() if system.scenarios is None or base in system.scenarios]
 
-    def system(self, name: str) -> System:
-        """A system with the federation's options of the study filled in."""
-        own = self.systems[name]
-        shared = {key: value for key, value in self.federation.items() if key not in own.grid}
-        return dataclasses.replace(own, federation={**shared, **own.federation})
+    def system(self, name: str, scenario: str | None = None) -> System:
+        """A system with the federation's options of the study filled in, and with what a scenario says.
+
+        Raises:
+          ValueError: options of the scenario that no federation takes, and what `parts.told` refuses.
+        """
+        own, shared = self.systems[name], dict(self.federation)
+        if scenario is not None:
+            shared |= self.scenarios[scenario].federation
+        shared = {key: value for key, value in shared.items() if key not in own.grid}
+        merged = {**shared, **own.federation}
+        if scenario is not None:
+            merged = parts.told(merged, attackers=self.scenarios[scenario].attackers, rounds=self.rounds)
+        return dataclasses.replace(own, federation=merged)
 
 
 def load(
