@@ -120,20 +120,28 @@ def override(tree: Tree, text: str) -> None:
 
 
 def put(tree: Tree, path: str, value: Any) -> None:
-    """Sets the field at a path with dots.
+    """Sets the field at a path with dots; a number is a place in a list, from 0 on.
 
     Raises:
-      ValueError: a field of what is no mapping.
+      ValueError: a field of what is no mapping, a place that a list does not have.
     """
     *parents, last = path.split(".")
-    place = tree
+    place: Any = tree
     for name in parents:
-        if place.get(name) is None:
+        if isinstance(place, dict) and place.get(name) is None:
             place[name] = {}
-        place = place[name]
-        if not isinstance(place, dict):
+        place = place[_key(path, place, name)]
+        if not isinstance(place, (dict, list)):
             raise ValueError(f"{path!r}: {name} is no mapping")
-    place[last] = value
+    place[_key(path, place, last)] = value
+
+
+def _key(path: str, place: Any, name: str) -> Any:
+    if isinstance(place, dict):
+        return name
+    if not name.isdecimal() or int(name) >= len(place):
+        raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(place) - 1}")
+    return int(name)
 
 
 def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks
-from fedjax_meta.study import files, parts
+from fedjax_meta.study import files, flags, parts
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
@@ -166,28 +166,35 @@ class Study:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None,
     overrides: Sequence[str] = (),
     *,
     variants: Sequence[str] = (),
-    systems: Sequence[str] | None = None,
+    systems: str | Sequence[str] | None = None,
+    place: Mapping[str, Any] | None = None,
 ) -> Study:
     """Reads a study from a YAML file, or a study of the package by its name.
 
     Args:
-      path: of the file, or the name.
+      path: of the file, or the name; `None` for a study of `systems` that are written as calls, see `flags.study`.
       overrides: `"systems.fedavg.options.epochs=5"`; a value is read as YAML.
       variants: names of changes that the file holds under "variants", in order; overrides come after them.
-      systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given.
+      systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given. Names, or a
+        text of names between commas.
+      place: fields of all scenarios, see `flags.place`.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: no YAML, a field that does not exist, and what `Study` refuses; the message names the field.
     """
-    tree = files.variants(files.read(path), variants)
+    if isinstance(systems, str) and path is not None:
+        systems = flags.words(systems)
+    tree = flags.study(str(systems or "")) if path is None else files.read(path)
+    tree = files.variants(tree, variants)
+    flags.everywhere(tree, place or {})
     for text in overrides:
         files.override(tree, text)
-    return from_tree(tree if systems is None else files.only(tree, systems))
+    return from_tree(tree if systems is None or path is None else files.only(tree, systems))
 
 
 def from_tree(tree: Mapping[str, Any]) -> Study:
