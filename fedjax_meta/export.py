@@ -27,7 +27,7 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
 from fedjax_meta.simulation import run_keys
-from fedjax_meta.study import phase, run
+from fedjax_meta.study import phase, run, tuning
 from fedjax_meta.study.scenario import Clients, model_name
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.study import load as load_study
@@ -256,7 +256,10 @@ def _restored(study: Study, folder: Path, scenario: str, system: str, seed: int,
         if config["data"] != clients.fingerprint:
             raise ValueError(f"the clients of {scenario} are not those of the run: was the data set changed?")
         members = [Member(trials[name].numbers, trials[name].seed) for name in config["members"]]
-        shapes = phase.saved_shapes(build, members, clients.train)
+        one = phase.Phase(
+            scenario, system, "final", build, 1, 1, clients.train, {}, {}, shaping=tuning.shaping(study.system(system))
+        )
+        shapes = phase.saved_shapes(one, members)
         saved = checkpoint.restore(states, shapes, config)
         if saved is not None:
             number = config["members"].index(label)

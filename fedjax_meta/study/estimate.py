@@ -14,7 +14,7 @@ from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.tuning import points_of
+from fedjax_meta.study.tuning import points_of, shaping
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat": "jaxpr"}
@@ -64,7 +64,11 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
     state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     personal = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
     trials = len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
-    flops, seconds, compiled, room = measured_round(algorithm, clients.train)
+    # Points of other epochs or batch sizes are programs of their own, and take another time.
+    shapes = {tuple(point[key] for key in shaping(system)): point for point in reversed(points)}
+    each = [measured_round(sweeps.alone(*system.parts(clients, **point)), clients.train) for point in shapes.values()]
+    flops, seconds, compiled = (float(np.mean([one[i] for one in each])) for i in range(3))
+    room = max(one[3] for one in each)
     members = max(trials, len(study.seeds))
     cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
     return Estimate(
@@ -72,8 +76,8 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
         personal=personal,
         traffic=costs.traffic(algorithm, clients.train),
         flops=flops / cohort,
-        memory=members * _bytes(state) + room * min(members, jax.device_count()),
-        programs=3 * (2 if trials else 1),
+        memory=members * _bytes(state) + room * min(members, study.devices or jax.device_count()),
+        programs=3 * ((len(shapes) if trials else 0) + 1),
         rounds=(study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds),
         round_seconds=seconds,
         compile_seconds=compiled,

@@ -101,7 +101,9 @@ def _system(method: str, options: Mapping[str, Any]) -> Tree:
             continue  # tables name the value that was chosen
         else:
             own["federation" if key in federations.OPTIONS and key not in takes else "options"][key] = value
-        said.append(f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix('...' + chr(10)).strip()}")
+        said.append(
+            f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix('...' + chr(10)).strip()}"
+        )
     return {**own, "title": f"{method}({', '.join(said)})" if said else method}
 
 

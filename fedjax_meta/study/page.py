@@ -117,14 +117,21 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             tuning=one.tuning,
             grid=study.systems[one.system].grid,
             chosen=one.chosen,
-            metric=study.tuning.metric,
-            traffic=float(
-                sum(costs.traffic(study.system(one.system, one.scenario).build(clients, **one.chosen), clients.train))
-            ),
+            score=study.score,
+            tuned_by=study.tuned_by,
+            traffic=_traffic(study, one, clients),
             alone=results.alone(study, one.system),
         )
         for one in outcomes
     ]
+
+
+def _traffic(study: Study, outcome: Outcome, clients: Clients) -> float:
+    """Bytes of a client in a round; NaN for central training."""
+    system = study.system(outcome.system, outcome.scenario)
+    if system.pooled:
+        return float("nan")
+    return float(sum(costs.traffic(system.build(clients, **outcome.chosen), clients.train)))
 
 
 def document(title: str, body: Sequence[str]) -> str:
@@ -158,7 +165,7 @@ def drawn(shown: Sequence[Shown]) -> list[str]:
     names = "".join(f"<span>{_swatch(one.color)}{text(one.title)}</span>" for one in shown)
     parts = []
     for figure in figures.all_of(shown):
-        parts += [f"<h3>{figure.title}</h3>", f'<p class="muted">{figure.words}</p>']
+        parts += [f"<h3>{text(figure.title)}</h3>", f'<p class="muted">{text(figure.words)}</p>']
         parts += [f'<p class="legend">{names}</p>'] if figure.legend else []
         parts += [f'<div class="panels">{"".join(figures.svg([panel], figure.title) for panel in figure.panels)}</div>']
     return parts
@@ -170,10 +177,15 @@ def _scenario(
     new = 0 if clients.new is None else clients.new.num_clients
     part = [f"<h2>{text(scenario)}: {text(clients.title)}</h2>"]
     part += [f"<p>{clients.train.num_clients} known clients train; {new} new ones never do. {text(clients.note)}</p>"]
-    part += [table(results.HEADINGS, [results.words(line) for line in lines], _numbers(study))]
+    part += [f'<p class="muted">{text(results.heading(lines))}</p>', table(*results.table(lines), _numbers(study))]
+    others = results.other_scores(lines)
+    if others.rows:
+        part += ["<details open><summary>Other scores, mean over clients</summary>"]
+        part += [table(*others, _numbers(study)), "</details>"]
     changes = results.gains(study, outcomes)
     if changes:
-        part += ["<details><summary>Who gains and who loses, in points of accuracy, mean over seeds</summary>"]
+        kind = lines[0].kind
+        part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]
         part += [table(results.GAIN_HEADINGS, changes, _numbers(study)), "</details>"]
     return part + drawn(systems(study, clients, outcomes))
 

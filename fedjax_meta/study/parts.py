@@ -160,18 +160,21 @@ def _check(option: str, name: str, function: Callable[..., Any], options: Mappin
         raise ValueError(str(error).replace("() takes", " takes")) from None
 
 
-def told(federation: Mapping[str, Any], *, attackers: float | None = None, rounds: int | None = None) -> dict[str, Any]:
+def told(
+    federation: Mapping[str, Any], *, attackers: float | None = None, rounds: int | None = None, delta: float | None = None
+) -> dict[str, Any]:
     """The options of a federation with what a scenario and a study say.
 
     - An attack without `attackers` gets the share of the scenario.
     - The word "attackers" in an aggregator or an attack becomes a number: the share under `share` and `attackers`, one over it
       under `boost` (model replacement), and else that share of a cohort.
-    - Noise by its epsilon gets the number of rounds.
+    - Noise by its epsilon gets the number of rounds, and delta.
 
     Args:
       federation: as a study has them.
       attackers: share of the clients that attack; that of the attack when not given.
       rounds: R.
+      delta: of a guarantee; N^-1.1 when not given.
 
     Raises:
       ValueError: the word, or an attack, without a share.
@@ -190,7 +193,7 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None, round
             found[option] = _numbered(option, found[option], attackers, found.get("cohort_size", Federation.cohort_size))
     if "uploads" in found and rounds is not None:
         found["uploads"] = [
-            {**one, "rounds": rounds} if isinstance(one, Mapping) and one.get("epsilon") is not None else one
+            {**one, "rounds": rounds, "delta": delta} if isinstance(one, Mapping) and one.get("epsilon") is not None else one
             for one in found["uploads"]
         ]
     return found
@@ -250,12 +253,6 @@ def placed(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[st
     return found
 
 
-def delta_of(federation: Mapping[str, Any], num_clients: int) -> float:
-    """Delta of a federation's guarantee: that of its noise, or N^-1.1."""
-    given = [one.get("delta") for one in federation.get("uploads", ()) if isinstance(one, Mapping)]
-    return next((delta for delta in given if delta is not None), num_clients**-1.1)
-
-
 def with_clients(federation: Mapping[str, Any], clients: Clients | None) -> dict[str, Any]:
     """The options of `Federation`, every part made.
 
@@ -283,7 +280,7 @@ def _by_multiplier(one: Any, shared: Mapping[str, Any], clients: Clients | None)
     count = _needed("noise by its epsilon", clients).train.num_clients
     if one.get("rounds") is None:
         raise ValueError("noise by its epsilon needs rounds")
-    delta = delta_of({"uploads": [one]}, count)
+    delta = count**-1.1 if one.get("delta") is None else one["delta"]
     sampling = privacy.sampling_of(Federation(**shared).config, count)
     found = {name: value for name, value in one.items() if name not in ("epsilon", "delta", "rounds")}
     return {**found, "multiplier": _multiplier(float(one["epsilon"]), one["rounds"], delta, sampling)}

@@ -69,6 +69,8 @@ class System:
       scenarios: names of the scenarios that it is run on; all when not given.
       projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
         none when not given.
+      pooled: central training: the samples of all clients that train are those of one, which makes as many passes over them as a
+        client makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
 
     Raises:
       ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is
@@ -83,6 +85,7 @@ class System:
     preset: str | None = None
     scenarios: Sequence[str] | None = None
     projection: int | None = None
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, METHODS)
@@ -106,6 +109,7 @@ class System:
             raise ValueError(f"scenarios={self.scenarios!r} must be a list of names")
         if self.projection is not None:
             checks.count("projection", self.projection)
+        checks.flag("pooled", self.pooled)
         # Words for numbers that a scenario will give have a value here, so that the rest can be checked.
         shared = told(placed(self.federation, {name: self.grid[name][0] for name in self.grid if "." in name}), attackers=0.1)
         for name, value in {**self.options, **shared}.items():

@@ -7,12 +7,12 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import aggregate, attacks
 from fedjax_meta.simulation import run_keys
-from fedjax_meta.study import from_tree, load, parts, run, summary
+from fedjax_meta.study import compare, from_tree, load, parts, run, summary
 from tests.study.common import TREE, Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 robustness = pytest.importorskip("experiments.robustness", reason="the command line needs typer, rich and matplotlib")
-robustness_figure = pytest.importorskip("experiments.robustness_figure")
+figures = pytest.importorskip("experiments.figures")
 
 SMALL = {
     **TREE,
@@ -80,6 +80,7 @@ def test_the_summary_has_a_column_for_each_attack(finished):
     known, new, success = summary.tables(study, list(outcomes.values()))
     assert known.headings == new.headings == ["system", "pairs-none", "pairs-backdoor"]
     assert success.headings == ["system", "pairs-backdoor"]
+    assert known.title == "Known clients in all scenarios: accuracy, %"
     assert [row[0] for row in known.rows] == ["trimmed", "fltrust"] and all(
         "±" in cell for row in known.rows for cell in row[1:]
     )
@@ -90,9 +91,9 @@ def test_the_summary_has_a_column_for_each_attack(finished):
 
 def test_the_figure_is_made_of_the_folder(finished):
     *_, folder = finished
-    titles, scenarios, values = robustness_figure.accuracies(folder)
+    titles, scenarios, values = figures.accuracies(load(folder / "study.yaml"), compare.finished([folder]))
     assert (titles, scenarios) == (["trimmed", "fltrust"], ["pairs-none", "pairs-backdoor"]) and np.isfinite(values).all()
-    assert typer_testing.CliRunner().invoke(robustness_figure.app, [str(folder)]).exit_code == 0
+    assert typer_testing.CliRunner().invoke(figures.app, ["robustness", str(folder)]).exit_code == 0
     assert (folder / "robustness.png").stat().st_size > 5000
 
 
