@@ -5,7 +5,7 @@ and Min, arXiv 2007.09236). Axis letters: M samples of the data set, N clients, 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -345,7 +345,7 @@ def dealt_tests_clients(
     _check(source, seed)
     train = partition.dirichlet_clients(source.y_train, num_clients, concentration=concentration, seed=seed)
     test = partition.iid(source.y_test, num_clients, seed=seed)
-    scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else {}
+    scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else None
     data = _with_local_tests(source, train, test, support=support, scale=scale, tiny=True)
     return Protocol(
         on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.note
@@ -421,7 +421,7 @@ def _fedmeta_per_scaling(source: Source, scaling: str | None) -> str:
 
 
 def _with_local_tests(
-    source: Source, train: Partition, test: Partition, *, support: float, scale: Scaling, tiny: bool = False
+    source: Source, train: Partition, test: Partition, *, support: float, scale: Scaling | None, tiny: bool = False
 ) -> FederatedData:
     """Clients with `train` of the training split and `test` of the test split, and the views of `train_test_views`.
 
@@ -434,7 +434,8 @@ def _with_local_tests(
         views = nested_views(train.sizes, test.sizes, support=support)
     else:
         views = {"train": (np.zeros_like(train.sizes), train.sizes), "test": (train.sizes, train.sizes + test.sizes)}
-    return from_partition(x, y, order, train.sizes + test.sizes, num_classes=source.num_classes, views=views, **scale)
+    given: dict[str, Any] = {} if scale is None else {**scale}
+    return from_partition(x, y, order, train.sizes + test.sizes, num_classes=source.num_classes, views=views, **given)
 
 
 def _min_samples(labels: np.ndarray, pairs: np.ndarray, given: int | None) -> int:

@@ -199,11 +199,13 @@ def _draw_spread(
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     axis.grid(axis="x", color=GRID, linewidth=0.8)
-    legend = "bar: quartiles; line: over samples" + ("; diamond: published" if shown else "")
+    legend = f"bar: quartiles; line: {'over samples' if runs[0].over_samples else 'mean'}" + (
+        "; diamond: published" if shown else ""
+    )
     axis.set_xlabel(_axis_label(runs[0], f"of each client at the last round ({legend})"), fontsize=8.5)
 
 
 def _axis_label(one: Series, what: str) -> str:
-    """E.g. "accuracy over samples, %"; scores other than accuracy are means over clients."""
-    what = "mean over clients" if what == "over samples" and one.score != "accuracy" else what
+    """E.g. "accuracy over samples, %"."""
+    what = "mean over clients" if what == "over samples" and not one.over_samples else what
     return f"{one.score.replace('_', ' ')} {what}{', %' if one.share else ''}"

@@ -24,6 +24,7 @@ class Series(NamedTuple):
       score: name of the main score, see `MainScore`.
       share: whether it is one.
       higher_is_better: whether a larger one is better.
+      over_samples: whether `accuracy` is over the samples of all clients; else it is a mean over clients.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Series(NamedTuple):
     score: str = "accuracy"
     share: bool = True
     higher_is_better: bool = True
+    over_samples: bool = True
 
 
 def series(
@@ -77,6 +79,7 @@ def series(
         main.name,
         main.share,
         main.higher_is_better,
+        main.name == "accuracy" and "accuracy" in tests[-1],
     )
 
 

@@ -58,6 +58,7 @@ class Phase(NamedTuple):
       tuning: how trials are compared, in the phase "tuning".
       samples: of each test, the number of samples that each client is tested on; in the phase "final".
       shaping: names of the grid's numbers that decide what a program is, see `tuning.shaping`.
+      pooled: whether one client trains with the samples of all, so that those that are tested are strangers.
       devices, store, on_divergence: as in `Study`.
     """
 
@@ -73,6 +74,7 @@ class Phase(NamedTuple):
     tuning: Tuning | None = None
     samples: Mapping[str, np.ndarray] = {}
     shaping: tuple[str, ...] = ()
+    pooled: bool = False
     devices: int | None = None
     store: str = "device"
     on_divergence: str = "continue"
@@ -302,9 +304,9 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
             wave.prune(record.round, [record])
         wave.record(lifted(state), record.round, [record])
 
+    known = () if phase.pooled else (choice.KNOWN, choice.VALIDATION)
     tests = {
-        name: Evaluator(partial(test.measure, algorithm), test.data, known=name in (choice.KNOWN, choice.VALIDATION))
-        for name, test in phase.tests.items()
+        name: Evaluator(partial(test.measure, algorithm), test.data, known=name in known) for name, test in phase.tests.items()
     }
     state, records = simulate(
         algorithm,

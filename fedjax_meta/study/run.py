@@ -121,11 +121,9 @@ def run(
     desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
     outcomes = []
     try:
-        steps = [
-            _Step(study, scenario, name, built[scenario], desk) for scenario in built for name in study.systems_on(scenario)
-        ]
+        steps = [_Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
         for number, step in enumerate(steps):
-            outcomes.append(step.run(steps[number + 1 :]))
+            outcomes.append(step.run(steps[number + 1 :], desk))
             watcher.end(outcomes[-1])
     finally:
         ahead.close()
@@ -231,40 +229,46 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
 
 
+def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Phase:
+    """The final runs of a system, as `run` trains them."""
+    return _Step(study, scenario, name, clients).final()
+
+
 class _Step:
     """A system on a scenario: its trials and its final runs."""
 
-    def __init__(self, study: Study, scenario: str, name: str, clients: Clients, desk: Desk) -> None:
-        self._study, self._scenario, self._name, self._clients, self._desk = study, scenario, name, clients, desk
+    def __init__(self, study: Study, scenario: str, name: str, clients: Clients) -> None:
+        self._study, self._scenario, self._name, self._clients = study, scenario, name, clients
         self._system, self._place = study.system(name, scenario), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 
-    def run(self, later: "list[_Step]") -> Outcome:
+    def run(self, later: "list[_Step]", desk: Desk) -> Outcome:
         """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
         found: list[Trial] = []
         points, moved = list(self._points), 0
         if len(points) > 1:
             tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for step in later for pair in step.sweeps())]
-            self._prepare(coming)
-            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), self._desk)
+            self._prepare(coming, desk)
+            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), desk)
             self._chosen = choice.best(found, self._study.tuned_by).point
             while moved < self._study.tuning.extend:
                 more = choice.next_points(points, self._chosen, self._system, self._clients)
                 if not more:
                     break
                 points, moved = [*points, *more], moved + 1
-                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), self._desk)
+                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), desk)
                 self._chosen = choice.best(found, self._study.tuned_by).point
-        self._prepare([pair for step in later for pair in step.sweeps()])
-        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), self._desk)
+        self._prepare([pair for step in later for pair in step.sweeps()], desk)
+        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
         edges = choice.at_edge(points, self._chosen)
         return Outcome(self._scenario, self._name, found, self._chosen, edges, final)
 
-    def _prepare(self, coming: list[tuple[Phase, list[sweeps.Member]]]) -> None:
-        missing = [pair for pair in coming if not results_path(pair[0], self._desk.folder).is_file()]
-        for phase, members in missing[: self._desk.ahead.depth]:
-            self._desk.ahead.start(phase, members)
+    @staticmethod
+    def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:
+        missing = [pair for pair in coming if not results_path(pair[0], desk.folder).is_file()]
+        for phase, members in missing[: desk.ahead.depth]:
+            desk.ahead.start(phase, members)
 
     def sweeps(self) -> list[tuple[Phase, list[sweeps.Member]]]:
         """The phases with their members; before the tuning, the final members have the first point's numbers."""
@@ -331,8 +335,8 @@ class _Step:
         support, query = self._place.adapt_on, TESTED_ON[self._place.adapt_on]
         known, metrics = not self._system.pooled, self._study.metrics or None
         ids = counted(self._study, self._scenario, self._clients, data)
-        options = {"support": support, "query": query, "known": known, "ids": ids, "metrics": metrics}
-        return MemberEvaluator(partial(_evaluate, **options), data)
+        measure = partial(_evaluate, support=support, query=query, known=known, ids=ids, metrics=metrics)
+        return MemberEvaluator(measure, data)
 
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
@@ -353,6 +357,7 @@ class _Step:
             tests=tests,
             config=config,
             shaping=choice.shaping(self._system),
+            pooled=self._system.pooled,
             devices=self._study.devices,
             store=self._study.store,
             on_divergence=self._study.on_divergence,
