@@ -173,7 +173,7 @@ def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:
             if kind == "systems":
                 title = one.get("title") or name
                 one["title"] = _filled(f"{kind}.{name}", title, words)
-            label = "-".join([name, *(re.sub(r"[^A-Za-z0-9_]+", "_", word) for word in called)])
+            label = "-".join([name, *(re.sub(r"[^A-Za-z0-9_]+", "_", word).strip("_") for word in called)])
             if label in made:
                 raise ValueError(f"{kind} has two entries {label!r}")
             made[label] = one

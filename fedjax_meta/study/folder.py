@@ -17,7 +17,7 @@ import numpy as np
 
 from fedjax_meta import checkpoint, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import KNOWN, Trial, points_of
@@ -104,7 +104,9 @@ def _now() -> str:
 def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
     """What cannot change once there are results."""
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
+        "scenarios": {
+            name: _said(scenario, ("federation", "attackers", "server")) for name, scenario in study.scenarios.items()
+        },
         "systems": {name: options_of(study.system(name)) for name in study.systems},
         "tuning": {key: getattr(study.tuning, key) for key in ("validation", "clients", "halving")},
         "clients": {name: clients.fingerprint for name, clients in built.items()},
@@ -114,11 +116,13 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
 
 def options_of(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    options = {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
-    if not system.pooled:
-        # Runs of older versions do not have it.
-        del options["pooled"]
-    return options
+    options = _said(system, ("pooled", "tested_with"))
+    return {key: value for key, value in options.items() if key not in ("grid", "title", "scenarios")}
+
+
+def _said(given: Scenario | System, newer: Sequence[str]) -> dict[str, Json]:
+    """The fields of a part of a study; those that runs of older versions do not have only where they say something."""
+    return {key: value for key, value in dataclasses.asdict(given).items() if value or key not in newer}
 
 
 def _first(system: System, clients: Clients) -> Algorithm:

@@ -11,6 +11,7 @@ import optax
 from fedjax_meta import aggregate, attacks, checks, implicit, meta, participation, privacy, schedules, uploads
 from fedjax_meta.aggregate.registry import name_and_options
 from fedjax_meta.federation import Federation
+from fedjax_meta.methods.fedopt import adaptive
 from fedjax_meta.study.scenario import Clients
 
 ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
@@ -35,6 +36,9 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": optax.adamw,
     "yogi": optax.yogi,
     "adagrad": optax.adagrad,
+    "fedadam": functools.partial(adaptive, "adam"),
+    "fedyogi": functools.partial(adaptive, "yogi"),
+    "fedadagrad": functools.partial(adaptive, "adagrad"),
 }
 
 

@@ -325,10 +325,7 @@ class _Step:
         if watched is not None:
             # Its numbers are in the rows of the final runs, which therefore depend on it.
             config["user_accuracy"] = watched
-        phase = self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples)
-        if watched is None:
-            return phase
-        return phase._replace(build=partial(_watched, phase.build, watched, tuple(clients.noisy.tolist())))
+        return self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples)
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""
@@ -341,11 +338,16 @@ class _Step:
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
     ) -> Phase:
-        build, every = partial(self._system.parts, self._clients), self._study.eval_every
+        build: sweeps.Build = partial(self._system.parts, self._clients)
+        every = self._study.eval_every
         if self._system.pooled:
             share = _passes(self._system, self._clients, data)
             rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
-            build, data = partial(_central, build), pooled(data)
+            build, data = partial(_central, partial(self._system.parts, self._clients)), pooled(data)
+        view = self._study.user_accuracy_of(self._name) if name == "final" else None
+        if view is not None or self._system.tested_with:
+            noisy = tuple(self._clients.noisy.tolist())
+            build = _Built(partial(self._system.parts, self._clients), view, noisy, bool(self._system.tested_with))
         return Phase(
             scenario=self._scenario,
             system=self._name,
@@ -364,9 +366,29 @@ class _Step:
         )
 
 
-def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: Sequence[int], **numbers: Any) -> Algorithm:
-    """The algorithm of `parts`, with user accuracy as a metric of each round."""
-    return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
+class _Built(NamedTuple):
+    """Builds the algorithm of a system whose rounds are watched, or whose tests have options of their own.
+
+    Attributes:
+      parts: `System.parts` of the clients.
+      view: that clients adapt on before user accuracy is measured; `None` to measure none.
+      noisy: ids of clients that do not count in it.
+      tested_with: whether the system has options for tests.
+    """
+
+    parts: Callable[..., tuple[Method, Federation]]
+    view: str | None
+    noisy: tuple[int, ...]
+    tested_with: bool
+
+    def __call__(self, **numbers: Any) -> Algorithm:
+        algorithm = sweeps.alone(*self.parts(**numbers))
+        if self.view is not None:
+            algorithm = with_user_accuracy(algorithm, support=self.view, excluded=self.noisy, devices=1)
+        if self.tested_with:
+            tests = sweeps.alone(*self.parts(tested=True, **numbers))
+            algorithm = dataclasses.replace(algorithm, personalize=tests.personalize)
+        return algorithm
 
 
 def _passes(system: System, clients: Clients, data: FederatedData) -> float:

@@ -69,6 +69,8 @@ class System:
       scenarios: names of the scenarios that it is run on; all when not given.
       projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
         none when not given.
+      tested_with: options of the method in tests, where they differ from those in rounds: `{finetune_epochs: 1}` tests MTFL's
+        clients after local training. User accuracy is measured without them.
       pooled: central training: the samples of all clients that train are those of one, which makes as many passes over them as a
         client makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
 
@@ -86,6 +88,7 @@ class System:
     scenarios: Sequence[str] | None = None
     projection: int | None = None
     pooled: bool = False
+    tested_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, METHODS)
@@ -96,6 +99,7 @@ class System:
         try:
             own = [name for name in given if name not in federations.OPTIONS or name in self.options]
             checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"))
+            checks.options(self.method, self.tested_with, taken, {})
             checks.options("federation", self.federation, federations.OPTIONS, dict.fromkeys(taken, "options"))
         except TypeError as error:
             raise ValueError(str(error).replace("() takes", " takes")) from None
@@ -110,6 +114,8 @@ class System:
         if self.projection is not None:
             checks.count("projection", self.projection)
         checks.flag("pooled", self.pooled)
+        if self.pooled and self.tested_with:
+            raise ValueError("pooled and tested_with: leave one of them out")
         # Words for numbers that a scenario will give have a value here, so that the rest can be checked.
         shared = told(placed(self.federation, {name: self.grid[name][0] for name in self.grid if "." in name}), attackers=0.1)
         for name, value in {**self.options, **shared}.items():
@@ -130,11 +136,12 @@ class System:
         """The algorithm, see `parts`."""
         return federate(*self.parts(place, **numbers))
 
-    def parts(self, place: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
+    def parts(self, place: Clients | Task, *, tested: bool = False, **numbers: Any) -> tuple[Method, Federation]:
         """The method and its federation.
 
         Args:
           place: the clients of a scenario; their task alone will do where no part needs more.
+          tested: with the options for tests.
           **numbers: of the grid; they may be traced.
 
         Raises:
@@ -142,7 +149,8 @@ class System:
         """
         task, clients = (place, None) if isinstance(place, Task) else (place.task, place)
         takes = keywords(METHODS[self.method])
-        options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
+        own = {**self.options, **(self.tested_with if tested else {})}
+        options = {name: part(name, value) if name in PARTS else value for name, value in own.items()}
         federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})
         try:
             shared = with_clients(federation, clients)
