@@ -18,9 +18,6 @@ from rich.text import Text
 console = Console()
 errors = Console(stderr=True)
 
-Json = Any
-"""A value that JSON can hold."""
-
 
 class Stopped(Exception):  # noqa: N818 - it is no error
     """The user stopped the program; the message says what is saved.
