@@ -58,11 +58,11 @@ def tables(rows: Sequence[Row], *, target: Target | None = None) -> list[Table]:
         reaching = [
             [row.system.title, *(_reached(values) for values in row.reached)] for row in rows if row.reached is not None
         ]
-        goal = target.name or kind.words
+        goal = f"{target.name.replace('_', ' ')} " if target.name else ""
         unit = " %" if target.name == results.USER_ACCURACY or (target.name is None and kind.share) else ""
         found.append(
             Table(
-                f"To reach {goal.replace('_', ' ')} {target.value:g}{unit}",
+                f"To reach {goal}{target.value:g}{unit}",
                 *results.used(["system", "rounds", "MB", "seconds"], reaching),
             )
         )

@@ -164,21 +164,16 @@ def _check(option: str, name: str, function: Callable[..., Any], options: Mappin
         raise ValueError(str(error).replace("() takes", " takes")) from None
 
 
-def told(
-    federation: Mapping[str, Any], *, attackers: float | None = None, rounds: int | None = None, delta: float | None = None
-) -> dict[str, Any]:
-    """The options of a federation with what a scenario and a study say.
+def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> dict[str, Any]:
+    """The options of a federation with what a scenario says of attackers.
 
     - An attack without `attackers` gets the share of the scenario.
     - The word "attackers" in an aggregator or an attack becomes a number: the share under `share` and `attackers`, one over it
       under `boost` (model replacement), and else that share of a cohort.
-    - Noise by its epsilon gets the number of rounds, and delta.
 
     Args:
       federation: as a study has them.
       attackers: share of the clients that attack; that of the attack when not given.
-      rounds: R.
-      delta: of a guarantee; N^-1.1 when not given.
 
     Raises:
       ValueError: the word, or an attack, without a share.
@@ -195,12 +190,27 @@ def told(
     for option in ("attack", "aggregator"):
         if found.get(option) is not None:
             found[option] = _numbered(option, found[option], attackers, found.get("cohort_size", Federation.cohort_size))
-    if "uploads" in found and rounds is not None:
-        found["uploads"] = [
-            {**one, "rounds": rounds, "delta": delta} if isinstance(one, Mapping) and one.get("epsilon") is not None else one
-            for one in found["uploads"]
-        ]
     return found
+
+
+def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None) -> dict[str, Any]:
+    """The options of a federation, in which noise by its epsilon has what its multiplier depends on.
+
+    Args:
+      federation: as a study has them.
+      rounds: R.
+      delta: of the guarantee; N^-1.1 when not given.
+
+    Raises:
+      ValueError: the noise says so itself.
+    """
+    chain = federation.get("uploads") or ()
+    private = [one for one in chain if isinstance(one, Mapping) and one.get("epsilon") is not None]
+    if any({"rounds", "delta"} & set(one) for one in private):
+        raise ValueError("noise by its epsilon takes rounds and delta from the study: leave them out")
+    if not private:
+        return dict(federation)
+    return {**federation, "uploads": [{**one, "rounds": rounds, "delta": delta} if one in private else one for one in chain]}
 
 
 def _mapping(given: Any) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, escape, privacy, report
-from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study import baselines, draws, summary, tuning
+from fedjax_meta import costs, escape, report
+from fedjax_meta.study import baselines, draws, promise, summary, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
@@ -89,7 +88,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     behind = float("nan")
     if base is not None and not itself:
         behind = 100 * float(np.mean(known.kind.gain(known.values.mean(0), base.mean(0)) < 0))
-    remarks = [*_remarks(study, outcome, clients), *_privacy(study, algorithm, clients.train.num_clients)]
+    remarks = [*_remarks(study, outcome, clients), *promise.words(study, algorithm, clients.train.num_clients)]
     remarks += summary.remarks(study, outcome)
     return Line(
         title=study.title_of(outcome.system),
@@ -168,18 +167,6 @@ def alone(study: Study, system: str) -> tuple[str, ...]:
     options = study.systems[system].options
     epochs = options.get("new_client_epochs")
     return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
-
-
-def _privacy(study: Study, algorithm: Algorithm, num_clients: int) -> list[str]:
-    """What the clients of a system with noise are promised; delta is N^-1.1 where the study names none."""
-    if not any(step["name"] == "noise" for step in algorithm.config["federation"]["uploads"]):
-        return []
-    delta = num_clients**-1.1 if study.delta is None else study.delta
-    try:
-        found = privacy.spent(algorithm.config, study.rounds, num_clients, delta)
-    except ImportError as error:
-        return [f"epsilon unknown: {error}"]
-    return [] if found is None else [f"epsilon {found.epsilon:.3g}, delta {found.delta:.2g}"]
 
 
 class Table(NamedTuple):

@@ -24,7 +24,7 @@ from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
-from fedjax_meta.study import baselines, presets
+from fedjax_meta.study import baselines, presets, promise
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
@@ -217,6 +217,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             stores.check_algorithm(algorithm)
         for data in training:
             algorithm.cohort(jax.random.key(0), 0, data.num_clients)
+        promise.words(study, algorithm, clients.train.num_clients)
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     if system.federation.get("aggregator") is not None:
         # A rule says only in a round how many attackers are too many.

@@ -229,15 +229,16 @@ class Study:
         """A system with the federation's options of the study filled in, and with what a scenario says.
 
         Raises:
-          ValueError: options of the scenario that no federation takes, and what `parts.told` refuses.
+          ValueError: options of the scenario that no federation takes, and what `parts.told` and `parts.to_spend` refuse.
         """
         own, shared = self.systems[name], dict(self.federation)
         place = None if scenario is None else self.scenario(scenario)
         if place is not None:
             shared |= place.federation
         merged = {**{key: value for key, value in shared.items() if key not in own.grid}, **own.federation}
+        merged = parts.to_spend(merged, rounds=self.rounds, delta=self.delta)
         if place is not None:
-            merged = parts.told(merged, attackers=place.attackers, rounds=self.rounds, delta=self.delta)
+            merged = parts.told(merged, attackers=place.attackers)
         return dataclasses.replace(own, federation=merged)
 
 

@@ -1,8 +1,11 @@
 """A study from the words of a command line, and fields of all scenarios."""
 
+import jax
 import pytest
 
+from fedjax_meta import masks, models
 from fedjax_meta.study import files, flags, load
+from tests import problems
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 cli = pytest.importorskip("fedjax_meta.cli", reason="the command line needs typer, rich and matplotlib")
@@ -54,8 +57,8 @@ def test_fields_are_those_of_all_scenarios_of_a_study():
         (["show", "--systems", "fedper2"], "--systems='fedper2' is unknown (did you mean 'fedper'?)"),
         (["show", "--systems", "fedper(lr)"], "--systems fedper: 'lr' must read KEY=VALUE, each key once"),
         (["show", "--systems", "fedper(lr=1, lr=2)"], "'lr=2' must read KEY=VALUE, each key once"),
-        (["show", "--systems", "fedper(lr=[1)"], "must read NAME or NAME(KEY=VALUE, KEY=VALUE)"),
-        (["show", "--systems", "fedper(lr={a)"], "must read NAME or NAME(KEY=VALUE, KEY=VALUE)"),
+        (["show", "--systems", "fedper(lr=[1)"], "--systems fedper: lr='[1' is no YAML"),
+        (["show", "--systems", "fedper(lr=1"], "must read NAME or NAME(KEY=VALUE, KEY=VALUE)"),
         (["show", "--systems", "fedper(rate=1)"], "takes no 'rate'"),
         (["show", "--systems", "fedper, fedper"], "two systems have the title 'fedper'"),
         (["show", "--systems", "fedavg(aggregator=krum:g=1)"], "krum"),
@@ -106,3 +109,45 @@ def test_a_place_in_a_list_and_names_of_values():
     )
     assert list(made) == ["s-no_one", "s-x10"] and made["s-no_one"]["federation"] == {"attack": None}
     assert made["s-x10"] == {"federation": {"attack": {"name": "ipm", "scale": 10}}, "title": "s, attack x10"}
+
+
+NORMED = models.mtfl_mlp(inputs=5, classes=3)
+COMPOSITIONS = {
+    "fedmeta_per(estimator={name: implicit, prox_weight: 2.0}, batch_size=null)": (problems.task(), "head"),
+    "fedmeta_per(estimator=first_order)": (problems.task(), "head"),
+    "fedmeta_per(estimator=hessian_free)": (problems.task(), "head"),
+    "fedmeta_metasgd(personal=head+bn_affine)": (NORMED, "head+bn_affine"),
+    "fedmeta_metasgd(personal_rates=all)": (problems.task(), "none"),
+    "fedmeta_per_metasgd(server_optimizer=adam, server_lr=0.01)": (problems.task(), "head"),
+    "fedper(weighting=uniform, participation={name: unreliable, late: 0.1, crashed: 0.1}, "
+    "uploads=[{name: quantize, bits: 8}, {name: clip, norm: 1.0}, {name: noise, multiplier: 0.5}, mask])": (
+        problems.task(),
+        "head",
+    ),
+    "fedper(aggregator=trimmed_mean:share=0.2, participation={name: stragglers, share: 0.5, epochs: 5})": (
+        problems.task(),
+        "head",
+    ),
+    "fedper(participation={name: deadline, seconds: [2, 2, 2, 2, 2, 2, 2], limit: 1, partial: true})": (
+        problems.task(),
+        "head",
+    ),
+    "reptile(personal=bn, weighting=samples, server_optimizer=momentum, server_lr=0.1)": (NORMED, "bn"),
+    "perfedavg_exact(learned_rates=true, personal=head, personal_rates=all)": (problems.task(), "head"),
+    "imaml(personal=head)": (problems.task(), "head"),
+}
+
+
+@pytest.mark.parametrize("text", COMPOSITIONS)
+def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_leaves(text):
+    # Traced, not compiled: the tests of the parts check what a round computes.
+    task, personal = COMPOSITIONS[text]
+    study = load(None, ["federation.cohort_size=3"], systems=text)
+    (name,) = study.systems
+    algorithm, key, data = study.system(name).build(task), jax.random.key(0), problems.data()
+    before = jax.eval_shape(algorithm.init, key, data)
+    after, _ = jax.eval_shape(algorithm.round, key, before, data)
+    assert problems.forms(before) == problems.forms(after)
+    own = before.personal if "rates" not in getattr(before.personal, "_fields", ()) else before.personal[0]
+    wanted = masks.split(masks.variables_shape(task), masks.resolve(personal, task))[0]
+    assert jax.tree.structure(own) == jax.tree.structure(wanted)
