@@ -128,8 +128,15 @@ def from_methods(
     def evaluated(method: str | None) -> Callable[[Variables, PyTree], jax.Array] | None:
         return None if method is None else lambda variables, x: run(method, variables, x, False, None, None)[0]
 
-    split = {"features": evaluated(features), "head": evaluated(head)}
-    return from_functions(init, apply, sample_shape, trainable=params_trainable, **split, **options)
+    return from_functions(
+        init,
+        apply,
+        sample_shape,
+        trainable=params_trainable,
+        features=evaluated(features),
+        head=evaluated(head),
+        **options,
+    )
 
 
 class _Model:
