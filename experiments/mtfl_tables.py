@@ -266,7 +266,7 @@ def moved(study: Study, name: str, clients: Clients, place: Any, rounds: int) ->
     system = study.system(name, next(iter(study.scenarios)))
     everyone = {**system.federation, "cohort_size": clients.train.num_clients}
     system = fm.study.System(method=system.method, options=system.options, federation=everyone, tested_with=system.tested_with)
-    algorithm, trained = system.build(clients), fm.federate(*system.parts(clients, tested=True))
+    algorithm, trained = system.build(clients), fm.federate(*system.tested().parts(clients))
     norm = dict(place.model_options).get("norm", "after")
     net = network(clients.train.x.shape[1:], clients.train.num_classes, norm)
     measure = jax.jit(lambda state, data: _mtfl_shift.moved_by_aggregation(net, clients.task, trained, state, data))

@@ -347,8 +347,7 @@ class _Step:
             build, data = partial(_central, partial(self._system.parts, self._clients)), pooled(data)
         view = self._study.user_accuracy_of(self._name) if name == "final" else None
         if view is not None or self._system.tested_with:
-            noisy = tuple(self._clients.noisy.tolist())
-            build = _Built(partial(self._system.parts, self._clients), view, noisy, bool(self._system.tested_with))
+            build = _Built(self._system, self._clients, view)
         return Phase(
             scenario=self._scenario,
             system=self._name,
@@ -367,27 +366,26 @@ class _Step:
         )
 
 
-class _Built(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Built:
     """Builds the algorithm of a system whose rounds are watched, or whose tests have options of their own.
 
     Attributes:
-      parts: `System.parts` of the clients.
+      system, clients: what is built.
       view: that clients adapt on before user accuracy is measured; `None` to measure none.
-      noisy: ids of clients that do not count in it.
-      tested_with: whether the system has options for tests.
     """
 
-    parts: Callable[..., tuple[Method, Federation]]
+    system: System
+    clients: Clients
     view: str | None
-    noisy: tuple[int, ...]
-    tested_with: bool
 
     def __call__(self, **numbers: Any) -> Algorithm:
-        algorithm = sweeps.alone(*self.parts(**numbers))
+        algorithm = sweeps.alone(*self.system.parts(self.clients, **numbers))
         if self.view is not None:
-            algorithm = with_user_accuracy(algorithm, support=self.view, excluded=self.noisy, devices=1)
-        if self.tested_with:
-            tests = sweeps.alone(*self.parts(tested=True, **numbers))
+            noisy = tuple(self.clients.noisy.tolist())
+            algorithm = with_user_accuracy(algorithm, support=self.view, excluded=noisy, devices=1)
+        if self.system.tested_with:
+            tests = sweeps.alone(*self.system.tested().parts(self.clients, **numbers))
             algorithm = dataclasses.replace(algorithm, personalize=tests.personalize)
         return algorithm
 

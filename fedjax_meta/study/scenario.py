@@ -197,6 +197,9 @@ class Scenario:
         if self.shift is not None:
             train = SHIFTS[self.shift](train, **{"seed": self.seed, **self.shift_options})
             title += f", {self.shift}"
+        if self.federation.get("attack") is not None:
+            attack = self.federation["attack"]
+            title += f", attack {attack['name'] if isinstance(attack, Mapping) else attack}"
         tuning = holdout.validation_samples(train, self.validation, support=self.support)
         task = model_for(self.model, train, self.model_options)
         if self.augment is not None:

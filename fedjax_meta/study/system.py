@@ -136,12 +136,15 @@ class System:
         """The algorithm, see `parts`."""
         return federate(*self.parts(place, **numbers))
 
-    def parts(self, place: Clients | Task, *, tested: bool = False, **numbers: Any) -> tuple[Method, Federation]:
+    def tested(self) -> "System":
+        """The system as clients are tested, with the options of `tested_with`."""
+        return dataclasses.replace(self, options={**self.options, **self.tested_with}, tested_with={})
+
+    def parts(self, place: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
         """The method and its federation.
 
         Args:
           place: the clients of a scenario; their task alone will do where no part needs more.
-          tested: with the options for tests.
           **numbers: of the grid; they may be traced.
 
         Raises:
@@ -149,8 +152,7 @@ class System:
         """
         task, clients = (place, None) if isinstance(place, Task) else (place.task, place)
         takes = keywords(METHODS[self.method])
-        own = {**self.options, **(self.tested_with if tested else {})}
-        options = {name: part(name, value) if name in PARTS else value for name, value in own.items()}
+        options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
         federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})
         try:
             shared = with_clients(federation, clients)
