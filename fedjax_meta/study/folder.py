@@ -270,7 +270,7 @@ def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.n
     """The results of each client after the last round: `PATH.npz`, which `results.load_clients` reads.
 
     It holds `seeds [S]`, and for each group of clients `GROUP_SCORE [S, N]` of every score (shares in [0, 1]) and
-    `GROUP_samples [N]`.
+    `GROUP_samples [N]`; where some clients alone were scored, also `GROUP_ids [N]`.
 
     Args:
       path: of the file, without its ending.
@@ -284,6 +284,8 @@ def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.n
             found = [report.main_score(test, name) for test in tests]
             arrays[f"{group}_{name}"] = np.array([one.values / (100 if one.share else 1) for one in found], np.float32)
         arrays[f"{group}_samples"] = np.asarray(samples[group], np.int64)
+        if "ids" in tests[0]:
+            arrays[f"{group}_ids"] = np.array(tests[0]["ids"], np.int64)
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
     disk.replace(path.with_name(f"{path.name}.npz"), [file.getbuffer()])

@@ -253,8 +253,9 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
                 if not np.isfinite(gain).all():
                     continue
                 least, most = int(gain.argmin()), int(gain.argmax())
+                ids = one.final[0].rows[-1]["tests"][group].get("ids", range(len(gain)))
                 digits = "+.1f" if mine.kind.share else "+.3g"
-                ends = [f"{gain[i]:{digits}} (client {i})" for i in (least, most)]
+                ends = [f"{gain[i]:{digits}} (client {ids[i]})" for i in (least, most)]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
                 titles = study.title_of(one.system), study.title_of(reference.system)
                 rows.append([*titles, group, share, f"{np.median(gain):{digits}}", *ends])
@@ -430,7 +431,7 @@ def load_clients(folder: str | Path) -> "pandas.DataFrame":
                 rows = {
                     "seed": np.repeat(seeds, len(samples)),
                     "clients": group,
-                    "client": np.tile(np.arange(len(samples)), len(seeds)),
+                    "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
                     "samples": np.tile(samples, len(seeds)),
                 }
                 flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}

@@ -318,15 +318,17 @@ class _Step:
         if clients.new is not None:
             tests[NEW] = _test_of_new(clients.new, metrics)
             samples[NEW] = np.asarray(clients.new.sizes("query"))
+        only = {} if scored is None else {KNOWN: scored}
         attack = part("attack", self._system.federation.get("attack"))
         if attack is not None and attack.name == BACKDOOR:
+            only |= {BACKDOOR: only[KNOWN]} if only else {}
             marked = stamped(clients.train, view, size=attack.config["size"], value=attack.config["value"])
             tests[BACKDOOR], samples[BACKDOOR] = self._test(marked), samples[KNOWN]
         watched, config = self._study.user_accuracy_of(self._name), self._config()
         if watched is not None:
             # Its numbers are in the rows of the final runs, which therefore depend on it.
             config["user_accuracy"] = watched
-        return self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples)
+        return self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples, scored=only)
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""

@@ -7,7 +7,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import aggregate, attacks
 from fedjax_meta.simulation import run_keys
-from fedjax_meta.study import compare, from_tree, load, parts, run, summary
+from fedjax_meta.study import compare, from_tree, load, parts, results, run, summary
 from tests.study.common import TREE, Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -71,6 +71,7 @@ def test_a_study_gives_the_numbers_of_a_federation_that_was_put_together_by_hand
     np.testing.assert_array_equal(np.array(rows["known"]["confusion"]), np.asarray(found[0].confusion))
     assert set(rows) == {"known", "new", "backdoor"} if attack else {"known", "new"}
     if attack:
+        assert rows["known"]["ids"] == rows["backdoor"]["ids"] == honest.tolist()
         success = summary.values(study, outcomes[system, scenario], "backdoor")
         assert success[1] == pytest.approx(100 * attacks.backdoor_success(found[1].confusion, target=0))
 
@@ -87,6 +88,15 @@ def test_the_summary_has_a_column_for_each_attack(finished):
     (remark,) = summary.remarks(study, outcomes["rule-trimmed", "pairs-backdoor"])
     assert remark == f"backdoor succeeds on {success.rows[0][1]} %"
     assert summary.remarks(study, outcomes["rule-trimmed", "pairs-none"]) == []
+
+
+def test_the_clients_of_a_file_have_their_ids(finished):
+    *_, folder = finished
+    found = results.load_clients(folder)
+    liars = set(np.flatnonzero(attacks.backdoor(0.25).members(8)).tolist())
+    for scenario, out in (("pairs-none", set()), ("pairs-backdoor", liars)):
+        mine = found[(found["scenario"] == scenario) & (found["clients"] == "known")]
+        assert set(mine["client"]) == set(range(8)) - out
 
 
 def test_the_figure_is_made_of_the_folder(finished):
