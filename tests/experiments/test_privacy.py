@@ -73,7 +73,7 @@ def test_delta_and_rounds_change_the_noise(dataset):
 def test_more_rounds_of_the_same_epsilon_are_another_system(finished, dataset):
     *_, folder = finished
     with pytest.raises(
-        ValueError, match=r"holds another study: systems\.fixed-8\.federation\.uploads.*'rounds': 4.*'rounds': 8"
+        ValueError, match=r"holds another study: systems\.adaptive-8\.federation\.uploads.*'rounds': 4.*'rounds': 8"
     ):
         run.run(small(dataset, rounds=8), folder, watcher=Silent())
 
