@@ -384,7 +384,9 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
             total = tuning + study.rounds * len(study.seeds)
-            down, up = (f"{value / 1e3:.4g} kB" for value in bytes_)
+            down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
+            if system.pooled:
+                total = round(total * runs.passes(system, clients.task, clients.train))
             rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)

@@ -85,11 +85,17 @@ class TerminalTable(NamedTuple):
 
     def _part(self, columns: Sequence[int], words: Sequence[bool], least: Sequence[int], width: int) -> list[str]:
         wanted = [max(map(len, [self.headings[c], *self._cells(c)]), default=0) for c in columns]
-        sizes = _shared([least[c] for c in columns], wanted, width - len(_GAP) * (len(columns) - 1))
+        choices = _shared([least[c] for c in columns], wanted, width - len(_GAP) * (len(columns) - 1))
+        made = [self._rows(columns, words, sizes) for sizes in choices]
+        place = min(range(len(made)), key=lambda number: len(made[number]))
+        sizes, body = choices[place], made[place]
         head = self._row([self.headings[c] for c in columns], sizes, [words[c] for c in columns], last=True)
-        body = [self._row([row[c] for c in columns], sizes, [words[c] for c in columns]) for row in self.rows]
         rule = "─" * (sum(sizes) + len(_GAP) * (len(columns) - 1))
-        return [*head, rule, *(line for row in body for line in row)]
+        return [*head, rule, *body]
+
+    def _rows(self, columns: Sequence[int], words: Sequence[bool], sizes: Sequence[int]) -> list[str]:
+        left = [words[c] for c in columns]
+        return [line for row in self.rows for line in self._row([row[c] for c in columns], sizes, left)]
 
     def _row(self, cells: Sequence[str], sizes: Sequence[int], words: Sequence[bool], *, last: bool = False) -> list[str]:
         """The lines of a row; cells begin on its first line, headings end on its `last`."""
@@ -163,11 +169,22 @@ def _parts(least: Sequence[int], width: int) -> list[list[int]]:
     return parts
 
 
-def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: what each wants where there is room, else the rest is shared by what each lacks."""
-    wanted = [max(pair) for pair in zip(least, wanted, strict=True)]
-    left, lacking = room - sum(least), sum(wanted) - sum(least)
-    if lacking <= left:
-        return list(wanted)
-    left = max(left, 0)
-    return [low + left * (high - low) // lacking for low, high in zip(least, wanted, strict=True)]
+def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[list[int]]:
+    """Widths of columns to choose from: those that lack least have what they want, the others share the rest by what they lack.
+
+    Returns:
+      One choice for each number of columns that have what they want, as far as there is room.
+    """
+    lack = [max(high - low, 0) for low, high in zip(least, wanted, strict=True)]
+    order, left = sorted(range(len(least)), key=lack.__getitem__), max(room - sum(least), 0)
+    sizes, found = list(least), []
+    for place in range(len(order) + 1):
+        rest = order[place:]
+        total = sum(lack[column] for column in rest)
+        extra = {column: min(lack[column], left * lack[column] // max(total, 1)) for column in rest}
+        found.append([size + extra.get(column, 0) for column, size in enumerate(sizes)])
+        if place == len(order) or lack[order[place]] > left:
+            return found
+        sizes[order[place]] += lack[order[place]]
+        left -= lack[order[place]]
+    return found

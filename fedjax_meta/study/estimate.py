@@ -13,6 +13,7 @@ from jax.extend import core
 from fedjax_meta import costs, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData, pooled
+from fedjax_meta.study.run import passes
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import Point, points_of, shaping
@@ -62,7 +63,7 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
     points = points_of(system)
     data, share = clients.train, 1.0
     if system.pooled:
-        share = min(system.parts(clients, **points[0])[1].cohort_size / data.num_clients, 1.0)
+        share = passes(system, clients, data)
         data = pooled(data)
 
     def built(point: Point) -> Algorithm:

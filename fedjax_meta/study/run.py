@@ -48,6 +48,7 @@ __all__ = [
     "Trial",
     "Watcher",
     "build",
+    "passes",
     "points_of",
     "run",
 ]
@@ -344,7 +345,7 @@ class _Step:
         build: sweeps.Build = partial(self._system.parts, self._clients)
         every = self._study.eval_every
         if self._system.pooled:
-            share = _passes(self._system, self._clients, data)
+            share = passes(self._system, self._clients, data)
             rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
             build, data = partial(_central, partial(self._system.parts, self._clients)), pooled(data)
         view = self._study.user_accuracy_of(self._name) if name == "final" else None
@@ -392,8 +393,8 @@ class _Built:
         return algorithm
 
 
-def _passes(system: System, clients: Clients, data: FederatedData) -> float:
-    """The share of the clients that a round asks."""
+def passes(system: System, clients: Clients, data: FederatedData) -> float:
+    """The share of the clients that a round asks: how many rounds of central training stand for one."""
     _, federation = system.parts(clients, **points_of(system)[0])
     return min(federation.cohort_size / data.num_clients, 1.0)
 
