@@ -386,7 +386,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             total = tuning + study.rounds * len(study.seeds)
             down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
             if system.pooled:
-                total = round(total * runs.passes(system, clients.task, clients.train))
+                total = round(total * runs.passes(system, clients, clients.train))
             rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
