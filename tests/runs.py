@@ -67,7 +67,7 @@ def train(name: str, folder: Path, *, rounds: int, every: int, devices: int, num
         key=key,
         rounds=rounds,
         eval_every=every,
-        evaluators={"local": fm.Evaluator(measure, data)},
+        evaluators={"local": fm.Evaluator(measure, data, known=True)},
         state=None if saved is None else saved.state,
         store=str(folder.parent / "rows") if PLANS[name] == "files" else PLANS[name],
         on_record=on_record,
