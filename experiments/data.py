@@ -15,8 +15,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments import _runner as runner
-from fedjax_meta import checks, escape
+from fedjax_meta import checks, escape, process
 from fedjax_meta.data import FederatedData, from_partition, registry, sources
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
@@ -113,7 +112,7 @@ def show(protocol: Protocol) -> None:
                 spread,
                 end_section=row == len(data.views) - 1,
             )
-    runner.console.print(table)
+    process.console.print(table)
 
 
 def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
@@ -249,7 +248,7 @@ def main(  # long because every option brings its help text
         bool, typer.Option("--download", help="Download and prepare the set if needed; needs TensorFlow.")
     ] = False,
     out: Annotated[Path, typer.Option(help="The figure to write (.png, .pdf or .svg).")] = Path("results/data.png"),
-    debug: runner.DebugOption = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Shows how samples are divided: prints sizes and classes of every view, and saves a figure.
 
@@ -283,7 +282,7 @@ def main(  # long because every option brings its help text
         "by": by,
         "min_samples": min_samples,
     }
-    with runner.one_line_errors(debug):
+    with process.one_line_errors(debug):
         checks.writable("--out", out, endings=checks.FIGURES)
         if seed is not None:
             checks.seed("--seed", seed, bits=32)
@@ -296,7 +295,7 @@ def main(  # long because every option brings its help text
             protocol = build(source, name or "fedmeta_per", **options)
         show(protocol)
         draw(protocol, out)
-    runner.console.print(f"figure: {out}", soft_wrap=True, markup=False)
+    process.console.print(f"figure: {out}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`; see `cli`."""
 
+import os
+import signal
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -9,7 +12,24 @@ def main() -> None:
         from fedjax_meta.cli import app
     except ImportError as error:
         sys.exit(f"error: {error}; the command needs pip install 'fedjax_meta[experiments]'")
-    app(prog_name="fedjax-meta")
+    try:
+        app(prog_name="fedjax-meta")
+    except SystemExit as end:
+        _end_at_once(end.code)
+        raise
+
+
+def _end_at_once(code: Any) -> None:
+    """From now on a signal ends the process with this code: all is saved, and threads that still compile need not finish."""
+
+    def leave(*_: Any) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 if __name__ == "__main__":

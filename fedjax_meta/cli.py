@@ -18,7 +18,7 @@ from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import catalogue, comparison, draws, estimate, files, page, presets, results
+from fedjax_meta.study import catalogue, comparison, draws, estimate, files, flags, page, presets, results, summary
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
@@ -35,14 +35,38 @@ DIVERGED = 3
 """Exit code when every run diverged."""
 
 StudyArgument = Annotated[
-    Path, typer.Argument(metavar="STUDY", help="A YAML file, or the name of a study of the package, see `list studies`.")
+    Path | None,
+    typer.Argument(
+        metavar="[STUDY]",
+        help="A YAML file, or the name of a study of the package, see `list studies`. Not given: the methods of --systems.",
+        show_default=False,
+    ),
+]
+DatasetOption = Annotated[str | None, typer.Option(help="Data set of all scenarios, see `list datasets`.", show_default=False)]
+PartitionOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME(KEY=VALUE,...)",
+        help="How samples are divided in all scenarios, see `list partitions`.",
+        show_default=False,
+    ),
+]
+ClientsOption = Annotated[int | None, typer.Option(min=1, help="Clients of all scenarios.", show_default=False)]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME(KEY=VALUE,...)", help="Model of all scenarios, see `list models`.", show_default=False),
 ]
 VariantOption = Annotated[
     list[str] | None, typer.Option("--variant", help="A change that the study holds by name, e.g. `quick`; may be repeated.")
 ]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Short for `--variant quick`.")]
 SystemsOption = Annotated[
-    str | None, typer.Option(help="Only these systems of the study, separated by commas.", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="NAME(KEY=VALUE,...),...",
+        help="Only these systems of the study; without a study, methods with their options.",
+        show_default=False,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -65,13 +89,17 @@ def main() -> None:
 
 @app.command()
 def run(
-    study: StudyArgument,
+    study: StudyArgument = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; a run that is there goes on.", show_default=False)
     ] = None,
     variant: VariantOption = None,
     quick: QuickOption = False,
     systems: SystemsOption = None,
+    dataset: DatasetOption = None,
+    partition: PartitionOption = None,
+    clients: ClientsOption = None,
+    model: ModelOption = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Short for `--set rounds=N`.", show_default=False)] = None,
     seeds: Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
     set_: SetOption = None,
@@ -108,12 +136,15 @@ def run(
     `fedjax-meta run study.yaml --rounds 20 --seeds 1,2,3 --set federation.cohort_size=5 --dry-run`
 
     `fedjax-meta run quickstart --quick`
+
+    `fedjax-meta run --systems "fedper(lr=[0.03,0.1]), fedavg(aggregator=median)" --dataset digits --partition iid`
     """
     with one_line_errors(debug):
         short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
         given = {"devices": devices, "store": store, "delta": delta, "on_divergence": on_divergence}
         short += [f"{name}={value}" for name, value in given.items() if value is not None]
-        chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())])
+        place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
+        chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())], place)
         if extend and not chosen.tuning.extend:
             chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
         makes = loggers.made(log) if log else {}
@@ -123,20 +154,22 @@ def run(
         if dry_run:
             _print_estimates(chosen, built)
             return
-        folder = out or Path("runs") / f"{study.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        folder = out or Path("runs") / f"{study.stem if study else 'systems'}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
         configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
         with loggers.of_study(_Lines(chosen), folder, makes, configs) as watcher:
             outcomes = _train(chosen, folder, built, command, watcher)
         built, outcomes = draws.pooled(chosen, built, outcomes)
         found = results.tables(chosen, built, outcomes)
-        for scenario, clients in built.items():
+        for scenario, of_scenario in built.items():
             whole, kind = results.table(found[scenario]), found[scenario][0].kind
-            _print_table(f"{scenario}: {clients.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
+            _print_table(f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
             others = results.other_scores(found[scenario])
             if others.rows:
                 _print_table("Other scores, mean over clients", *others)
             _print_table("How they were run", *whole.only(results.HOW))
+        for one in summary.tables(chosen, outcomes):
+            _print_table(one.title, one.headings, one.rows)
         console.print(escape.console(results.explanation(chosen)), style="dim")
         series = _series(chosen, outcomes)
         scores = list(dict.fromkeys(one.score for one in series))
@@ -154,21 +187,32 @@ def run(
 
 @app.command()
 def show(
-    study: StudyArgument,
+    study: StudyArgument = None,
     variant: VariantOption = None,
     quick: QuickOption = False,
     systems: SystemsOption = None,
+    dataset: DatasetOption = None,
+    partition: PartitionOption = None,
+    clients: ClientsOption = None,
+    model: ModelOption = None,
     set_: SetOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Prints a study with every field filled in, as YAML that runs again."""
     with one_line_errors(debug):
-        print(to_yaml(_load(study, variant, quick, systems, set_ or ())), end="")
+        place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
+        print(to_yaml(_load(study, variant, quick, systems, set_ or (), place)), end="")
 
 
-def _load(study: Path, variant: Sequence[str] | None, quick: bool, systems: str | None, overrides: Sequence[str]) -> Study:
-    wanted = None if systems is None else [name.strip() for name in systems.split(",")]
-    return load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])], systems=wanted)
+def _load(
+    study: Path | None,
+    variant: Sequence[str] | None,
+    quick: bool,
+    systems: str | None,
+    overrides: Sequence[str],
+    place: Mapping[str, Any],
+) -> Study:
+    return load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])], systems=systems, place=place)
 
 
 @app.command()
@@ -331,9 +375,9 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         )
         rows = []
         for name in study.systems_on(scenario):
-            system = study.system(name)
+            system = study.system(name, scenario)
             points = runs.points_of(system)
-            algorithm = system.build(clients.task, **points[0])
+            algorithm = system.build(clients, **points[0])
             bytes_ = costs.traffic(algorithm, clients.train)
             state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
             shared = sum(leaf.size for leaf in jax.tree.leaves(state.model))
@@ -342,7 +386,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             total = tuning + study.rounds * len(study.seeds)
             down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
             if system.pooled:
-                total = round(total * runs.passes(system, clients.task, clients.train))
+                total = round(total * runs.passes(system, clients, clients.train))
             rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
@@ -355,7 +399,7 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
         rows = []
         for name in study.systems_on(scenario):
             with console.status(f"one round of {escape.console(study.title_of(name))}"):
-                found = estimate.of_system(study, name, clients)
+                found = estimate.of_system(study, scenario, name, clients)
             total += found.seconds(devices)
             numbers = (f"{found.flops:.2g}", f"{found.memory / 1e6:.1f} MB", str(found.programs))
             times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
@@ -415,7 +459,8 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
         )
         for one in outcomes
         for trial in one.final
-        for group in trial.rows[-1]["tests"]
+        for group in (runs.KNOWN, runs.NEW)
+        if group in trial.rows[-1]["tests"]
     ]
 
 

@@ -1,10 +1,12 @@
-"""A run of four algorithms through the runner of the experiments, started as a process by the tests that kill it.
+"""A run of four algorithms with checkpoints, started as a process by the tests that kill it.
 
 `python -m tests.runs FOLDER [--devices N] [--rounds R] [--every E] [--die SAVE CALL]`. With --die the process kills itself in its
 SAVE-th save, at the CALL-th call that touches the disk.
 """
 
 import argparse
+import functools
+import json
 import os
 import signal
 import sys
@@ -40,6 +42,45 @@ class DyingOs:
         return counted
 
 
+def train(name: str, folder: Path, *, rounds: int, every: int, devices: int, numbers: list[int]) -> list[dict[str, Any]]:
+    """The rows of one run, from its newest checkpoint on where there is one; `numbers` are the signals that came."""
+    import fedjax_meta as fm
+    from fedjax_meta import checkpoint, report
+    from fedjax_meta.process import Stopped
+    from tests import problems
+
+    algorithm = problems.build(name, cohort_size=3, devices=devices)
+    data, key = jax.tree.map(np.asarray, problems.data()), jax.random.key(1)
+    measure = functools.partial(fm.evaluate, algorithm, devices=devices, support="train", query="train")
+    states, config = folder / "state" / name, {**algorithm.config, "devices": devices, "rounds": rounds, "every": every}
+    saved = checkpoint.restore(states, fm.host_store.state_shapes(algorithm, key, data), config)
+    known: dict[str, Any] = {"rows": [], "part": None} if saved is None else saved.records
+
+    def on_record(state: fm.State, record: fm.Record) -> None:
+        row = report.joined(known["part"], report.compact(record))
+        known.update(rows=[*map(report.without_confusion, known["rows"]), row], part=None)
+        checkpoint.save(states, state, known, config)
+
+    state, records = fm.simulate(
+        algorithm,
+        data,
+        key=key,
+        rounds=rounds,
+        eval_every=every,
+        evaluators={"local": fm.Evaluator(measure, data, known=True)},
+        state=None if saved is None else saved.state,
+        store=str(folder.parent / "rows") if PLANS[name] == "files" else PLANS[name],
+        on_record=on_record,
+        should_stop=lambda: bool(numbers),
+    )
+    if records and records[-1].round > (known["rows"][-1]["round"] if known["rows"] else 0):
+        known["part"] = report.joined(known["part"], report.compact(records[-1]))
+        checkpoint.save(states, state, known, config)
+    if numbers:
+        raise Stopped(f"stopped in {name}", numbers[0])
+    return known["rows"]
+
+
 def main() -> None:
     """Runs all plans, or goes on with them."""
     parser = argparse.ArgumentParser()
@@ -52,9 +93,8 @@ def main() -> None:
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", given.devices)
     import fedjax_meta as fm
-    from experiments import _runner as runner
-    from fedjax_meta import checkpoint, disk
-    from tests import problems
+    from fedjax_meta import checkpoint, disk, report
+    from fedjax_meta.process import one_line_errors, signals
 
     fm.use_all_cores()  # keeps the devices, and turns the compilation cache on
     if given.die is not None:
@@ -66,31 +106,17 @@ def main() -> None:
             return save(*arguments, **options)
 
         checkpoint.save = counted
-    data = jax.tree.map(np.asarray, problems.data())
-    plans = []
-    for name in given.names.split(","):
-        algorithm = problems.build(name, cohort_size=3, devices=given.devices)
-        test = runner.evaluator(algorithm, data, devices=given.devices, support="train", query="train")
-        store = PLANS[name]
-        plans.append(
-            runner.Plan(
-                name=name,
-                title=name,
-                algorithm=algorithm,
-                data=data,
-                tests={f"{name}/local": runner.Test(name, "local", test)},
-                rounds=given.rounds,
-                eval_every=given.every,
-                seed=1,
-                config={"devices": given.devices},
-                store=str(given.folder.parent / "rows") if store == "files" else store,
-            )
-        )
-    with runner.one_line_errors(debug=False):
-        resume = (given.folder / "config.json").exists()
-        folder = runner.open_folder(given.folder, "runs", resume=resume, options={}, algorithms=runner.configs(plans))
+    numbers: list[int] = []
+    with one_line_errors(debug=False), signals(lambda number, _: numbers.append(number)):
+        checkpoint.lock(given.folder)
         print("begins", flush=True)
-        runner.run_all(plans, folder)
+        path = given.folder / "metrics.json"
+        runs = report.load(path) if path.is_file() else []
+        for name in given.names.split(","):
+            if all(run["name"] != name for run in runs):
+                how = {"rounds": given.rounds, "every": given.every, "devices": given.devices}
+                runs.append({"name": name, "result": train(name, given.folder, **how, numbers=numbers)})
+                checkpoint.write_text(path, json.dumps(report.strict({"runs": runs}), allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

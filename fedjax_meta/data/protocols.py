@@ -5,7 +5,7 @@ and Min, arXiv 2007.09236). Axis letters: M samples of the data set, N clients, 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -329,6 +329,31 @@ def mtfl_clients(
     return Protocol(on_device(data), None, f"MTFL on {source.name}", source.note, chosen)
 
 
+def dealt_tests_clients(
+    source: Source, *, seed: int = 1, num_clients: int = 1000, concentration: float = 1.0, support: float = 0.2
+) -> Protocol:
+    """Many small clients who train on all that they hold, the whole training split; the test split is dealt out evenly.
+
+    Where it divides evenly, the mean over clients of a model that all share is its accuracy on the test split.
+
+    Args:
+      source: the data set.
+      seed: determines who holds which samples.
+      num_clients: N, at most the samples of either split.
+      concentration: of the Dirichlet distribution of class mixes, see `partition.dirichlet_clients`.
+      support: share of each part that goes to the support view, for systems that need one; clients of a single sample in a part
+        have only the views "train" and "test".
+    """
+    _check(source, seed)
+    train = partition.dirichlet_clients(source.y_train, num_clients, concentration=concentration, seed=seed)
+    test = partition.iid(source.y_test, num_clients, seed=seed)
+    scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else None
+    data = _with_local_tests(source, train, test, support=support, scale=scale, tiny=True)
+    return Protocol(
+        on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.note
+    )
+
+
 def local_steps(samples: int, num_clients: int, batch_size: int = 20) -> int:
     """Steps of one local epoch in MTFL: samples / (W B), rounded half to even; the same for all clients.
 
@@ -397,13 +422,22 @@ def _fedmeta_per_scaling(source: Source, scaling: str | None) -> str:
     return ("half" if source.name == "cifar10" else "pixel") if scaling is None else scaling
 
 
-def _with_local_tests(source: Source, train: Partition, test: Partition, *, support: float, scale: Scaling) -> FederatedData:
-    """Clients with `train` of the training split and `test` of the test split, and the views of `train_test_views`."""
+def _with_local_tests(
+    source: Source, train: Partition, test: Partition, *, support: float, scale: Scaling | None, tiny: bool = False
+) -> FederatedData:
+    """Clients with `train` of the training split and `test` of the test split, and the views of `train_test_views`.
+
+    `tiny` allows parts of a single sample, where all clients have the views "train" and "test" alone.
+    """
     x, y = source.pooled()
     owner = np.concatenate([train.owner(), test.owner()])
     order = np.concatenate([train.order, len(source.y_train) + test.order])[np.argsort(owner, kind="stable")]
-    views = nested_views(train.sizes, test.sizes, support=support)
-    return from_partition(x, y, order, train.sizes + test.sizes, num_classes=source.num_classes, views=views, **scale)
+    if not tiny or min(train.sizes.min(), test.sizes.min()) > 1:
+        views = nested_views(train.sizes, test.sizes, support=support)
+    else:
+        views = {"train": (np.zeros_like(train.sizes), train.sizes), "test": (train.sizes, train.sizes + test.sizes)}
+    given: dict[str, Any] = {} if scale is None else {**scale}
+    return from_partition(x, y, order, train.sizes + test.sizes, num_classes=source.num_classes, views=views, **given)
 
 
 def _min_samples(labels: np.ndarray, pairs: np.ndarray, given: int | None) -> int:

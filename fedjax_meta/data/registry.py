@@ -71,6 +71,7 @@ PAPERS: dict[str, Callable[..., Protocol]] = {
     "fedpac": protocols.fedpac_clients,
     "perfedavg_reptile": protocols.perfedavg_reptile_clients,
     "mtfl": protocols.mtfl_clients,
+    "dealt_tests": protocols.dealt_tests_clients,
 }
 """Clients as a paper draws them, with tests and new clients of their own: `(source, *, seed, num_clients, ...) -> Protocol`."""
 

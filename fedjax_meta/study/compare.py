@@ -196,7 +196,7 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
 def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float) -> Finished:
     content = json.loads(path.read_text(encoding="utf-8"))
     trials = [Trial(**trial) for trial in report.numbers_again(content["trials"]).values()]
-    federation = study.system(name).federation
+    federation = study.system(name, scenario).federation
     cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
     cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}
     return Finished(

@@ -53,21 +53,21 @@ class Estimate(NamedTuple):
         return (self.rounds * self.round_seconds + self.programs * self.compile_seconds) / devices
 
 
-def of_system(study: Study, name: str, clients: Clients) -> Estimate:
-    """Builds, compiles and runs one round of a system.
+def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estimate:
+    """Builds, compiles and runs one round of a system on a scenario.
 
     Raises:
       ValueError: what the system refuses.
     """
-    system = study.system(name)
+    system = study.system(name, scenario)
     points = points_of(system)
     data, share = clients.train, 1.0
     if system.pooled:
-        share = passes(system, clients.task, data)
+        share = passes(system, clients, data)
         data = pooled(data)
 
     def built(point: Point) -> Algorithm:
-        method, federation = system.parts(clients.task, **point)
+        method, federation = system.parts(clients, **point)
         return sweeps.alone(method, dataclasses.replace(federation, cohort_size=1) if system.pooled else federation)
 
     algorithm = built(points[0])

@@ -141,27 +141,36 @@ def override(tree: Tree, text: str) -> None:
 
 
 def put(tree: Tree, path: str, value: Any) -> None:
-    """Sets the field at a path with dots.
+    """Sets the field at a path with dots; a number is a place in a list, from 0 on.
 
     Raises:
-      ValueError: a field of what is no mapping.
+      ValueError: a field of what is no mapping, a place that a list does not have.
     """
     *parents, last = path.split(".")
-    place = tree
+    place: Any = tree
     for name in parents:
-        if place.get(name) is None:
+        if isinstance(place, dict) and place.get(name) is None:
             place[name] = {}
-        place = place[name]
-        if not isinstance(place, dict):
+        place = place[_key(path, place, name)]
+        if not isinstance(place, (dict, list)):
             raise ValueError(f"{path!r}: {name} is no mapping")
-    place[last] = value
+    place[_key(path, place, last)] = value
+
+
+def _key(path: str, place: Any, name: str) -> Any:
+    if isinstance(place, dict):
+        return name
+    if not name.isdecimal() or int(name) >= len(place):
+        raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(place) - 1}")
+    return int(name)
 
 
 def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:
     """Entries with `each` become one entry for every combination of its values.
 
     `{"maml": {"method": "fedmeta", "title": "MAML, E = {inner_steps}", "each": {"options.inner_steps": [1, 5]}}}` gives the
-    entries "maml-1" and "maml-5". The title may name the last part of a path in braces.
+    entries "maml-1" and "maml-5". The title may name the last part of a path in braces. A value that is no number or word gets a
+    name: `federation.attack: [{none: null}, {x10: {name: sign_flip, scale: 10}}]`.
 
     Raises:
       ValueError: `each` is no mapping of lists, or two entries get the same name.
@@ -177,18 +186,32 @@ def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:
         if not isinstance(each, Mapping) or not each or not all(isinstance(v, list) and v for v in each.values()):
             raise ValueError(f"{kind}.{name}: each must be a mapping of lists, e.g. options.epochs: [1, 5], not {each!r}")
         for values in itertools.product(*each.values()):
-            one, words = copy.deepcopy(rest), {}
-            for path, value in zip(each, values, strict=True):
-                put(one, path, value)
-                words[path.split(".")[-1]] = value
+            one, words, called = copy.deepcopy(rest), {}, []
+            for path, (word, value) in zip(each, map(_named, values), strict=True):
+                put(one, path, copy.deepcopy(value))
+                words[path.split(".")[-1]] = word
+                called.append(word)
             if kind == "systems":
                 title = one.get("title") or name
                 one["title"] = _filled(f"{kind}.{name}", title, words)
-            label = "-".join([name, *(re.sub(r"[^A-Za-z0-9_]+", "_", str(value)) for value in values)])
+            label = "-".join([name, *(re.sub(r"[^A-Za-z0-9_]+", "_", word).strip("_") for word in called)])
             if label in made:
                 raise ValueError(f"{kind} has two entries {label!r}")
             made[label] = one
     return made
+
+
+def _named(value: Any) -> tuple[str, Any]:
+    """(how a value is called, the value); a mapping of one key gives its value a name.
+
+    Example:
+      >>> _named(0.5), _named({"trimmed mean": {"name": "trimmed_mean", "share": 0.2}}), _named({"none": None})
+      (('0.5', 0.5), ('trimmed mean', {'name': 'trimmed_mean', 'share': 0.2}), ('none', None))
+    """
+    if isinstance(value, Mapping) and len(value) == 1 and "name" not in value:
+        ((name, value),) = value.items()
+        return str(name), value
+    return str(value), value
 
 
 def _filled(where: str, title: str, words: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedjax_meta import checkpoint, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import KNOWN, Trial, points_of
@@ -65,13 +65,17 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "clients": facts,
         "traffic": {
             name: {
-                system: sum(costs.traffic(_first(study.system(system), clients), clients.train))
+                system: sum(costs.traffic(_first(study.system(system, name), clients), clients.train))
                 for system in study.systems_on(name)
                 if not study.systems[system].pooled
             }
             for name, clients in built.items()
         },
-        "systems": {name: resolved(study.system(name), next(iter(built.values()))) for name in study.systems},
+        "systems": {
+            name: resolved(study.system(name, scenario), built[scenario])
+            for scenario in reversed(list(built))
+            for name in study.systems_on(scenario)
+        },
         "rounds": rounds,
         "fixed": fixed,
     }
@@ -100,7 +104,9 @@ def _now() -> str:
 def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
     """What cannot change once there are results."""
     fixed = {
-        "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in study.scenarios.items()},
+        "scenarios": {
+            name: _said(scenario, ("federation", "attackers", "server")) for name, scenario in study.scenarios.items()
+        },
         "systems": {name: options_of(study.system(name)) for name in study.systems},
         "tuning": {key: getattr(study.tuning, key) for key in ("validation", "clients", "halving")},
         "clients": {name: clients.fingerprint for name, clients in built.items()},
@@ -110,15 +116,17 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
 
 def options_of(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    options = {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
-    if not system.pooled:
-        # Runs of older versions do not have it.
-        del options["pooled"]
-    return options
+    options = _said(system, ("pooled", "tested_with"))
+    return {key: value for key, value in options.items() if key not in ("grid", "title", "scenarios")}
+
+
+def _said(given: Scenario | System, newer: Sequence[str]) -> dict[str, Json]:
+    """The fields of a part of a study; those that runs of older versions do not have only where they say something."""
+    return {key: value for key, value in dataclasses.asdict(given).items() if value or key not in newer}
 
 
 def _first(system: System, clients: Clients) -> Algorithm:
-    return system.build(clients.task, **points_of(system)[0])
+    return system.build(clients, **points_of(system)[0])
 
 
 def resolved(system: System, clients: Clients) -> dict[str, Json]:
@@ -262,7 +270,7 @@ def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.n
     """The results of each client after the last round: `PATH.npz`, which `results.load_clients` reads.
 
     It holds `seeds [S]`, and for each group of clients `GROUP_SCORE [S, N]` of every score (shares in [0, 1]) and
-    `GROUP_samples [N]`.
+    `GROUP_samples [N]`; where some clients alone were scored, also `GROUP_ids [N]`.
 
     Args:
       path: of the file, without its ending.
@@ -276,6 +284,8 @@ def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.n
             found = [report.main_score(test, name) for test in tests]
             arrays[f"{group}_{name}"] = np.array([one.values / (100 if one.share else 1) for one in found], np.float32)
         arrays[f"{group}_samples"] = np.asarray(samples[group], np.int64)
+        if "ids" in tests[0]:
+            arrays[f"{group}_ids"] = np.array(tests[0]["ids"], np.int64)
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
     disk.replace(path.with_name(f"{path.name}.npz"), [file.getbuffer()])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_meta import checkpoint, costs, escape, report
-from fedjax_meta.study import figures, results
+from fedjax_meta.study import figures, results, summary
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.run import Outcome
 from fedjax_meta.study.scenario import Clients
@@ -63,7 +63,8 @@ def write(
     found = results.tables(study, built, outcomes) if found is None else found
     body = [f'<p class="muted">{text(results.explanation(study))}</p>']
     body += [f"<p>{text(note)}</p>" for note in study.notes]
-    body += _summary(study, built, found)
+    for one in summary.tables(study, outcomes):
+        body += [f"<h2>{text(one.title)}</h2>", table(one.headings, one.rows, _numbers(study))]
     for scenario, clients in built.items():
         mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
         body += _scenario(study, scenario, clients, mine, found[scenario])
@@ -127,10 +128,10 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
 
 def _traffic(study: Study, outcome: Outcome, clients: Clients) -> float:
     """Bytes of a client in a round; NaN for central training."""
-    system = study.system(outcome.system)
+    system = study.system(outcome.system, outcome.scenario)
     if system.pooled:
         return float("nan")
-    return float(sum(costs.traffic(system.build(clients.task, **outcome.chosen), clients.train)))
+    return float(sum(costs.traffic(system.build(clients, **outcome.chosen), clients.train)))
 
 
 def document(title: str, body: Sequence[str]) -> str:
@@ -187,17 +188,6 @@ def _scenario(
         part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]
         part += [table(results.GAIN_HEADINGS, changes, _numbers(study)), "</details>"]
     return part + drawn(systems(study, clients, outcomes))
-
-
-def _summary(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequence[results.Line]]) -> list[str]:
-    """Where there are several scenarios: known clients' main score of every system in each of them."""
-    if len(built) < 2:
-        return []
-    by_title = {scenario: {line.title: line.kind.spread(*line.known) for line in lines} for scenario, lines in found.items()}
-    titles = list(dict.fromkeys(line.title for lines in found.values() for line in lines))
-    rows = [[title, *(by_title[scenario].get(title, "") for scenario in built)] for title in titles]
-    headings = ["system", *(f"{name}: {found[name][0].kind.label}{found[name][0].kind.direction}" for name in built)]
-    return ["<h2>Known clients in all scenarios</h2>", table(headings, rows, _numbers(study))]
 
 
 def _numbers(study: Study) -> dict[str, int]:

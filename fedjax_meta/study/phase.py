@@ -58,6 +58,7 @@ class Phase(NamedTuple):
       tuning: how trials are compared, in the phase "tuning".
       samples: of each test, the number of samples that each client is tested on; in the phase "final".
       shaping: names of the grid's numbers that decide what a program is, see `tuning.shaping`.
+      scored: of a test of some clients alone, their ids.
       pooled: whether one client trains with the samples of all, so that those that are tested are strangers.
       devices, store, on_divergence: as in `Study`.
     """
@@ -73,6 +74,7 @@ class Phase(NamedTuple):
     config: Mapping[str, Json]
     tuning: Tuning | None = None
     samples: Mapping[str, np.ndarray] = {}
+    scored: Mapping[str, np.ndarray] = {}
     shaping: tuple[str, ...] = ()
     pooled: bool = False
     devices: int | None = None
@@ -405,7 +407,10 @@ class _Wave:
         self._desk.watcher.record(done, [record for record in records if record is not None])
 
     def _row(self, i: int, record: Record) -> dict[str, Json]:
-        return report.joined(self.parts[i], report.compact(record))
+        row = report.compact(record)
+        for test, ids in self._phase.scored.items():
+            row["tests"][test]["ids"] = ids.tolist()
+        return report.joined(self.parts[i], row)
 
     def _diverged(self, i: int, row: dict[str, Json]) -> int | None:
         return report.diverged([*self.trials[i].rows, row], next(iter(self._phase.tests)))

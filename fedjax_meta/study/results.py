@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedjax_meta import costs, escape, report
-from fedjax_meta.study import baselines, draws, promise, tuning
+from fedjax_meta.study import baselines, draws, promise, summary, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
@@ -82,13 +82,14 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
 
 def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None) -> Line:
     known = by_client(outcome.final, KNOWN, study.score)
-    system = study.system(outcome.system)
-    algorithm = system.build(clients.task, **outcome.chosen)
+    system = study.system(outcome.system, outcome.scenario)
+    algorithm = system.build(clients, **outcome.chosen)
     itself = system.method == LOCAL
     behind = float("nan")
     if base is not None and not itself:
         behind = 100 * float(np.mean(known.kind.gain(known.values.mean(0), base.mean(0)) < 0))
     remarks = [*_remarks(study, outcome, clients), *promise.words(study, algorithm, clients.train.num_clients)]
+    remarks += summary.remarks(study, outcome)
     return Line(
         title=study.title_of(outcome.system),
         kind=known.kind,
@@ -252,8 +253,9 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
                 if not np.isfinite(gain).all():
                     continue
                 least, most = int(gain.argmin()), int(gain.argmax())
+                ids = one.final[0].rows[-1]["tests"][group].get("ids", range(len(gain)))
                 digits = "+.1f" if mine.kind.share else "+.3g"
-                ends = [f"{gain[i]:{digits}} (client {i})" for i in (least, most)]
+                ends = [f"{gain[i]:{digits}} (client {ids[i]})" for i in (least, most)]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
                 titles = study.title_of(one.system), study.title_of(reference.system)
                 rows.append([*titles, group, share, f"{np.median(gain):{digits}}", *ends])
@@ -319,6 +321,8 @@ def markdown(
         if changes:
             text += [f"{gains_words(found[scenario][0].kind)}:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
+    for one in summary.tables(study, outcomes):
+        text += [f"## {one.title}", "", report.markdown_table(one.headings, one.rows), ""]
     if study.published:
         rows = published(study, outcomes)
         text += ["## Published beside measured", "", report.markdown_table(PUBLISHED_HEADINGS, rows, text_columns=4), ""]
@@ -427,7 +431,7 @@ def load_clients(folder: str | Path) -> "pandas.DataFrame":
                 rows = {
                     "seed": np.repeat(seeds, len(samples)),
                     "clients": group,
-                    "client": np.tile(np.arange(len(samples)), len(seeds)),
+                    "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
                     "samples": np.tile(samples, len(seeds)),
                 }
                 flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}

@@ -17,6 +17,7 @@ import numpy as np
 from fedjax_meta import host_store as stores
 from fedjax_meta import sweeps
 from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.attacks import stamped
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData, pooled
 from fedjax_meta.data.views import check_view
@@ -29,12 +30,15 @@ from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.system import System
+from fedjax_meta.study.system import System, part
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
-from fedjax_meta.task import Task
+
+BACKDOOR = "backdoor"
+"""The group of tests of known clients whose samples carry the pattern of the attack of this name."""
 
 __all__ = [
+    "BACKDOOR",
     "KNOWN",
     "NEW",
     "VALIDATION",
@@ -138,7 +142,7 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
             continue
         systems = {}
         for one in tuned:
-            system = study.system(one.system)
+            system = study.system(one.system, scenario)
             best = choice.best(one.tuning, study.tuned_by)
             systems[one.system] = {
                 "method": system.method,
@@ -165,26 +169,62 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
             raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
 
 
+def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) -> np.ndarray | None:
+    """The clients that are scored: those that attack in no system of the scenario, and whose inputs are not noisy.
+
+    Args:
+      study, scenario, clients: what is run.
+      data: the clients that train: `clients.train`, or those of them that were not held out for trials.
+
+    Returns:
+      Ids; `None` for all clients.
+
+    Raises:
+      ValueError: nobody is left.
+    """
+    out = np.zeros(data.num_clients, bool)
+    for name in study.systems_on(scenario):
+        attack = part("attack", study.system(name, scenario).federation.get("attack"))
+        if attack is not None:
+            out |= attack.members(data.num_clients)
+    if data.num_clients == clients.train.num_clients:
+        out[clients.noisy] = True
+    if out.all():
+        raise ValueError(f"scenario {scenario}: all {data.num_clients} clients attack or are noisy: none is left to score")
+    return np.flatnonzero(~out).astype(np.int32) if out.any() else None
+
+
 def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
-    system, view = study.system(name), study.user_accuracy_of(name)
+    try:
+        _check_system(study, scenario, name, clients)
+    except ValueError as error:
+        said, many = str(error).partition("\n")[0], len(study.systems) > 1 or len(study.scenarios) > 1
+        raise ValueError(f"{scenario}, {name}: {said}" if many else said) from None
+
+
+def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> None:
+    system, view = study.system(name, scenario), study.user_accuracy_of(name)
     client_mesh(study.devices)
     points = points_of(system)
-    training = {clients.train.num_clients}
+    training = [clients.train]
     if len(points) > 1:
-        training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
+        training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
+    for data in training:
+        counted(study, scenario, clients, data)
     for point in points:
-        algorithm = system.build(clients.task, **point)
+        algorithm = system.build(clients, **point)
         if study.store != "device":
             stores.check_algorithm(algorithm)
-        for count in training:
-            algorithm.cohort(jax.random.key(0), 0, count)
+        for data in training:
+            algorithm.cohort(jax.random.key(0), 0, data.num_clients)
         promise.words(study, algorithm, clients.train.num_clients)
-        jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
-    if system.pooled:
-        state = jax.eval_shape(system.build(clients.task, **points[0]).init, jax.random.key(0), clients.train)
-        if jax.tree.leaves((state.personal, state.memory)) or view is not None:
-            raise ValueError(f"{name}: pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
+        state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+    if system.federation.get("aggregator") is not None:
+        # A rule says only in a round how many attackers are too many.
+        jax.eval_shape(algorithm.round, jax.random.key(0), state, clients.train)
+    if system.pooled and (jax.tree.leaves((state.personal, state.memory)) or view is not None):
+        raise ValueError("pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
     if view is not None:
         check_view(view, clients.train.views)
         if len(clients.noisy) == clients.train.num_clients:
@@ -201,7 +241,7 @@ class _Step:
 
     def __init__(self, study: Study, scenario: str, name: str, clients: Clients) -> None:
         self._study, self._scenario, self._name, self._clients = study, scenario, name, clients
-        self._system, self._place = study.system(name), study.scenarios[scenario]
+        self._system, self._place = study.system(name, scenario), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 
@@ -215,7 +255,7 @@ class _Step:
             found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), desk)
             self._chosen = choice.best(found, self._study.tuned_by).point
             while moved < self._study.tuning.extend:
-                more = choice.next_points(points, self._chosen, self._system, self._clients.task)
+                more = choice.next_points(points, self._chosen, self._system, self._clients)
                 if not more:
                     break
                 points, moved = [*points, *more], moved + 1
@@ -272,34 +312,45 @@ class _Step:
     def final(self) -> Phase:
         """The runs with every seed of the study."""
         clients, metrics = self._clients, self._study.metrics
-        tests = {KNOWN: self._test(clients.train)}
-        samples = {KNOWN: np.asarray(clients.train.sizes(TESTED_ON[self._place.adapt_on]))}
+        view = TESTED_ON[self._place.adapt_on]
+        scored = counted(self._study, self._scenario, clients, clients.train)
+        sizes = np.asarray(clients.train.sizes(view))
+        tests, samples = {KNOWN: self._test(clients.train)}, {KNOWN: sizes if scored is None else sizes[scored]}
         if clients.new is not None:
             tests[NEW] = _test_of_new(clients.new, metrics)
             samples[NEW] = np.asarray(clients.new.sizes("query"))
-        view, config = self._study.user_accuracy_of(self._name), self._config()
-        if view is not None:
+        only = {} if scored is None else {KNOWN: scored}
+        attack = part("attack", self._system.federation.get("attack"))
+        if attack is not None and attack.name == BACKDOOR:
+            only |= {BACKDOOR: only[KNOWN]} if only else {}
+            marked = stamped(clients.train, view, size=attack.config["size"], value=attack.config["value"])
+            tests[BACKDOOR], samples[BACKDOOR] = self._test(marked), samples[KNOWN]
+        watched, config = self._study.user_accuracy_of(self._name), self._config()
+        if watched is not None:
             # Its numbers are in the rows of the final runs, which therefore depend on it.
-            config["user_accuracy"] = view
-        phase = self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples)
-        if view is None:
-            return phase
-        return phase._replace(build=partial(_watched, phase.build, view, tuple(clients.noisy.tolist())))
+            config["user_accuracy"] = watched
+        return self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples, scored=only)
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""
         support, query = self._place.adapt_on, TESTED_ON[self._place.adapt_on]
         known, metrics = not self._system.pooled, self._study.metrics or None
-        return MemberEvaluator(partial(_evaluate, support=support, query=query, known=known, metrics=metrics), data)
+        ids = counted(self._study, self._scenario, self._clients, data)
+        measure = partial(_evaluate, support=support, query=query, known=known, ids=ids, metrics=metrics)
+        return MemberEvaluator(measure, data)
 
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
     ) -> Phase:
-        build, every = partial(self._system.parts, self._clients.task), self._study.eval_every
+        build: sweeps.Build = partial(self._system.parts, self._clients)
+        every = self._study.eval_every
         if self._system.pooled:
-            share = passes(self._system, self._clients.task, data)
+            share = passes(self._system, self._clients, data)
             rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
-            build, data = partial(_central, build), pooled(data)
+            build, data = partial(_central, partial(self._system.parts, self._clients)), pooled(data)
+        view = self._study.user_accuracy_of(self._name) if name == "final" else None
+        if view is not None or self._system.tested_with:
+            build = _Built(self._system, self._clients, view)
         return Phase(
             scenario=self._scenario,
             system=self._name,
@@ -318,14 +369,33 @@ class _Step:
         )
 
 
-def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: Sequence[int], **numbers: Any) -> Algorithm:
-    """The algorithm of `parts`, with user accuracy as a metric of each round."""
-    return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """Builds the algorithm of a system whose rounds are watched, or whose tests have options of their own.
+
+    Attributes:
+      system, clients: what is built.
+      view: that clients adapt on before user accuracy is measured; `None` to measure none.
+    """
+
+    system: System
+    clients: Clients
+    view: str | None
+
+    def __call__(self, **numbers: Any) -> Algorithm:
+        algorithm = sweeps.alone(*self.system.parts(self.clients, **numbers))
+        if self.view is not None:
+            noisy = tuple(self.clients.noisy.tolist())
+            algorithm = with_user_accuracy(algorithm, support=self.view, excluded=noisy, devices=1)
+        if self.system.tested_with:
+            tests = sweeps.alone(*self.system.tested().parts(self.clients, **numbers))
+            algorithm = dataclasses.replace(algorithm, personalize=tests.personalize)
+        return algorithm
 
 
-def passes(system: System, task: Task, data: FederatedData) -> float:
+def passes(system: System, clients: Clients, data: FederatedData) -> float:
     """The share of the clients that a round asks: how many rounds of central training stand for one."""
-    _, federation = system.parts(task, **points_of(system)[0])
+    _, federation = system.parts(clients, **points_of(system)[0])
     return min(federation.cohort_size / data.num_clients, 1.0)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, models
-from fedjax_meta.data import FederatedData, from_partition, holdout, sources, train_test_views, transforms
+from fedjax_meta.data import ClientData, FederatedData, from_partition, holdout, sources, train_test_views, transforms
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
@@ -33,6 +33,7 @@ class Clients(NamedTuple):
       fingerprint: a digest of all samples, labels and views.
       orders: how many draws of the new clients `new` holds one after the other; their results are also compared draw by draw.
       noisy: int, the clients whose training inputs are noisy by the paper's protocol, which leaves them out of its averages.
+      server: the server's own samples; `None` without any.
     """
 
     task: Task
@@ -44,6 +45,7 @@ class Clients(NamedTuple):
     fingerprint: str
     orders: int = 1
     noisy: np.ndarray = np.zeros(0, np.int64)
+    server: ClientData | None = None
 
 
 def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: int) -> FederatedData:
@@ -103,6 +105,11 @@ class Scenario:
       new: share of the clients that never train; a fifth when not given, and none where a paper or a generator draws them.
       validation: share of the train samples that is held back while hyper-parameters are chosen.
       seed: of the partition.
+      federation: options of `Federation` of every system that does not say otherwise, such as an attack; they come before those
+        of the study.
+      attackers: the share of the clients that attack, for an `attack` that does not say it, and that aggregators are told of
+        where they say "attackers", also if nobody attacks.
+      server: samples that the server keeps for itself, for FLTrust.
 
     Raises:
       ValueError: an unknown name, or an option that a partition, model or shift does not take.
@@ -123,6 +130,9 @@ class Scenario:
     new: float | None = None
     validation: float = 0.2
     seed: int = 1
+    federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attackers: float | None = None
+    server: int = 0
 
     def __post_init__(self) -> None:
         if self.dataset in GENERATED:
@@ -155,6 +165,11 @@ class Scenario:
         if self.new is not None:
             checks.share("new", self.new)
         checks.count("seed", self.seed, least=0)
+        checks.count("server", self.server, least=0)
+        if self.server and (self.dataset in GENERATED or self.dataset in NATURAL or self.rule not in PARTITIONS):
+            raise ValueError(f"server={self.server} needs one of the partitions {', '.join(PARTITIONS)}")
+        if self.attackers is not None:
+            checks.fraction("attackers", self.attackers)
         if self.clients is not None:
             checks.count("clients", self.clients)
 
@@ -169,6 +184,7 @@ class Scenario:
         Raises:
           ValueError: a data set that is not there, too few samples for so many clients.
         """
+        own = None
         if self.dataset in GENERATED:
             made = self._drawn(GENERATED[self.dataset])
         elif self.dataset in NATURAL:
@@ -176,17 +192,25 @@ class Scenario:
         elif self.rule in PAPERS:
             made = self._drawn(partial(PAPERS[self.rule], sources.load(self.dataset, data_dir=data_dir)))
         else:
-            made = self._of_partition(data_dir)
+            made, own = self._of_partition(data_dir)
         train, title = made.train, made.name
         if self.shift is not None:
             train = SHIFTS[self.shift](train, **{"seed": self.seed, **self.shift_options})
             title += f", {self.shift}"
+        if self.federation.get("attack") is not None:
+            attack = self.federation["attack"]
+            title += f", attack {attack['name'] if isinstance(attack, Mapping) else attack}"
         tuning = holdout.validation_samples(train, self.validation, support=self.support)
         task = model_for(self.model, train, self.model_options)
         if self.augment is not None:
             task = AUGMENTS[self.augment](task, train)
         digest = fingerprint(train, made.new)
-        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy)
+        if self.federation.get("attack") is not None:
+            # Other clients attack, and others are scored.
+            digest = hashlib.blake2b(
+                f"{digest} {self.federation['attack']} {self.attackers}".encode(), digest_size=8
+            ).hexdigest()
+        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy, own)
 
     def _of_natural(self, data_dir: str | None) -> Protocol:
         source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(8, most_clients=self.clients)
@@ -207,29 +231,43 @@ class Scenario:
             train, new = holdout.new_clients(train, self.new, support=self.support, seed=self.seed)
         return made._replace(train=train, new=new)
 
-    def _of_partition(self, data_dir: str | None) -> Protocol:
+    def _of_partition(self, data_dir: str | None) -> tuple[Protocol, ClientData | None]:
+        """The clients, and the samples of the server."""
         if self.rule == "natural":
             source, x, y, held = natural(self.dataset, **self.options)
+            own = np.zeros(0, int)
             if self.clients is not None:
                 raise ValueError(f"clients={self.clients}, but the partition 'natural' takes the clients of {self.dataset}")
         else:
             source = sources.load(self.dataset, data_dir=data_dir)
             x, y = source.pooled()
             count = 20 if self.clients is None else self.clients
-            held = PARTITIONS[self.rule](y, count, **{"seed": self.seed, **self.options})
+            own, rest = self._server_first(len(y))
+            held = PARTITIONS[self.rule](y[rest], count, **{"seed": self.seed, **self.options})
+            held = held._replace(order=rest[held.order])
         order, sizes = held.shuffled(self.seed)
         if sizes.min() < 4:
             raise ValueError(
                 f"client {int(sizes.argmin())} has {sizes.min()} samples of {self.dataset}; train, validation and test need at "
                 "least 4: take fewer clients, or min_samples where the partition has it"
             )
-        views = train_test_views(sizes, train=1 - self.test, support=self.support)
-        data = from_partition(x, y, order, sizes, num_classes=source.num_classes, views=views)
+
+        def cut(order: np.ndarray, sizes: np.ndarray) -> FederatedData:
+            views = train_test_views(sizes, train=1 - self.test, support=self.support)
+            return from_partition(x, y, order, sizes, num_classes=source.num_classes, views=views)
+
+        data = cut(order, sizes)
         share = 0.2 if self.new is None else self.new
         train, new = holdout.new_clients(data, share, support=self.support, seed=self.seed)
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
-        return Protocol(train, new, title, source.note)
+        server = cut(own, np.array([self.server])).client(0) if self.server else None
+        return Protocol(train, new, title, source.note), server
+
+    def _server_first(self, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the samples of the server, those of the clients)."""
+        order = np.random.default_rng(self.seed).permutation(samples) if self.server else np.arange(samples)
+        return order[: self.server], np.sort(order[self.server :])
 
 
 def model_name(name: str | None, data: FederatedData) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks, measures
-from fedjax_meta.study import files
+from fedjax_meta.study import files, flags, parts
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
@@ -154,6 +154,12 @@ class Study:
         for name, system in self.systems.items():
             for scenario in system.scenarios or ():
                 checks.one_of(f"systems.{name}.scenarios", scenario, bases)
+        for scenario, place in self.scenarios.items():
+            for name in self.systems_on(scenario) if place.federation or place.attackers else ():
+                try:
+                    self.system(name, scenario)
+                except ValueError as error:
+                    raise ValueError(f"scenarios.{scenario}, systems.{name}: {error}") from None
         self._check_metrics()
         if self.delta is not None:
             checks.fraction("delta", self.delta)
@@ -220,36 +226,53 @@ class Study:
         """The view that clients adapt on before a system's user accuracy is measured; `None` if it is not recorded."""
         return self.user_accuracy.get(system) if isinstance(self.user_accuracy, Mapping) else self.user_accuracy
 
-    def system(self, name: str) -> System:
-        """A system with the federation's options of the study filled in."""
-        own = self.systems[name]
-        shared = {key: value for key, value in self.federation.items() if key not in own.grid}
-        return dataclasses.replace(own, federation={**shared, **own.federation})
+    def system(self, name: str, scenario: str | None = None) -> System:
+        """A system with the federation's options of the study filled in, and with what a scenario says.
+
+        Raises:
+          ValueError: options of the scenario that no federation takes, and what `parts.told` and `parts.to_spend` refuse.
+        """
+        own, shared = self.systems[name], dict(self.federation)
+        place = None if scenario is None else self.scenario(scenario)
+        if place is not None:
+            shared |= place.federation
+        merged = {**{key: value for key, value in shared.items() if key not in own.grid}, **own.federation}
+        merged = parts.to_spend(merged, rounds=self.rounds, delta=self.delta)
+        if place is not None:
+            merged = parts.told(merged, attackers=place.attackers)
+        return dataclasses.replace(own, federation=merged)
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None,
     overrides: Sequence[str] = (),
     *,
     variants: Sequence[str] = (),
-    systems: Sequence[str] | None = None,
+    systems: str | Sequence[str] | None = None,
+    place: Mapping[str, Any] | None = None,
 ) -> Study:
     """Reads a study from a YAML file, or a study of the package by its name.
 
     Args:
-      path: of the file, or the name.
+      path: of the file, or the name; `None` for a study of `systems` that are written as calls, see `flags.study`.
       overrides: `"systems.fedavg.options.epochs=5"`; a value is read as YAML.
       variants: names of changes that the file holds under "variants", in order; overrides come after them.
-      systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given.
+      systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given. Names, or a
+        text of names between commas.
+      place: fields of all scenarios, see `flags.place`.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: no YAML, a field that does not exist, and what `Study` refuses; the message names the field.
     """
-    tree = files.variants(files.read(path), variants)
+    if isinstance(systems, str) and path is not None:
+        systems = flags.words(systems)
+    tree = flags.study(str(systems or "")) if path is None else files.read(path)
+    tree = files.variants(tree, variants)
+    flags.everywhere(tree, place or {})
     for text in overrides:
         files.override(tree, text)
-    return from_tree(tree if systems is None else files.only(tree, systems))
+    return from_tree(tree if systems is None or path is None else files.only(tree, systems))
 
 
 def from_tree(tree: Mapping[str, Any]) -> Study:

@@ -1,16 +1,14 @@
 """A system: a method and how it is run, with parts that are given by name so that a file can hold them."""
 
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import optax
 
-from fedjax_meta import aggregate, attacks, checks, implicit, masks, meta, participation, schedules, uploads
+from fedjax_meta import checks, masks
 from fedjax_meta import federation as federations
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.contract import Method
@@ -19,69 +17,37 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.rounds import federate
 from fedjax_meta.study import presets
+from fedjax_meta.study.parts import (
+    AGGREGATORS,
+    ATTACKS,
+    ESTIMATORS,
+    OPTIMIZERS,
+    PARTICIPATION,
+    PARTS,
+    SCHEDULES,
+    UPLOADS,
+    made,
+    part,
+    placed,
+    told,
+    with_clients,
+)
+from fedjax_meta.study.scenario import Clients
 from fedjax_meta.task import Task
 
-ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
-    "exact": meta.exact,
-    "first_order": meta.first_order,
-    "hessian_free": meta.hessian_free,
-    "implicit": implicit.implicit_gradient,
-    "reptile": meta.reptile_gradient,
-}
-
-
-def _sgd(learning_rate: Any, momentum: float | None = None, nesterov: bool = False, weight_decay: float = 0.0) -> Any:
-    """Gradient descent; `weight_decay` times the weights is added to the gradient."""
-    plain = optax.sgd(learning_rate, momentum, nesterov)
-    return optax.chain(optax.add_decayed_weights(weight_decay), plain) if weight_decay else plain
-
-
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "sgd": _sgd,
-    "momentum": functools.partial(optax.sgd, momentum=0.9),
-    "adam": optax.adam,
-    "adamw": optax.adamw,
-    "yogi": optax.yogi,
-    "adagrad": optax.adagrad,
-}
-AGGREGATORS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in aggregate.RULES.items()}
-ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
-SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
-    "uniform": lambda: schedules.uniform,
-    "poisson": schedules.poisson,
-    "given": schedules.given,
-    "fedbuff": schedules.fedbuff,
-    "fedasync": schedules.fedasync,
-}
-PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
-    "unreliable": participation.unreliable,
-    "stragglers": participation.stragglers,
-    "deadline": participation.deadline,
-}
-UPLOADS: dict[str, Callable[..., uploads.UploadTransform]] = {
-    "sparsify": uploads.sparsify,
-    "quantize": uploads.quantize,
-    "clip": uploads.clip,
-    "adaptive_clip": uploads.adaptive_clip,
-    "noise": uploads.noise,
-    "mask": uploads.mask,
-}
-
-PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
-    "estimator": (ESTIMATORS, True),
-    "optimizer": (OPTIMIZERS, True),
-    "inner_optimizer": (OPTIMIZERS, True),
-    "outer_optimizer": (OPTIMIZERS, True),
-    "server_optimizer": (OPTIMIZERS, True),
-    "aggregator": (AGGREGATORS, False),
-    "attack": (ATTACKS, False),
-    "participation": (PARTICIPATION, False),
-    "schedule": (SCHEDULES, False),
-}
-"""Options that name a part: its registry, and whether the option wants the part as a factory that is called later."""
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {"aggregator": aggregate.parse, "attack": attacks.parse}
+__all__ = [
+    "AGGREGATORS",
+    "ATTACKS",
+    "ESTIMATORS",
+    "OPTIMIZERS",
+    "PARTICIPATION",
+    "PARTS",
+    "SCHEDULES",
+    "UPLOADS",
+    "System",
+    "keywords",
+    "part",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,18 +55,22 @@ class System:
     """A method in a federation, ready to be compared.
 
     A part is written as its name (`outer_optimizer: adam`), or as a name with options (`estimator: {name: implicit,
-    prox_weight: 2.0}`); aggregators and attacks also as on a command line (`aggregator: nearest_neighbours:f=2+median`).
+    prox_weight: 2.0}`); aggregators and attacks also as on a command line (`aggregator: nearest_neighbours:f=2+median`). What a
+    scenario says of attackers, and epsilons, are filled in by `Study.system`, see `parts.told`.
 
     Attributes:
       method: name in `METHODS`.
       options: of the method.
       federation: of `Federation`; `uploads` is a list of parts.
-      grid: values to try, by the name of an option of the method or the federation.
+      grid: values to try, by the name of an option of the method or the federation, or of an option of a part:
+        "attack.scale", "uploads.clip.norm".
       title: for tables; the method's name when not given.
       preset: name of tuned values, see `presets`; they fill in options that are not given.
       scenarios: names of the scenarios that it is run on; all when not given.
       projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
         none when not given.
+      tested_with: options of the method in tests, where they differ from those in rounds: `{finetune_epochs: 1}` tests MTFL's
+        clients after local training. User accuracy is measured without them.
       pooled: central training: the samples of all clients that train are those of one, which makes as many passes over them as a
         client makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
 
@@ -118,6 +88,7 @@ class System:
     scenarios: Sequence[str] | None = None
     projection: int | None = None
     pooled: bool = False
+    tested_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("options", "federation", "grid"):
@@ -128,10 +99,12 @@ class System:
         checks.one_of("method", self.method, METHODS)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
-        taken, given = _keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(self.grid)}
+        plain = [name for name in self.grid if "." not in name]
+        taken, given = keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(plain)}
         try:
             own = [name for name in given if name not in federations.OPTIONS or name in self.options]
             checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"))
+            checks.options(self.method, self.tested_with, taken, {})
             checks.options("federation", self.federation, federations.OPTIONS, dict.fromkeys(taken, "options"))
         except TypeError as error:
             raise ValueError(str(error).replace("() takes", " takes")) from None
@@ -146,38 +119,51 @@ class System:
         if self.projection is not None:
             checks.count("projection", self.projection)
         checks.flag("pooled", self.pooled)
-        for name in (*self.options, *self.federation):
+        if self.pooled and self.tested_with:
+            raise ValueError("pooled and tested_with: leave one of them out")
+        # Words for numbers that a scenario will give have a value here, so that the rest can be checked.
+        shared = told(placed(self.federation, {name: self.grid[name][0] for name in self.grid if "." in name}), attackers=0.1)
+        for name, value in {**self.options, **shared}.items():
             if name in PARTS:
-                part(name, {**self.options, **self.federation}[name])
-        for given_upload in self.federation.get("uploads", ()):
-            _made("uploads", UPLOADS, given_upload)
+                part(name, value)
+        for one in shared.get("uploads") or ():
+            made("uploads", UPLOADS, one)
 
     def _fill_in(self, preset: presets.Preset) -> None:
         if preset.method != self.method:
             raise ValueError(f"preset {preset.name} is of method {preset.method}, not {self.method}")
-        takes, free = _keywords(METHODS[self.method]), {**preset.options, **preset.chosen}
+        takes, free = keywords(METHODS[self.method]), {**preset.options, **preset.chosen}
         for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
-            tuned = {name: free[name] for name in mine if name not in self.grid}
+            tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
 
-    def build(self, task: Task, **numbers: Any) -> Algorithm:
+    def build(self, place: Clients | Task, **numbers: Any) -> Algorithm:
         """The algorithm, see `parts`."""
-        return federate(*self.parts(task, **numbers))
+        return federate(*self.parts(place, **numbers))
 
-    def parts(self, task: Task, **numbers: Any) -> tuple[Method, Federation]:
-        """The method and its federation, with numbers of the grid that may be traced.
+    def tested(self) -> "System":
+        """The system as clients are tested, with the options of `tested_with`."""
+        return dataclasses.replace(self, options={**self.options, **self.tested_with}, tested_with={})
+
+    def parts(self, place: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
+        """The method and its federation.
+
+        Args:
+          place: the clients of a scenario; their task alone will do where no part needs more.
+          **numbers: of the grid; they may be traced.
 
         Raises:
           ValueError: what the method or the federation refuses.
         """
-        takes = _keywords(METHODS[self.method])
+        task, clients = (place, None) if isinstance(place, Task) else (place.task, place)
+        takes = keywords(METHODS[self.method])
         options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
-        shared = {name: part(name, value) if name in PARTS else value for name, value in self.federation.items()}
-        if "uploads" in shared:
-            shared["uploads"] = tuple(_made("uploads", UPLOADS, one) for one in shared["uploads"])
-        for name, value in numbers.items():
-            (options if name in takes else shared)[name] = value
+        federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})
         try:
+            shared = with_clients(federation, clients)
+            for name, value in numbers.items():
+                if "." not in name:
+                    (options if name in takes else shared)[name] = value
             if self.projection is not None:
                 task = with_projection(task, *_size_of_head(task), projection=self.projection)
             return METHODS[self.method](task, **options), Federation(**shared)
@@ -194,55 +180,8 @@ def _size_of_head(task: Task) -> tuple[int, int]:
     return math.prod(shapes[1]) // shapes[0][0], shapes[0][0]
 
 
-def part(option: str, given: Any) -> Any:
-    """A part from its name, or from a mapping with its `name` and options."""
-    if given is None:
-        return None
-    registry, as_factory = PARTS[option]
-    if isinstance(given, str) and ":" in given and option in _PARSERS:
-        return _PARSERS[option](given)
-    if not as_factory:
-        return _made(option, registry, given)
-    name, options = _name_and_options(option, given)
-    checks.one_of(option, name, registry)
-    if registry is ESTIMATORS:
-        _check(option, name, registry[name], options)
-    return functools.partial(registry[name], **options) if options else registry[name]
-
-
-def _made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) -> Any:
-    name, options = _name_and_options(option, given)
-    checks.one_of(option, name, registry)
-    _check(option, name, registry[name], options)
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [
-        word for word, p in inspect.signature(registry[name]).parameters.items() if p.default is p.empty and p.kind in named
-    ]
-    lacking = [word for word in needed if word not in options]
-    if lacking:
-        raise ValueError(f"{option} {name} needs {', '.join(lacking)}")
-    try:
-        return registry[name](**options)
-    except TypeError as error:
-        raise ValueError(f"{option} {name}: {error}") from None
-
-
-def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
-    if isinstance(given, str):
-        return given, {}
-    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
-        return given["name"], {key: value for key, value in given.items() if key != "name"}
-    raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}")
-
-
-def _check(option: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    try:
-        checks.options(f"{option} {name}", options, list(inspect.signature(function).parameters), {})
-    except TypeError as error:
-        raise ValueError(str(error).replace("() takes", " takes")) from None
-
-
-def _keywords(function: Callable[..., Any]) -> list[str]:
+def keywords(function: Callable[..., Any]) -> list[str]:
+    """The options of a method, a partition or the like: its keyword-only arguments."""
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
 
 

@@ -15,7 +15,6 @@ from fedjax_meta.methods import METHODS
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, Tuning
 from fedjax_meta.study.system import System
-from fedjax_meta.task import Task
 
 Json = Any
 
@@ -184,7 +183,7 @@ def at_edge(points: Sequence[Point], chosen: Point) -> list[str]:
     return [name for name, some in values.items() if len(some) > 1 and chosen[name] in (min(some), max(some))]
 
 
-def next_points(points: Sequence[Point], chosen: Point, system: System, task: Task) -> list[Point]:
+def next_points(points: Sequence[Point], chosen: Point, system: System, clients: Clients) -> list[Point]:
     """The points with which a grid moves on where the chosen value is at its end; none where it cannot.
 
     A number moves on by the ratio of the two values at that end. It cannot from 0, where the signs differ, or to a value that the
@@ -202,7 +201,7 @@ def next_points(points: Sequence[Point], chosen: Point, system: System, task: Ta
         fresh = [point for point in others.values() if point not in points and point not in made]
         try:
             for point in fresh:
-                system.build(task, **point)
+                system.build(clients, **point)
         except ValueError:
             continue
         made += fresh

@@ -1,4 +1,4 @@
-"""The experiment of MTFL: its tables, its systems, inequality (10) and its errors."""
+"""The studies of MTFL: tests after local training, what is private, the table of rounds to a target, and inequality (10)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,131 +7,163 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import costs, masks, models
-from fedjax_meta.data import sources
+from fedjax_meta.simulation import run_keys
+from fedjax_meta.study import from_tree, load, run
+from fedjax_meta.study.tuning import Trial
 from tests import problems
+from tests.study.common import Silent
 
 testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
-mtfl = pytest.importorskip("experiments.mtfl", reason="the command line needs typer, rich and matplotlib")
+tables = pytest.importorskip("experiments.mtfl_tables", reason="the command line needs typer, rich and matplotlib")
 _mtfl_shift = pytest.importorskip("experiments._mtfl_shift")
 
-FLOAT = jnp.zeros(()).dtype.itemsize
-DIVISION = {"noisy": 0.0, "data_seed": 1, "norm": "after", "momentum": 0.1}
 
-
-@pytest.fixture(scope="module")
-def here():
-    (setting,) = mtfl.make_settings(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DIVISION, "noisy": 0.2})
-    return setting._replace(devices=1)
-
-
-def outcome(*curves):
-    return mtfl.Outcome(np.array(curves), np.array([0.9]), costs.Traffic(4, 4), costs.RoundTime(10.0, 30.0, 10.0, 10.0))
-
-
-def system(title, **without):
-    return mtfl.System(title, None, None, without=without)
+def row(title, *curves):
+    return tables.Row(title, np.array(curves), 0.1, 0.9, costs.Traffic(4, 4), costs.RoundTime(10.0, 30.0, 10.0, 10.0))
 
 
 def test_a_target_that_is_not_reached_is_never():
-    systems = {
-        "fl": system("FL", FL="fl"),
-        "own": system("own", FL="fl"),
-        "late": system("late", FL="fl"),
-        "lost": system("lost", FL="own"),
+    rows = {
+        "fedavg-FL": row("FL", [0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]),
+        "fedavg-own": row("own", [0.1, 0.5, 0.5, 0.6], [0.1, 0.5, 0.5, 0.7]),
+        "fedavg-late": row("late", [0.1, 0.1, 0.1, 0.5], [0.1, 0.1, 0.1, 0.2]),
+        "adam-own": row("lost", [0.1, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.1]),
     }
-    outcomes = {
-        "fl": outcome([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]),
-        "own": outcome([0.1, 0.5, 0.5, 0.6], [0.1, 0.5, 0.5, 0.7]),
-        "late": outcome([0.1, 0.1, 0.1, 0.5], [0.1, 0.1, 0.1, 0.2]),
-        "lost": outcome([0.1, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.1]),
-    }
-    headings, rows = mtfl.table(systems, outcomes, (0.3, 0.5))
-    assert headings[1:5] == ["rounds\nto 0.3", "FL /\nthis", "rounds\nto 0.5", "FL /\nthis"]
-    cells = {row[0]: row[1:5] for row in rows}
-    assert cells["FL"] == ["3.0 ± 0.0", "", "never", ""]
+    headings, lines = tables.table(rows, (0.3, 0.5))
+    assert headings[1:4] == ["rounds to 0.3", "first patch / this", "first optimiser / this"]
+    cells = {line[0]: line[1:7] for line in lines}
+    assert cells["FL"] == ["3.0 ± 0.0", "", "", "never", "", ""]
     # FL reaches the lower target in 3 rounds, this system in 2; FL does not reach the higher target in 4.
-    assert cells["own"] == ["2.0 ± 0.0", "1.5", "2.0 ± 0.0", "> 2.0"]
-    assert cells["late"] == ["never in 1 of 2", "-", "never in 1 of 2", "-"]
-    assert cells["lost"] == ["never", "-", "never", "-"]
-    minutes = headings.index("minutes\nto 0.5")
-    assert [row[minutes] for row in rows] == ["never", "2.0", "never", "never"]
+    assert cells["own"] == ["2.0 ± 0.0", "1.5", "", "2.0 ± 0.0", "> 2.0", ""]
+    assert cells["late"] == ["never in 1 of 2", "-", "", "never in 1 of 2", "-", ""]
+    assert cells["lost"] == ["never", "", "-", "never", "", "-"]
+    minutes = headings.index("minutes to 0.5")
+    assert [line[minutes] for line in lines] == ["never", "2.0", "never", "never"]
 
 
-def test_noisy_clients_do_not_count_and_rounds_are_joined(here):
-    own = mtfl.mtfl_system(here, "own", "bn", "fedavg")
-    accuracy = np.where(np.isin(np.arange(10), here.protocol.noisy), 0.0, 0.8).tolist()
-    tests = {"after": {"accuracy": accuracy, "scores": {"accuracy": 0.8, "accuracy_mean": 0.8}}}
-    rows = [{"round": 1, "train": {"user_accuracy": [0.1]}, "tests": tests}]
-    rows += [{"round": 3, "train": {"user_accuracy": [0.2, 0.3], "user_accuracy_std": [0.5, 0.1]}, "tests": tests}]
-    found = mtfl.outcome(here, own, [rows])
-    assert len(here.protocol.noisy) == 2 and found.trained.tolist() == pytest.approx([0.8])
-    assert found.user_accuracy.tolist() == [[0.1, 0.2, 0.3]]
-    assert found.mark == "" and found.spread == 0.1
-    # 199,610 parameters without 200 scales and 200 shifts, each way; no running statistics.
-    assert found.traffic == (FLOAT * 199_210, FLOAT * 199_210)
-
-
-def test_a_run_that_was_stopped_because_it_diverged_is_marked(here):
-    """It has fewer rounds than the others; the missing ones are NaN, which no target and no mean mistakes for a number."""
-    own = mtfl.mtfl_system(here, "own", "bn", "fedavg")
-
-    def rows(scores):
-        return [
-            {
-                "round": at,
-                "train": {"user_accuracy": [score]},
-                "tests": {"after": {"accuracy": [score] * 10, "scores": {"accuracy": score, "accuracy_mean": score}}},
-            }
-            for at, score in enumerate(scores, 1)
-        ]
-
-    found = mtfl.outcome(here, own, [rows([0.1, 0.2, 0.9]), rows([0.1, np.nan])])
-    np.testing.assert_array_equal(found.user_accuracy, [[0.1, 0.2, 0.9], [0.1, np.nan, np.nan]])
-    np.testing.assert_allclose(found.trained, [0.9, np.nan])
-    headings, (row,) = mtfl.table({"own": own}, {"own": found}, [0.5])
-    assert row[0] == "own (1 of 2 seeds diverged at round 2)"
-    assert row[headings.index("rounds\nto 0.5")] == "never in 1 of 2"
-    assert row[headings.index("UA, %\nlast")] == "nan"
-
-
-@pytest.mark.parametrize("name", mtfl.BASELINES)
-def test_every_baseline_runs_and_user_accuracy_is_taken(here, name):
-    made = mtfl.baseline(here, name)
-    watched = fm.with_user_accuracy(made.algorithm, support=made.support, excluded=here.protocol.noisy, devices=1)
-    data, key = here.protocol.train, jax.random.key(0)
-    before = jax.eval_shape(watched.init, key, data)
-    after, info = jax.eval_shape(watched.round, key, before, data)
-    assert problems.forms(before) == problems.forms(after) and "user_accuracy" in info.metrics
-
-
-def test_the_testbed_has_a_row_for_each_system_whose_bytes_follow_from_what_is_private(here):
-    headings, rows = mtfl.testbed(here)
-    by_name = {row[0]: dict(zip(headings, row, strict=True)) for row in rows}
-    assert list(by_name) == [
-        "Independent",
-        *(f"{which}, {rule}" for which in ("FL", "MTFL γβ", "MTFL both") for rule in ("FedAvg", "FedAvg-Adam")),
+def trial(scores):
+    rows = [
+        {
+            "round": at,
+            "train": {"user_accuracy": [score], "user_accuracy_std": [0.1]},
+            "tests": {"known": {"scores": {"accuracy_mean": score}}},
+        }
+        for at, score in enumerate(scores, 1)
     ]
-    assert by_name["Independent"]["MB up"] == "0.00" and by_name["Independent"]["train\n%"] == "100.0"
-    # Adam's two moments travel with the parameters: 3 x 199,610 and the statistics of 200 units.
-    assert float(by_name["FL, FedAvg-Adam"]["MB up"]) == pytest.approx(FLOAT * (3 * 199_610 + 400) / 1e6, abs=0.01)
-    shares = [sum(float(row[column]) for column in headings[-4:]) for row in by_name.values()]
-    assert shares == pytest.approx([100] * 7, abs=0.3)
+    return Trial({}, 1, rows, None)
 
 
-def test_the_grid_of_systems_and_what_each_is_compared_with(here):
-    systems = mtfl.comparison(here, list(mtfl.PRIVATE), list(mtfl.OPTIMIZERS), lr=None, statistics_epochs=0)
-    assert len(systems) == len({one.title for one in systems.values()}) == len({one.look for one in systems.values()}) == 12
-    for name, one in systems.items():
-        optimizer, private = name.split("/")
-        assert one.without == {"FL": f"{optimizer}/none", "FedAvg": f"fedavg/{private}"}
+def test_a_run_that_ended_early_has_no_number_that_a_target_could_mistake():
+    made = tables.row(
+        "own", [trial([0.1, 0.2, 0.9]), trial([0.1, np.nan])], costs.Traffic(4, 4), costs.RoundTime(1.0, 1.0, 1.0, 1.0)
+    )
+    np.testing.assert_array_equal(made.user_accuracy, [[0.1, 0.2, 0.9], [0.1, np.nan, np.nan]])
+    headings, (line,) = tables.table({"own": made}, [0.5])
+    assert line[headings.index("rounds to 0.5")] == "never in 1 of 2"
+    with pytest.raises(ValueError, match="recorded no user accuracy"):
+        tables.row("own", [Trial({}, 1, [{"round": 1, "train": {}, "tests": {}}], None)], made.traffic, made.time)
 
 
-def test_private_means_or_variances_alone(here):
-    for part in ("mean", "var"):
-        names = {"params/bn1/scale", "params/bn1/bias", f"batch_stats/bn1/{part}"}
-        mask = masks.resolve(mtfl.MASKS[f"bn_affine_{part}"], here.task)
-        leaves = jax.tree_util.tree_leaves_with_path(mask)
-        assert {"/".join(masks.path_names(path)) for path, chosen in leaves if chosen} == names
+SMALL = ["scenarios.clients.clients=10", "scenarios.clients.options={noisy: 0.2}", "rounds=2", "federation.cohort_size=5"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    study = load("mtfl", SMALL, variants=["quick"], systems=["fedavg-FL", "fedavg-MTFL_both"])
+    folder = tmp_path_factory.mktemp("mtfl") / "run"
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        clients = run.build(study)
+        outcomes = run.run(study, folder, watcher=Silent(), clients=clients)
+    return study, clients["clients"], {one.system: one for one in outcomes}, folder
+
+
+def test_clients_are_tested_after_an_epoch_and_noisy_ones_do_not_count(finished):
+    """Against `simulate` and `evaluate` with the method put together by hand."""
+    _, clients, outcomes, _ = finished
+    assert len(clients.noisy) == 2
+    kept = np.setdiff1d(np.arange(10), clients.noisy)
+    federation = fm.Federation(cohort_size=5, devices=1)
+    how = {"lr": 0.3, "steps": 4, "private": "bn"}
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        plain, after = (fm.federate(fm.mtfl(clients.task, **how, finetune_epochs=n), federation) for n in (0, 1))
+        watched = fm.with_user_accuracy(plain, support="train", excluded=clients.noisy, devices=1)
+        state, records = fm.simulate(watched, clients.train, key=jax.random.key(1), rounds=2, eval_every=2)
+        key = fm.keys.tagged(run_keys(jax.random.key(1))[2], "known", state.round)
+        tested = fm.evaluate(after, key, state, clients.train, support="train", query="test", ids=kept)
+    (last,) = [one.rows[-1] for one in outcomes["fedavg-MTFL_both"].final]
+    np.testing.assert_array_equal(np.array(last["tests"]["known"]["confusion"]), np.asarray(tested.confusion))
+    found = [value for one in outcomes["fedavg-MTFL_both"].final[0].rows for value in one["train"]["user_accuracy"]]
+    np.testing.assert_allclose(found, np.concatenate([one.metrics["user_accuracy"] for one in records]), rtol=1e-6)
+
+
+def test_the_table_and_the_figure_are_made_of_the_folder(finished):
+    *_, folder = finished
+    done = testing.CliRunner().invoke(tables.app, ["targets", str(folder), "--at", "0.05,0.99"], env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    text = (folder / "targets.md").read_text(encoding="utf-8")
+    assert "| FL, FedAvg |" in text and "| MTFL both, FedAvg |" in text and "Modelled, not measured" in text
+    assert (folder / "targets.png").stat().st_size > 5000
+    wrong = testing.CliRunner().invoke(tables.app, ["targets", str(folder), "--at", "97"], env={"COLUMNS": "250"})
+    assert (wrong.exit_code, "--at=97.0 must lie between 0 and 1" in wrong.output) == (1, True)
+
+
+def test_bytes_and_work_follow_from_the_method(finished):
+    study, clients, *_ = finished
+    traffic, time = tables.cost(study, "fedavg-MTFL_both", clients)
+    # 199,610 parameters without 200 scales and 200 shifts, each way; no running statistics.
+    assert traffic == (4 * 199_210, 4 * 199_210)
+    five = load("mtfl_figure5", SMALL, variants=["quick"])
+    times = {name: tables.cost(five, name, clients)[1].train for name in five.systems}
+    assert times["perfedavg"] == pytest.approx(2 * times["fl"]) and times["pfedme"] == pytest.approx(5 * times["fl"])
+    assert times["pfedme_port"] == times["fl"] == pytest.approx(time.train)
+
+
+def test_every_system_of_both_studies_runs_and_user_accuracy_is_taken(finished):
+    _, clients, *_ = finished
+    for name in ("mtfl", "mtfl_figure5"):
+        study = load(name, SMALL, variants=["quick"])
+        for system in study.systems:
+            made = study.system(system, "clients").build(clients)
+            view = study.user_accuracy_of(system)
+            watched = fm.with_user_accuracy(made, support=view, excluded=clients.noisy, devices=1)
+            before = jax.eval_shape(watched.init, jax.random.key(0), clients.train)
+            after, info = jax.eval_shape(watched.round, jax.random.key(0), before, clients.train)
+            assert problems.forms(before) == problems.forms(after) and "user_accuracy" in info.metrics
+
+
+def test_variants_change_what_they_say():
+    assert [load("mtfl", variants=[name]).systems["fedavg-FL"].options["steps"] for name in ("w400", "cifar10")] == [8, 12]
+    assert load("mtfl", variants=["w400"]).federation["cohort_size"] == 200
+    study = load("mtfl", variants=["parts"])
+    task = models.mtfl_mlp()
+    for name, part in (("fedavg-MTFL_affine_means", "mean"), ("fedavg-MTFL_affine_variances", "var")):
+        (system,) = [one for label, one in study.systems.items() if label.startswith(name)]
+        leaves = jax.tree_util.tree_leaves_with_path(masks.resolve(system.options["private"], task))
+        chosen = {"/".join(masks.path_names(path)) for path, there in leaves if there}
+        assert chosen == {"params/bn1/scale", "params/bn1/bias", f"batch_stats/bn1/{part}"}
+
+
+def test_the_optimiser_of_fedadam_is_the_authors():
+    config = load("mtfl").system("fedadam-FL", "clients").build(models.mtfl_mlp()).config
+    assert config["federation"]["server_lr"] == 0.01
+    text = str(config["federation"]["server_optimizer"])
+    assert all(word in text for word in ("adaptive", "0.999", "0.0001"))
+
+
+def test_the_testbed_has_a_row_for_each_system():
+    shown = testing.CliRunner().invoke(tables.app, ["testbed", "--variant", "quick"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.count("MTFL both") == 3 and "Modelled, not measured" in shown.output
+
+
+def test_options_for_tests_belong_to_the_method():
+    tree = {
+        "title": "x",
+        "scenarios": {"a": {"dataset": "digits"}},
+        "systems": {"own": {"method": "mtfl", "tested_with": {"pace": 1}}},
+    }
+    with pytest.raises(ValueError, match=r"systems\.own: mtfl takes no 'pace'"):
+        from_tree(tree)
 
 
 def test_aggregation_moves_batch_norms_by_the_affine_leaves():
@@ -160,32 +192,12 @@ def test_aggregation_moves_batch_norms_by_the_affine_leaves():
     assert {name.split(",")[0] for name in found} == {"bn1", "logits"}
 
 
-def test_bad_settings():
-    with pytest.raises(ValueError, match="--share 0.001 of --clients 400 must be at least one client"):
-        mtfl.check_sizes([400, 200], [0.01, 0.001])
-    with pytest.raises(ValueError, match="--clients=0"):
-        mtfl.check_sizes([0], [1.0])
-    assert mtfl.check_sizes([400, 200], [1.0, 0.5]) == 100
-    with pytest.raises(ValueError, match="--noisy 1 makes all 10 clients noisy"):
-        mtfl.make_settings(sources.load("mnist_small"), clients=10, shares=[0.5], **{**DIVISION, "noisy": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["compere"], "command='compere'"),
-        (["compare", "--dataset", "imagenet"], "--dataset='imagenet'"),
-        (["compare", "--private", "none,gamma"], "--private='gamma'"),
-        (["compare", "--optimizers", "adam"], "--optimizers='adam'"),
-        (["baselines", "--systems", "fedprox"], "--systems='fedprox'"),
-        (["compare", "--clients", "10", "--share", "0.04"], "--share 0.04 of --clients 10"),
-        (["compare", "--targets", "97"], "--targets=97"),
-        (["compare", "--lr", "0"], "--lr=0"),
-        (["compare", "--seeds", "1,1"], "--seeds '1,1'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_one_line(options, text):
-    result = testing.CliRunner().invoke(mtfl.app, options, env={"COLUMNS": "200"})
-    assert result.exit_code == 1
-    assert text in result.output and len(result.output.strip().splitlines()) == 1
+def test_the_network_of_the_shift_is_that_of_the_study():
+    for task, shape, norm in (
+        (models.mtfl_mlp(norm="before"), (28, 28, 1), "before"),
+        (models.mtfl_cnn(), (32, 32, 3), "after"),
+    ):
+        net = tables.network(shape, 10, norm)
+        variables = jax.jit(task.init)(jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (2, *shape))
+        np.testing.assert_allclose(net.apply(variables, x), task.predict(variables, x), rtol=1e-6, atol=1e-6)

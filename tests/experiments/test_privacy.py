@@ -1,18 +1,18 @@
-"""Accuracy against epsilon: what is trained, its guarantee, and the report."""
-
-import json
+"""Noise by its epsilon in studies: its multiplier, its guarantee in the table, the clients, and the figure."""
 
 import numpy as np
 import pytest
 
-from fedjax_meta import privacy, schedules
+from fedjax_meta import privacy
+from fedjax_meta.data import sources
+from fedjax_meta.study import compare, from_tree, load, parts, results, run
+from tests.study.common import Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 pytest.importorskip("dp_accounting", reason="epsilon needs dp-accounting")
-experiment = pytest.importorskip("experiments.privacy", reason="the command line needs typer, rich and matplotlib")
+figures = pytest.importorskip("experiments.figures", reason="the command line needs typer, rich and matplotlib")
 
-RUNNER = typer_testing.CliRunner()
-SMALL = ["--clients", "40", "--rate", "0.3", "--rounds", "4", "--eval-every", "4", "--seeds", "1", "--epsilons", "3"]
+CLIENTS = 40
 
 
 @pytest.fixture(scope="module")
@@ -24,42 +24,107 @@ def dataset(tmp_path_factory):
     return path
 
 
-def test_a_run_meets_its_epsilon_and_says_so(dataset, tmp_path):
-    out = tmp_path / "run"
-    arguments = ["--dataset", str(dataset), *SMALL, "--clips", "adaptive", "--no-compile-cache", "--devices", "1"]
-    first = RUNNER.invoke(experiment.app, [*arguments, "--out", str(out)])
-    assert first.exit_code == 0, first.output
-    config = json.loads((out / "config.json").read_text())
-    chain = config["algorithms"]["adaptive_epsilon3_seed1"]["federation"]["uploads"]
-    delta, capacity = 40**-1.1, schedules.poisson_capacity(0.3, 40, 4, 40**-1.1 / 1000)
-    assert config["algorithms"]["adaptive_epsilon3_seed1"]["federation"]["cohort_size"] == capacity
-    spent = privacy.epsilon(chain[1]["multiplier"], 4, delta, privacy.Poisson(0.3, 40, capacity))
-    assert 2.9 < spent.epsilon <= 3
-    # The paper's noise on the bits: a twentieth of the expected cohort.
-    assert [step["name"] for step in chain] == ["adaptive_clip", "noise"] and chain[0]["bit_noise"] == 40 * 0.3 / 20
-    runs = json.loads((out / "metrics.json").read_text())["runs"]
-    assert [run["name"] for run in runs] == ["none_no_noise_seed1", "adaptive_epsilon3_seed1"]
-    assert runs[0]["config"]["guarantee"] is None
-    assert runs[1]["config"]["guarantee"]["epsilon"] == pytest.approx(spent.epsilon)
-    text = (out / "report.md").read_text()
-    assert "| adaptive | 3 |" in text and "add or remove one client; Poisson sampling with rate 0.3 of N=40" in text
-    assert (out / "figure.png").stat().st_size > 5000
-    again = RUNNER.invoke(experiment.app, [*arguments, "--out", str(out), "--resume"])
-    assert again.exit_code == 0, again.output
-    assert (out / "report.md").read_text() == text
+def small(dataset, **changes):
+    overrides = [f"scenarios.digits.dataset={dataset}", f"scenarios.digits.clients={CLIENTS}", "rounds=4", "eval_every=4"]
+    overrides += ["federation.schedule.rate=0.3", "federation.cohort_size=30", "seeds=[1]"]
+    return load(
+        "privacy",
+        [*overrides, *(f"{key}={value}" for key, value in changes.items())],
+        systems=["none", "fixed-8", "adaptive-8"],
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(dataset, tmp_path_factory):
+    study, folder = small(dataset), tmp_path_factory.mktemp("private") / "run"
+    built = run.build(study)
+    return study, built, run.run(study, folder, watcher=Silent(), clients=built), folder
+
+
+def test_a_run_meets_its_epsilon_and_the_table_says_so(finished):
+    study, built, outcomes, _ = finished
+    clients, delta = built["digits"], CLIENTS**-1.1
+    lines = {one.title: one for one in results.lines(study, "digits", clients, outcomes)}
+    for title, name in (("fixed norm, epsilon 8", "fixed-8"), ("adaptive norm, epsilon 8", "adaptive-8")):
+        *_, noise = study.system(name, "digits").build(clients).config["federation"]["uploads"]
+        assert (
+            noise["multiplier"] == privacy.noise_for(8.0, 4, delta, privacy.Poisson(0.3, CLIENTS, 30))
+            and noise["reproducible"]
+        )
+        spent = privacy.epsilon(noise["multiplier"], 4, delta, privacy.Poisson(0.3, CLIENTS, 30)).epsilon
+        assert 7.5 < spent <= 8
+        assert f"epsilon {spent:.3g}, delta {delta:.2g}" in lines[title].remark
+    assert "epsilon" not in lines["no clipping, no noise"].remark
+
+
+def test_delta_and_rounds_change_the_noise(dataset):
+    def multiplier(**changes):
+        study = small(dataset, **changes)
+        return (
+            study.system("fixed-8", "digits")
+            .build(study.scenarios["digits"].build())
+            .config["federation"]["uploads"][1]["multiplier"]
+        )
+
+    usual = multiplier()
+    assert multiplier(delta=1e-5) > usual and multiplier(rounds=16) > usual
+
+
+def test_more_rounds_of_the_same_epsilon_are_another_system(finished, dataset):
+    *_, folder = finished
+    with pytest.raises(
+        ValueError, match=r"holds another study: systems\.adaptive-8\.federation\.uploads.*'rounds': 4.*'rounds': 8"
+    ):
+        run.run(small(dataset, rounds=8), folder, watcher=Silent())
+
+
+def test_the_test_split_is_dealt_out(dataset):
+    place = small(dataset).scenarios["digits"].build()
+    source = sources.load(str(dataset))
+    assert place.train.sizes("train").sum() == 240 and place.train.sizes("test").sum() == 60
+    start, size = (np.asarray(table["test"]) for table in (place.train.start, place.train.size))
+    rows = np.concatenate([np.arange(s, s + n) for s, n in zip(start, size, strict=True)])
+    dealt, whole = np.asarray(place.train.x)[rows], source.x_test
+    np.testing.assert_array_equal(
+        dealt[np.lexsort(dealt.T)], whole.reshape(dealt.shape)[np.lexsort(whole.reshape(dealt.shape).T)]
+    )
+
+
+def test_the_figure_has_a_line_for_each_way_of_clipping(finished):
+    study, *_, folder = finished
+    lines, across = figures.curves(study, compare.finished([folder]))
+    assert list(lines) == ["clip", "adaptive clip"] and list(across) == ["no clipping, no noise"]
+    assert [point[0] for point in lines["clip"]] == [8.0]
+    assert typer_testing.CliRunner().invoke(figures.app, ["privacy", str(folder)]).exit_code == 0
+    assert (folder / "privacy.png").stat().st_size > 5000
+    none = from_tree({"title": "x", "scenarios": {"a": {}}, "systems": {"fedavg": {"method": "fedavg"}}})
+    with pytest.raises(ValueError, match="no system of this run has noise that is given by its epsilon"):
+        figures.curves(none, [])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("noise", "message"),
     [
-        (["--epsilons", "0"], "target=0.0 must be finite and above 0"),
-        (["--rate", "1.5"], "rate=1.5 must lie between 0 and 1"),
-        (["--delta", "2"], "delta=2.0 must lie strictly between 0 and 1"),
-        (["--clips", "round"], "--clips='round' is unknown; allowed are fixed, adaptive"),
-        (["--model", "lenet"], "--model='lenet' is unknown; allowed are logistic, mlp"),
+        ({}, "noise takes a multiplier or an epsilon, one of them"),
+        ({"epsilon": 1, "multiplier": 1}, "noise takes a multiplier or an epsilon, one of them"),
+        ({"epsilon": 0}, "epsilon=0 must be finite and above 0"),
+        ({"epsilon": 1, "delta": 2}, "delta=2 must lie strictly between 0 and 1"),
+        ({"multiplier": 1, "delta": 0.1}, "delta belongs to an epsilon"),
     ],
 )
-def test_wrong_options_are_one_line(arguments, message, dataset, tmp_path):
-    options = ["--dataset", str(dataset), *SMALL, *arguments, "--out", str(tmp_path / "run"), "--no-compile-cache"]
-    result = RUNNER.invoke(experiment.app, options)
-    assert result.exit_code == 1 and message in result.output and result.output.count("\n") < 4
+def test_wrong_noise_is_refused(noise, message):
+    with pytest.raises(ValueError, match=message):
+        parts.made("uploads", parts.UPLOADS, {"name": "noise", **noise})
+
+
+def test_numbers_of_parts_may_be_grids(dataset):
+    tree = {"method": "fedavg", "federation": {"uploads": [{"name": "clip"}]}, "grid": {"uploads.clip.norm": [0.1, 1.0]}}
+    study = from_tree({"title": "x", "scenarios": {"a": {"dataset": "digits", "model": "logistic"}}, "systems": {"own": tree}})
+    config = study.system("own", "a").build(study.scenarios["a"].build(), **{"uploads.clip.norm": 0.1}).config
+    assert config["federation"]["uploads"][0]["norm"] == 0.1
+    for path, message in (
+        ("uploads.noise.multiplier", "part='noise' is unknown"),
+        ("aggregator.f", "must be OPTION.KEY of a part"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_tree({"title": "x", "scenarios": {"a": {}}, "systems": {"own": {**tree, "grid": {path: [1.0]}}}})

@@ -1,88 +1,182 @@
-"""The experiment on robustness: its clients, its combinations, and a run as a user starts it."""
-
-import json
+"""Attacks and aggregators in studies: what a scenario tells its systems, who is scored, and the numbers of a run."""
 
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from experiments import robustness
-from fedjax_meta.data import sources
+import fedjax_meta as fm
+from fedjax_meta import aggregate, attacks
+from fedjax_meta.simulation import run_keys
+from fedjax_meta.study import compare, from_tree, load, parts, results, run, summary
+from tests.study.common import TREE, Silent
 
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
+robustness = pytest.importorskip("experiments.robustness", reason="the command line needs typer, rich and matplotlib")
+figures = pytest.importorskip("experiments.figures")
 
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    with jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
-        yield
-
-
-@pytest.mark.parametrize("split", ["iid", "0.3"])
-def test_clients_new_clients_and_the_server_share_no_sample(split):
-    source = sources.load("digits")
-    clients = robustness.make_clients(source, split, num_clients=6, num_new=2, seed=1)
-    assert (clients.train.num_clients, clients.new.num_clients, clients.root.num_clients) == (6, 2, 1)
-    total = sum(len(part.y) for part in clients)
-    assert total == len(source.pooled()[1]) and len(clients.root.y) == robustness.ROOT
-    together = np.concatenate([np.asarray(part.x).reshape(len(part.y), -1) for part in clients])
-    everything = source.pooled()[0].reshape(total, -1)
-    np.testing.assert_array_equal(np.unique(together, axis=0), np.unique(everything, axis=0))
-
-
-def test_every_combination_can_be_built_and_rules_that_allow_fewer_attackers_are_left_out():
-    cut = {"0.3": robustness.make_clients(sources.load("digits"), "0.3", num_clients=10, num_new=2, seed=1)}
-    how = {"lr": 0.1, "epochs": 1, "batch_size": 10, "assumed": 0.2, "devices": 1}
-    cells = robustness.make_cells(["0.3"], robustness.SETS["all"], [0.2, 0.4], cut.__getitem__, **how)
-    assert len({cell.name for cell in cells}) == len(cells)
-    by_rule = {rule: {cell.share for cell in cells if cell.rule == rule} for rule in robustness.RULES}
-    assert {rule for rule, shares in by_rule.items() if shares == {0.0, 0.2}} == {"krum", "multi_krum"}
-    assert {rule for rule, shares in by_rule.items() if not shares} == {"bulyan"}
-    assert {cell.system for cell in cells} == set(robustness.SYSTEMS)
-    for cell in cells:
-        if (cell.attack, cell.share, cell.rule) == ("alie", 0.2, "krum"):
-            jax.eval_shape(cell.algorithm.init, jax.random.key(0), cut["0.3"].train)
-    for names in (*robustness.SETS["quick"], *robustness.SETS["default"]):
-        assert set(names) <= {*robustness.SYSTEMS, *robustness.RULES, *robustness.ATTACKS}
+SMALL = {
+    **TREE,
+    "scenarios": {
+        "pairs": {
+            **TREE["scenarios"]["pairs"],
+            "server": 50,
+            "attackers": 0.25,
+            "each": {
+                "federation.attack": [{"none": None}, {"backdoor": {"name": "backdoor", "boost": "attackers", "size": 2}}]
+            },
+        }
+    },
+    "systems": {
+        "rule": {
+            "method": "fedavg",
+            "title": "{aggregator}",
+            "options": {"epochs": 1, "batch_size": 20, "lr": 0.1},
+            "each": {"federation.aggregator": [{"trimmed": {"name": "trimmed_mean", "share": "attackers"}}, "fltrust"]},
+        }
+    },
+    "rounds": 2,
+    "federation": {"cohort_size": 8},
+}
+CELLS = [(s, a) for s in ("rule-trimmed", "rule-fltrust") for a in ("pairs-none", "pairs-backdoor")]
 
 
-def test_a_run_writes_its_report_and_resumes_without_training_again(tmp_path):
-    options = ["--dataset", "digits", "--splits", "0.5", "--systems", "fedavg", "--rules", "mean,multi_krum"]
-    options += ["--attack", "backdoor", "--rounds", "1", "--seeds", "1,2", "--num-clients", "8", "--new-clients", "2"]
-    options += ["--devices", "1", "--no-compile-cache", "--out", str(tmp_path / "run")]
-    done = CliRunner().invoke(robustness.app, options)
-    assert done.exit_code == 0, done.output
-    runs = json.loads((tmp_path / "run" / "metrics.json").read_text())["runs"]
-    assert [run["name"] for run in runs] == [f"0.5_fedavg_{rule}_backdoor_0.2" for rule in ("mean", "multi_krum")]
-    for run in runs:
-        assert {len(run["result"][field]) for field in ("known", "new", "success")} == {2}
-        assert all(0 <= value <= 100 for value in run["result"]["known"])
-        assert run["config"]["algorithm"]["federation"]["attack"]["attackers"] == 0.2
-    text = (tmp_path / "run" / "report.md").read_text()
-    assert "| FedAvg | Multi-Krum |" in text and "success of the backdoor" in text and "figure.png" in text
-    assert (tmp_path / "run" / "figure.png").stat().st_size > 5000
-    before = (tmp_path / "run" / "metrics.json").read_bytes()
-    again = CliRunner().invoke(robustness.app, [*options, "--resume"])
-    assert again.exit_code == 0 and (tmp_path / "run" / "metrics.json").read_bytes() == before
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    study = from_tree(SMALL)
+    folder = tmp_path_factory.mktemp("robust") / "run"
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        clients = run.build(study)
+        outcomes = run.run(study, folder, watcher=Silent(), clients=clients)
+    return study, clients, {(one.system, one.scenario): one for one in outcomes}, folder
 
 
-def test_a_run_that_diverged_is_no_number():
-    assert robustness.spread([80.0, None]) == "diverged"
-    assert robustness.spread([80.0, 82.0]) == "81.0 ±1.4"
+@pytest.mark.parametrize("cell", CELLS, ids="/".join)
+def test_a_study_gives_the_numbers_of_a_federation_that_was_put_together_by_hand(finished, cell):
+    study, clients, outcomes, _ = finished
+    system, scenario = cell
+    place = clients[scenario]
+    assert (place.train.num_clients, place.new.num_clients) == (8, 2)
+    rule = aggregate.trimmed_mean(0.25) if "trimmed" in system else aggregate.fltrust(place.server)
+    attack = attacks.backdoor(0.25, boost=4.0, size=2) if "backdoor" in scenario else None
+    honest = np.flatnonzero(~attack.members(8)) if attack else np.arange(8)
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        federation = fm.Federation(cohort_size=8, aggregator=rule, attack=attack, devices=1)
+        algorithm = fm.federate(fm.fedavg(place.task, lr=0.1, epochs=1, batch_size=20), federation)
+        state, _ = fm.simulate(algorithm, place.train, key=jax.random.key(2), rounds=2, eval_every=2)
+        key = run_keys(jax.random.key(2))[2]  # FedAvg's tests draw nothing
+        marked = attacks.stamped(place.train, "test", size=2)
+        tests = [place.train, marked] if attack else [place.train]
+        found = [fm.evaluate(algorithm, key, state, data, support="train", query="test", ids=honest) for data in tests]
+    rows = outcomes[system, scenario].final[1].rows[-1]["tests"]
+    np.testing.assert_array_equal(np.array(rows["known"]["confusion"]), np.asarray(found[0].confusion))
+    assert set(rows) == {"known", "new", "backdoor"} if attack else {"known", "new"}
+    if attack:
+        assert rows["known"]["ids"] == rows["backdoor"]["ids"] == honest.tolist()
+        success = summary.values(study, outcomes[system, scenario], "backdoor")
+        assert success[1] == pytest.approx(100 * attacks.backdoor_success(found[1].confusion, target=0))
+
+
+def test_the_summary_has_a_column_for_each_attack(finished):
+    study, _, outcomes, _ = finished
+    known, new, success = summary.tables(study, list(outcomes.values()))
+    assert known.headings == new.headings == ["system", "pairs-none", "pairs-backdoor"]
+    assert success.headings == ["system", "pairs-backdoor"]
+    assert known.title == "Known clients in all scenarios: accuracy, %"
+    assert [row[0] for row in known.rows] == ["trimmed", "fltrust"] and all(
+        "±" in cell for row in known.rows for cell in row[1:]
+    )
+    (remark,) = summary.remarks(study, outcomes["rule-trimmed", "pairs-backdoor"])
+    assert remark == f"backdoor succeeds on {success.rows[0][1]} %"
+    assert summary.remarks(study, outcomes["rule-trimmed", "pairs-none"]) == []
+
+
+def test_the_clients_of_a_file_have_their_ids(finished):
+    *_, folder = finished
+    found = results.load_clients(folder)
+    liars = set(np.flatnonzero(attacks.backdoor(0.25).members(8)).tolist())
+    for scenario, out in (("pairs-none", set()), ("pairs-backdoor", liars)):
+        mine = found[(found["scenario"] == scenario) & (found["clients"] == "known")]
+        assert set(mine["client"]) == set(range(8)) - out
+
+
+def test_the_figure_is_made_of_the_folder(finished):
+    *_, folder = finished
+    titles, scenarios, values = figures.accuracies(load(folder / "study.yaml"), compare.finished([folder]))
+    assert (titles, scenarios) == (["trimmed", "fltrust"], ["pairs-none", "pairs-backdoor"]) and np.isfinite(values).all()
+    assert typer_testing.CliRunner().invoke(figures.app, ["robustness", str(folder)]).exit_code == 0
+    assert (folder / "robustness.png").stat().st_size > 5000
+
+
+def test_the_server_shares_no_sample_with_the_clients(finished):
+    _, clients, *_ = finished
+    place = clients["pairs-none"]
+    x, y = fm.data.sources.load("digits").pooled()
+    assert sum(int(place.server[view].size) for view in ("train", "test")) == len(np.asarray(place.server["train"].y)) == 50
+    parts_ = [np.asarray(part).reshape(-1, 64) for part in (place.train.x, place.server["train"].x)]
+    together, everything = np.concatenate(parts_), x.reshape(len(y), -1)
+    assert np.array_equal(together[np.lexsort(together.T)], everything[np.lexsort(everything.T)])
+
+
+def test_words_become_the_numbers_of_the_scenario():
+    told = parts.told(
+        {
+            "attack": "sign_flip:scale=10",
+            "aggregator": "nearest_neighbours:f=attackers+trimmed_mean:share=attackers",
+            "cohort_size": 20,
+        },
+        attackers=0.2,
+    )
+    assert told["attack"] == {"name": "sign_flip", "scale": 10, "attackers": 0.2}
+    assert told["aggregator"] == "nearest_neighbours:f=4+trimmed_mean:share=0.2"
+    own = parts.told(
+        {"attack": {"name": "ipm", "attackers": 0.4}, "aggregator": {"name": "krum", "f": "attackers"}, "cohort_size": 10}
+    )
+    assert own["aggregator"] == {"name": "krum", "f": 4}  # of the attack itself
+    with pytest.raises(ValueError, match=r"aggregator says 'attackers': give the scenario a share, attackers=0\.2"):
+        parts.told({"aggregator": {"name": "krum", "f": "attackers"}})
+
+
+def test_the_study_of_the_package_is_whole():
+    study = load("robustness")
+    assert (len(study.scenarios), len(study.systems)) == (14, 35)
+    quick = load("robustness", variants=["quick"])
+    assert [quick.title_of(name) for name in quick.systems][:3] == [
+        "FedAvg, mean",
+        "FedAvg, trimmed mean",
+        "FedAvg, NNM + trimmed mean",
+    ]
+    every = load("robustness", variants=["all_rules", "all_attacks"])
+    assert len(every.systems) == 7 * 14 and len(every.scenarios) == 20
+    rules = {name.partition("-")[2] for name in every.systems}
+    used = {str(every.system(f"fedavg-{rule}", "iid-none").federation["aggregator"]) for rule in rules}
+    assert len(used) == 14
+    shares = load("robustness", variants=["shares"])
+    assert shares.system(
+        "fedavg-Multi_Krum", "iid-alie-0_4" if "iid-alie-0_4" in shares.scenarios else "iid-0_4-alie"
+    ).federation["aggregator"] == {"name": "multi_krum", "f": 8}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("changes", "message"),
     [
-        (["--systems", "fedavg,x"], "--systems='x' is unknown; allowed are fedavg,"),
-        (["--rules", "mode"], "--rules='mode' is unknown"),
-        (["--attack", "storm"], "--attack='storm' is unknown"),
-        (["--shares", "1.5"], "--shares=1.5 must lie strictly between 0 and 1"),
-        (["--shares", "few"], "--shares 'few' must be numbers"),
-        (["--splits", "-1"], "--splits=-1.0 must be finite and above 0"),
-        (["--rules", "bulyan", "--shares", "0.4", "--attack", "ipm"], "no rule allows so many attackers"),
+        ({"federation": {"attack": "storm"}}, "attack='storm' is unknown"),
+        ({"federation": {"epochs": 2}}, "scenarios.pairs, systems.fedavg: federation takes no 'epochs'"),
+        ({"federation": {"attack": "ipm"}}, "attack ipm needs attackers: give it, or the scenario, a share, attackers=0.2"),
+        ({"attackers": 1.5}, "attackers=1.5 must lie strictly between 0 and 1"),
+        ({"server": -1}, "server=-1"),
+        ({"server": 5, "partition": "fedpac", "options": {}}, "server=5 needs one of the partitions iid, shards"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(options, message):
-    failed = CliRunner().invoke(robustness.app, ["--dataset", "digits", "--devices", "1", "--splits", "0.5", *options])
-    assert failed.exit_code == 1
-    assert message in failed.output.replace("\n", " ") and "Traceback" not in failed.output
+def test_what_cannot_be_is_one_line(changes, message):
+    pairs = {**TREE["scenarios"]["pairs"], **changes}
+    with pytest.raises(ValueError) as failed:
+        from_tree({**TREE, "scenarios": {"pairs": pairs}})
+    assert message in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_a_rule_that_allows_fewer_attackers_is_refused_before_anything_is_written(tmp_path):
+    tree = {**SMALL, "federation": {"cohort_size": 8}}
+    tree["systems"] = {"bulyan": {"method": "fedavg", "federation": {"aggregator": {"name": "bulyan", "f": "attackers"}}}}
+    with pytest.raises(ValueError, match="pairs-none, bulyan: f=2 is too many for bulyan with C=8 clients"):
+        run.run(from_tree(tree), tmp_path / "run", watcher=Silent())
+    assert not (tmp_path / "run").exists()

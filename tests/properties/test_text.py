@@ -1,6 +1,7 @@
 """Messages and texts of users: one line whatever the value, escaped text that reads as it was written, and options that parse."""
 
 import io
+import json
 import re
 
 import numpy as np
@@ -88,7 +89,8 @@ OPTIONS = st.dictionaries(
 
 
 @given(options=OPTIONS)
-def test_options_of_a_part_read_as_they_were_written(options):
-    parts = pytest.importorskip("experiments._parts", reason="the command line is not installed")
-    text = ",".join(f"{key}={value!r}" for key, value in options.items())
-    assert parts.assignments(parts._words(text), "--aggregator") == options
+def test_options_of_a_call_read_as_they_were_written(options):
+    flags = pytest.importorskip("fedjax_meta.study.flags", reason="the command line is not installed")
+    text = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+    assert flags.called("--systems", f"name({text})") == ("name", options)
+    assert flags.words(f"name({text}), other") == [f"name({text})", "other"]

@@ -37,7 +37,7 @@ def test_products_are_counted_as_often_as_loops_turn_and_branches_are_taken():
 def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
     """d=64 pixels, K=10: a batch of B takes 2BdK forwards and 2BdK backwards; the gradient of the samples is not needed."""
     clients = study().scenarios["pairs"].build()
-    found = estimate.of_system(study(), "local", clients)
+    found = estimate.of_system(study(), "pairs", "local", clients)
     sizes, batch, cohort = np.asarray(clients.train.size["train"]), 20, 4
     a_batch = 4 * batch * 64 * 10
     least, most = (np.sort(-(-sizes // batch))[::step][:cohort].mean() * a_batch for step in (1, -1))
@@ -49,6 +49,6 @@ def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
 
 def test_tuning_counts():
     clients = study().scenarios["pairs"].build()
-    found = estimate.of_system(study(), "fedavg", clients)
+    found = estimate.of_system(study(), "pairs", "fedavg", clients)
     assert (found.rounds, found.programs) == (2 * 3 + 4 * 2, 6)
     assert run.points_of(study().system("fedavg")) == [{"lr": lr} for lr in TREE["systems"]["fedavg"]["grid"]["lr"]]

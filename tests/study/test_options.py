@@ -123,7 +123,7 @@ def test_a_grid_over_epochs_is_the_studies_of_each_of_them(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run.run(chosen, tmp_path / "stopped", watcher=Silent(stop_at=4))
     assert without_clocks(run.run(chosen, tmp_path / "stopped", watcher=Silent())) == without_clocks([one])
-    assert estimate.of_system(chosen, "fedavg", run.build(chosen)["pairs"]).programs == 9
+    assert estimate.of_system(chosen, "pairs", "fedavg", run.build(chosen)["pairs"]).programs == 9
 
 
 def test_whole_numbers_of_a_grid():

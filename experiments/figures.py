@@ -1,0 +1,110 @@
+"""Figures of docs/ from runs of the studies `robustness` and `privacy`; `python -m experiments.figures --help` lists them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from fedjax_meta import process, report
+from fedjax_meta.study import Study, load
+from fedjax_meta.study.compare import Finished, finished
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of the study.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def known(one: Finished) -> np.ndarray:
+    """Mean accuracy over known clients by seed, in percent."""
+    return 100 * np.array([trial.rows[-1]["tests"]["known"]["scores"]["accuracy_mean"] for trial in one.trials])
+
+
+@app.command()
+def robustness(run: RunArgument, debug: DebugOption = False) -> None:
+    """Draws RUN/robustness.png: the accuracy of honest clients as a heat map, systems by scenarios."""
+    with process.one_line_errors(debug):
+        titles, scenarios, values = accuracies(load(run / "study.yaml"), finished([run]))
+        figure, axis = _axis(3.2 + 0.75 * len(scenarios), 1.6 + 0.3 * len(titles))
+        axis.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        for row, column in np.ndindex(values.shape):
+            value = values[row, column]
+            text, ink = ("-", "black") if np.isnan(value) else (f"{value:.0f}", "black" if value > 60 else "white")
+            axis.text(column, row, text, ha="center", va="center", color=ink, fontsize=8)
+        axis.set_xticks(range(len(scenarios)), scenarios, rotation=40, ha="right", fontsize=8)
+        axis.set_yticks(range(len(titles)), titles, fontsize=8)
+        axis.set_title("accuracy of honest clients (percent)", fontsize=9, loc="left")
+        _save(figure, run / "robustness.png")
+
+
+def accuracies(study: Study, found: Sequence[Finished]) -> tuple[list[str], list[str], np.ndarray]:
+    """(systems, scenarios, mean accuracy of known clients in percent); NaN where a system was not run or diverged."""
+    titles = [title for title in map(study.title_of, study.systems) if any(one.title == title for one in found)]
+    scenarios = [name for name in study.scenarios if any(one.scenario == name for one in found)]
+    values = np.full((len(titles), len(scenarios)), np.nan)
+    for one in found:
+        values[titles.index(one.title), scenarios.index(one.scenario)] = known(one).mean()
+    return titles, scenarios, values
+
+
+@app.command()
+def privacy(run: RunArgument, debug: DebugOption = False) -> None:
+    """Draws RUN/privacy.png: accuracy against epsilon, a line for each way of clipping; without noise, a line across."""
+    with process.one_line_errors(debug):
+        lines, across = curves(load(run / "study.yaml"), finished([run]))
+        figure, axis = _axis(7, 4.2)
+        for number, (clip, points) in enumerate(lines.items()):
+            epsilon, mean, deviation = np.array(sorted(points)).T
+            axis.errorbar(epsilon, mean, deviation, color=report.COLORS[number], marker="o", capsize=3, label=clip)
+        for title, mean in across.items():
+            axis.axhline(mean, color=report.MUTED, linestyle=":", linewidth=1.2, label=title)
+        axis.set_xscale("log")
+        ticks = sorted({point[0] for points in lines.values() for point in points})
+        axis.set_xticks(ticks, [f"{value:g}" for value in ticks])
+        axis.set_xticks([], minor=True)
+        axis.set(xlabel="epsilon", ylabel="accuracy (percent)")
+        axis.legend(frameon=False)
+        axis.grid(alpha=0.3)
+        _save(figure, run / "privacy.png")
+
+
+def curves(study: Study, found: Sequence[Finished]) -> tuple[dict[str, list[tuple[float, float, float]]], dict[str, float]]:
+    """(epsilon, mean and deviation over seeds by the name of the clip; means of systems without noise by title).
+
+    Raises:
+      ValueError: no system has noise by its epsilon.
+    """
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    across: dict[str, float] = {}
+    names = {study.title_of(name): name for name in study.systems}
+    for one in found:
+        chain: Sequence[Mapping[str, Any]] = study.system(names[one.title], one.scenario).federation.get("uploads") or ()
+        values = known(one)
+        epsilon = next((step["epsilon"] for step in chain if step.get("epsilon") is not None), None)
+        if epsilon is None:
+            across[one.title] = float(values.mean())
+        else:
+            clip = next(step["name"] for step in chain if "clip" in step["name"]).replace("_", " ")
+            spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+            lines.setdefault(clip, []).append((float(epsilon), float(values.mean()), spread))
+    if not lines:
+        raise ValueError("no system of this run has noise that is given by its epsilon")
+    return lines, across
+
+
+def _axis(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    process.console.print(f"figure: {path}", soft_wrap=True, markup=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,292 @@
+"""Tables and figures beside the studies of MTFL: rounds to a user accuracy, costs on a testbed, and inequality (10).
+
+`python -m experiments.mtfl_tables --help` says what is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import numpy as np
+import typer
+
+import fedjax_meta as fm
+from experiments import _mtfl_shift
+from fedjax_meta import checks, costs, metrics, models, process, report
+from fedjax_meta.study import Study, compare, load
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.tuning import Trial
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
+
+TESTBED = (
+    "Modelled, not measured: half the clients are Raspberry Pi 2B, half 3B, at speeds that this library assumes; the optimiser's "
+    "own arithmetic is not counted."
+)
+"""What a reader of times needs to know."""
+
+STEPS = {"mtfl": "steps", "perfedavg_fo": "local_steps", "pfedme": "local_rounds"}
+"""The option of each method that says how many local steps a round has."""
+
+DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.", show_default=False)]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+class Row(NamedTuple):
+    """A system's results.
+
+    Attributes:
+      title: of the system.
+      user_accuracy: `[seeds, R]`, of the cohort in each round, NaN where a run ended early.
+      spread: deviation of user accuracy over the cohort of the last round, mean over seeds.
+      trained: mean accuracy over clients after local training, mean over seeds.
+      traffic: bytes that a client sends and receives in a round.
+      time: a round on the modelled testbed.
+    """
+
+    title: str
+    user_accuracy: np.ndarray
+    spread: float
+    trained: float
+    traffic: costs.Traffic
+    time: costs.RoundTime
+
+
+def row(title: str, trials: Sequence[Trial], traffic: costs.Traffic, time: costs.RoundTime) -> Row:
+    """The results of a system's final runs.
+
+    Raises:
+      ValueError: they have no user accuracy.
+    """
+    lines = [[value for part in trial.rows for value in part["train"].get("user_accuracy", ())] for trial in trials]
+    if not all(lines):
+        raise ValueError(f"the runs of {title} recorded no user accuracy: give the study user_accuracy")
+    curves = np.array([line + [np.nan] * (max(map(len, lines)) - len(line)) for line in lines])
+    last = [trial.rows[-1] for trial in trials]
+    spread = float(np.mean([one["train"]["user_accuracy_std"][-1] for one in last]))
+    trained = float(np.mean([one["tests"]["known"]["scores"]["accuracy_mean"] for one in last]))
+    return Row(title, curves, spread, trained, traffic, time)
+
+
+def cost(study: Study, name: str, clients: Clients) -> tuple[costs.Traffic, costs.RoundTime]:
+    """Bytes of a client in a round, and a round on the testbed.
+
+    Raises:
+      ValueError: a method of which it is not known how many gradients a round takes.
+    """
+    system = study.system(name, next(iter(study.scenarios)))
+    checks.one_of("method with a known number of local steps", system.method, STEPS)
+    algorithm = system.build(clients)
+    steps = algorithm.config[STEPS[system.method]]
+    if steps is None:
+        raise ValueError(f"{name}: give it {STEPS[system.method]}, the local steps of a round")
+    gradients = {"perfedavg_fo": 2}.get(system.method, algorithm.config.get("inner_steps", 1))
+    traffic = costs.traffic(algorithm, clients.train)
+    flops = gradients * steps * costs.gradient_flops(clients.task, clients.train, 20)
+    cohort = algorithm.config["federation"]["cohort_size"]
+    return traffic, costs.round_time(traffic, flops, costs.RASPBERRY_PIS, cohort_size=cohort)
+
+
+def references(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The systems that each is held against, by column: the first of the same optimiser, and the same patch with the first one.
+
+    Example:
+      >>> references(["fedavg-FL", "fedavg-bn", "adam-FL", "adam-bn"])["adam-bn"]
+      {'first patch': 'adam-FL', 'first optimiser': 'fedavg-bn'}
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        base, dash, part = name.partition("-")
+        if dash:
+            first = next(one for one in names if one.partition("-")[0] == base)
+            other = next(one for one in names if one.partition("-")[2] == part)
+            found[name] = {"first patch": first, "first optimiser": other}
+        else:
+            found[name] = {"first": names[0]}
+    return found
+
+
+def factor(reference: metrics.ToTarget, own: metrics.ToTarget) -> str:
+    """How many times fewer rounds `own` needs; a lower bound if the reference never reaches the target, "-" if `own` does not."""
+    if not np.isfinite(own.mean):
+        return "-"
+    return f"{reference.mean / own.mean:.1f}" if np.isfinite(reference.mean) else f"> {reference.budget / own.mean:.1f}"
+
+
+def table(rows: Mapping[str, Row], targets: Sequence[float]) -> tuple[list[str], list[list[str]]]:
+    """(headings, a line for each system)."""
+    held = references(list(rows))
+    columns = list(dict.fromkeys(column for one in held.values() for column in one))
+    headings = ["system"]
+    for target in targets:
+        headings += [f"rounds to {target:g}", *(f"{column} / this" for column in columns)]
+    headings += ["UA, % last", "best", "std over clients", "after training", "MB a round", f"minutes to {targets[-1]:g}"]
+    lines = []
+    for name, one in rows.items():
+        line = [one.title]
+        for target in targets:
+            reached = metrics.rounds_to_target(one.user_accuracy, target)
+            missed = sum(first is None for first in reached.rounds)
+            some = "never" if missed == len(reached.rounds) else f"never in {missed} of {len(reached.rounds)}"
+            line.append(some if missed else str(reached))
+            for column in columns:
+                other = held[name].get(column, name)
+                line.append(
+                    "" if other == name else factor(metrics.rounds_to_target(rows[other].user_accuracy, target), reached)
+                )
+        minutes = reached.mean * one.time.total / 60
+        line += [f"{100 * value:.2f}" for value in (one.user_accuracy[:, -1].mean(), one.user_accuracy.max(1).mean())]
+        line += [f"{100 * one.spread:.2f}", f"{100 * one.trained:.2f}", f"{sum(one.traffic) / 1e6:.2f}"]
+        lines.append([*line, f"{minutes:.1f}" if np.isfinite(minutes) else "never"])
+    return headings, lines
+
+
+@app.command()
+def targets(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `mtfl` or `mtfl_figure5`.")],
+    at: Annotated[str, typer.Option(help="User accuracies to reach; the paper's are not known.")] = "0.95,0.97",
+    data_dir: DataDirOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Rounds until a user accuracy is reached, MB and minutes of a modelled testbed; writes RUN/targets.md and RUN/targets.png.
+
+    `python -m experiments.mtfl --quick --out runs/mtfl`, then `python -m experiments.mtfl_tables targets runs/mtfl --at 0.8,0.9`
+    """
+    with process.one_line_errors(debug):
+        goals = numbers("--at", at)
+        study, found = load(run / "study.yaml"), compare.finished([run])
+        (place,) = study.scenarios.values()
+        clients = place.build(data_dir)
+        names = {study.title_of(name): name for name in study.systems}
+        rows = {names[one.title]: row(one.title, one.trials, *cost(study, names[one.title], clients)) for one in found}
+        headings, lines = table(rows, goals)
+        process.console.print(report.rich_table(f"{study.title}: {clients.title}", headings, lines))
+        seeds = "" if len(study.seeds) == 1 else " Rounds to a target: ± is half the width of the 95 % confidence interval."
+        seeds = f"{len(study.seeds)} seeds. UA: user accuracy, before local training.{seeds}"
+        words = f"After {study.rounds} rounds, {seeds} {TESTBED}"
+        process.console.print(words, style="dim", markup=False)
+        text = f"# {study.title}\n\n{report.markdown_table(headings, lines)}\n\n{words}\n\n![User accuracy](targets.png)\n"
+        (run / "targets.md").write_text(text, encoding="utf-8")
+        draw(run / "targets.png", clients.title, rows, goals)
+        process.console.print(f"table and figure: {run / 'targets.md'}", soft_wrap=True, markup=False)
+
+
+def numbers(flag: str, text: str) -> list[float]:
+    """Shares between commas.
+
+    Raises:
+      ValueError: what is no number in [0, 1], or none at all.
+    """
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{flag} {text!r} must be numbers separated by commas, e.g. 0.95,0.97") from None
+    if not values:
+        raise ValueError(f"{flag} {text!r} must name at least one number")
+    for value in values:
+        checks.share(flag, value)
+    return values
+
+
+def draw(path: Path, title: str, rows: Mapping[str, Row], goals: Sequence[float]) -> None:
+    """User accuracy over rounds and over minutes on the testbed: mean and range over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for number, one in enumerate(rows.values()):
+        color, curves = report.COLORS[number % len(report.COLORS)], 100 * one.user_accuracy
+        for axis, unit in zip(axes, (1.0, one.time.total / 60), strict=True):
+            at = unit * np.arange(1, curves.shape[1] + 1)
+            axis.plot(at, curves.mean(0), color=color, label=one.title, linewidth=1.6)
+            axis.fill_between(at, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
+    for axis, label in zip(axes, ("round", "minutes on the testbed"), strict=True):
+        for goal in goals:
+            axis.axhline(100 * goal, color=report.MUTED, linewidth=0.6)
+        axis.set(xlabel=label, ylim=(None, 101))
+    axes[0].set_ylabel("user accuracy before training, %")
+    axes[1].legend(fontsize=8, loc="lower right")
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+
+
+@app.command()
+def testbed(
+    variant: Annotated[list[str] | None, typer.Option("--variant", help="Of the study `mtfl`; may be repeated.")] = None,
+    data_dir: DataDirOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """What a round costs on a modelled testbed of Raspberry Pis, by system; nothing is trained.
+
+    `python -m experiments.mtfl_tables testbed --variant quick`
+    """
+    with process.one_line_errors(debug):
+        study = load("mtfl", variants=variant or ())
+        (place,) = study.scenarios.values()
+        clients = place.build(data_dir)
+        headings = ["system", "MB down", "MB up", "seconds a round", "download %", "train %", "upload %", "aggregate %"]
+        lines = []
+        for name in study.systems:
+            traffic, time = cost(study, name, clients)
+            shares = [f"{100 * share:.1f}" for share in time.shares.values()]
+            lines.append(
+                [study.title_of(name), f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares]
+            )
+        process.console.print(report.rich_table(clients.title, headings, lines))
+        process.console.print(TESTBED, style="dim", markup=False)
+
+
+@app.command()
+def shift(
+    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("shift.png"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 20,
+    variant: Annotated[list[str] | None, typer.Option("--variant", help="Of the study `mtfl`; may be repeated.")] = None,
+    data_dir: DataDirOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Inequality (10): how far aggregation moves activations, along a run of FL and one whose batch norms are private.
+
+    All clients take part in a round, and every client is measured.
+
+    `python -m experiments.mtfl_tables shift --data-dir DIR`
+    """
+    with process.one_line_errors(debug):
+        study = load("mtfl", variants=variant or ())
+        (place,) = study.scenarios.values()
+        clients = place.build(data_dir)
+        rows = [line for name in ("fedavg-FL", "fedavg-MTFL_both") for line in moved(study, name, clients, place, rounds)]
+        process.console.print(report.rich_table(clients.title, *_mtfl_shift.table(rows)))
+        _mtfl_shift.draw(out, f"{clients.title}: moved by aggregation", rows)
+        process.console.print(f"figure: {out}", soft_wrap=True, markup=False)
+
+
+def moved(study: Study, name: str, clients: Clients, place: Any, rounds: int) -> list[dict[str, Any]]:
+    """The rows of inequality (10) at a few rounds of a run."""
+    system = study.system(name, next(iter(study.scenarios)))
+    everyone = {**system.federation, "cohort_size": clients.train.num_clients}
+    system = fm.study.System(method=system.method, options=system.options, federation=everyone, tested_with=system.tested_with)
+    algorithm, trained = system.build(clients), fm.federate(*system.tested().parts(clients))
+    norm = dict(place.model_options).get("norm", "after")
+    net = network(clients.train.x.shape[1:], clients.train.num_classes, norm)
+    measure = jax.jit(lambda state, data: _mtfl_shift.moved_by_aggregation(net, clients.task, trained, state, data))
+    rows: list[dict[str, Any]] = []
+    state = None
+    for stop in sorted({1, max(rounds // 4, 1), rounds}):
+        with process.console.status(f"{study.title_of(name)}: to round {stop} of {rounds}"):
+            state, _ = fm.simulate(algorithm, clients.train, key=jax.random.key(0), rounds=stop, eval_every=stop, state=state)
+            found = jax.tree.map(float, measure(jax.device_put(state, jax.devices()[0]), clients.train))
+        rows += [{"training": study.title_of(name), "round": stop, "layer": layer, **both} for layer, both in found.items()]
+    return rows
+
+
+def network(shape: tuple[int, ...], classes: int, norm: str) -> models.Network:
+    """The paper's network, `models.mtfl_mlp` or `models.mtfl_cnn`, by the shape of an image."""
+    if shape[-1] != 3:
+        return models.Network((int(np.prod(shape)),), classes, hidden=(200, 200), normed=("fc1",), norm=norm)
+    convs = ((32, 3, 0), (64, 3, 0))
+    return models.Network(tuple(shape), classes, convs=convs, hidden=(512,), normed=("conv1", "conv2"), norm=norm)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,134 @@
+"""A study from the words of a command line: `--systems "fedper(lr=0.1), fedavg" --partition "quantity_skew(concentration=1)"`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from fedjax_meta import checks
+from fedjax_meta import federation as federations
+from fedjax_meta.methods import METHODS
+from fedjax_meta.study import files
+from fedjax_meta.study.files import Tree
+from fedjax_meta.study.system import keywords
+
+ROUNDS = 40
+"""Of a study that no file describes."""
+
+
+def words(text: str) -> list[str]:
+    """The parts of a text between commas that are in no brackets and no quotes.
+
+    Example:
+      >>> words("fedavg(lr=[0.1, 0.2], epochs=2), local_only")
+      ['fedavg(lr=[0.1, 0.2], epochs=2)', 'local_only']
+    """
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth <= 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [one.strip() for one in parts if one.strip()]
+
+
+def called(flag: str, text: str) -> tuple[str, Tree]:
+    """The name and the options of `NAME` or `NAME(KEY=VALUE, KEY=VALUE)`; a value is read as YAML.
+
+    Raises:
+      ValueError: text of another form, an option twice.
+
+    Example:
+      >>> called("--partition", "dirichlet_classes(concentration=0.3, min_samples=20)")
+      ('dirichlet_classes', {'concentration': 0.3, 'min_samples': 20})
+    """
+    found = re.fullmatch(r"\s*([^\s(),=]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"{flag} {checks.shown(text)} must read NAME or NAME(KEY=VALUE, KEY=VALUE)")
+    options: Tree = {}
+    for word in words(found[2] or ""):
+        key, equals, value = word.partition("=")
+        key = key.strip()
+        if not equals or key in options or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once")
+        try:
+            options[key] = files.parsed(value.strip())
+        except yaml.YAMLError:
+            raise ValueError(f"{flag} {found[1]}: {key}={checks.shown(value.strip())} is no YAML") from None
+    return found[1], options
+
+
+def study(text: str) -> Tree:
+    """The tree of a study that compares methods, each with the options of a call.
+
+    A list of numbers is a grid. An option of the federation (`aggregator=median`) is one of this system alone; a part is a name,
+    or a mapping, `estimator={name: implicit, prox_weight: 2}`.
+
+    Raises:
+      ValueError: an unknown method, no method, and what `called` refuses; options are checked by `System`.
+
+    Example:
+      >>> study("fedper(lr=[0.1, 0.2]), fedavg(cohort_size=3)")["systems"]["fedper"]
+      {'method': 'fedper', 'title': 'fedper', 'options': {}, 'federation': {}, 'grid': {'lr': [0.1, 0.2]}}
+    """
+    systems: Tree = {}
+    for word in words(text):
+        method, options = called("--systems", word)
+        checks.one_of("--systems", method, METHODS)
+        number = 1 + sum(one["method"] == method for one in systems.values())
+        systems[method if number == 1 else f"{method}-{number}"] = _system(method, options)
+    if not systems:
+        raise ValueError("give a study, or --systems with methods to compare, e.g. --systems fedper,fedavg")
+    titles = [one["title"] for one in systems.values()]
+    return {"title": ", ".join(titles), "scenarios": {"clients": {}}, "systems": systems, "rounds": ROUNDS}
+
+
+def _system(method: str, options: Mapping[str, Any]) -> Tree:
+    takes = keywords(METHODS[method])
+    own: Tree = {"method": method, "title": method, "options": {}, "federation": {}, "grid": {}}
+    said = []
+    for key, value in options.items():
+        numbers = isinstance(value, list) and value and all(type(one) in (int, float) for one in value)
+        if key in ("projection", "preset"):
+            own[key] = value
+        elif numbers:
+            own["grid"][key] = value
+            continue  # tables name the value that was chosen
+        else:
+            own["federation" if key in federations.OPTIONS and key not in takes else "options"][key] = value
+        said.append(
+            f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix('...' + chr(10)).strip()}"
+        )
+    return {**own, "title": f"{method}({', '.join(said)})" if said else method}
+
+
+def place(
+    *, dataset: str | None = None, partition: str | None = None, clients: int | None = None, model: str | None = None
+) -> Tree:
+    """Fields of a scenario, those that were given.
+
+    Raises:
+      ValueError: see `called`.
+    """
+    found: Tree = {}
+    if dataset is not None:
+        found["dataset"] = dataset
+    if partition is not None:
+        found["partition"], found["options"] = called("--partition", partition)
+    if clients is not None:
+        found["clients"] = clients
+    if model is not None:
+        found["model"], found["model_options"] = called("--model", model)
+    return found
+
+
+def everywhere(tree: Tree, fields: Mapping[str, Any]) -> None:
+    """Sets fields of all scenarios of a study."""
+    for name, scenario in (tree.get("scenarios") or {}).items():
+        if scenario is not None:
+            tree["scenarios"][name] = {**scenario, **fields}

@@ -1,0 +1,335 @@
+"""Parts of a system by name: optimisers, meta-gradients, aggregators, attacks, cohorts, and transformations of uploads."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from fedjax_meta import aggregate, attacks, checks, implicit, meta, participation, privacy, schedules, uploads
+from fedjax_meta.aggregate.registry import name_and_options
+from fedjax_meta.federation import Federation
+from fedjax_meta.methods.fedopt import adaptive
+from fedjax_meta.study.scenario import Clients
+
+ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
+    "exact": meta.exact,
+    "first_order": meta.first_order,
+    "hessian_free": meta.hessian_free,
+    "implicit": implicit.implicit_gradient,
+    "reptile": meta.reptile_gradient,
+}
+
+
+def _sgd(learning_rate: Any, momentum: float | None = None, nesterov: bool = False, weight_decay: float = 0.0) -> Any:
+    """Gradient descent; `weight_decay` times the weights is added to the gradient."""
+    plain = optax.sgd(learning_rate, momentum, nesterov)
+    return optax.chain(optax.add_decayed_weights(weight_decay), plain) if weight_decay else plain
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": _sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "yogi": optax.yogi,
+    "adagrad": optax.adagrad,
+    "fedadam": functools.partial(adaptive, "adam"),
+    "fedyogi": functools.partial(adaptive, "yogi"),
+    "fedadagrad": functools.partial(adaptive, "adagrad"),
+}
+
+
+def _mean() -> None:
+    """The weighted mean, which a federation takes when it has no other rule."""
+
+
+def _fltrust() -> Callable[[Clients], aggregate.Rule]:
+    """The mean by trust, the cosine with what the scenario's samples of the server give (Cao et al. 2021)."""
+
+    def of(clients: Clients) -> aggregate.Rule:
+        if clients.server is None:
+            raise ValueError("aggregator fltrust needs samples of the server: give the scenario server=100")
+        return aggregate.fltrust(clients.server)
+
+    return of
+
+
+AGGREGATORS: dict[str, Callable[..., Any]] = {
+    "mean": _mean,
+    **{name: entry.make for name, entry in aggregate.RULES.items()},
+    "fltrust": _fltrust,
+}
+ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
+SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
+    "uniform": lambda: schedules.uniform,
+    "poisson": schedules.poisson,
+    "passes": schedules.passes,
+    "given": schedules.given,
+    "fedbuff": schedules.fedbuff,
+    "fedasync": schedules.fedasync,
+}
+PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
+    "unreliable": participation.unreliable,
+    "stragglers": participation.stragglers,
+    "deadline": participation.deadline,
+}
+
+
+def _noise(
+    multiplier: Any = None,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    rounds: int | None = None,
+    reproducible: bool = False,
+    tree: int | None = None,
+) -> uploads.UploadTransform:
+    """Noise on the mean of clipped uploads, by its multiplier or by the epsilon that all rounds may spend, see `multiplier`."""
+    del rounds
+    if (multiplier is None) == (epsilon is None):
+        raise ValueError("noise takes a multiplier or an epsilon, one of them")
+    if epsilon is None and delta is not None:
+        raise ValueError("delta belongs to an epsilon")
+    if epsilon is not None:
+        checks.positive("epsilon", epsilon)
+        multiplier = 1.0
+    if epsilon is not None and tree is not None:
+        raise ValueError("noise by trees takes a multiplier, not an epsilon: privacy.epsilon says which guarantee it gives")
+    if delta is not None:
+        checks.fraction("delta", delta)
+    return uploads.noise(multiplier, reproducible=reproducible, tree=tree)
+
+
+UPLOADS: dict[str, Callable[..., uploads.UploadTransform]] = {
+    "sparsify": uploads.sparsify,
+    "quantize": uploads.quantize,
+    "clip": uploads.clip,
+    "adaptive_clip": uploads.adaptive_clip,
+    "noise": _noise,
+    "mask": uploads.mask,
+}
+
+PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
+    "estimator": (ESTIMATORS, True),
+    "optimizer": (OPTIMIZERS, True),
+    "inner_optimizer": (OPTIMIZERS, True),
+    "outer_optimizer": (OPTIMIZERS, True),
+    "server_optimizer": (OPTIMIZERS, True),
+    "aggregator": (AGGREGATORS, False),
+    "attack": (ATTACKS, False),
+    "participation": (PARTICIPATION, False),
+    "schedule": (SCHEDULES, False),
+}
+"""Options that name a part: its registry, and whether the option wants the part as a factory that is called later."""
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"aggregator": aggregate.parse, "attack": attacks.parse}
+
+ATTACKERS = "attackers"
+"""A word in options of aggregators and attacks, in place of how many clients attack, or which share of them."""
+
+
+def part(option: str, given: Any) -> Any:
+    """A part from its name, or from a mapping with its `name` and options."""
+    if given is None:
+        return None
+    registry, as_factory = PARTS[option]
+    if isinstance(given, str) and ":" in given and option in _PARSERS:
+        return _PARSERS[option](given)
+    if not as_factory:
+        return made(option, registry, given)
+    name, options = _name_and_options(option, given)
+    checks.one_of(option, name, registry)
+    if registry is ESTIMATORS:
+        _check(option, name, registry[name], options)
+    return functools.partial(registry[name], **options) if options else registry[name]
+
+
+def made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) -> Any:
+    """What a function of a registry makes of its options."""
+    name, options = _name_and_options(option, given)
+    checks.one_of(option, name, registry)
+    _check(option, name, registry[name], options)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [
+        word for word, p in inspect.signature(registry[name]).parameters.items() if p.default is p.empty and p.kind in named
+    ]
+    lacking = [word for word in needed if word not in options]
+    if lacking:
+        raise ValueError(f"{option} {name} needs {', '.join(lacking)}")
+    try:
+        return registry[name](**options)
+    except TypeError as error:
+        raise ValueError(f"{option} {name}: {error}") from None
+
+
+def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, str):
+        return given, {}
+    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+        return given["name"], {key: value for key, value in given.items() if key != "name"}
+    raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}")
+
+
+def _check(option: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        checks.options(f"{option} {name}", options, list(inspect.signature(function).parameters), {})
+    except TypeError as error:
+        raise ValueError(str(error).replace("() takes", " takes")) from None
+
+
+def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> dict[str, Any]:
+    """The options of a federation with what a scenario says of attackers.
+
+    - An attack without `attackers` gets the share of the scenario.
+    - The word "attackers" in an aggregator or an attack becomes a number: the share under `share` and `attackers`, one over it
+      under `boost` (model replacement), and else that share of a cohort.
+
+    Args:
+      federation: as a study has them.
+      attackers: share of the clients that attack; that of the attack when not given.
+
+    Raises:
+      ValueError: the word, or an attack, without a share.
+    """
+    found = dict(federation)
+    attack = None if found.get("attack") is None else _mapping(found["attack"])
+    if attack is not None:
+        own = attack.get(ATTACKERS, attackers)
+        attackers = own if attackers is None and isinstance(own, float) else attackers
+        checks.one_of("attack", attack.get("name"), ATTACKS)
+        if own is None:
+            raise ValueError(f"attack {attack.get('name')} needs attackers: give it, or the scenario, a share, attackers=0.2")
+        found["attack"] = {**attack, ATTACKERS: own}
+    for option in ("attack", "aggregator"):
+        if found.get(option) is not None:
+            found[option] = _numbered(option, found[option], attackers, found.get("cohort_size", Federation.cohort_size))
+    return found
+
+
+def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None) -> dict[str, Any]:
+    """The options of a federation, in which noise by its epsilon has what its multiplier depends on.
+
+    Args:
+      federation: as a study has them.
+      rounds: R.
+      delta: of the guarantee; N^-1.1 when not given.
+
+    Raises:
+      ValueError: the noise says so itself.
+    """
+    chain = federation.get("uploads") or ()
+    private = [one for one in chain if isinstance(one, Mapping) and one.get("epsilon") is not None]
+    if any({"rounds", "delta"} & set(one) for one in private):
+        raise ValueError("noise by its epsilon takes rounds and delta from the study: leave them out")
+    if not private:
+        return dict(federation)
+    return {**federation, "uploads": [{**one, "rounds": rounds, "delta": delta} if one in private else one for one in chain]}
+
+
+def _mapping(given: Any) -> dict[str, Any]:
+    """A part as a mapping with its name."""
+    if not isinstance(given, str):
+        return dict(given)
+    name, options = name_and_options(given)
+    return {"name": name, **options}
+
+
+def _numbered(option: str, given: Any, share: float | None, cohort_size: int) -> Any:
+    def number(name: str) -> float:
+        if share is None:
+            raise ValueError(f"{option} says {ATTACKERS!r}: give the scenario a share, attackers=0.2")
+        if name == "boost":
+            return 1 / share
+        return share if name in ("share", ATTACKERS) else round(share * cohort_size)
+
+    if isinstance(given, str):
+        return re.sub(rf"(\w+)={ATTACKERS}\b", lambda found: f"{found[1]}={number(found[1])}", given)
+    if isinstance(given, Mapping):
+        return {name: number(name) if value == ATTACKERS else value for name, value in given.items()}
+    return given
+
+
+def placed(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a federation with numbers for options of its parts.
+
+    Args:
+      federation: as a study has them.
+      numbers: by "OPTION.KEY", "uploads.NAME.KEY" for a transformation.
+
+    Raises:
+      ValueError: a part that is not there.
+
+    Example:
+      >>> placed({"attack": {"name": "ipm"}, "uploads": [{"name": "clip"}]}, {"attack.scale": 2.0, "uploads.clip.norm": 1.0})
+      {'attack': {'name': 'ipm', 'scale': 2.0}, 'uploads': [{'name': 'clip', 'norm': 1.0}]}
+    """
+    found = dict(federation)
+    for path, value in numbers.items():
+        option, *words = path.split(".")
+        if option == "uploads" and len(words) == 2:
+            names = [_named(one) for one in found.get(option) or ()]
+            checks.one_of(f"grid: {path}: part", words[0], names)
+            found[option] = [
+                {**_mapping(one), words[1]: value} if name == words[0] else one
+                for name, one in zip(names, found[option], strict=True)
+            ]
+        elif option in PARTS and len(words) == 1 and found.get(option) is not None:
+            found[option] = {**_mapping(found[option]), words[0]: value}
+        else:
+            raise ValueError(f"grid: {path} must be OPTION.KEY of a part that the federation has, or uploads.NAME.KEY")
+    return found
+
+
+def with_clients(federation: Mapping[str, Any], clients: Clients | None) -> dict[str, Any]:
+    """The options of `Federation`, every part made.
+
+    Args:
+      federation: as a study has them.
+      clients: of the scenario; needed by FLTrust and by noise that is given as an epsilon.
+
+    Raises:
+      ValueError: what a part refuses, and parts that need clients without them.
+    """
+    shared = {name: part(name, value) if name in PARTS else value for name, value in federation.items()}
+    given = shared.pop("uploads", None)
+    if callable(shared.get("aggregator")) and _named(federation["aggregator"]) == "fltrust":
+        shared["aggregator"] = shared["aggregator"](_needed("aggregator fltrust", clients))
+    if given is not None:
+        plain = [_by_multiplier(one, shared, clients) for one in given]
+        shared["uploads"] = tuple(made("uploads", UPLOADS, one) for one in plain)
+    return shared
+
+
+def _by_multiplier(one: Any, shared: Mapping[str, Any], clients: Clients | None) -> Any:
+    """A transformation with the multiplier in place of the epsilon."""
+    if not isinstance(one, Mapping) or one.get("epsilon") is None:
+        return one
+    count = _needed("noise by its epsilon", clients).train.num_clients
+    if one.get("rounds") is None:
+        raise ValueError("noise by its epsilon needs rounds")
+    delta = count**-1.1 if one.get("delta") is None else one["delta"]
+    sampling = privacy.sampling_of(Federation(**shared).config, count)
+    found = {name: value for name, value in one.items() if name not in ("epsilon", "delta", "rounds")}
+    return {**found, "multiplier": _multiplier(float(one["epsilon"]), one["rounds"], delta, sampling)}
+
+
+@functools.cache
+def _multiplier(epsilon: float, rounds: int, delta: float, sampling: privacy.Sampling) -> float:
+    try:
+        return privacy.noise_for(epsilon, rounds, delta, sampling)
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+
+
+def _needed(what: str, clients: Clients | None) -> Clients:
+    if clients is None:
+        raise ValueError(f"{what} needs the clients of a scenario, not a task alone")
+    return clients
+
+
+def _named(given: Any) -> str:
+    return _mapping(given).get("name", "")

@@ -1,0 +1,86 @@
+"""Systems by scenarios: one table for each group of clients, where a study has several scenarios."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedjax_meta import attacks, report
+from fedjax_meta.study.parts import part
+from fedjax_meta.study.run import BACKDOOR, KNOWN, NEW, Outcome
+from fedjax_meta.study.study import Study
+
+
+class Table(NamedTuple):
+    """Systems in rows, scenarios in columns.
+
+    Attributes:
+      title: what the numbers are.
+      headings: "system" and the scenarios.
+      rows: text; empty where a system was not run.
+    """
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def tables(study: Study, outcomes: Sequence[Outcome]) -> list[Table]:
+    """The main score of known and of new clients, and the success of backdoors; nothing where there is one scenario."""
+    scenarios = list(dict.fromkeys(one.scenario for one in outcomes))
+    if len(scenarios) < 2:
+        return []
+    found = []
+    for group, words in ((KNOWN, "Known clients"), (NEW, "New clients"), (BACKDOOR, "Success of the backdoor")):
+        mine = {(one.system, one.scenario): one for one in outcomes if group in one.final[0].rows[-1]["tests"]}
+        labels = {scenario: _kind(study, one, group) for (_, scenario), one in mine.items()}
+        used = [name for name in scenarios if name in labels]
+        same = len(set(labels.values())) == 1
+        rows = [
+            [
+                study.title_of(system),
+                *(_text(study, mine[system, name], group) if (system, name) in mine else "" for name in used),
+            ]
+            for system in dict.fromkeys(one.system for one in outcomes)
+        ]
+        headings = ["system", *(name if same else f"{name}: {_label(labels[name])}" for name in used)]
+        title = f"{words} in all scenarios" + (f": {_label(labels[used[0]])}" if same else "")
+        found += [Table(title, headings, rows)] if used else []
+    return found
+
+
+def _label(kind: report.Kind) -> str:
+    return kind.label + kind.direction
+
+
+def values(study: Study, outcome: Outcome, group: str) -> np.ndarray:
+    """The numbers of a table by seed, shares in percent, NaN for a seed that diverged.
+
+    Args:
+      study, outcome: what was run.
+      group: `KNOWN` or `NEW` for the mean of the main score over clients, `BACKDOOR` for the share of marked samples of other
+        classes that are taken for the target.
+    """
+    tests = [trial.rows[-1]["tests"][group] for trial in outcome.final]
+    if group != BACKDOOR:
+        return np.array([report.main_score(test, study.score).mean for test in tests], float)
+    attack = part("attack", study.system(outcome.system, outcome.scenario).federation["attack"])
+    return 100 * np.array([attacks.backdoor_success(test["confusion"], attack.config["target"]) for test in tests])
+
+
+def remarks(study: Study, outcome: Outcome) -> list[str]:
+    """What the table of one scenario says of a backdoor."""
+    there = BACKDOOR in outcome.final[0].rows[-1]["tests"]
+    return [f"backdoor succeeds on {_text(study, outcome, BACKDOOR)} %"] if there else []
+
+
+def _kind(study: Study, outcome: Outcome, group: str) -> report.Kind:
+    if group == BACKDOOR:
+        return report.Kind("share of marked samples", higher_is_better=False, share=True)
+    return report.main_score(outcome.final[0].rows[-1]["tests"][group], study.score).kind
+
+
+def _text(study: Study, outcome: Outcome, group: str) -> str:
+    found = values(study, outcome, group)
+    spread = float(found.std(ddof=1)) if len(found) > 1 else float("nan")
+    return _kind(study, outcome, group).spread(float(found.mean()), spread) or "diverged"
