@@ -56,7 +56,13 @@ def main(
     batch: Annotated[int, typer.Option(min=1)] = 32,
     epochs: Annotated[int, typer.Option(min=1, help="Local passes of a round in the study.")] = 1,
 ) -> None:
-    """Trains centrally and prints percent of samples, mean over clients and seeds."""
+    """Trains centrally and prints percent of samples, mean over clients and seeds.
+
+    \b
+    Examples:
+      python -m experiments.central quickstart --out runs/central
+      python -m experiments.central uci_har --data-dir DATA --epochs 1
+    """
     try:
         given = studies.load(study)
         out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 import fedjax_meta as fm
-from fedjax_meta import models
+from fedjax_meta import checks, models
 from fedjax_meta.data import FederatedData, holdout, pooled
 from fedjax_meta.data.natural_sets import tiny_shakespeare
 
@@ -166,12 +166,20 @@ def main(
     least: Annotated[int, typer.Option(help="Fewest characters of a speaker.")] = 1000,
     speakers: Annotated[int | None, typer.Option(help="Only so many speakers; all when not given.")] = None,
 ) -> None:
-    """Tunes each system's rate on held-back training samples, trains it, and prints the table."""
+    """Tunes each system's rate on held-back training samples, trains it, and prints the table.
+
+    \b
+    Examples:
+      python -m experiments.shakespeare --data-dir DATA
+      python -m experiments.shakespeare --data-dir DATA --systems fedavg,central
+    """
     fm.use_all_cores()
     names = systems.split(",")
     for name in names:
-        if name not in SYSTEMS:
-            raise typer.BadParameter(f"{name!r} is unknown; there are {', '.join(SYSTEMS)}")
+        try:
+            checks.one_of("--systems", name, SYSTEMS)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     try:
         source = tiny_shakespeare(length=length, least=least, data_dir=data_dir, download=download)
     except ValueError as error:

@@ -144,7 +144,18 @@ class Sources(HTMLParser):
 def site(tmp_path_factory):
     pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(ROOT / "mkdocs.yml"), "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-f",
+        str(ROOT / "mkdocs.yml"),
+        "-d",
+        str(folder),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
@@ -178,7 +189,9 @@ def test_the_gallery_says_all_of_every_method(site):
         said = dict(re.findall(r"<strong>([^<]+)</strong>: (.*?)</li>", section, flags=re.DOTALL))
         wanted = ("Paper", "Personal", "A new client", "Travels", "Cost of a round", "Run it", "Our number", "Options", "File")
         assert tuple(said) == wanted and all(said.values()), name
-    text = {name: page.split(f'<h2 id="{name}">')[1].split("<h2 ")[0] for name in ("fedavg", "fedper", "scaffold", "local_only")}
+    text = {
+        name: page.split(f'<h2 id="{name}">')[1].split("<h2 ")[0] for name in ("fedavg", "fedper", "scaffold", "local_only")
+    }
     assert "<strong>Personal</strong>: nothing" in text["fedavg"]
     assert "<strong>Personal</strong>: the head" in text["fedper"]
     assert "2.00 down, 2.00 up" in text["scaffold"]

@@ -69,7 +69,9 @@ def mask() -> str:
     )
     for j, (label, chosen) in enumerate(rows):
         parts.append(words(20, 67 + 38 * j, label))
-        parts += [box(300 + 74 * i, 48 + 38 * j, 68, 28, OWN if chosen(leaf) else SHARED, leaf) for i, leaf in enumerate(leaves)]
+        parts += [
+            box(300 + 74 * i, 48 + 38 * j, 68, 28, OWN if chosen(leaf) else SHARED, leaf) for i, leaf in enumerate(leaves)
+        ]
     parts += [box(300, 248, 18, 18, SHARED), words(326, 262, "shared, averaged")]
     parts += [box(540, 248, 18, 18, OWN), words(566, 262, "personal")]
     return svg(680, 282, parts, "Masks over the parameter tree")
@@ -110,9 +112,7 @@ def a_round() -> str:
         parts += [box(x, y, 140, 44, fill, f"{i + 1}. {name}", 14), words(x + 70, y + 62, what, 12, "middle")]
         if i in (0, 1, 2, 4, 5):
             parts.append(arrow(x + 141, y + 22, x + 163, y + 22))
-    parts.append(
-        f'<path d="M585 118v12H90v16" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#a)"/>'
-    )
+    parts.append(f'<path d="M585 118v12H90v16" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#a)"/>')
     return svg(680, 240, parts, "A round")
 
 
@@ -133,11 +133,19 @@ def meta_gradients(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     chosen = [row for row in rows("second_order") if row["model"] == "mlp" and row["support"] == 32 == row["query"]]
-    colours = {"first order": "#5b6770", "exact": "#00796b", "Hessian-free (difference)": "#c2185b", "reverse over reverse": "#1565c0"}
+    colours = {
+        "first order": "#5b6770",
+        "exact": "#00796b",
+        "Hessian-free (difference)": "#c2185b",
+        "reverse over reverse": "#1565c0",
+    }
     colours |= {"implicit, 1 CG": "#ef6c00", "implicit, 5 CG": "#a1620a", "reptile": "#7b5ea7"}
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     for axis, key, label in zip(
-        axes, ("ratio", "temp_trees", "relative_error"), ("time / first order", "memory, in models", "error of the gradient"), strict=True
+        axes,
+        ("ratio", "temp_trees", "relative_error"),
+        ("time / first order", "memory, in models", "error of the gradient"),
+        strict=True,
     ):
         for name, colour in colours.items():
             points = sorted((row["k"], row[key]) for row in chosen if row["estimator"] == name)
@@ -164,7 +172,9 @@ def speed(path: Path) -> None:
     for place, (peer, colour) in enumerate(peers.items()):
         found = [(i + 0.13 * (place - 2.5), seconds[case, peer]) for i, case in enumerate(cases) if (case, peer) in seconds]
         axis.bar(*zip(*found, strict=True), width=0.12, color=colour, label=peer)
-    axis.set(yscale="log", ylim=(0.01, 200), ylabel="seconds a round", xticks=range(len(cases)), xticklabels=list(cases.values()))
+    axis.set(
+        yscale="log", ylim=(0.01, 200), ylabel="seconds a round", xticks=range(len(cases)), xticklabels=list(cases.values())
+    )
     axis.legend(fontsize=7, ncols=3, loc="upper left")
     axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=110)

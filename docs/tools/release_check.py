@@ -1,8 +1,10 @@
-"""Builds the package, installs the wheel into an environment of its own, and runs it in an empty folder; see `make release-check`.
+"""Builds the package, installs the wheel into an environment of its own, and runs it in an empty folder.
 
-1. sdist and wheel, into dist/; the wheel is built from the sdist. 2. What must be in them, and what must not. 3. A new environment with the
-wheel and the extras experiments and equinox. 4. There, in an empty folder: the command, a small quick start, and the code of README and docs.
-5. With --extras, every extra is resolved (nothing more is installed).
+1. sdist and wheel, into dist/; the wheel is built from the sdist.
+2. What must be in them, and what must not.
+3. A new environment with the wheel and the extras experiments and equinox.
+4. There, in an empty folder: the command, a small quick start, and the code of README and docs.
+5. With --extras, every extra is resolved; nothing more is installed.
 """
 
 import argparse
@@ -17,7 +19,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("getting_started", "concepts", "own", "data", "meta_gradients", "sweeps", "tasks")))
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("getting_started", "concepts", "own", "data", "meta_gradients", "sweeps", "tasks")),
+)
 
 
 def run(*command: object, **options: object) -> None:
@@ -55,7 +60,8 @@ def check_contents(sdist: Path, wheel: Path) -> None:
     for name in ("fedjax_meta/py.typed", "fedjax_meta/studies/quickstart.yaml"):
         if name not in inside:
             sys.exit(f"error: the wheel has no {name}")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     for name in ("tests/conftest.py", "docs/index.md", "README.md", "CITATION.cff", "LICENSE", "Makefile"):
         if name not in names:
             sys.exit(f"error: the sdist has no {name}")

@@ -1,0 +1,37 @@
+"""Runs the notebooks of the documentation and keeps what they show: `python docs/tools/notebooks.py [NAME...]`."""
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+
+
+def execute(path: Path, *, timeout: int = 1200) -> nbformat.NotebookNode:
+    """A notebook with what it shows when it is run in its folder.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell ended with an error.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    for cell in notebook.cells:
+        cell.metadata = {}  # the times of execution
+    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return notebook
+
+
+def main(names: list[str]) -> None:
+    """Runs those named, or all, and writes them back."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if not names or path.stem in names:
+            print(path.stem, flush=True)
+            nbformat.write(execute(path), path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
