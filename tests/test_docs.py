@@ -85,7 +85,7 @@ def test_what_a_page_runs_exists(page):
     for folder, name in re.findall(r"python (?:-m )?(experiments|benchmarks)[./](\w+)", TEXTS[page]):
         assert name == "NAME" or (ROOT / folder / f"{name}.py").is_file(), name
     for name in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", TEXTS[page]):
-        made = name.startswith(("api/", "notebooks/"))  # by the build of the site
+        made = name.startswith("api/")  # by the build of the site
         folder = ROOT if page == "README.md" else DOCS
         assert made or (folder / name).exists(), name
 

@@ -50,7 +50,8 @@ def test_a_new_method_moves_by_no_more_than_its_clipped_steps():
 
 def test_there_are_three_examples_and_as_many_methods_as_it_says():
     assert len(BLOCKS) == 3
-    assert f"**{len(fm.METHODS)} methods" in TEXT and f"| {len(fm.METHODS)} | 7 |" in TEXT
+    (said,) = re.findall(r"\*\*More than (\d+) methods", TEXT)
+    assert len(fm.METHODS) > int(said) and f"| {said}+ | 7 |" in TEXT
 
 
 def test_the_layout_names_every_module():

@@ -104,12 +104,12 @@ def personal(name: str) -> str:
     task, method = _built(name)
     data = _clients()
     state = jax.eval_shape(fm.federate(method, fm.Federation(cohort_size=2)).init, jax.random.key(0), data)
-    roles = {jax.tree_util.keystr(path): role for path, role in jax.tree_util.tree_leaves_with_path(method.roles)}
-    own = {path for path, role in roles.items() if role == masks.Role.PERSONAL}
+    roles = [(_name(path), role) for path, role in jax.tree_util.tree_leaves_with_path(method.roles)]
+    own = {path for path, role in roles if role == masks.Role.PERSONAL}
     said = []
     if own:
         known = {
-            "the whole model": set(roles),
+            "the whole model": {path for path, _ in roles},
             **{words: _paths(mask, task) for mask, words in (("head", "the head"), ("body", "the body"))},
             "the last two layers": _paths("last:2", task),
             "the batch norms": _paths("bn", task),
@@ -119,9 +119,15 @@ def personal(name: str) -> str:
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.memory)) / data.num_clients
     model = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
     if numbers:
-        size = f"{numbers / model:.1f} models" if numbers > 0.05 * model else f"{numbers:.0f} numbers"
+        size = f"{numbers / model:.1f} models" if numbers > 0.05 * model else f"{numbers:.0f} number{'s' * (round(numbers) > 1)}"
         said.append(f"a memory of {size}")
     return " and ".join(said) or "nothing"
+
+
+def _name(path: Any) -> str:
+    """The path of a leaf in the task's variables: a method's model may hold them in fields of its own."""
+    field, bracket, rest = jax.tree_util.keystr(path).partition("[")
+    return f"{bracket}{rest}" or field
 
 
 def _paths(mask: str, task: fm.Task) -> set[str]:
@@ -129,7 +135,7 @@ def _paths(mask: str, task: fm.Task) -> set[str]:
         tree = masks.resolve(mask, task)
     except ValueError:  # the network has no batch norms
         return set()
-    return {jax.tree_util.keystr(path) for path, chosen in jax.tree_util.tree_leaves_with_path(tree) if chosen}
+    return {_name(path) for path, chosen in jax.tree_util.tree_leaves_with_path(tree) if chosen}
 
 
 def new_client(name: str) -> str:

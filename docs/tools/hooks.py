@@ -3,7 +3,7 @@
 - `methods.md` gets the gallery of all methods (`gallery`);
 - `api/` gets a page for each module of the package, filled by mkdocstrings;
 - `notebooks/` gets a page for each notebook, with its committed outputs;
-- links to files outside of docs/ (`../fedjax_meta/...`) lead to the API page of the module, or become plain text.
+- links to notebooks lead to their pages, and links to files outside of docs/ (`../fedjax_meta/...`) lead to the API page of the module, or become plain text.
 """
 
 import base64
@@ -79,6 +79,7 @@ def mended(markdown: str) -> str:
         return f"[{words}](api/{parts[1]}.md#{'.'.join(parts)})" if len(parts) > 1 else words
 
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./(fedjax_meta/[^)]*)\)", module, markdown)
+    markdown = re.sub(r"\]\((notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\[([^\]]+)\]\(docs/([^)]*)\)", r"[\1](\2)", markdown)
     markdown = re.sub(r"\[([^\]]+)\]\((\w+\.py)\)", r"\1", markdown)
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)

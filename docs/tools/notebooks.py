@@ -1,6 +1,6 @@
 """Runs the notebooks of the documentation and keeps what they show: `python docs/tools/notebooks.py [NAME...]`."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import nbformat
@@ -25,13 +25,17 @@ def execute(path: Path, *, timeout: int = 1200) -> nbformat.NotebookNode:
     return notebook
 
 
-def main(names: list[str]) -> None:
-    """Runs those named, or all, and writes them back."""
+def main() -> None:
+    """Runs those named, or all, and writes them."""
+    parser = argparse.ArgumentParser(description="Runs the notebooks of the documentation and keeps what they show.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all when not given")
+    parser.add_argument("--to", type=Path, default=FOLDER, help="folder to write to; their own when not given")
+    given = parser.parse_args()
     for path in sorted(FOLDER.glob("*.ipynb")):
-        if not names or path.stem in names:
+        if not given.names or path.stem in given.names:
             print(path.stem, flush=True)
-            nbformat.write(execute(path), path)
+            nbformat.write(execute(path), given.to / path.name)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
