@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -352,16 +351,8 @@ def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept:
 
     two, four = need(2), need(4)
     # A tenth stays free for what a round holds besides its lanes.
-    fitting = 2 + (0.9 * _least(free_bytes(mesh.local_devices[0])) - two) // max((four - two) / 2, 1)
+    fitting = 2 + (0.9 * runtime.least_of_processes(free_bytes(mesh.local_devices[0])) - two) // max((four - two) / 2, 1)
     return int(max(1, min(share, fitting)))
-
-
-def _least(number: float) -> float:
-    """The minimum over the processes of this run, which must all build the same program."""
-    if jax.process_count() == 1:
-        return number
-    with jax.ensure_compile_time_eval():
-        return float(np.min(multihost_utils.process_allgather(np.float32(number))))
 
 
 def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from fedjax_meta import checks
 
@@ -32,6 +34,14 @@ def cache_folder() -> Path:
 def on_cpu() -> bool:
     """Whether JAX computes on a CPU."""
     return jax.default_backend() == "cpu"
+
+
+def least_of_processes(number: float) -> float:
+    """The minimum over the processes of this run, which must all do the same; all of them must call it."""
+    if jax.process_count() == 1:
+        return number
+    with jax.ensure_compile_time_eval():
+        return float(np.min(multihost_utils.process_allgather(np.float32(number))))
 
 
 def cores() -> int:

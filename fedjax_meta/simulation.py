@@ -189,7 +189,8 @@ def simulate(  # over 80 lines: half of them explain the arguments
         are then split into pieces of about a second, which changes no number.
       should_stop: asked about once a second, between rounds (in pieces as with `on_progress`), and after each evaluation. The run
         ends where it returns true. If that is between two evaluations, a last record, which `on_record` does not get, holds what
-        is known of the rounds since the last evaluation; it has no `evaluations`.
+        is known of the rounds since the last evaluation; it has no `evaluations`. Of several processes, all end where it returns
+        true in one of them.
       store: where the rows of all clients are if not on the device: "memory" of the host, or a folder for files that are mapped
         into memory. A device then holds only the rows of a cohort and, where `data` are NumPy arrays, its samples. The leaves
         `[N, ...]` of a state are NumPy arrays, and every round changes these same objects. See `host_store`.
@@ -220,6 +221,12 @@ def simulate(  # over 80 lines: half of them explain the arguments
         raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
     records = []
     in_pieces = on_progress is not None or should_stop is not None
+
+    def asked_to_stop() -> bool:
+        """All processes of a run stop where one of them is asked to."""
+        with all_there(done):
+            return should_stop is not None and runtime.least_of_processes(not should_stop()) == 0
+
     stretch = 1 if in_pieces else eval_every
     stopped = False
     for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
@@ -235,10 +242,11 @@ def simulate(  # over 80 lines: half of them explain the arguments
             done += count
             if in_pieces:
                 took = time.perf_counter() - run.compile_seconds - clock
-                stretch = int(np.clip(count / max(took, 1e-3), 1, eval_every))
+                with all_there(done):
+                    stretch = int(runtime.least_of_processes(np.clip(count / max(took, 1e-3), 1, eval_every)))
             if on_progress is not None:
                 on_progress(done, lines[-1])
-            stopped = should_stop is not None and should_stop()
+            stopped = asked_to_stop()
             if stopped:
                 break
         with all_there(done):
@@ -249,7 +257,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
         records.append(Record(done, metrics, results, seconds, compiled, tuple(faults)))
         if on_record is not None and done == stop:
             on_record(run.state, records[-1])
-        if stopped or (should_stop is not None and should_stop()):
+        if stopped or asked_to_stop():
             break
     return run.state, records
 

@@ -14,7 +14,7 @@ from fedjax_meta import checks
 from fedjax_meta.masks import path_names
 from fedjax_meta.models import functional
 from fedjax_meta.task import Task, check_layers, cross_entropy
-from fedjax_meta.types import Key, Mask, PyTree, Variables
+from fedjax_meta.types import Key, PyTree, Variables
 
 AXIS = "batch"
 """The name of the batch axis, for layers such as `equinox.nn.BatchNorm(size, axis_name="batch")`."""
@@ -108,22 +108,12 @@ def from_equinox(
         outputs, updated = jax.vmap(of_one, in_axes=in_axes, out_axes=(0, None), axis_name=AXIS)(x, keys, weight)
         return outputs, _with_state(variables, places, updated) if stateful else variables
 
-    def apply(
-        variables: Variables, x: PyTree, *, train: bool, key: Key | None, weight: jax.Array | None
-    ) -> tuple[jax.Array, Variables]:
-        outputs, updated = run("__call__", variables, x, train, key, weight)
-        return outputs, updated if train else variables
-
-    def evaluated(method: str) -> Callable[[Variables, PyTree], jax.Array]:
-        return lambda variables, x: run(method, variables, x, False, None, None)[0]
-
-    return functional.from_functions(
+    return functional.from_methods(
         init,
-        apply,
+        run,
         sample_shape,
-        trainable=_trainable,
-        features=None if features is None else evaluated(features),
-        head=None if head is None else evaluated(head),
+        features=features,
+        head=head,
         layers=layers,
         loss=loss,
         metrics=metrics,
@@ -169,10 +159,6 @@ def _with_state(variables: Variables, places: list[tuple[str, ...]], leaves: Seq
             node = node.setdefault(name, {})
         node[last] = leaf
     return changed
-
-
-def _trainable(variables: Variables) -> Mask:
-    return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
 
 
 # ------------------------------------------------------------------------------------ batch norm that leaves out padding

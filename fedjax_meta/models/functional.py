@@ -35,6 +35,11 @@ def everything_trainable(variables: Variables) -> Mask:
     return jax.tree.map(lambda _: True, variables)
 
 
+def params_trainable(variables: Variables) -> Mask:
+    """True at the leaves of the collection `"params"`; the other collections are buffers."""
+    return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
+
+
 def from_functions(
     init: Callable[[Key], Variables],
     apply: Apply,
@@ -98,6 +103,39 @@ def from_functions(
         layers=tuple(layers),
         trainable=trainable,
         metrics=None if metrics is None else tuple(metrics),
+    )
+
+
+class Run(Protocol):
+    """One method of a module, by name, with its variables: `(outputs, variables with new buffers)`; see `Apply`."""
+
+    def __call__(  # noqa: D102
+        self, method: str, variables: Variables, x: PyTree, train: bool, key: Key | None, weight: jax.Array | None
+    ) -> tuple[Any, Variables]: ...
+
+
+def from_methods(
+    init: Callable[[Key], Variables], run: Run, sample_shape: Any, *, features: str | None, head: str | None, **options: Any
+) -> Task:
+    """`from_functions` for a module whose methods are called by name: `__call__`, `features` and `head`."""
+
+    def apply(
+        variables: Variables, x: PyTree, *, train: bool, key: Key | None, weight: jax.Array | None
+    ) -> tuple[jax.Array, Variables]:
+        outputs, updated = run("__call__", variables, x, train, key, weight)
+        return outputs, updated if train else variables
+
+    def evaluated(method: str | None) -> Callable[[Variables, PyTree], jax.Array] | None:
+        return None if method is None else lambda variables, x: run(method, variables, x, False, None, None)[0]
+
+    return from_functions(
+        init,
+        apply,
+        sample_shape,
+        trainable=params_trainable,
+        features=evaluated(features),
+        head=evaluated(head),
+        **options,
     )
 
 

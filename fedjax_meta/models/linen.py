@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from fedjax_meta import checks
 from fedjax_meta.models import functional
 from fedjax_meta.task import Task, check_layers, cross_entropy
-from fedjax_meta.types import Key, Mask, Params, PyTree, Variables
+from fedjax_meta.types import Key, Params, PyTree, Variables
 
 _Flags = Callable[[bool, jax.Array | None], dict[str, Any]]
 
@@ -90,7 +90,7 @@ def from_linen(
         init,
         apply,
         sample_shape,
-        trainable=_trainable,
+        trainable=functional.params_trainable,
         features=extract,
         head=None if head is None else partial(_evaluate, module, lambda bound, z: getattr(bound, head)(z), _no_flags),
         layers=layers,
@@ -112,10 +112,6 @@ def _init(module: nn.Module, flags: _Flags, one: PyTree, key: Key) -> Variables:
 
 def _evaluate(module: nn.Module, method: Callable[..., Any], flags: _Flags, variables: Variables, x: PyTree) -> jax.Array:
     return jnp.asarray(module.apply(variables, x, method=method, **flags(False, None)))
-
-
-def _trainable(variables: Variables) -> Mask:
-    return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}
 
 
 def _check_module(module: nn.Module, layers: tuple[str, ...], flags: _Flags, shapes: Variables) -> None:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from fedjax_meta import checks
 from fedjax_meta.models import functional
 from fedjax_meta.task import Task, check_layers, cross_entropy
-from fedjax_meta.types import Key, Mask, PyTree, Variables
+from fedjax_meta.types import Key, PyTree, Variables
 
 _COLLECTIONS: dict[str, Any] = {"params": nnx.Param, "batch_stats": nnx.BatchStat, "buffers": ...}
 """Which variables of a module go into which collection; the first that fits. Random state and sown values are left out."""
@@ -83,31 +83,21 @@ def from_nnx(
     def init(key: Key) -> Variables:
         return _collected(_split(make(nnx.Rngs(key)))[2])
 
-    def run(method: str, variables: Variables, x: PyTree, train: bool, key: Key | None, **given: Any) -> tuple[Any, Variables]:
+    def run(
+        method: str, variables: Variables, x: PyTree, train: bool, key: Key | None, weight: jax.Array | None
+    ) -> tuple[Any, Variables]:
         bound = nnx.merge(graph, _streams(random, key), *_states(states, variables))
         bound.train() if train else bound.eval()
         part = getattr(bound, method)
-        outputs = part(
-            x, **{flag: value for flag, value in given.items() if flag in functional.flags(part)(True, jnp.ones(1))}
-        )
+        outputs = part(x, weight=weight) if "weight" in functional.flags(part)(True, weight) else part(x)
         return outputs, _collected(_split(bound)[2])
 
-    def apply(
-        variables: Variables, x: PyTree, *, train: bool, key: Key | None, weight: jax.Array | None
-    ) -> tuple[jax.Array, Variables]:
-        outputs, updated = run("__call__", variables, x, train, key, weight=weight)
-        return outputs, updated if train else variables
-
-    def evaluated(method: str) -> Callable[[Variables, PyTree], jax.Array]:
-        return lambda variables, x: run(method, variables, x, False, None, weight=None)[0]
-
-    return functional.from_functions(
+    return functional.from_methods(
         init,
-        apply,
+        run,
         sample_shape,
-        trainable=_trainable,
-        features=None if features is None else evaluated(features),
-        head=None if head is None else evaluated(head),
+        features=features,
+        head=head,
         layers=layers,
         loss=loss,
         metrics=metrics,
@@ -150,7 +140,3 @@ def _streams(random: Any, key: Key | None) -> Any:
         return jax.random.split(own, leaf.shape) if leaf.shape else own
 
     return jax.tree.map(begun, random)
-
-
-def _trainable(variables: Variables) -> Mask:
-    return {name: jax.tree.map(lambda _, name=name: name == "params", tree) for name, tree in variables.items()}

@@ -1,0 +1,86 @@
+"""One training run on all devices of one machine or of several: a script to copy.
+
+    python run.py --out runs/first
+    srun python run.py --distributed --out /shared/runs/first
+
+It saves its state every `--save-every` rounds, and at once when it is told to end (SIGTERM, Ctrl-C). The same command goes on.
+"""
+
+import argparse
+import json
+import signal
+from functools import partial
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+import fedjax_meta as fm
+from fedjax_meta import checkpoint, metrics
+from fedjax_meta.data.synthetic import synthetic
+
+
+def main() -> None:
+    """Trains FedPer on a synthetic federation; put your own data and method here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run, which all processes see")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--distributed", action="store_true", help="several processes: this script is started once for each")
+    parser.add_argument("--address", help="of the first process, host:port; SLURM, Open MPI and TPU slices need none")
+    parser.add_argument("--processes", type=int, help="how many; as for --address")
+    parser.add_argument("--process", type=int, help="the number of this one, from 0; as for --address")
+    options = parser.parse_args()
+    if options.distributed:  # before anything is computed
+        jax.distributed.initialize(options.address, options.processes, options.process, heartbeat_timeout_seconds=30)
+    fm.use_all_cores()
+    first = jax.process_index() == 0
+
+    data = synthetic(0.5, 0.5, seed=0, num_clients=32)
+    method = fm.fedper(fm.models.mlp(60, (32,), 10), lr=0.1)
+    config = {"method": method.config, "clients": data.num_clients}
+    known = fm.simulation.Evaluator(partial(fm.evaluate, method, support="train", query="test"), data, known=True)
+
+    def save(state: fm.State, record: fm.simulation.Record) -> None:
+        """All processes fetch the state together; the first one writes it."""
+        whole = multihost_utils.process_allgather(state, tiled=True) if options.distributed else state
+        if not first:
+            return
+        checkpoint.save(options.out / "state", whole, [], config)
+        if record.evaluations:
+            scores = metrics.accuracy(record.evaluations["known"].confusion)
+            line = {"round": record.round, "accuracy": float(scores.mean()), "worst": float(scores.min())}
+            print(f"round {record.round}: accuracy {100 * line['accuracy']:.1f} %", flush=True)
+            with open(options.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    told = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: told.append(number))
+    shapes = jax.eval_shape(fm.federate(method, fm.Federation()).init, jax.random.key(0), data)
+    found = checkpoint.restore(options.out / "state", shapes, config)
+    if first:
+        print(f"{jax.device_count()} devices of {jax.process_count()} processes", flush=True)
+        print("from the beginning" if found is None else f"going on after round {found.round}", flush=True)
+    state, records = fm.simulate(
+        method,
+        data,
+        key=jax.random.key(0),
+        rounds=options.rounds,
+        federation=fm.Federation(cohort_size=8),
+        eval_every=options.save_every,
+        evaluators={"known": known},
+        state=None if found is None else found.state,
+        on_record=save,
+        should_stop=lambda: bool(told),
+    )
+    if records and not records[-1].evaluations:  # stopped between two evaluations
+        save(state, records[-1])
+    if first and int(state.round) < options.rounds:
+        print(f"stopped after round {int(state.round)}; the same command goes on", flush=True)
+    elif first:
+        (options.out / "finished").touch()  # for the script that queues the job again
+
+
+if __name__ == "__main__":
+    main()

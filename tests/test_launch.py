@@ -1,0 +1,74 @@
+"""The scripts of docs/launch: two processes train, end when one of them is told to, go on, and find what one process finds."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+LAUNCH = Path(__file__).parent.parent / "docs" / "launch"
+
+
+def begin(folder: Path, processes: int, rounds: int) -> list[subprocess.Popen]:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    command = [sys.executable, str(LAUNCH / "run.py"), "--out", str(folder), "--rounds", str(rounds), "--save-every", "200"]
+    places = {"PYTHONPATH": str(LAUNCH.parent.parent)}
+    environment = {**os.environ, **places, "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    started = []
+    for i in range(processes):
+        several = ["--distributed", "--address", address, "--processes", str(processes), "--process", str(i)]
+        arguments = [*command, *(several if processes > 1 else [])]
+        started.append(
+            subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    return started
+
+
+def ended(processes: list[subprocess.Popen]) -> list[str]:
+    try:
+        outputs = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return outputs
+
+
+def test_one_process_that_is_told_to_end_ends_all_and_the_run_goes_on(tmp_path):
+    both = begin(tmp_path / "two", 2, rounds=200)
+    while "round 1:" not in both[0].stdout.readline():
+        assert both[0].poll() is None
+    time.sleep(0.5)
+    both[1].send_signal(signal.SIGTERM)
+    stopped = int(re.search(r"stopped after round (\d+)", ended(both)[0])[1])
+    assert 1 < stopped < 200  # between two evaluations
+    assert not (tmp_path / "two" / "finished").exists()
+    assert f"going on after round {stopped}" in ended(begin(tmp_path / "two", 2, rounds=200))[0]
+    ended(begin(tmp_path / "one", 1, rounds=200))
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("two", "one")]
+    two, one = (json.loads(of_run[-1]) for of_run in lines)
+    assert two["round"] == one["round"] == 200
+    np.testing.assert_allclose(two["accuracy"], one["accuracy"], atol=1e-6)
+    assert (tmp_path / "two" / "finished").exists()
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu.sh"])
+def test_the_scripts_are_shell_and_give_options_that_there_are(name):
+    script = LAUNCH / name
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    known = set(re.findall(r'"(--[a-z-]+)"', (LAUNCH / "run.py").read_text()))
+    called = (
+        script.read_text().partition("run.py")[2] if name == "slurm.sbatch" else script.read_text().rpartition("run.py")[2]
+    )
+    given = set(re.findall(r"(--[a-z-]+)", called.splitlines()[0]))
+    assert "--out" in given
+    assert given <= known
