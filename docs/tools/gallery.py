@@ -119,7 +119,9 @@ def personal(name: str) -> str:
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.memory)) / data.num_clients
     model = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
     if numbers:
-        size = f"{numbers / model:.1f} models" if numbers > 0.05 * model else f"{numbers:.0f} number{'s' * (round(numbers) > 1)}"
+        size = (
+            f"{numbers / model:.1f} models" if numbers > 0.05 * model else f"{numbers:.0f} number{'s' * (round(numbers) > 1)}"
+        )
         said.append(f"a memory of {size}")
     return " and ".join(said) or "nothing"
 

@@ -3,7 +3,8 @@
 - `methods.md` gets the gallery of all methods (`gallery`);
 - `api/` gets a page for each module of the package, filled by mkdocstrings;
 - `notebooks/` gets a page for each notebook, with its committed outputs;
-- links to notebooks lead to their pages, and links to files outside of docs/ (`../fedjax_meta/...`) lead to the API page of the module, or become plain text.
+- links to notebooks lead to their pages;
+- links to files outside of docs/ (`../fedjax_meta/...`) lead to the API page of the module, or become plain text.
 """
 
 import base64

@@ -17,7 +17,11 @@ def execute(path: Path, *, timeout: int = 1200) -> nbformat.NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
-        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     for cell in notebook.cells:
         cell.metadata = {}  # the times of execution
