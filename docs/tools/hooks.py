@@ -82,7 +82,6 @@ def mended(markdown: str) -> str:
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./(fedjax_meta/[^)]*)\)", module, markdown)
     markdown = re.sub(r"\]\((notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\[([^\]]+)\]\(docs/([^)]*)\)", r"[\1](\2)", markdown)
-    markdown = re.sub(r"\[([^\]]+)\]\((\w+\.py)\)", r"\1", markdown)
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
