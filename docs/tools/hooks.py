@@ -68,7 +68,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     del config, files
     if PLACE in markdown:
         markdown = markdown.replace(PLACE, gallery.page())
-    return mended(markdown)
+    return markdown if "/" in page.file.src_uri else mended(markdown)  # pages in folders are made here
 
 
 def mended(markdown: str) -> str:
