@@ -461,6 +461,10 @@ def main(  # long because every option brings its help text
 ) -> None:
     """Runs one composition, and methods to compare it with, on any data set; prints a table and writes a report with a figure.
 
+    `python -m experiments.compose --algorithm fedmeta_per --estimator implicit`
+
+    `python -m experiments.compose --algorithm fedper --federation cohort_size=10`
+
     Local clients are tested on samples that they kept back; where the protocol has new clients, these are tested too.
 
     Compositions that no source paper reports:

@@ -508,6 +508,22 @@ def main(  # long because every option brings its help text
 ) -> None:
     """Repeats the experiments of MTFL: private batch norms, federated optimisers, and rounds to a target user accuracy.
 
+    Examples:
+
+    `python -m experiments.mtfl compare --dataset mnist_small --clients 50 --rounds 20` (no data set needed, two minutes)
+
+    `python -m experiments.mtfl compare --data-dir DIR --clients 200,400 --share 0.5,1.0 --seeds 1,2,3`
+
+    `python -m experiments.mtfl compare --data-dir DIR --private none,bn_affine --optimizers fedavg --noisy 0.2`
+
+    `python -m experiments.mtfl compare --data-dir DIR --private bn_affine,bn_affine_mean,bn_affine_var,bn`
+
+    `python -m experiments.mtfl compare --data-dir DIR --private bn_affine,bn --statistics-epochs 2`
+
+    `python -m experiments.mtfl baselines --data-dir DIR --systems fl,mtfl_affine,pfedme,pfedme_port`
+
+    `python -m experiments.mtfl shift --data-dir DIR --rounds 20`
+
     `compare`: every private set with every federated optimiser (the paper's tables; its noise experiment with --noisy 0.2).
 
     `baselines`: its Figure 5. FL, MTFL, Per-FedAvg, pFedMe and independent learning, with SGD clients and the authors' rates.
@@ -525,22 +541,6 @@ def main(  # long because every option brings its help text
     The folder --out gets report.md, figures and metrics.json. A run may be stopped at any time; --resume continues it and gives
     the same numbers, bit for bit (a `shift` with its first unfinished training). The paper's sizes are for an accelerator: on two
     cores a round of MNIST with W=200, C=0.5 takes about a second, a round of CIFAR-10 about ten.
-
-    Examples:
-
-    `python -m experiments.mtfl compare --dataset mnist_small --clients 50 --rounds 20` (no data set needed, two minutes)
-
-    `python -m experiments.mtfl compare --data-dir DIR --clients 200,400 --share 0.5,1.0 --seeds 1,2,3`
-
-    `python -m experiments.mtfl compare --data-dir DIR --private none,bn_affine --optimizers fedavg --noisy 0.2`
-
-    `python -m experiments.mtfl compare --data-dir DIR --private bn_affine,bn_affine_mean,bn_affine_var,bn`
-
-    `python -m experiments.mtfl compare --data-dir DIR --private bn_affine,bn --statistics-epochs 2`
-
-    `python -m experiments.mtfl baselines --data-dir DIR --systems fl,mtfl_affine,pfedme,pfedme_port`
-
-    `python -m experiments.mtfl shift --data-dir DIR --rounds 20`
     """
     with runner.one_line_errors(debug):
         checks.one_of("--on-divergence", on_divergence, runner.ON_DIVERGENCE)

@@ -243,7 +243,12 @@ def main(
     compile_cache: runner.CacheOption = True,
     debug: runner.DebugOption = False,
 ) -> None:
-    """Trains FedAvg for every epsilon and way of clipping, and without noise and clipping to compare; writes table and figure."""
+    """Trains FedAvg for every epsilon and way of clipping, and without noise and clipping to compare; writes table and figure.
+
+    `python -m experiments.privacy --epsilons 1,8 --seeds 1`
+
+    `python -m experiments.privacy --out runs/privacy`
+    """
     with runner.one_line_errors(debug):
         wanted = runner.numbers(epsilons, "--epsilons", float)
         ways, seed_list = runner.names(clips, "--clips", CLIPS), runner.numbers(seeds, "--seeds")

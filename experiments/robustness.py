@@ -349,13 +349,6 @@ def main(  # long because every option brings its help text
 ) -> None:
     """Robust aggregation rules against attacks, after Blades (Li et al., IoTDI 2024), for personalised methods too.
 
-    Every combination of split, system, rule, attack and share of attackers trains with every seed. Accuracy is the mean over
-    honest clients, on their own tests; new clients, which never took part, adapt to their training samples first. A rule is told
-    how many attack. Combinations that a rule refuses (Krum beyond half, Bulyan beyond a quarter of the clients) are left out.
-
-    On two cores --quick takes some minutes and the default a few hours. A run may be stopped at any time; --resume continues with
-    the first unfinished combination.
-
     Examples:
 
     `python -m experiments.robustness --quick`
@@ -363,6 +356,13 @@ def main(  # long because every option brings its help text
     `python -m experiments.robustness --systems fedavg --splits 0.3 --attack none,sign_flip_x10 --rules all`
 
     `python -m experiments.robustness --dataset fashion_mnist --data-dir DIR --shares 0.1,0.2,0.4 --out runs/robustness`
+
+    Every combination of split, system, rule, attack and share of attackers trains with every seed. Accuracy is the mean over
+    honest clients, on their own tests; new clients, which never took part, adapt to their training samples first. A rule is told
+    how many attack. Combinations that a rule refuses (Krum beyond half, Bulyan beyond a quarter of the clients) are left out.
+
+    On two cores --quick takes some minutes and the default a few hours. A run may be stopped at any time; --resume continues with
+    the first unfinished combination.
     """
     with runner.one_line_errors(debug):
         defaults = SETS["quick" if quick else "default"]
