@@ -22,7 +22,7 @@ from experiments._parts import aggregator as aggregator_of
 from experiments._parts import clip as clip_of
 from fedjax_meta import checkpoint, checks, escape, models, report
 from fedjax_meta.data.registry import PAPERS, PARTITIONS
-from fedjax_meta.study.run import baselines
+from fedjax_meta.study import baselines
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.system import ESTIMATORS, OPTIMIZERS
 
@@ -278,7 +278,7 @@ def write_report(
     Args:
       folder, title, series: of the report.
       changes, privacy: explain the star.
-      untrained: accuracy of each client of what takes no training, by title and by group of clients, see `run.baselines`.
+      untrained: accuracy of each client of what takes no training, by title and by group of clients, see `baselines.measured`.
     """
     note = "; ".join(filter(None, [f"* {changes}" if changes else "", privacy, UNTUNED]))
     headings = ("system", "clients", "accuracy", "mean ± std over clients", "macro F1")
@@ -550,7 +550,8 @@ def main(  # long because every option brings its help text
         changes = _changes(systems["composition"])
         series = runner.all_series(plans, results)
         spent = next((str(plan.guarantee(rounds)) for plan in plans if plan.guarantee is not None), "")
-        title, untrained = f"{data.title}: round {rounds}", baselines(data, seed_list[0])
+        title, tests = f"{data.title}: round {rounds}", baselines.measured(data, seed_list[0])
+        untrained = {name: {group: np.array(test["accuracy"]) for group, test in of.items()} for name, of in tests.items()}
         write_report(folder, title, changes, series, privacy=spent, untrained=untrained)
         runner.exit_if_all_diverged(plans, results)
 

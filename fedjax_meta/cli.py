@@ -82,6 +82,22 @@ def run(
     extend: Annotated[
         bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
     ] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share the work; all when not given.", show_default=False)
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where what clients keep is: device, host (its memory) or disk.", show_default=False),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Of the epsilon of systems with noise; N^-1.1 when not given.", show_default=False)
+    ] = None,
+    on_divergence: Annotated[
+        str | None,
+        typer.Option(
+            help="`continue` (the default), or `stop` a run at the evaluation after which it has.", show_default=False
+        ),
+    ] = None,
     data_dir: DataDirOption = None,
     log: Annotated[
         str | None, typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio, or module:Name; several with commas.")
@@ -98,6 +114,8 @@ def run(
     """
     with one_line_errors(debug):
         short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
+        given = {"devices": devices, "store": store, "delta": delta, "on_divergence": on_divergence}
+        short += [f"{name}={value}" for name, value in given.items() if value is not None]
         chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())])
         if extend and not chosen.tuning.extend:
             chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
@@ -116,12 +134,18 @@ def run(
         built, outcomes = draws.pooled(chosen, built, outcomes)
         found = results.tables(chosen, built, outcomes)
         for scenario, clients in built.items():
-            rows = [results.words(line) for line in found[scenario]]
-            _print_table(f"{scenario}: {clients.title}", *_columns(rows, results.SCORES))
-            others = [column for column in range(len(results.HEADINGS)) if column not in results.SCORES]
-            _print_table("How they were run", *_columns(rows, [0, *others]))
+            whole, kind = results.table(found[scenario]), found[scenario][0].kind
+            _print_table(f"{scenario}: {clients.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
+            others = results.other_scores(found[scenario])
+            if others.rows:
+                _print_table("Other scores, mean over clients", *others)
+            _print_table("How they were run", *whole.only(results.HOW))
         console.print(escape.console(results.explanation(chosen)), style="dim")
-        report.save_figure(folder / "figure.png", _series(chosen, outcomes), title=chosen.title)
+        series = _series(chosen, outcomes)
+        scores = list(dict.fromkeys(one.score for one in series))
+        for score in scores:
+            name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
+            report.save_figure(folder / name, [one for one in series if one.score == score], title=chosen.title)
         page.write_all(folder, chosen, built, outcomes, command, found=found)
         console.print(
             f"\nopen {escape.console(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True
@@ -159,7 +183,15 @@ def _load(study: Path, variant: Sequence[str] | None, quick: bool, systems: str 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     target: Annotated[
-        float | None, typer.Option(help="Accuracy in percent; adds rounds, bytes and time to reach it.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="[SCORE=]NUMBER",
+            help="A score to reach, e.g. 80 or user_accuracy=95 (percent) or rmse=0.9; adds rounds, bytes and time to reach it.",
+            show_default=False,
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="The score to compare; the main one of the first study.", show_default=False)
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="System that others are held against; the first.", show_default=False)
@@ -176,13 +208,14 @@ def compare(
     with one_line_errors(debug):
         for path in out or ():
             comparison.check_path(path)
-        groups = comparing.by_scenario(comparing.finished(folders), reference=reference, target=target)
+        goal = None if target is None else comparing.target(target)
+        groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
         for rows in groups:
-            for table in comparison.tables(rows, target=target):
+            for table in comparison.tables(rows, target=goal):
                 _print_table(*table)
-            console.print(escape.console(" ".join(comparison.notes(rows, target=target))), style="dim")
+            console.print(escape.console(" ".join(comparison.notes(rows, target=goal))), style="dim")
         for path in out or ():
-            comparison.write(path, groups, target=target)
+            comparison.write(path, groups, target=goal)
 
 
 @app.command("export")
@@ -228,7 +261,7 @@ def runs_(
             console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {one.started[:16].replace('T', ' ')}  {one.state}")
             console.print(f"  {escape.console(one.title)}")
             for scenario, system, value in one.best:
-                console.print(f"  {escape.console(f'{scenario}: best is {system}, {value:.2f} % over known clients')}")
+                console.print(f"  {escape.console(f'{scenario}: best is {system}, {value} over known clients')}")
         if not found:
             console.print(f"{escape.console(str(folder))} holds no runs")
 
@@ -333,7 +366,9 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
             total = tuning + study.rounds * len(study.seeds)
-            down, up = (f"{value / 1e3:.4g} kB" for value in bytes_)
+            down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
+            if system.pooled:
+                total = round(total * runs.passes(system, clients.task, clients.train))
             rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
@@ -341,7 +376,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
 
 def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
     """What a study will cost, measured on one round of each system."""
-    devices, total = jax.device_count(), 0.0
+    devices, total = study.devices or jax.device_count(), 0.0
     for scenario, clients in built.items():
         rows = []
         for name in study.systems_on(scenario):
@@ -387,23 +422,23 @@ def _train(
         raise Stopped(f"stopped in {stop}; all of it is saved. Continue with: {command}", numbers[0]) from None
 
 
-def _columns(rows: Sequence[Sequence[str]], which: Sequence[int]) -> tuple[list[str], list[list[str]]]:
-    """(headings, rows) of some columns of the results."""
-    return [results.HEADINGS[column] for column in which], [[row[column] for column in which] for row in rows]
-
-
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = report.rich_table(title, headings, rows)
-    # Names from users may be long; numbers stay on one line.
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
-    console.print(table)
+    console.print(report.rich_table(title, headings, rows))
+    console.print()
 
 
 def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Series]:
     """For the figure: the final runs, one scenario after the other."""
     many = len(study.scenarios) > 1
     return [
-        report.series(study.title_of(one.system), f"{one.scenario}, {group}" if many else group, trial.seed, trial.rows, group)
+        report.series(
+            study.title_of(one.system),
+            f"{one.scenario}, {group}" if many else group,
+            trial.seed,
+            trial.rows,
+            group,
+            study.score,
+        )
         for one in outcomes
         for trial in one.final
         for group in trial.rows[-1]["tests"]
@@ -437,8 +472,9 @@ class _Lines(runs.Watcher):
             console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}"))
 
     def end(self, outcome: runs.Outcome) -> None:
-        scores = [trial.rows[-1]["tests"][runs.KNOWN]["scores"]["accuracy_mean"] for trial in outcome.final]
-        score = "diverged" if np.isnan(scores).any() else f"{100 * np.mean(scores):.2f} %"
+        found = results.by_client(outcome.final, runs.KNOWN, self._study.score)
+        mean, unit = float(found.values.mean()), " %" if found.kind.share else ""
+        score = "diverged" if np.isnan(mean) else f"{found.kind.words} {found.kind.text(mean)}{unit}"
         numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
         title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
         self._clear()

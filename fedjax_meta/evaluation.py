@@ -5,6 +5,7 @@ The result keeps every client apart: confusion matrices `[N, K, K]` (rows true, 
 """
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -206,11 +207,12 @@ class _Test:
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loss)
         found, sums = jax.lax.fori_loop(0, batches.steps, step, (start, zero))
         results = {metric.name: metric.result(of) for metric, of in zip(self.measured, found, strict=True)}
-        scores = {
-            metric.name: Score(results[metric.name], metric.higher_is_better, metric.share)
+        # In the order in which they were asked for: JAX sorts the names of a plain dict.
+        scores = OrderedDict(
+            (metric.name, Score(results[metric.name], metric.higher_is_better, metric.share))
             for metric in self.measured
             if metric.name != CONFUSION
-        }
+        )
         mean = None if sums is None else sums[0] / jnp.where(sums[1] > 0, sums[1], 1)
         return Evaluation(results.get(CONFUSION), mean, scores)
 

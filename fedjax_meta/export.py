@@ -29,7 +29,7 @@ from fedjax_meta.masks import variables_shape
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import phase, run
 from fedjax_meta.study.scenario import Clients, model_name
-from fedjax_meta.study.study import Study
+from fedjax_meta.study.study import DRAW, Study
 from fedjax_meta.study.study import load as load_study
 from fedjax_meta.sweeps import Member
 from fedjax_meta.types import Key, PyTree, Variables
@@ -184,17 +184,17 @@ def of_run(
         raise ValueError(f"{folder} holds no run (no study.yaml)")
     study = load_study(folder / "study.yaml")
     checks.one_of("system", system, study.systems)
-    if scenario is None and len(study.scenarios) > 1:
-        raise ValueError(f"scenario is needed: the run has {', '.join(study.scenarios)}")
-    place = next(iter(study.scenarios)) if scenario is None else scenario
-    checks.one_of("scenario", place, study.scenarios)
+    place = _place(study, scenario)
     seed = study.seeds[0] if seed is None else seed
     if client is not None and new_client is not None:
         raise ValueError(f"client={client} and new_client={new_client}: give one of them")
     clients = study.scenarios[place].build(data_dir)
-    member, state = _restored(study, folder, place, system, seed, clients)
-    algorithm = sweeps.member_algorithm(lambda **numbers: study.system(system).parts(clients.task, **numbers), member)
-    name = model_name(study.scenarios[place].model, clients.train)
+    if client is not None and study.systems[system].pooled:
+        raise ValueError(f"client={client}, but {system} is central training, which knows no clients: leave client out")
+    found_phase = run.final_phase(study, place, system, clients)
+    member, state = _restored(found_phase, folder, seed, clients)
+    algorithm = sweeps.member_algorithm(found_phase.build, member)
+    name = study.scenarios[place].model or model_name(None, clients.train)
 
     def exported(variables: Variables, what: str) -> Exported:
         # A method's own tree, such as a mixture of models, has kernels of other shapes, and stays as it is.
@@ -226,16 +226,38 @@ def of_run(
     return exported(found, f"{group} client {number}")
 
 
+def _place(study: Study, scenario: str | None) -> str:
+    """The name of a scenario, which of several draws names one.
+
+    Raises:
+      ValueError: no such scenario, or several.
+    """
+    names = list(study.scenarios)
+    if scenario is None and len(names) > 1:
+        raise ValueError(f"scenario is needed: the run has {', '.join(names)}")
+    place = names[0] if scenario is None else scenario
+    drawn = [name for name in names if name.partition(DRAW)[0] == place]
+    if place not in names and drawn:
+        if len(drawn) > 1:
+            raise ValueError(f"scenario={place!r} was drawn {len(drawn)} times: give one of {', '.join(drawn)}")
+        return drawn[0]
+    checks.one_of("scenario", place, names)
+    return place
+
+
 def _inputs(data: FederatedData) -> dict[str, Json]:
     """How the model's inputs are made of stored samples: `(x - offset) * scale`."""
-    shape = {"input_shape": list(data.x.shape[1:]), "classes": data.num_classes}
+    shapes = jax.tree.map(lambda leaf: list(leaf.shape[1:]), data.x)
+    shape = {"input_shape": shapes, "classes": data.num_classes}
     if data.offset is None or data.scale is None:
         return shape
-    return {**shape, "offset": np.asarray(data.offset).tolist(), "scale": np.asarray(data.scale).tolist()}
+    offset, scale = (jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), tree) for tree in (data.offset, data.scale))
+    return {**shape, "offset": offset, "scale": scale}
 
 
-def _restored(study: Study, folder: Path, scenario: str, system: str, seed: int, clients: Clients) -> tuple[Member, State]:
+def _restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> tuple[Member, State]:
     """The member of a seed in the final runs, and its state."""
+    scenario, system = final.scenario, final.system
     path = folder / "results" / scenario / f"{system}.final.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no finished results of {system} on {scenario}")
@@ -246,9 +268,6 @@ def _restored(study: Study, folder: Path, scenario: str, system: str, seed: int,
         raise ValueError(f"seed={seed} was not run; {system} has the seeds {', '.join(str(t.seed) for t in trials.values())}")
     label = chosen[0]
 
-    def build(**numbers: Any) -> Any:
-        return study.system(system).parts(clients.task, **numbers)
-
     for states in sorted((folder / "state" / scenario).glob(f"{system}.final.*")):
         config = checkpoint.saved_config(states)
         if config is None or label not in config["members"]:
@@ -256,7 +275,7 @@ def _restored(study: Study, folder: Path, scenario: str, system: str, seed: int,
         if config["data"] != clients.fingerprint:
             raise ValueError(f"the clients of {scenario} are not those of the run: was the data set changed?")
         members = [Member(trials[name].numbers, trials[name].seed) for name in config["members"]]
-        shapes = phase.saved_shapes(build, members, clients.train)
+        shapes = phase.saved_shapes(final, members)
         saved = checkpoint.restore(states, shapes, config)
         if saved is not None:
             number = config["members"].index(label)

@@ -33,8 +33,9 @@ from fedjax_meta.types import Key
 MEMBERS = "members"
 """Name of the mesh axis over which the members of a sweep are spread."""
 
-Build = Callable[..., Method | tuple[Method, Federation]]
-"""`(**numbers) -> method`, e.g. `lambda lr: fm.fedavg(task, lr=lr)`, or a method and its federation; the numbers are traced."""
+Build = Callable[..., Method | tuple[Method, Federation] | Algorithm]
+"""`(**numbers) -> method`, e.g. `lambda lr: fm.fedavg(task, lr=lr)`, or a method and its federation, or an algorithm on one
+device, see `alone`; the numbers are traced."""
 
 
 class Member(NamedTuple):
@@ -230,6 +231,8 @@ def _check_points(build: Build, members: Sequence[Member], federation: Federatio
 def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation | None) -> Algorithm:
     """A member's algorithm on a device of its own."""
     made = build(**numbers)
+    if isinstance(made, Algorithm):
+        return made
     return alone(*made) if isinstance(made, tuple) else alone(made, federation or Federation())
 
 

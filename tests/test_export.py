@@ -171,3 +171,28 @@ def test_bad_input_gets_one_line(made, words, message, tmp_path):
     result = CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "x")])
     assert result.exit_code == 1 and message in " ".join(result.stderr.split())
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):
+    systems = {
+        "fedper": {"method": "fedper", "options": {"batch_size": 20}, "grid": {"epochs": [1, 2], "lr": [0.1]}},
+        "central": {"method": "fedavg", "options": {"lr": 0.1}, "pooled": True},
+    }
+    chosen = study(systems=systems, rounds=2, tuning={"rounds": 1}, data_seeds=[3, 4], store="host", seeds=[1, 2])
+    outcomes = {(one.scenario, one.system): one for one in run.run(chosen, tmp_path / "run", watcher=Silent())}
+    for place in ("pairs@3", "pairs@4"):
+        clients = chosen.scenarios[place].build()
+        found = export.of_run(tmp_path / "run", "fedper", scenario=place, seed=2, client=1)
+        first, size = int(clients.train.start["test"][1]), int(clients.train.size["test"][1])
+        x, y = (np.asarray(part)[first : first + size] for part in (clients.train.x, clients.train.y))
+        x = (x.astype(np.float32) - found.about["offset"]) * found.about["scale"]
+        head = found.variables["params"]["head"]
+        correct = np.argmax(x.reshape(size, -1) @ head["kernel"] + head["bias"], 1) == y
+        trial = outcomes[place, "fedper"].final[1]
+        assert correct.mean() == pytest.approx(trial.rows[-1]["tests"]["known"]["accuracy"][1], abs=1e-6)
+        assert found.about["numbers"] == trial.numbers and found.about["round"] == 2
+        assert export.of_run(tmp_path / "run", "central", scenario=place, new_client=0).variables
+    with pytest.raises(ValueError, match="scenario='pairs' was drawn 2 times: give one of pairs@3, pairs@4"):
+        export.of_run(tmp_path / "run", "fedper", scenario="pairs")
+    with pytest.raises(ValueError, match="central is central training, which knows no clients"):
+        export.of_run(tmp_path / "run", "central", scenario="pairs@3", client=0)

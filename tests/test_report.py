@@ -238,8 +238,48 @@ def test_nothing_in_a_table_is_taken_for_markup():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report.rich_table("[red]t[/red]", cells, [cells]))
     shown = console.export_text()
-    assert shown.count("[bold]a[/bold]") == shown.count("[/] ") == 2
+    assert shown.count("[bold]a[/bold]") == shown.count("[/]\n") == 2
     assert "[red]t[/red]" in shown
     lines = report.markdown_table(cells, [cells]).splitlines()
     assert len(lines) == 3
     assert lines[2] == r"| \[bold\]a\[/bold\] | x\|y z | \[/\] |"
+
+
+ACCURACY, RMSE = report.Kind("accuracy", True, True), report.Kind("rmse", False, False)
+
+
+def test_every_judgement_follows_the_direction_of_the_score():
+    mine, base = np.array([1.0, 5.0, 3.0]), np.array([2.0, 4.0, 3.0])
+    assert ACCURACY.gain(mine, base).tolist() == [-1, 1, 0] and RMSE.gain(mine, base).tolist() == [1, -1, 0]
+    values = [2.0, np.nan, 9.0, 1.0, 9.0, 1.0]
+    assert ACCURACY.best(values) == 2 and RMSE.best(values) == 3 and RMSE.best([np.nan, np.inf]) == 0
+    many = np.arange(20.0)
+    assert ACCURACY.worst_tenth(many) == 0.5 and RMSE.worst_tenth(many) == 18.5 and RMSE.worst_tenth(mine) == 5
+    scores = np.array([0.5, 0.9, np.nan, 1.1])
+    assert ACCURACY.reaches(scores, 0.9).tolist() == [False, True, False, True]
+    assert RMSE.reaches(scores, 0.9).tolist() == [True, True, False, False]
+    assert ACCURACY.direction == "" and "lower is better" in RMSE.direction
+
+
+def test_shares_are_in_percent_and_other_scores_are_as_they_are():
+    assert (ACCURACY.label, ACCURACY.points, RMSE.label, RMSE.points) == (
+        "accuracy, %", "points of accuracy", "rmse", "rmse",
+    )  # fmt: skip
+    assert ACCURACY.spread(81.234, 1.5) == "81.23 ±1.50" and RMSE.spread(0.012345, 0.00123) == "0.01235 ±0.0012"
+    assert ACCURACY.spread(float("nan"), 0.0) == "" and RMSE.spread(1.0, float("nan")) == "1"
+
+
+def test_a_score_by_its_name():
+    score = {"values": [2.0, 4.0], "higher_is_better": False, "share": False}
+    test = {
+        "accuracy": [0.5, 1.0], "f1": [0.2, 0.4], "loss": [1.0, 3.0], "metrics": {"perplexity": score},
+        "scores": {"accuracy": 0.9, "accuracy_mean": 0.75, "f1_mean": 0.3, "loss": 2.0, "perplexity_mean": 3.0},
+    }  # fmt: skip
+    assert report.score_names(test) == ["accuracy", "perplexity", "f1", "loss"]
+    assert (report.main_score(test).overall, report.main_score(test).mean) == (90, 75)
+    f1, perplexity, loss = (report.main_score(test, name) for name in ("f1", "perplexity", "loss"))
+    assert f1.values.tolist() == [20, 40] and f1.mean == f1.overall == pytest.approx(30)
+    assert perplexity.values.tolist() == [2, 4] and perplexity.mean == 3 and not perplexity.higher_is_better
+    assert loss.values.tolist() == [1, 3] and loss.mean == 2 and not loss.higher_is_better
+    with pytest.raises(ValueError, match="score='rmse' is unknown"):
+        report.main_score(test, "rmse")

@@ -31,6 +31,7 @@ class Finished(NamedTuple):
       cohorts: what the cohorts of a seed depend on.
       traffic: bytes of a client in a round, down and up; NaN where the folder does not say it.
       alone: the groups of clients that train by themselves with it.
+      score: name of the score that is compared; that of `report.score_names` when not given.
     """
 
     title: str
@@ -41,14 +42,20 @@ class Finished(NamedTuple):
     cohorts: str = ""
     traffic: float = NAN
     alone: tuple[str, ...] = ()
+    score: str | None = None
+
+    @property
+    def kind(self) -> report.Kind:
+        """What the score is."""
+        return report.main_score(self.trials[0].rows[-1]["tests"][KNOWN], self.score).kind
 
     def by_client(self, group: str) -> dict[int, np.ndarray]:
-        """Accuracy of each client `[N]` after the last round, by seed."""
+        """The score of each client `[N]` after the last round, by seed; in percent if it is a share."""
         found = {}
         for trial in self.trials:
             test = trial.rows[-1]["tests"].get(group)
             if test is not None:
-                found[trial.seed] = np.array(test["accuracy"], float)
+                found[trial.seed] = report.main_score(test, self.score).values
         return found
 
     @property
@@ -58,10 +65,10 @@ class Finished(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How a system compares with a reference on the same seeds, in points of accuracy, mean over clients.
+    """How a system compares with a reference on the same seeds, mean over clients.
 
     Attributes:
-      mean: of the differences.
+      mean: of the differences, its score minus that of the reference; where lower is better, a gain is negative.
       margin: half the 95 % confidence interval of the mean (Student's t over the paired seeds); NaN for one seed.
       seeds: how many seeds both have.
       better, worse: shares of the clients that do better and worse than with the reference, mean over seeds, in percent.
@@ -80,7 +87,7 @@ class Difference(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What each seed took until the known clients' mean accuracy reached a target; infinity for one that never did.
+    """What each seed took until the known clients' mean score reached a target; infinity for one that never did.
 
     Attributes:
       rounds, megabytes, seconds: `[seeds]`; bytes of a client that takes part in every round, both ways.
@@ -92,13 +99,13 @@ class Reached(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A system in a comparison; accuracies in percent, `known` and `new` by seed.
+    """A system in a comparison; shares in percent, `known` and `new` by seed.
 
     Attributes:
       system: what is compared.
       known, new: mean over clients, `[seeds]`; `new` is empty without new clients.
-      worst: mean over the tenth of known clients with the lowest accuracy, `[seeds]`.
-      variance: of accuracy over known clients, `[seeds]`.
+      worst: mean over the tenth of known clients with the worst scores, `[seeds]`.
+      variance: of the score over known clients, `[seeds]`.
       against: the reference; `None` for itself and where no seed is common.
       against_new: the same for new clients.
       behind: by method, the share of known clients that do worse than with it.
@@ -116,18 +123,54 @@ class Row(NamedTuple):
     reached: Reached | None
 
 
-def finished(folders: Sequence[str | Path]) -> list[Finished]:
+class Target(NamedTuple):
+    """A score to reach.
+
+    Attributes:
+      value: in percent if the score is a share.
+      name: of the score, or "user_accuracy"; the one that is compared when not given.
+    """
+
+    value: float
+    name: str | None = None
+
+
+def target(text: str) -> Target:
+    """A target from words: a number, or `SCORE=NUMBER`.
+
+    Raises:
+      ValueError: no number, or one that is not finite.
+
+    Example:
+      >>> target("80"), target("rmse=0.9")
+      (Target(value=80.0, name=None), Target(value=0.9, name='rmse'))
+    """
+    name, _, number = text.rpartition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        raise ValueError(f"target={text!r} must be a number, or SCORE=NUMBER, e.g. 80 or rmse=0.9") from None
+    checks.finite("target", value)
+    return Target(value, name.strip() or None)
+
+
+def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list[Finished]:
     """The systems of some runs, in order.
+
+    Args:
+      folders: of the runs.
+      score: what is compared; the main score of the first study that names one when not given.
 
     Raises:
       OSError: a folder that cannot be read.
-      ValueError: a folder without a run, or without finished results.
+      ValueError: a folder without a run, or without finished results; a run without that score.
     """
     found: list[tuple[Finished, str]] = []
     for folder in map(Path, folders):
         if not (folder / "run.json").is_file():
             raise ValueError(f"{folder} holds no run (no run.json)")
         study = load(folder / "study.yaml")
+        score = study.score if score is None else score
         traffic = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("traffic", {})
         before = len(found)
         for scenario in study.scenarios:
@@ -138,6 +181,11 @@ def finished(folders: Sequence[str | Path]) -> list[Finished]:
                     found.append((_finished(study, scenario, name, path, bytes_), folder.name))
         if len(found) == before:
             raise ValueError(f"{folder} has no finished results yet")
+    found = [(one._replace(score=score), name) for one, name in found]
+    for one, name in found:
+        known = report.score_names(one.trials[0].rows[-1]["tests"][KNOWN])
+        if score is not None and score not in known:
+            raise ValueError(f"{name}: {one.title} was not measured by {score!r}, but by {', '.join(known)}")
     counts = [(one.title, one.fingerprint) for one, _ in found]
     return [
         one._replace(title=f"{one.title} ({name})") if counts.count((one.title, one.fingerprint)) > 1 else one
@@ -169,9 +217,10 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
     seeds = sorted(set(mine) & set(theirs))
     if not seeds:
         return None
-    gains = 100 * np.array([mine[seed] - theirs[seed] for seed in seeds])
-    by_seed, by_client = gains.mean(1), gains.mean(0)
-    better, worse = (100 * float(np.mean(hit)) for hit in (by_client > 0, by_client < 0))
+    changes = np.array([mine[seed] - theirs[seed] for seed in seeds])
+    by_seed, by_client = changes.mean(1), changes.mean(0)
+    gain = one.kind.gain(by_client, 0.0)
+    better, worse = (100 * float(np.mean(hit)) for hit in (gain > 0, gain < 0))
     margin = metrics.confidence_margin(by_seed)
     return Difference(float(by_seed.mean()), margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client))
 
@@ -217,11 +266,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def by_scenario(systems: Sequence[Finished], *, reference: str | None = None, target: float | None = None) -> list[list[Row]]:
+def by_scenario(systems: Sequence[Finished], *, reference: str | None = None, target: Target | None = None) -> list[list[Row]]:
     """The numbers of systems, those of one fingerprint together; arguments as in `compared`.
 
     Raises:
-      ValueError: no such reference, a target that is not finite.
+      ValueError: no such reference, a target in a score that was not measured.
     """
     if reference is not None:
         checks.one_of("reference", reference, [one.title for one in systems])
@@ -233,27 +282,25 @@ def by_scenario(systems: Sequence[Finished], *, reference: str | None = None, ta
     return groups
 
 
-def compared(systems: Sequence[Finished], *, reference: str | None = None, target: float | None = None) -> list[Row]:
+def compared(systems: Sequence[Finished], *, reference: str | None = None, target: Target | None = None) -> list[Row]:
     """The numbers of systems of one scenario.
 
     Args:
       systems: at least one, all of one fingerprint.
       reference: title of the one that the others are held against; the first when not given.
-      target: accuracy of known clients in percent.
+      target: what the known clients' mean should reach.
 
     Raises:
-      ValueError: no such reference, a target that is not finite.
+      ValueError: no such reference, a target in a score that was not measured.
     """
     titles = [one.title for one in systems]
     if reference is not None:
         checks.one_of("reference", reference, titles)
-    if target is not None:
-        checks.finite("target", target)
     first = systems[0 if reference is None else titles.index(reference)]
     held = {method: next((one for one in systems if one.method == method), None) for method in results.REFERENCES}
     rows = []
     for one in systems:
-        known = [100 * accuracy for accuracy in one.by_client(KNOWN).values()]
+        known = list(one.by_client(KNOWN).values())
         behind = {}
         for method, other in held.items():
             found = None if other is None or other is one else difference(one, other, KNOWN)
@@ -262,10 +309,10 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
         rows.append(
             Row(
                 one,
-                np.array([accuracy.mean() for accuracy in known]),
-                np.array([100 * accuracy.mean() for accuracy in one.by_client(NEW).values()]),
-                np.array([results.worst_tenth(accuracy) for accuracy in known]),
-                np.array([accuracy.var() for accuracy in known]),
+                np.array([scores.mean() for scores in known]),
+                np.array([scores.mean() for scores in one.by_client(NEW).values()]),
+                np.array([one.kind.worst_tenth(scores) for scores in known]),
+                np.array([scores.var() for scores in known]),
                 None if one is first else difference(one, first, KNOWN),
                 None if one is first else difference(one, first, NEW),
                 behind,
@@ -275,14 +322,33 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     return rows
 
 
-def reached(one: Finished, target: float) -> Reached:
-    """When the mean accuracy of known clients was first at least the target, in percent, seed by seed."""
+def reached(one: Finished, target: Target) -> Reached:
+    """When the mean score of known clients was first at least as good as the target, seed by seed.
+
+    User accuracy is known of every round; its seconds are those up to the next evaluation.
+
+    Raises:
+      ValueError: the score was not measured.
+    """
     rounds, seconds = [], []
     for trial in one.trials:
-        scores = 100 * np.array([row["tests"][KNOWN]["scores"]["accuracy_mean"] for row in trial.rows], float)
-        hits, clock = np.flatnonzero(scores >= target), np.cumsum([row["seconds"] for row in trial.rows])
-        rounds.append(float(trial.rows[hits[0]]["round"]) if hits.size else np.inf)
-        seconds.append(float(clock[hits[0]]) if hits.size else np.inf)
+        at, scores, kind = _curve(trial, target.name or one.score)
+        hits = np.flatnonzero(kind.reaches(scores, target.value))
+        clock = np.cumsum([row["seconds"] for row in trial.rows])
+        ends = np.array([row["round"] for row in trial.rows])
+        rounds.append(float(at[hits[0]]) if hits.size else np.inf)
+        seconds.append(float(clock[np.searchsorted(ends, at[hits[0]])]) if hits.size else np.inf)
     # Without the condition, a system that sends nothing would take infinity times 0.
     megabytes = [number * one.traffic / 1e6 if np.isfinite(number) else np.inf for number in rounds]
     return Reached(np.array(rounds), np.array(megabytes), np.array(seconds))
+
+
+def _curve(trial: Trial, score: str | None) -> tuple[np.ndarray, np.ndarray, report.Kind]:
+    """(rounds `[E]`, scores `[E]`, what they are)."""
+    if score == results.USER_ACCURACY:
+        values = [value for row in trial.rows for value in row["train"].get(score, ())]
+        if not values:
+            raise ValueError(f"no {score} was recorded: name it in the study, see user_accuracy")
+        return np.arange(1, len(values) + 1), 100 * np.array(values, float), report.Kind(score, True, True)
+    found = [report.main_score(row["tests"][KNOWN], score) for row in trial.rows]
+    return np.array([row["round"] for row in trial.rows]), np.array([one.mean for one in found]), found[0].kind

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_meta import checkpoint, metrics, report
 from fedjax_meta.study import page, results
-from fedjax_meta.study.compare import NAN, Difference, Row, holm
+from fedjax_meta.study.compare import NAN, Difference, Row, Target, holm
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.run import KNOWN, NEW
 
@@ -23,36 +23,49 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def tables(rows: Sequence[Row], *, target: float | None = None) -> list[Table]:
+def tables(rows: Sequence[Row], *, target: Target | None = None) -> list[Table]:
     """A comparison as tables that fit a terminal of 80 columns. Columns that would be empty are left out."""
     systems = [row.system for row in rows]
+    kind = systems[0].kind
     scores = [
         [
             row.system.title,
             str(row.system.rounds) if len({one.rounds for one in systems}) > 1 else "",
             str(len(row.known)),
-            _spread(row.known),
-            _interval(_mean(row.known), metrics.confidence_margin(row.known)),
-            _spread(row.new),
-            f"{_mean(row.known) - _mean(row.new):+.2f}" if row.new.size else "",
+            _spread(row.known, kind),
+            _interval(_mean(row.known), metrics.confidence_margin(row.known), kind),
+            _spread(row.new, kind),
+            kind.text(_mean(row.known) - _mean(row.new), sign=True) if row.new.size else "",
         ]
         for row in rows
     ]
     headings = ["system", "rounds", "seeds", "known", "95 % interval", "new", "gap"]
-    found = [Table(f"{systems[0].scenario}: accuracy, %", *_used(headings, scores))]
+    found = [Table(f"{systems[0].scenario}: {kind.label}{kind.direction}", *results.used(headings, scores))]
     over = [
-        [row.system.title, _spread(row.worst), _spread(row.variance), *(_share(row.behind, m) for m in results.REFERENCES)]
+        [
+            row.system.title,
+            _spread(row.worst, kind),
+            _spread(row.variance, kind),
+            *(_share(row.behind, m) for m in results.REFERENCES),
+        ]
         for row in rows
     ]
     headings = ["system", "worst 10 %", "variance", "behind local", "behind FedAvg"]
-    found.append(Table("Over known clients", *_used(headings, over)))
+    found.append(Table("Over known clients", *results.used(headings, over)))
     reference = next((row.system.title for row in rows if row.against is None), systems[0].title)
     found += [part for part in (_differences(rows, reference, group) for group in (KNOWN, NEW)) if part.rows]
     if target is not None:
         reaching = [
             [row.system.title, *(_reached(values) for values in row.reached)] for row in rows if row.reached is not None
         ]
-        found.append(Table(f"To reach {target:g} %", *_used(["system", "rounds", "MB", "seconds"], reaching)))
+        goal = f"{target.name.replace('_', ' ')} " if target.name else ""
+        unit = " %" if target.name == results.USER_ACCURACY or (target.name is None and kind.share) else ""
+        found.append(
+            Table(
+                f"To reach {goal}{target.value:g}{unit}",
+                *results.used(["system", "rounds", "MB", "seconds"], reaching),
+            )
+        )
     return found
 
 
@@ -60,20 +73,30 @@ def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
     pairs = [(row.system.title, row.against if group == KNOWN else row.against_new) for row in rows]
     found = [(title, one) for title, one in pairs if one is not None]
     p_seeds, p_clients = (holm([getattr(one, name) for _, one in found]) for name in ("p_seeds", "p_clients"))
+    kind = rows[0].system.kind
     lines = [
-        [title, f"{one.mean:+.2f}", _interval(one.mean, one.margin, sign=True), _p(seeds), _p(clients), f"{one.better:.0f} %"]
+        [
+            title,
+            kind.text(one.mean, sign=True),
+            _interval(one.mean, one.margin, kind, sign=True),
+            _p(seeds),
+            _p(clients),
+            f"{one.better:.0f} %",
+        ]
         for (title, one), seeds, clients in zip(found, p_seeds, p_clients, strict=True)
     ]
-    headings = ["system", "points", "95 % interval", "p (seeds)", "p (clients)", "better"]
-    return Table(f"Minus {reference}, {group} clients, same seeds", *_used(headings, lines))
+    headings = ["system", "points" if kind.share else kind.words, "95 % interval", "p (seeds)", "p (clients)", "better"]
+    return Table(f"Minus {reference}, {group} clients, same seeds", *results.used(headings, lines))
 
 
-def notes(rows: Sequence[Row], *, target: float | None = None) -> list[str]:
+def notes(rows: Sequence[Row], *, target: Target | None = None) -> list[str]:
     """What a reader must know of these tables."""
     said = []
     if any(row.known.size > 1 for row in rows):
         said.append("± is the sample standard deviation over seeds; intervals are of the mean over seeds (Student's t).")
-    said.append('"variance" is over clients, in squared points.')
+    said.append(f'"variance" is over clients, in squared {"points" if rows[0].system.kind.share else "units"}.')
+    if not rows[0].system.kind.higher_is_better:
+        said.append(f"Lower {rows[0].system.kind.words} is better: a difference below 0 is a gain.")
     if any(row.new.size for row in rows):
         said.append('"gap" is known minus new.')
     if any(row.behind for row in rows):
@@ -97,7 +120,7 @@ def notes(rows: Sequence[Row], *, target: float | None = None) -> list[str]:
     return said
 
 
-def markdown(groups: Sequence[Sequence[Row]], *, target: float | None = None) -> str:
+def markdown(groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> str:
     """The comparison as Markdown, one group of rows for each scenario."""
     text = ["# Comparison", ""]
     for rows in groups:
@@ -107,14 +130,14 @@ def markdown(groups: Sequence[Sequence[Row]], *, target: float | None = None) ->
     return "\n".join(text)
 
 
-def html(groups: Sequence[Sequence[Row]], *, target: float | None = None) -> str:
+def html(groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> str:
     """The comparison as a page with the figures of the systems, see `page`."""
     body: list[str] = []
     titles = dict.fromkeys(row.system.title for rows in groups for row in rows)
     colors = {title: number for number, title in enumerate(titles)}
     for rows in groups:
         systems = [row.system for row in rows]
-        shown = [Shown(s.title, colors[s.title], s.trials, traffic=s.traffic, alone=s.alone) for s in systems]
+        shown = [Shown(s.title, colors[s.title], s.trials, traffic=s.traffic, alone=s.alone, score=s.score) for s in systems]
         body.append(f"<h2>{page.text(rows[0].system.scenario)}</h2>")
         for table in tables(rows, target=target):
             body += [f"<h3>{page.text(table.title)}</h3>", page.table(table.headings, table.rows, colors)]
@@ -137,7 +160,7 @@ def comma_separated(groups: Sequence[Sequence[Row]]) -> str:
 WRITERS = (".md", ".csv", ".html")
 
 
-def write(path: Path, groups: Sequence[Sequence[Row]], *, target: float | None = None) -> None:
+def write(path: Path, groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> None:
     """Writes a comparison as .md, .csv or .html, by the name of the file.
 
     Raises:
@@ -161,6 +184,7 @@ def check_path(path: Path) -> None:
 def _numbers(row: Row) -> dict[str, Any]:
     one = row.system
     line: dict[str, Any] = {"scenario": one.scenario, "data": one.fingerprint, "system": one.title, "method": one.method}
+    line |= {"score": one.kind.name, "higher_is_better": one.kind.higher_is_better}
     line |= {"rounds": one.rounds, "seeds": len(row.known), "bytes_a_round": one.traffic}
     for name in ("known", "new", "worst", "variance"):
         values = getattr(row, name)
@@ -178,12 +202,6 @@ def _numbers(row: Row) -> dict[str, Any]:
     return line
 
 
-def _used(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """(headings, rows) of the columns that hold something."""
-    columns = [column for column in range(len(headings)) if any(row[column] for row in rows)]
-    return [headings[column] for column in columns], [[row[column] for column in columns] for row in rows]
-
-
 def _mean(values: np.ndarray) -> float:
     return float(np.mean(values)) if values.size else NAN
 
@@ -192,17 +210,14 @@ def _deviation(values: np.ndarray) -> float:
     return float(np.std(values, ddof=1)) if values.size > 1 and np.isfinite(values).all() else NAN
 
 
-def _spread(values: np.ndarray) -> str:
+def _spread(values: np.ndarray, kind: report.Kind) -> str:
     if not values.size:
         return ""
-    if not np.isfinite(values).all():
-        return "diverged"
-    return f"{_mean(values):.2f}" + (f" ±{_deviation(values):.2f}" if values.size > 1 else "")
+    return kind.spread(_mean(values), _deviation(values)) if np.isfinite(values).all() else "diverged"
 
 
-def _interval(mean: float, margin: float, *, sign: bool = False) -> str:
-    form = "+.2f" if sign else ".2f"
-    return "" if np.isnan(margin) else f"[{mean - margin:{form}}, {mean + margin:{form}}]"
+def _interval(mean: float, margin: float, kind: report.Kind, *, sign: bool = False) -> str:
+    return "" if np.isnan(margin) else f"[{kind.text(mean - margin, sign=sign)}, {kind.text(mean + margin, sign=sign)}]"
 
 
 def _share(behind: Mapping[str, float], method: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedjax_meta import report
 from fedjax_meta.study.run import NEW, Outcome
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import DRAW, Study
@@ -40,15 +41,15 @@ def pooled(
     return clients, list(joined.values())
 
 
-def over_orders(outcome: Outcome, clients: Clients) -> np.ndarray:
-    """Mean accuracy of the new clients of each draw of them, `[seeds, orders]`, after the last round."""
-    accuracy = np.array([trial.rows[-1]["tests"][NEW]["accuracy"] for trial in outcome.final], float)
-    return accuracy.reshape(len(outcome.final), clients.orders, -1).mean(2)
+def over_orders(outcome: Outcome, clients: Clients, score: str | None = None) -> np.ndarray:
+    """Mean score of the new clients of each draw of them after the last round, `[seeds, orders]`; shares in percent."""
+    values = np.array([report.main_score(trial.rows[-1]["tests"][NEW], score).values for trial in outcome.final])
+    return values.reshape(len(outcome.final), clients.orders, -1).mean(2)
 
 
-def remarks(outcome: Outcome, clients: Clients) -> list[str]:
+def remarks(outcome: Outcome, clients: Clients, score: str | None = None) -> list[str]:
     """What a table says of the spread over the draws of new clients: the sample deviation of their means over seeds."""
     if clients.orders == 1 or clients.new is None:
         return []
-    values = 100 * over_orders(outcome, clients).mean(0)
-    return [f"new ±{np.std(values, ddof=1):.2f} over {clients.orders} orders ({values.min():.1f} to {values.max():.1f})"]
+    values = over_orders(outcome, clients, score).mean(0)
+    return [f"new ±{np.std(values, ddof=1):.3g} over {clients.orders} orders ({values.min():.3g} to {values.max():.3g})"]

@@ -1,5 +1,6 @@
 """What a study will cost, from one round of each system that is compiled and run on one device."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ from jax.extend import core
 
 from fedjax_meta import costs, sweeps
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.data import FederatedData
+from fedjax_meta.data import FederatedData, pooled
+from fedjax_meta.study.run import passes
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.tuning import points_of
+from fedjax_meta.study.tuning import Point, points_of, shaping
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat": "jaxpr"}
@@ -59,22 +61,34 @@ def of_system(study: Study, name: str, clients: Clients) -> Estimate:
     """
     system = study.system(name)
     points = points_of(system)
-    method, federation = system.parts(clients.task, **points[0])
-    algorithm = sweeps.alone(method, federation)
-    state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
-    personal = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
+    data, share = clients.train, 1.0
+    if system.pooled:
+        share = passes(system, clients.task, data)
+        data = pooled(data)
+
+    def built(point: Point) -> Algorithm:
+        method, federation = system.parts(clients.task, **point)
+        return sweeps.alone(method, dataclasses.replace(federation, cohort_size=1) if system.pooled else federation)
+
+    algorithm = built(points[0])
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
+    personal = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // data.num_clients
     trials = len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
-    flops, seconds, compiled, room = measured_round(algorithm, clients.train)
+    # Points of other epochs or batch sizes are programs of their own, and take another time.
+    shapes = {tuple(point[key] for key in shaping(system)): point for point in reversed(points)}
+    each = [measured_round(built(point), data) for point in shapes.values()]
+    flops, seconds, compiled = (float(np.mean([one[i] for one in each])) for i in range(3))
+    room = max(one[3] for one in each)
     members = max(trials, len(study.seeds))
-    cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
+    cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, data.num_clients)))
     return Estimate(
         shared=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
         personal=personal,
-        traffic=costs.traffic(algorithm, clients.train),
+        traffic=costs.traffic(algorithm, data),
         flops=flops / cohort,
-        memory=members * _bytes(state) + room * min(members, jax.device_count()),
-        programs=3 * (2 if trials else 1),
-        rounds=(study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds),
+        memory=members * _bytes(state) + room * min(members, study.devices or jax.device_count()),
+        programs=3 * ((len(shapes) if trials else 0) + 1),
+        rounds=round(share * ((study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds))),
         round_seconds=seconds,
         compile_seconds=compiled,
     )

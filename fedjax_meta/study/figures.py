@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import checkpoint, escape
+from fedjax_meta import checkpoint, escape, report
 from fedjax_meta.report import COLORS
-from fedjax_meta.study.run import KNOWN, NEW, VALIDATION, Trial
+from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.run import KNOWN, NEW, Trial
+from fedjax_meta.study.study import Tuning
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +40,8 @@ class Shown(NamedTuple):
       tuning: the trials of its grid, if there was one.
       grid: the values that were tried, by name.
       chosen: those that were chosen.
-      metric: the score by which that was done.
+      score: name of the main score; that of `report.score_names` when not given.
+      tuned_by: how they were chosen.
       traffic: bytes that a client downloads and uploads in a round; NaN where it is not known.
       alone: the groups whose clients train by themselves with it, so that others can be held against it.
     """
@@ -49,7 +52,8 @@ class Shown(NamedTuple):
     tuning: Sequence[Trial] = ()
     grid: Mapping[str, Sequence[float]] = {}
     chosen: Mapping[str, float] = {}
-    metric: str = "accuracy_mean"
+    score: str | None = None
+    tuned_by: Tuning = Tuning()
     traffic: float = float("nan")
     alone: Sequence[str] = ()
 
@@ -91,7 +95,8 @@ def all_of(systems: Sequence[Shown]) -> list[Figure]:
 
 
 def by_round(systems: Sequence[Shown]) -> Figure:
-    """Accuracy by round of known and of new clients."""
+    """The main score by round of known and of new clients."""
+    kind = _kind(systems)
 
     def panel(group: str) -> Panel:
         def draw(axis: "Axes") -> None:
@@ -99,20 +104,23 @@ def by_round(systems: Sequence[Shown]) -> Figure:
 
             for one in systems:
                 if _tested(one, group):
-                    _curve(axis, one, np.array([row["round"] for row in one.final[0].rows]), _scores(one, group))
+                    _curve(axis, one, _rounds(one), _scores(one, group))
             axis.set_title(f"{group} clients")
             axis.set_xlabel("round")
-            axis.set_ylabel("accuracy, %")
+            axis.set_ylabel(kind.label)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
         return Panel(draw)
 
     words = "Mean over clients" + ("; the band is one standard deviation over seeds to each side." if _seeds(systems) else ".")
-    return Figure("rounds", "Accuracy by round", words, [panel(group) for group in _groups(systems)])
+    return Figure(
+        "rounds", f"{kind.words.capitalize()} by round{kind.direction}", words, [panel(group) for group in _groups(systems)]
+    )
 
 
 def by_client(systems: Sequence[Shown]) -> Figure:
-    """The distribution of accuracy over clients after the last round."""
+    """The distribution of the main score over clients after the last round."""
+    kind = _kind(systems)
 
     def panel(group: str) -> Panel:
         mine = [one for one in systems if _tested(one, group)]
@@ -120,7 +128,7 @@ def by_client(systems: Sequence[Shown]) -> Figure:
         def draw(axis: "Axes") -> None:
             jitter = np.random.default_rng(0)
             for place, one in enumerate(mine):
-                values = 100 * _last(one, group).ravel()
+                values = _last(one, group).ravel()
                 values = values[np.isfinite(values)]
                 y = place + jitter.uniform(-0.26, 0.26, values.size)
                 # Many dots are a picture, which keeps the page small.
@@ -135,7 +143,7 @@ def by_client(systems: Sequence[Shown]) -> Figure:
             axis.set_ylim(len(mine) - 0.4, -0.6)
             axis.grid(visible=False, axis="y")
             axis.set_title(f"{group} clients")
-            axis.set_xlabel("accuracy, %")
+            axis.set_xlabel(kind.label)
 
         return Panel(draw, height=1.0 + 0.42 * len(mine))
 
@@ -144,7 +152,8 @@ def by_client(systems: Sequence[Shown]) -> Figure:
 
 
 def gains(systems: Sequence[Shown]) -> Figure:
-    """Each client's accuracy minus its accuracy by local training, sorted."""
+    """By how much each client is better than by local training, sorted."""
+    kind = _kind(systems)
     alone = next((one for one in systems if one.alone), None)
     others = [one for one in systems if one is not alone]
     groups = [] if alone is None or not others else [group for group in alone.alone if _tested(alone, group)]
@@ -155,42 +164,48 @@ def gains(systems: Sequence[Shown]) -> Figure:
             base = _last(alone, group).mean(0)
             for one in others:
                 if _tested(one, group) and _last(one, group).shape[1:] == base.shape:
-                    gain = 100 * np.sort(_last(one, group).mean(0) - base)
+                    gain = np.sort(kind.gain(_last(one, group).mean(0), base))
                     share = 100 * (np.arange(len(gain)) + 0.5) / len(gain)
                     axis.plot(share, gain, **_line(one))
             axis.axhline(0, color=_TEXT, linewidth=1)
             axis.set_xlim(0, 100)
             axis.set_title(f"{group} clients")
             axis.set_xlabel("share of clients, from the greatest loss on, %")
-            axis.set_ylabel("points of accuracy")
+            axis.set_ylabel(f"gain in {kind.points}")
 
         return Panel(draw)
 
-    words = "Each client's accuracy minus that by local training, mean over seeds. Clients below the line lose."
+    own = f"Each client's {kind.words} minus that by local training"
+    own = own if kind.higher_is_better else f"Each client's {kind.words} by local training minus that with the system"
+    words = f"{own}, mean over seeds. Clients below the line lose."
     return Figure("gains", "Who gains over training alone, and who loses", words, [panel(group) for group in groups])
 
 
 def against(systems: Sequence[Shown]) -> Figure:
-    """Accuracy of known clients against bytes and against time."""
+    """The main score of known clients against bytes and against time."""
+    kind = _kind(systems)
     known = [one for one in systems if np.isfinite(one.traffic)]
 
     def by_bytes(axis: "Axes") -> None:
         for one in known:
-            rounds = np.array([row["round"] for row in one.final[0].rows])
+            rounds = _rounds(one)
             _curve(axis, one, rounds * one.traffic / 1e6, _scores(one, KNOWN))
         axis.set_xlabel("MB down and up, of a client in every round")
-        axis.set_ylabel("accuracy, %")
+        axis.set_ylabel(kind.label)
 
     def by_time(axis: "Axes") -> None:
         for one in systems:
-            seconds = np.mean([np.cumsum([row["seconds"] for row in trial.rows]) for trial in one.final], 0)
+            longest = max(len(trial.rows) for trial in one.final)
+            whole = [trial for trial in one.final if len(trial.rows) == longest]
+            seconds = np.mean([np.cumsum([row["seconds"] for row in trial.rows]) for trial in whole], 0)
             _curve(axis, one, seconds, _scores(one, KNOWN))
         axis.set_xlabel("seconds of training and testing")
-        axis.set_ylabel("accuracy, %")
+        axis.set_ylabel(kind.label)
 
     panels = [*([Panel(by_bytes)] if known else []), Panel(by_time)]
     words = "Known clients. Time is wall-clock of one run without compilation, and depends on what else the machine did."
-    return Figure("costs", "Accuracy against what travels and against time", words, panels)
+    title = f"{kind.words.capitalize()} against what travels and against time{kind.direction}"
+    return Figure("costs", title, words, panels)
 
 
 def tuning(systems: Sequence[Shown]) -> Figure:
@@ -216,11 +231,13 @@ def tuning(systems: Sequence[Shown]) -> Figure:
             axis.set_xticks(shown, [f"{value:g}" for value in shown])
             axis.minorticks_off()
             axis.set_xlabel(escape.label(name))
-            axis.set_ylabel(f"{tuned[0].metric}, %")
+            axis.set_ylabel(choice.scores(tuned[0].tuning, tuned[0].tuned_by)[0].kind.label)
 
         return Panel(draw)
 
-    words = "Best score on held-back train samples with each value of the grid; a ring marks the value that was chosen."
+    where = {"samples": "train samples", "clients": "clients", "both": "train samples and clients"}
+    held = where[tuned[0].tuned_by.validation] if tuned else ""
+    words = f"Best score on held-back {held} with each value of the grid; a ring marks the value that was chosen."
     return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names])
 
 
@@ -341,7 +358,9 @@ def _curve(axis: "Axes", one: Shown, x: np.ndarray, values: np.ndarray) -> None:
     axis.plot(x, mean, **_line(one))
     if len(values) > 1:
         spread = values.std(0, ddof=1)
-        low, high = np.clip(mean - spread, 0, 100), np.clip(mean + spread, 0, 100)
+        low, high = mean - spread, mean + spread
+        if _kind([one]).share:
+            low, high = np.clip(low, 0, 100), np.clip(high, 0, 100)
         axis.fill_between(x, low, high, color=color_of(one.color), alpha=0.16, linewidth=0)
     broken = np.flatnonzero(~np.isfinite(mean))
     if broken.size:
@@ -361,23 +380,31 @@ def _tested(one: Shown, group: str) -> bool:
     return bool(one.final) and all(group in trial.rows[-1]["tests"] for trial in one.final)
 
 
+def _kind(systems: Sequence[Shown]) -> report.Kind:
+    """What the main score is."""
+    rows = next(one.final[0].rows for one in systems if one.final)
+    return report.main_score(rows[-1]["tests"][KNOWN], systems[0].score).kind
+
+
+def _rounds(one: Shown) -> np.ndarray:
+    """The rounds of the longest run `[E]`."""
+    return np.array([row["round"] for row in max((trial.rows for trial in one.final), key=len)])
+
+
 def _scores(one: Shown, group: str) -> np.ndarray:
-    """Mean accuracy over clients in percent `[seeds, E]`; NaN once a run diverged."""
-    rows = [[row["tests"][group]["scores"]["accuracy_mean"] for row in trial.rows] for trial in one.final]
-    return 100 * np.array(rows, float)
+    """Mean of the main score over clients `[seeds, E]`; NaN once a run diverged, or was stopped because it did."""
+    rows = [[report.main_score(row["tests"][group], one.score).mean for row in trial.rows] for trial in one.final]
+    longest = max(map(len, rows))
+    return np.array([row + [np.nan] * (longest - len(row)) for row in rows], float)
 
 
 def _last(one: Shown, group: str) -> np.ndarray:
-    """Accuracy of each client at the last evaluation `[seeds, N]`."""
-    return np.array([trial.rows[-1]["tests"][group]["accuracy"] for trial in one.final], float)
+    """The main score of each client at the last evaluation `[seeds, N]`."""
+    return np.array([report.main_score(trial.rows[-1]["tests"][group], one.score).values for trial in one.final], float)
 
 
 def _best(one: Shown, name: str, value: float) -> float:
-    """The highest mean score over seeds of the points that have this value, in percent; NaN if all of them diverged."""
-    points: dict[tuple[Any, ...], list[float]] = {}
-    for trial in one.tuning:
-        if trial.numbers[name] == value:
-            score = trial.rows[-1]["tests"][VALIDATION]["scores"][one.metric]
-            points.setdefault(tuple(trial.numbers.items()), []).append(score)
-    means = np.array([np.mean(scores) for scores in points.values()])
-    return 100 * float(np.max(means[np.isfinite(means)], initial=-np.inf)) if np.isfinite(means).any() else float("nan")
+    """The best mean score over seeds of the points that have this value; NaN if all of them diverged."""
+    # Points that halving stopped count with the last score that they had.
+    trials = [t._replace(rows=[{**t.rows[-1], "round": 0}]) for t in one.tuning if t.numbers[name] == value]
+    return choice.best(trials, one.tuned_by).score

@@ -254,4 +254,7 @@ def only(tree: Tree, systems: Sequence[str]) -> Tree:
     if all(used):
         scenarios = {name: entry for name, entry in scenarios.items() if any(name in names for names in used)}
     rows = [row for row in published(tree.get("published") or ()) if row["system"] in kept and row["scenario"] in scenarios]
-    return {**tree, "systems": kept, "scenarios": scenarios, "published": rows}
+    made = {**tree, "systems": kept, "scenarios": scenarios, "published": rows}
+    if isinstance(tree.get("user_accuracy"), Mapping):
+        made["user_accuracy"] = {name: view for name, view in tree["user_accuracy"].items() if name in kept}
+    return made

@@ -1,7 +1,6 @@
 """The folder of a run: what was run and where (`run.json`), its metrics as they come, and an index over runs."""
 
 import dataclasses
-import importlib.util
 import io
 import json
 import os
@@ -68,6 +67,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
             name: {
                 system: sum(costs.traffic(_first(study.system(system), clients), clients.train))
                 for system in study.systems_on(name)
+                if not study.systems[system].pooled
             }
             for name, clients in built.items()
         },
@@ -110,7 +110,11 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
 
 def options_of(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    return {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
+    options = {key: value for key, value in dataclasses.asdict(system).items() if key not in ("grid", "title", "scenarios")}
+    if not system.pooled:
+        # Runs of older versions do not have it.
+        del options["pooled"]
+    return options
 
 
 def _first(system: System, clients: Clients) -> Algorithm:
@@ -254,43 +258,27 @@ def _line(where: Where, trial: Trial, row: Mapping[str, Json]) -> tuple[tuple[An
     return _key(where, trial.numbers, trial.seed, row["round"]), text
 
 
-def save_clients(path: Path, trials: Sequence[Trial]) -> None:
-    """The results of each client after the last round: `PATH.npz`, and `PATH.parquet` where pyarrow is installed.
+def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.ndarray]) -> None:
+    """The results of each client after the last round: `PATH.npz`, which `results.load_clients` reads.
 
-    The npz holds `seeds [S]`, and for each group of clients `GROUP_accuracy`, `GROUP_f1`, `GROUP_loss` `[S, N]` and
-    `GROUP_samples [N]`. The Parquet file has a row for each seed, group and client.
+    It holds `seeds [S]`, and for each group of clients `GROUP_SCORE [S, N]` of every score (shares in [0, 1]) and
+    `GROUP_samples [N]`.
+
+    Args:
+      path: of the file, without its ending.
+      trials: of the seeds.
+      samples: of each group, the number of samples that its clients are tested on.
     """
     arrays: dict[str, np.ndarray] = {"seeds": np.array([trial.seed for trial in trials])}
     for group in trials[0].rows[-1]["tests"]:
         tests = [trial.rows[-1]["tests"][group] for trial in trials]
-        for name in ("accuracy", "f1", "loss"):
-            arrays[f"{group}_{name}"] = np.array([test[name] for test in tests], np.float32)
-        arrays[f"{group}_samples"] = np.array(tests[0]["confusion"]).sum((1, 2)).astype(np.int64)
+        for name in report.score_names(tests[0]):
+            found = [report.main_score(test, name) for test in tests]
+            arrays[f"{group}_{name}"] = np.array([one.values / (100 if one.share else 1) for one in found], np.float32)
+        arrays[f"{group}_samples"] = np.asarray(samples[group], np.int64)
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
     disk.replace(path.with_name(f"{path.name}.npz"), [file.getbuffer()])
-    if importlib.util.find_spec("pyarrow") is not None:
-        disk.replace(path.with_name(f"{path.name}.parquet"), [_parquet(arrays)])
-
-
-def _parquet(arrays: Mapping[str, np.ndarray]) -> bytes:
-    import pyarrow
-    from pyarrow import parquet
-
-    columns: dict[str, list[np.ndarray]] = {
-        name: [] for name in ("seed", "clients", "client", "samples", "accuracy", "f1", "loss")
-    }
-    for group in [name.removesuffix("_samples") for name in arrays if name.endswith("_samples")]:
-        seeds, count = arrays["seeds"], len(arrays[f"{group}_samples"])
-        columns["seed"].append(np.repeat(seeds, count))
-        columns["clients"].append(np.full(count * len(seeds), group))
-        columns["client"].append(np.tile(np.arange(count), len(seeds)))
-        columns["samples"].append(np.tile(arrays[f"{group}_samples"], len(seeds)))
-        for name in ("accuracy", "f1", "loss"):
-            columns[name].append(arrays[f"{group}_{name}"].ravel())
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table({name: np.concatenate(parts) for name, parts in columns.items()}), file)
-    return file.getvalue()
 
 
 # An index over runs.
@@ -304,15 +292,15 @@ class Run(NamedTuple):
       title: of the study.
       started: date and time, as in `run.json`.
       state: "finished", "running" or "stopped".
-      best: for each scenario with a result, its name, the system of the highest mean accuracy over known clients, and that
-        accuracy in percent.
+      best: for each scenario with a result, its name, the system of the best main score over known clients, and that score with
+        its name.
     """
 
     folder: Path
     title: str
     started: str
     state: str
-    best: list[tuple[str, str, float]]
+    best: list[tuple[str, str, str]]
 
 
 def index(root: Path) -> list[Run]:
@@ -331,14 +319,16 @@ def _run(folder: Path) -> Run:
     content, study = read_run(folder), load(folder / "study.yaml")
     best = []
     for scenario in study.scenarios:
-        scores = []
-        for path in (folder / "results" / scenario).glob("*.final.json"):
+        names, means, kind = [], [], None
+        for path in sorted((folder / "results" / scenario).glob("*.final.json")):
             trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
-            mean = np.mean([trial["rows"][-1]["tests"][KNOWN]["scores"]["accuracy_mean"] for trial in trials])
-            if np.isfinite(mean):
-                scores.append((float(100 * mean), path.name.removesuffix(".final.json")))
-        if scores:
-            value, system = max(scores)
-            best.append((scenario, study.title_of(system) if system in study.systems else system, value))
+            found = [report.main_score(trial["rows"][-1]["tests"][KNOWN], study.score) for trial in trials]
+            means.append(float(np.mean([one.mean for one in found])))
+            names.append(path.name.removesuffix(".final.json"))
+            kind = found[0].kind
+        if kind is not None and np.isfinite(means).any():
+            place = kind.best(means)
+            title = study.title_of(names[place]) if names[place] in study.systems else names[place]
+            best.append((scenario, title, f"{kind.words} {kind.text(means[place])}{' %' if kind.share else ''}"))
     state = "finished" if content.get("finished") else "running" if disk.locked(folder) else "stopped"
     return Run(folder, study.title, content.get("started", ""), state, best)

@@ -116,12 +116,21 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             tuning=one.tuning,
             grid=study.systems[one.system].grid,
             chosen=one.chosen,
-            metric=study.tuning.metric,
-            traffic=float(sum(costs.traffic(study.system(one.system).build(clients.task, **one.chosen), clients.train))),
+            score=study.score,
+            tuned_by=study.tuned_by,
+            traffic=_traffic(study, one, clients),
             alone=results.alone(study, one.system),
         )
         for one in outcomes
     ]
+
+
+def _traffic(study: Study, outcome: Outcome, clients: Clients) -> float:
+    """Bytes of a client in a round; NaN for central training."""
+    system = study.system(outcome.system)
+    if system.pooled:
+        return float("nan")
+    return float(sum(costs.traffic(system.build(clients.task, **outcome.chosen), clients.train)))
 
 
 def document(title: str, body: Sequence[str]) -> str:
@@ -155,7 +164,7 @@ def drawn(shown: Sequence[Shown]) -> list[str]:
     names = "".join(f"<span>{_swatch(one.color)}{text(one.title)}</span>" for one in shown)
     parts = []
     for figure in figures.all_of(shown):
-        parts += [f"<h3>{figure.title}</h3>", f'<p class="muted">{figure.words}</p>']
+        parts += [f"<h3>{text(figure.title)}</h3>", f'<p class="muted">{text(figure.words)}</p>']
         parts += [f'<p class="legend">{names}</p>'] if figure.legend else []
         parts += [f'<div class="panels">{"".join(figures.svg([panel], figure.title) for panel in figure.panels)}</div>']
     return parts
@@ -167,22 +176,28 @@ def _scenario(
     new = 0 if clients.new is None else clients.new.num_clients
     part = [f"<h2>{text(scenario)}: {text(clients.title)}</h2>"]
     part += [f"<p>{clients.train.num_clients} known clients train; {new} new ones never do. {text(clients.note)}</p>"]
-    part += [table(results.HEADINGS, [results.words(line) for line in lines], _numbers(study))]
+    part += [f'<p class="muted">{text(results.heading(lines))}</p>', table(*results.table(lines), _numbers(study))]
+    others = results.other_scores(lines)
+    if others.rows:
+        part += ["<details open><summary>Other scores, mean over clients</summary>"]
+        part += [table(*others, _numbers(study)), "</details>"]
     changes = results.gains(study, outcomes)
     if changes:
-        part += ["<details><summary>Who gains and who loses, in points of accuracy, mean over seeds</summary>"]
+        kind = lines[0].kind
+        part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]
         part += [table(results.GAIN_HEADINGS, changes, _numbers(study)), "</details>"]
     return part + drawn(systems(study, clients, outcomes))
 
 
 def _summary(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequence[results.Line]]) -> list[str]:
-    """Where there are several scenarios: known clients' accuracy of every system in each of them."""
+    """Where there are several scenarios: known clients' main score of every system in each of them."""
     if len(built) < 2:
         return []
-    by_title = {scenario: {line.title: results.words(line)[1] for line in lines} for scenario, lines in found.items()}
+    by_title = {scenario: {line.title: line.kind.spread(*line.known) for line in lines} for scenario, lines in found.items()}
     titles = list(dict.fromkeys(line.title for lines in found.values() for line in lines))
     rows = [[title, *(by_title[scenario].get(title, "") for scenario in built)] for title in titles]
-    return ["<h2>Known clients in all scenarios</h2>", table(("system", *built), rows, _numbers(study))]
+    headings = ["system", *(f"{name}: {found[name][0].kind.label}{found[name][0].kind.direction}" for name in built)]
+    return ["<h2>Known clients in all scenarios</h2>", table(headings, rows, _numbers(study))]
 
 
 def _numbers(study: Study) -> dict[str, int]:

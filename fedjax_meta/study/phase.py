@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,8 +14,10 @@ import jax
 import numpy as np
 
 from fedjax_meta import checkpoint, costs, report, runtime, sweeps
+from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import State
-from fedjax_meta.simulation import Record, schedule
+from fedjax_meta.rounds import federate
+from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.folder import Metrics, save_clients
 from fedjax_meta.study.study import Tuning
@@ -52,6 +56,10 @@ class Phase(NamedTuple):
       rounds, eval_every, data, tests: what is trained, and measured.
       config: what else the results depend on.
       tuning: how trials are compared, in the phase "tuning".
+      samples: of each test, the number of samples that each client is tested on; in the phase "final".
+      shaping: names of the grid's numbers that decide what a program is, see `tuning.shaping`.
+      pooled: whether one client trains with the samples of all, so that those that are tested are strangers.
+      devices, store, on_divergence: as in `Study`.
     """
 
     scenario: str
@@ -64,11 +72,36 @@ class Phase(NamedTuple):
     tests: Mapping[str, MemberEvaluator]
     config: Mapping[str, Json]
     tuning: Tuning | None = None
+    samples: Mapping[str, np.ndarray] = {}
+    shaping: tuple[str, ...] = ()
+    pooled: bool = False
+    devices: int | None = None
+    store: str = "device"
+    on_divergence: str = "continue"
 
     @property
-    def halves(self) -> bool:
+    def prunes(self) -> bool:
         """Whether members may be stopped early."""
-        return self.tuning is not None and self.tuning.halving is not None
+        return self.stops or (self.tuning is not None and self.tuning.halving is not None)
+
+    @property
+    def stops(self) -> bool:
+        """Whether members are stopped that have diverged."""
+        return self.on_divergence == "stop"
+
+    def shape(self, member: Member) -> dict[str, float]:
+        """The numbers of a member that decide what its program is."""
+        return {name: value for name, value in member.numbers.items() if name in self.shaping}
+
+    def traced(self, members: Sequence[Member]) -> tuple[Callable[..., Any], list[Member]]:
+        """(the algorithm as a function of the numbers that are traced, the members with these numbers alone).
+
+        Args:
+          members: all of one shape.
+        """
+        rest = [{name: value for name, value in one.numbers.items() if name not in self.shaping} for one in members]
+        bare = [Member(numbers, one.seed) for numbers, one in zip(rest, members, strict=True)]
+        return (partial(self.build, **self.shape(members[0])) if self.shaping else self.build), bare
 
 
 class Desk(NamedTuple):
@@ -110,6 +143,9 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
     if phase.name == "final":
         desk.metrics.keep_numbers(_where(phase), members[0].numbers)
     desk.metrics.align(_where(phase), known)
+    if left and any(phase.shape(member) != phase.shape(left[0]) for member in left):
+        # Programs of other shapes are compiled while the first one trains.
+        desk.ahead.start(phase, left)
     for some in waves(phase, left):
         trained = _train(phase, some, desk)
         finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
@@ -118,7 +154,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
-        save_clients(path.with_name(f"{phase.system}.clients"), found)
+        save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples)
     return found
 
 
@@ -128,10 +164,23 @@ def results_path(phase: Phase, folder: Path) -> Path:
 
 
 def waves(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
-    """The members in groups whose states fit into a quarter of the free memory; a point's seeds stay together where they fit."""
-    if not members:
-        return []
-    one = costs.size_in_bytes(sweeps.state_shapes(phase.build, members[:1], phase.data))
+    """The members in groups of one program whose states fit into a quarter of the free memory.
+
+    A point's seeds stay together where they fit; with a store, each member is by itself.
+    """
+    if phase.store != "device":
+        return [[member] for member in members]
+    shapes = list({tuple(phase.shape(member).items()): None for member in members})
+    return [
+        wave
+        for shape in shapes
+        for wave in _in_memory(phase, [member for member in members if tuple(phase.shape(member).items()) == shape])
+    ]
+
+
+def _in_memory(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
+    build, bare = phase.traced(members[:1])
+    one = costs.size_in_bytes(sweeps.state_shapes(build, bare, phase.data))
     most = runtime.free_host_bytes() // 4 // max(one, 1) if runtime.on_cpu() else len(members)
     seeds = sum(member.numbers == members[0].numbers for member in members)
     most = max(1, min(len(members), most // seeds * seeds if most >= seeds else most))
@@ -140,16 +189,19 @@ def waves(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
 
 def programs(phase: Phase, members: Sequence[Member]) -> sweeps.Programs:
     """The programs of a wave, not compiled yet."""
-    return sweeps.Programs(phase.build, members, phase.data, evaluators=phase.tests, prunes=phase.halves)
+    build, bare = phase.traced(members)
+    tests, devices = phase.tests, phase.devices
+    return sweeps.Programs(build, bare, phase.data, evaluators=tests, devices=devices, prunes=phase.prunes)
 
 
 _SETTINGS = ("enable_x64", "numpy_rank_promotion", "numpy_dtype_promotion", "default_matmul_precision", "default_prng_impl")
 """Settings of JAX that a thread may have of its own, and that a program depends on."""
 
 
-def saved_shapes(build: sweeps.Build, members: Sequence[sweeps.Member], data: Any) -> _Saved:
+def saved_shapes(phase: Phase, members: Sequence[Member]) -> _Saved:
     """The shapes of a checkpoint of a sweep."""
-    return _Saved(sweeps.state_shapes(build, members, data), jax.ShapeDtypeStruct((), np.int32))
+    build, bare = phase.traced(members)
+    return _Saved(sweeps.state_shapes(build, bare, phase.data), jax.ShapeDtypeStruct((), np.int32))
 
 
 class Ahead:
@@ -162,38 +214,42 @@ class Ahead:
     def __init__(self) -> None:
         self.depth = max(1, min(4, runtime.cores()))
         self._pool = concurrent.futures.ThreadPoolExecutor(self.depth, "compile")
-        self._found: dict[tuple[str, str, str, int], concurrent.futures.Future[sweeps.Programs]] = {}
+        self._found: dict[tuple[Any, ...], concurrent.futures.Future[sweeps.Programs]] = {}
 
     def start(self, phase: Phase, members: Sequence[Member]) -> None:
-        """Begins to compile what the first wave of a phase needs; a second call for it does nothing."""
-        some = waves(phase, members)
-        if not some or _key(phase, some[0]) in self._found:
+        """Begins to compile what the first wave of each shape of a phase needs; a second call for it does nothing."""
+        if phase.store != "device":
             return
+        first = {_key(phase, wave): wave for wave in reversed(waves(phase, members))}
+        for key, wave in reversed(first.items()):
+            if key not in self._found:
+                self._begin(key, phase, wave)
 
+    def _begin(self, key: tuple[Any, ...], phase: Phase, members: Sequence[Member]) -> None:
         settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
 
         def compile_it() -> sweeps.Programs:
             with contextlib.ExitStack() as stack:
                 for name, value in settings.items():
                     stack.enter_context(getattr(jax, name)(value))
-                made = programs(phase, some[0])
+                made = programs(phase, members)
                 made.compile()
             return made
 
-        self._found[_key(phase, some[0])] = self._pool.submit(compile_it)
+        self._found[key] = self._pool.submit(compile_it)
 
     def take(self, phase: Phase, members: Sequence[Member]) -> sweeps.Programs:
         """The programs of a wave; those begun beforehand are waited for, and forgotten here."""
         begun = self._found.pop(_key(phase, members), None)
-        return programs(phase, members) if begun is None else begun.result().of(members)
+        return programs(phase, members) if begun is None else begun.result().of(phase.traced(members)[1])
 
     def close(self) -> None:
         """Drops what has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _key(phase: Phase, members: Sequence[Member]) -> tuple[str, str, str, int]:
-    return phase.scenario, phase.system, phase.name, len(members)
+def _key(phase: Phase, members: Sequence[Member]) -> tuple[Any, ...]:
+    return phase.scenario, phase.system, phase.name, len(members), *phase.shape(members[0]).items()
 
 
 def _train(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
@@ -203,11 +259,22 @@ def _train(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
     wave = _Wave(phase, members, desk)
     done = wave.restore()
     desk.watcher.begin(phase.scenario, phase.system, phase.name, len(members), phase.rounds, done)
-    if done == phase.rounds:
+    if done == phase.rounds or wave.over:
         return wave.trials
-    state, records = sweeps.sweep(
-        phase.build,
-        members,
+    state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, desk)
+    reached = int(np.asarray(state.round).max())
+    if reached < phase.rounds and not wave.over:
+        wave.save_part(state, reached, records)
+        raise Stopped(f"{phase.scenario}, {phase.system}, {phase.name}: round {reached} of {phase.rounds}")
+    return wave.trials
+
+
+def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
+    """Trains the members as one program."""
+    build, bare = phase.traced(members)
+    return sweeps.sweep(
+        build,
+        bare,
         phase.data,
         rounds=phase.rounds,
         eval_every=wave.evaluated,
@@ -216,15 +283,47 @@ def _train(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         active=wave.active,
         on_record=wave.record,
         on_progress=desk.watcher.progress,
-        should_stop=desk.should_stop,
-        prune=wave.prune if phase.halves else None,
+        should_stop=lambda: wave.over or desk.should_stop(),
+        prune=wave.prune if phase.prunes else None,
         programs=desk.ahead.take(phase, members),
     )
-    reached = int(np.asarray(state.round).max())
-    if reached < phase.rounds:
-        wave.save_part(state, reached, records)
-        raise Stopped(f"{phase.scenario}, {phase.system}, {phase.name}: round {reached} of {phase.rounds}")
-    return wave.trials
+
+
+def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
+    """Trains one member, with what its clients keep on the host; states are `[1, ...]`, as those of a sweep of one."""
+    (member,) = members
+    method, federation = phase.build(**member.numbers)
+    algorithm = federate(method, dataclasses.replace(federation, devices=phase.devices))
+    place = stores.MEMORY if phase.store == "host" else desk.folder / "store"
+
+    def lifted(state: State) -> State:
+        return jax.tree.map(lambda leaf: leaf[None], state)
+
+    def on_record(state: State, record: Record) -> None:
+        if phase.stops:
+            wave.prune(record.round, [record])
+        wave.record(lifted(state), record.round, [record])
+
+    known = () if phase.pooled else (choice.KNOWN, choice.VALIDATION)
+    tests = {
+        name: Evaluator(partial(test.measure, algorithm), test.data, known=name in known) for name, test in phase.tests.items()
+    }
+    state, records = simulate(
+        algorithm,
+        phase.data,
+        key=jax.random.key(member.seed),
+        rounds=phase.rounds,
+        eval_every=phase.eval_every,
+        evaluators=tests,
+        state=None if wave.state is None else jax.tree.map(lambda leaf: leaf[0], wave.state),
+        store=place,
+        on_record=on_record,
+        on_progress=lambda done, metrics: desk.watcher.progress(
+            done, {name: values[None] for name, values in metrics.items()}
+        ),
+        should_stop=lambda: wave.over or desk.should_stop(),
+    )
+    return lifted(state), [records]
 
 
 class _Wave:
@@ -236,6 +335,7 @@ class _Wave:
       active: which members were not stopped by halving.
       evaluated: the rounds after which to evaluate.
       state: where to go on.
+      over: whether all members were stopped because they diverged.
     """
 
     def __init__(self, phase: Phase, members: Sequence[Member], desk: Desk) -> None:
@@ -251,15 +351,17 @@ class _Wave:
         self.parts: list[dict[str, Json] | None] = [None] * len(members)
         self.active = [True] * len(members)
         self.state: State | None = None
+        self.over = False
 
     def restore(self) -> int:
         """Reads the newest checkpoint; the rounds that are finished."""
-        shapes = saved_shapes(self._phase.build, self._members, self._phase.data)
+        shapes = saved_shapes(self._phase, self._members)
         saved = checkpoint.restore(self._folder, shapes, self._config)
         if saved is not None:
             known = report.numbers_again(saved.records)
             self.trials = [Trial(**one) for one in known["trials"]]
             self.parts, self.active, self.state = known["parts"], known["active"], saved.state.members
+            self.over = self._phase.stops and self._all_diverged()
         done = 0 if saved is None else saved.round
         if done > self._phase.rounds or (done == self._phase.rounds and any(self.parts)):
             raise ValueError(
@@ -270,12 +372,21 @@ class _Wave:
         return done
 
     def prune(self, done: int, records: Sequence[Record | None]) -> list[bool]:
-        """Which members go on after round `done`."""
-        if done in self._rungs and self._phase.tuning is not None:
+        """Which members go on after round `done`; the last ones that diverge are left to end the wave, see `over`."""
+        if self._phase.stops:
+            rows = [None if one is None else self._row(i, one) for i, one in enumerate(records)]
+            fine = [row is not None and self._diverged(i, row) is None for i, row in enumerate(rows)]
+            self.over = not any(here and good for here, good in zip(self.active, fine, strict=True))
+            if self.over:
+                return self.active
+            self.active = [here and good for here, good in zip(self.active, fine, strict=True)]
+        if done in self._rungs and self._phase.tuning is not None and self._phase.tuning.halving is not None:
             rows = [{} if record is None else report.compact(record) for record in records]
-            values = [choice.score(row, self._phase.tuning) if row else -1.0 for row in rows]
+            found = [choice.score(row, self._phase.tuning) if row else None for row in rows]
+            kind = next(one[1] for one in found if one is not None)
             points = [None if record is None else dict(m.numbers) for m, record in zip(self._members, records, strict=True)]
-            self.active = choice.goes_on(points, values, self._rungs[done])
+            values = [float("nan") if one is None else one[0] for one in found]
+            self.active = choice.goes_on(points, values, self._rungs[done], kind)
         return self.active
 
     def record(self, state: State, done: int, records: Sequence[Record | None]) -> None:
@@ -284,15 +395,23 @@ class _Wave:
         for i, record in enumerate(records):
             if record is None:
                 continue
-            row = report.joined(self.parts[i], report.compact(record))
+            row = self._row(i, record)
             rows = [*map(report.without_confusion, self.trials[i].rows), row]
-            diverged = report.diverged(rows, next(iter(self._phase.tests)))
-            self.trials[i] = self.trials[i]._replace(rows=rows, diverged=diverged)
+            self.trials[i] = self.trials[i]._replace(rows=rows, diverged=self._diverged(i, row))
             self.parts[i] = None
             lines.append((self.trials[i], row))
         self._save(state, done)
         self._desk.metrics.append(_where(self._phase), lines)
         self._desk.watcher.record(done, [record for record in records if record is not None])
+
+    def _row(self, i: int, record: Record) -> dict[str, Json]:
+        return report.joined(self.parts[i], report.compact(record))
+
+    def _diverged(self, i: int, row: dict[str, Json]) -> int | None:
+        return report.diverged([*self.trials[i].rows, row], next(iter(self._phase.tests)))
+
+    def _all_diverged(self) -> bool:
+        return all(trial.diverged is not None for trial, here in zip(self.trials, self.active, strict=True) if here)
 
     def save_part(self, state: State, done: int, records: Sequence[Sequence[Record]]) -> None:
         """Saves what the members have reached between two evaluations."""

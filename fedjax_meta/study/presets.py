@@ -26,7 +26,8 @@ class Preset(NamedTuple):
       method: name in `METHODS`.
       options: of the method, as the study gave them.
       chosen: the values that were found.
-      score: by which they were chosen, mean over the tuning's seeds, in percent.
+      score: by which they were chosen, mean over the tuning's seeds, in percent if it is a share.
+      metric: what that score is, with its unit.
       facts: all else that the file says: scenario, federation, tuning, study, command, commit, versions.
     """
 
@@ -35,11 +36,13 @@ class Preset(NamedTuple):
     options: Mapping[str, Json]
     chosen: Mapping[str, float]
     score: float
+    metric: str
     facts: Mapping[str, Json]
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value:g}" for name, value in self.chosen.items())
-        return f"{self.method}: {values}; {self.score:.1f} %"
+        metric, percent, _ = self.metric.partition(", %")
+        return f"{self.method}: {values}; {metric} {self.score:.4g}{' %' if percent else ''}"
 
 
 def find(name: str) -> Preset:
@@ -83,6 +86,7 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
                 one["options"],
                 one["chosen"],
                 one["score"],
+                one.get("metric", "accuracy, %"),
                 {**shared, "federation": one["federation"], "at the end of its grid": one["at the end of its grid"]},
             )
             for name, one in tree["systems"].items()

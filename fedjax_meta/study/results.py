@@ -8,42 +8,52 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, escape, privacy, report
-from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.study import draws, tuning
-from fedjax_meta.study.run import KNOWN, NEW, Outcome, baselines
-from fedjax_meta.study.scenario import Clients
+from fedjax_meta import costs, escape, report
+from fedjax_meta.study import baselines, draws, promise, tuning
+from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
+from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 
 if TYPE_CHECKING:
     import pandas
 
 
+Spread = tuple[float, float]
+"""A mean over seeds and its sample standard deviation, NaN for one seed."""
+
+
 class Line(NamedTuple):
-    """A row of a scenario's table; accuracies in percent, each with its sample standard deviation over seeds (NaN for one seed).
+    """A row of a scenario's table; scores each with their sample standard deviation over seeds (NaN for one seed).
 
     Attributes:
       title: of the system.
+      kind: what the main score is; shares are in percent.
       numbers: the chosen hyper-parameters, in words.
       known: mean over known clients.
-      worst: mean over the tenth of known clients with the lowest accuracy.
+      worst: mean over the tenth of known clients with the worst scores.
       behind: share of the known clients that do worse than by local training alone, in percent; NaN without such a row.
       new: mean over new clients; NaN if there are none.
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
       remark: "diverged at round R", "best at the end of its grid", or nothing.
+      others: the other scores, means over known and over new clients, by "NAME" and "NAME, new"; shares in percent.
     """
 
     title: str
+    kind: report.Kind
     numbers: str
-    known: tuple[float, float]
-    worst: tuple[float, float]
+    known: Spread
+    worst: Spread
     behind: float
-    new: tuple[float, float]
+    new: Spread
     up: float
     seconds: float
     remark: str
+    others: Mapping[str, tuple[report.Kind, Spread]] = {}
 
+
+USER_ACCURACY = "user_accuracy"
+"""The metric of a round that `Study.user_accuracy` records."""
 
 LOCAL = "local_only"
 """The method that the others are held against, where a study has it."""
@@ -58,44 +68,95 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     """The table of a scenario: its systems in the order of the study, and what takes no training."""
     mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
     local = next((one for one in mine if study.systems[one.system].method == LOCAL), None)
-    base = None if local is None else _by_client(local, KNOWN)
+    base = None if local is None else by_client(local.final, KNOWN, study.score).values
     table = [_line(study, outcome, clients, base) for outcome in mine]
-    for title, groups in baselines(clients, study.seeds[0]).items():
-        values = {group: 100 * float(np.mean(accuracy)) for group, accuracy in groups.items()}
-        worst = 100 * worst_tenth(groups[KNOWN])
-        nan = float("nan")
-        table.append(
-            Line(title, "", (values[KNOWN], nan), (worst, nan), nan, (values.get(NEW, nan), nan), nan, 0.0, "no training")
-        )
+    asked = TESTED_ON[study.scenario(scenario).adapt_on]
+    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked).items():
+        known, nan = report.main_score(groups[KNOWN], study.score), float("nan")
+        new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
+        worst = (known.kind.worst_tenth(known.values), nan)
+        others = _others(study, {group: [test] for group, test in groups.items()})
+        table.append(Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, "no training", others))
     return table
 
 
 def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None) -> Line:
-    known = _by_client(outcome, KNOWN)
+    known = by_client(outcome.final, KNOWN, study.score)
     system = study.system(outcome.system)
     algorithm = system.build(clients.task, **outcome.chosen)
     itself = system.method == LOCAL
-    behind = float("nan") if base is None or itself else 100 * float(np.mean(known.mean(0) < base.mean(0)))
+    behind = float("nan")
+    if base is not None and not itself:
+        behind = 100 * float(np.mean(known.kind.gain(known.values.mean(0), base.mean(0)) < 0))
+    remarks = [*_remarks(study, outcome, clients), *promise.words(study, algorithm, clients.train.num_clients)]
+    return Line(
+        title=study.title_of(outcome.system),
+        kind=known.kind,
+        numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
+        known=_over_seeds(known.values.mean(1)),
+        worst=_over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
+        behind=behind,
+        new=_over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if clients.new is not None else NOTHING,
+        up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
+        seconds=outcome.seconds[0],
+        remark="; ".join(remarks),
+        others=_others(study, _last_tests(outcome.final), outcome.final),
+    )
+
+
+def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
+    system = study.system(outcome.system)
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
     remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
-    if itself and clients.new is not None and NEW not in alone(study, outcome.system):
+    if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
+    if system.pooled:
+        remarks.append("central training on all clients' samples")
     if not system.grid:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
-    remarks += draws.remarks(outcome, clients)
-    remarks += _privacy(algorithm, study.rounds, clients.train.num_clients)
-    return Line(
-        title=study.title_of(outcome.system),
-        numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
-        known=_over_seeds(100 * known.mean(1)),
-        worst=_over_seeds(100 * np.array([worst_tenth(run) for run in known])),
-        behind=behind,
-        new=_over_seeds(100 * _by_client(outcome, NEW).mean(1)) if clients.new is not None else NOTHING,
-        up=float(costs.traffic(algorithm, clients.train).up),
-        seconds=outcome.seconds[0],
-        remark="; ".join(remarks),
-    )
+    return remarks + draws.remarks(outcome, clients, study.score)
+
+
+class ByClient(NamedTuple):
+    """A score of each client after the last round.
+
+    Attributes:
+      kind: what it is.
+      values: `[seeds, N]`, in percent if it is a share.
+    """
+
+    kind: report.Kind
+    values: np.ndarray
+
+
+def by_client(trials: Sequence[Trial], group: str, score: str | None) -> ByClient:
+    """A score of each client of a group, see `report.main_score`."""
+    found = [report.main_score(trial.rows[-1]["tests"][group], score) for trial in trials]
+    return ByClient(found[0].kind, np.array([one.values for one in found]))
+
+
+def _last_tests(trials: Sequence[Trial]) -> dict[str, list[Mapping[str, Any]]]:
+    """The last test of each trial, by group."""
+    return {group: [trial.rows[-1]["tests"][group] for trial in trials] for group in trials[0].rows[-1]["tests"]}
+
+
+def _others(
+    study: Study, tests: Mapping[str, Sequence[Mapping[str, Any]]], trials: Sequence[Trial] = ()
+) -> dict[str, tuple[report.Kind, Spread]]:
+    """The metrics beside the main one, and user accuracy after the last round where it was recorded."""
+    found = {}
+    for group, of_seeds in tests.items():
+        main = report.main_score(of_seeds[0], study.score).name
+        for name in of_seeds[0].get("metrics", {}):
+            if name != main:
+                some = [report.main_score(test, name) for test in of_seeds]
+                label = name if group == KNOWN else f"{name}, {group}"
+                found[label] = some[0].kind, _over_seeds(np.array([one.mean for one in some]))
+    if trials and USER_ACCURACY in trials[0].rows[-1]["train"]:
+        last = [trial.rows[-1]["train"][USER_ACCURACY][-1] for trial in trials]
+        found[USER_ACCURACY] = report.Kind(USER_ACCURACY, True, True), _over_seeds(100 * np.array(last, float))
+    return found
 
 
 def alone(study: Study, system: str) -> tuple[str, ...]:
@@ -107,34 +168,59 @@ def alone(study: Study, system: str) -> tuple[str, ...]:
     return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
 
 
-def _privacy(algorithm: Algorithm, rounds: int, num_clients: int) -> list[str]:
-    """What the clients of a system with noise are promised, at delta = N^-1.1."""
-    if not any(step["name"] == "noise" for step in algorithm.config["federation"]["uploads"]):
-        return []
-    try:
-        found = privacy.spent(algorithm.config, rounds, num_clients, num_clients**-1.1)
-    except ImportError as error:
-        return [f"epsilon unknown: {error}"]
-    return [] if found is None else [f"epsilon {found.epsilon:.3g}, delta {found.delta:.2g}"]
+class Table(NamedTuple):
+    """Headings and rows of text."""
+
+    headings: list[str]
+    rows: list[list[str]]
+
+    def only(self, columns: Sequence[str]) -> "Table":
+        """Some of the columns, those that it has."""
+        kept = [self.headings.index(name) for name in columns if name in self.headings]
+        return Table([self.headings[c] for c in kept], [[row[c] for c in kept] for row in self.rows])
 
 
-HEADINGS = ("system", "known", "worst 10 %", "new", "behind local", "upload", "chosen", "remark")
-SCORES = (0, 1, 2, 3, 4)
-"""The columns of the table of scores; the others say how a system was run, in a table of their own on a terminal."""
+SCORES = ("system", "known", "worst 10 %", "new", "behind local")
+"""The columns of scores; the others say how a system was run, in a table of their own on a terminal."""
+
+HOW = ("system", "upload", "chosen", "remark")
 
 
-def words(line: Line) -> list[str]:
-    """A line as text, in the order of `HEADINGS`."""
-    return [
-        line.title,
-        _spread(line.known),
-        _spread(line.worst),
-        _spread(line.new),
-        "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
-        "" if np.isnan(line.up) else f"{line.up / 1e3:.4g} kB",
-        line.numbers,
-        line.remark,
+def table(lines: Sequence[Line]) -> Table:
+    """Lines as text; columns that would be empty are left out."""
+    rows = [
+        [
+            line.title,
+            line.kind.spread(*line.known),
+            line.kind.spread(*line.worst),
+            line.kind.spread(*line.new),
+            "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
+            "" if np.isnan(line.up) else f"{line.up / 1e3:.4g} kB",
+            line.numbers,
+            line.remark,
+        ]
+        for line in lines
     ]
+    return used([*SCORES, *HOW[1:]], rows)
+
+
+def other_scores(lines: Sequence[Line]) -> Table:
+    """The other scores of each system, in columns; no rows if there are none."""
+    names = list(dict.fromkeys(name for line in lines for name in line.others))
+    kinds = {name: kind for line in lines for name, (kind, _) in line.others.items()}
+    headings = [f"{name.replace('_', ' ')}{', %' if kinds[name].share else ''}{kinds[name].direction}" for name in names]
+    rows = [
+        [line.title, *(kinds[name].spread(*line.others[name][1]) if name in line.others else "" for name in names)]
+        for line in lines
+        if line.others
+    ]
+    return Table(["system", *headings], rows)
+
+
+def used(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The columns that hold something."""
+    columns = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    return Table([headings[column] for column in columns], [[row[column] for column in columns] for row in rows])
 
 
 def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]) -> dict[str, list[Line]]:
@@ -161,14 +247,16 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
             for group in alone(study, reference.system) if method == LOCAL else (KNOWN, NEW):
                 if any(group not in trial.rows[-1]["tests"] for other in (one, reference) for trial in other.final):
                     continue
-                gain = 100 * (_by_client(one, group).mean(0) - _by_client(reference, group).mean(0))
+                mine, base = (by_client(other.final, group, study.score) for other in (one, reference))
+                gain = mine.kind.gain(mine.values.mean(0), base.values.mean(0))
                 if not np.isfinite(gain).all():
                     continue
                 least, most = int(gain.argmin()), int(gain.argmax())
-                ends = [f"{gain[i]:+.1f} (client {i})" for i in (least, most)]
+                digits = "+.1f" if mine.kind.share else "+.3g"
+                ends = [f"{gain[i]:{digits}} (client {i})" for i in (least, most)]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
                 titles = study.title_of(one.system), study.title_of(reference.system)
-                rows.append([*titles, group, share, f"{np.median(gain):+.1f}", *ends])
+                rows.append([*titles, group, share, f"{np.median(gain):{digits}}", *ends])
     return rows
 
 
@@ -180,14 +268,25 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
     rows = []
     for row in study.published:
         found = [one for one in outcomes if (one.system, one.scenario) == (row.system, row.scenario)]
-        tests = [trial.rows[-1]["tests"].get(row.clients, {}).get("scores", {}) for one in found for trial in one.final]
-        values = 100 * np.array([scores.get(row.score, np.nan) for scores in tests], float)
+        tests = [trial.rows[-1]["tests"].get(row.clients, {}) for one in found for trial in one.final]
+        kind = _kind_of(row.score, tests)
+        values = np.array([test.get("scores", {}).get(row.score, np.nan) for test in tests], float) * (
+            100 if kind.share else 1
+        )
         measured = difference = "not run"
         if values.size:
-            measured, difference = _spread(_over_seeds(values)) or "diverged", f"{values.mean() - row.value:+.2f}"
-        told = [f"{row.value:.2f}", measured, difference if np.isfinite(values).all() else "", row.note]
+            measured = kind.spread(*_over_seeds(values)) or "diverged"
+            difference = kind.text(values.mean() - row.value, sign=True)
+        told = [kind.text(row.value), measured, difference if np.isfinite(values).all() else "", row.note]
         rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])
     return rows
+
+
+def _kind_of(score: str, tests: Sequence[Mapping[str, Any]]) -> report.Kind:
+    """What a name of `metrics.summary` is; a share where no test says it."""
+    base = score.removesuffix("_mean").removesuffix("_std").removeprefix("raw_")
+    known = [test for test in tests if test and base in report.score_names(test)]
+    return report.main_score(known[0], base).kind if known else report.Kind(score, True, base != "loss")
 
 
 def markdown(
@@ -210,12 +309,15 @@ def markdown(
     found = tables(study, built, outcomes) if found is None else found
     text = [f"# {escape.markdown(study.title)}", "", explanation(study), ""]
     for scenario, clients in built.items():
-        table = [words(line) for line in found[scenario]]
-        text += [f"## {scenario}: {escape.markdown(clients.title)}", "", report.markdown_table(HEADINGS, table), ""]
+        text += [f"## {scenario}: {escape.markdown(clients.title)}", "", heading(found[scenario]), ""]
+        text += [report.markdown_table(*table(found[scenario])), ""]
+        others = other_scores(found[scenario])
+        if others.rows:
+            text += ["Other scores, mean over clients:", "", report.markdown_table(*others), ""]
         text += [clients.note, ""] if clients.note else []
         changes = gains(study, [one for one in outcomes if one.scenario == scenario])
         if changes:
-            text += ["Points of accuracy, mean over seeds:", ""]
+            text += [f"{gains_words(found[scenario][0].kind)}:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
     if study.published:
         rows = published(study, outcomes)
@@ -229,17 +331,16 @@ def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequen
     """The scores of each scenario as a LaTeX table; it needs the package booktabs."""
     parts = [r"% \usepackage{booktabs}"]
     for scenario, clients in built.items():
-        table = [[words(line)[column] for column in SCORES] for line in found[scenario]]
-        used = [column for column in range(len(SCORES)) if column == 0 or any(row[column] for row in table)]
-        lines = [[escape.latex(cell) for cell in row] for row in ([HEADINGS[SCORES[c]] for c in used], *_of(table, used))]
+        shown = table(found[scenario]).only(SCORES)
+        lines = [[escape.latex(cell) for cell in row] for row in (shown.headings, *shown.rows)]
         rows = [" & ".join(row) + r" \\" for row in lines]
-        caption = f"{study.title}: {clients.title}. {explanation(study)}"
+        caption = f"{study.title}: {clients.title}. {heading(found[scenario])} {explanation(study)}"
         parts += [
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{escape.latex(caption)}}}",
             rf"\label{{tab:{re.sub('[^A-Za-z0-9]+', '-', scenario)}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(used) - 1)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(shown.headings) - 1)}}}",
             r"\toprule",
             rows[0],
             r"\midrule",
@@ -251,13 +352,25 @@ def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequen
     return "\n".join(parts) + "\n"
 
 
-def _of(table: Sequence[Sequence[str]], columns: Sequence[int]) -> list[list[str]]:
-    return [[row[column] for column in columns] for row in table]
+def heading(found: Sequence[Line]) -> str:
+    """What the scores of a scenario's table are.
+
+    Example:
+      >>> heading([Line("", report.Kind("rmse", False, False), "", NOTHING, NOTHING, 0.0, NOTHING, 0.0, 0.0, "")])
+      'Rmse (lower is better), mean over clients.'
+    """
+    kind = found[0].kind
+    return f"{kind.words.capitalize()}{' in percent' if kind.share else ''}{kind.direction}, mean over clients."
+
+
+def gains_words(kind: report.Kind) -> str:
+    """What the numbers of `gains` are."""
+    return f"Gain in {kind.points}{'' if kind.higher_is_better else ' (how much lower)'}, mean over seeds"
 
 
 def explanation(study: Study) -> str:
     """What the numbers of a table mean; the one place that says what ± is."""
-    text = f"Accuracy in percent after round {study.rounds}, mean over clients"
+    text = f"After round {study.rounds}"
     text += f"; ± is the sample standard deviation over {len(study.seeds)} seeds." if len(study.seeds) > 1 else " (one seed)."
     text += f" {tuning.words(study)}".rstrip()
     if any(system.method == LOCAL for system in study.systems.values()):
@@ -288,26 +401,41 @@ def load(folder: str | Path) -> "pandas.DataFrame":
             row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round", "seconds")}
             key = (*row.values(), tuple(numbers.items()), group)
             found[key] = {**row, **numbers, "clients": group, **test["scores"]}
+            if group == KNOWN and USER_ACCURACY in line["train"]:
+                found[key][USER_ACCURACY] = line["train"][USER_ACCURACY][-1]
     return pandas.DataFrame(list(found.values()))
 
 
-def _by_client(outcome: Outcome, group: str) -> np.ndarray:
-    """Accuracy `[seeds, N]` after the last round."""
-    return np.array([trial.rows[-1]["tests"][group]["accuracy"] for trial in outcome.final], float)
+def load_clients(folder: str | Path) -> "pandas.DataFrame":
+    """Every client of a run after the last round: one row for each scenario, system, seed, group and client.
+
+    Raises:
+      OSError: the folder holds no finished results.
+    """
+    import pandas
+
+    frames = []
+    for path in sorted((Path(folder) / "results").glob("*/*.clients.npz")):
+        with np.load(path) as arrays:
+            seeds = arrays["seeds"]
+            for group in [name.removesuffix("_samples") for name in arrays.files if name.endswith("_samples")]:
+                samples = arrays[f"{group}_samples"]
+                scores = {
+                    name.removeprefix(f"{group}_"): arrays[name] for name in arrays.files if name.startswith(f"{group}_")
+                }
+                facts = {"scenario": path.parent.name, "system": path.name.removesuffix(".clients.npz")}
+                rows = {
+                    "seed": np.repeat(seeds, len(samples)),
+                    "clients": group,
+                    "client": np.tile(np.arange(len(samples)), len(seeds)),
+                    "samples": np.tile(samples, len(seeds)),
+                }
+                flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}
+                frames.append(pandas.DataFrame({**rows, **flat}).assign(**facts))
+    if not frames:
+        raise FileNotFoundError(f"{folder} has no finished results")
+    return pandas.concat(frames, ignore_index=True)
 
 
-def worst_tenth(accuracy: np.ndarray) -> float:
-    """The mean over the tenth of the clients `[N]` with the lowest accuracy; at least one."""
-    count = max(1, round(len(accuracy) / 10))
-    return float(np.mean(np.sort(accuracy)[:count]))
-
-
-def _over_seeds(values: np.ndarray) -> tuple[float, float]:
+def _over_seeds(values: np.ndarray) -> Spread:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
-
-
-def _spread(value: tuple[float, float]) -> str:
-    mean, deviation = value
-    if np.isnan(mean):
-        return ""
-    return f"{mean:.2f}" if np.isnan(deviation) else f"{mean:.2f} ±{deviation:.2f}"

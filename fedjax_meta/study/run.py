@@ -14,23 +14,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_meta import host_store as stores
 from fedjax_meta import sweeps
-from fedjax_meta.algorithm import State
-from fedjax_meta.evaluation import FEW_CLASSES, Evaluation, evaluate
+from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.contract import Method
+from fedjax_meta.data import FederatedData, pooled
+from fedjax_meta.data.views import check_view
+from fedjax_meta.engine import client_mesh
+from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
-from fedjax_meta.methods import METHODS
-from fedjax_meta.metrics import accuracy
-from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import run_keys
+from fedjax_meta.study import baselines, presets, promise
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Ahead, Desk, Phase, Stopped, Watcher, results_path, trials
-from fedjax_meta.study.scenario import TESTED_ON, Clients, Scenario
+from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
+from fedjax_meta.task import Task
 
 __all__ = [
     "KNOWN",
@@ -41,8 +43,8 @@ __all__ = [
     "Stopped",
     "Trial",
     "Watcher",
-    "baselines",
     "build",
+    "passes",
     "points_of",
     "run",
 ]
@@ -108,18 +110,17 @@ def run(
     """
     built = build(study) if clients is None else clients
     for scenario, of_scenario in built.items():
+        _check_metrics(study, scenario, of_scenario)
         for name in study.systems_on(scenario):
-            _check(study, scenario, study.system(name), of_scenario)
+            _check(study, scenario, name, of_scenario)
     folders.open_run(study, folder, built, command)
     ahead = Ahead()
     desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
     outcomes = []
     try:
-        steps = [
-            _Step(study, scenario, name, built[scenario], desk) for scenario in built for name in study.systems_on(scenario)
-        ]
+        steps = [_Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
         for number, step in enumerate(steps):
-            outcomes.append(step.run(steps[number + 1 :]))
+            outcomes.append(step.run(steps[number + 1 :], desk))
             watcher.end(outcomes[-1])
     finally:
         ahead.close()
@@ -138,12 +139,13 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
         systems = {}
         for one in tuned:
             system = study.system(one.system)
-            score = max(value for _, value in choice.scores(one.tuning, study.tuning))
+            best = choice.best(one.tuning, study.tuned_by)
             systems[one.system] = {
                 "method": system.method,
                 "options": dict(system.options),
                 "chosen": one.chosen,
-                "score": round(100 * score, 2),
+                "score": float(best.kind.text(best.score)),
+                "metric": best.kind.label,
                 "trials": len(one.tuning),
                 "at the end of its grid": one.at_edge,
                 "federation": dict(system.federation),
@@ -154,82 +156,81 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
         presets.write(folder / "presets" / f"{scenario}.yaml", tree)
 
 
-def baselines(clients: Clients, seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Accuracy of each client `[N]`, for known and new ones, without any training.
-
-    Returns:
-      By name: "majority class" predicts the class that a client's own samples for training or adaptation have most of, and
-      "untrained model" is the model as the seed initialises it; by group of clients.
-    """
-    groups = {KNOWN: (clients.train, "train", "test")}
-    if clients.new is not None:
-        groups[NEW] = (clients.new, "support", "query")
-    scores, untrained = {}, {}
-    algorithm = federate(METHODS["fedavg"](clients.task), Federation(cohort_size=1, devices=1))
-    state = algorithm.init(run_keys(jax.random.key(seed))[0], clients.train)
-    for group, (data, seen, asked) in groups.items():
-        found = evaluate(algorithm, jax.random.key(0), state, data, support=seen, query=asked, known=False, devices=1)
-        untrained[group] = np.asarray(accuracy(np.asarray(found.confusion)))
-        y, values = np.asarray(data.y), []
-        for i in range(data.num_clients):
-            mine, theirs = (y[int(data.start[v][i]) : int(data.start[v][i]) + int(data.size[v][i])] for v in (seen, asked))
-            values.append(np.mean(theirs == np.bincount(mine).argmax()))
-        scores[group] = np.array(values)
-    return {"majority class": scores, "untrained model": untrained}
+def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
+    """Raises where a scenario's task has no such scores."""
+    found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
+    for name in (study.score, study.tuned_by.metric):
+        base = None if name is None else name.removesuffix("_mean")
+        if base is not None and base not in found:
+            raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
 
 
-def _check(study: Study, scenario: str, system: System, clients: Clients) -> None:
+def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
-    if not clients.train.labelled or clients.train.num_classes > FEW_CLASSES:
-        raise ValueError(
-            f"scenario {scenario}: a study compares accuracies, which need one class label a sample, of at most {FEW_CLASSES} "
-            "classes; for other tasks use fedjax_meta.simulate and evaluate"
-        )
+    system, view = study.system(name), study.user_accuracy_of(name)
+    client_mesh(study.devices)
     points = points_of(system)
     training = {clients.train.num_clients}
     if len(points) > 1:
         training.add(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0].num_clients)
     for point in points:
         algorithm = system.build(clients.task, **point)
+        if study.store != "device":
+            stores.check_algorithm(algorithm)
         for count in training:
             algorithm.cohort(jax.random.key(0), 0, count)
+        promise.words(study, algorithm, clients.train.num_clients)
         jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+    if system.pooled:
+        state = jax.eval_shape(system.build(clients.task, **points[0]).init, jax.random.key(0), clients.train)
+        if jax.tree.leaves((state.personal, state.memory)) or view is not None:
+            raise ValueError(f"{name}: pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
+    if view is not None:
+        check_view(view, clients.train.views)
+        if len(clients.noisy) == clients.train.num_clients:
+            raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
+
+
+def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Phase:
+    """The final runs of a system, as `run` trains them."""
+    return _Step(study, scenario, name, clients).final()
 
 
 class _Step:
     """A system on a scenario: its trials and its final runs."""
 
-    def __init__(self, study: Study, scenario: str, name: str, clients: Clients, desk: Desk) -> None:
-        self._study, self._scenario, self._name, self._clients, self._desk = study, scenario, name, clients, desk
+    def __init__(self, study: Study, scenario: str, name: str, clients: Clients) -> None:
+        self._study, self._scenario, self._name, self._clients = study, scenario, name, clients
         self._system, self._place = study.system(name), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 
-    def run(self, later: "list[_Step]") -> Outcome:
+    def run(self, later: "list[_Step]", desk: Desk) -> Outcome:
         """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
         found: list[Trial] = []
         points, moved = list(self._points), 0
         if len(points) > 1:
             tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for step in later for pair in step.sweeps())]
-            self._prepare(coming)
-            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), self._desk)
-            self._chosen = choice.best(found, self._study.tuning)
+            self._prepare(coming, desk)
+            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), desk)
+            self._chosen = choice.best(found, self._study.tuned_by).point
             while moved < self._study.tuning.extend:
                 more = choice.next_points(points, self._chosen, self._system, self._clients.task)
                 if not more:
                     break
                 points, moved = [*points, *more], moved + 1
-                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), self._desk)
-                self._chosen = choice.best(found, self._study.tuning)
-        self._prepare([pair for step in later for pair in step.sweeps()])
-        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), self._desk)
+                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), desk)
+                self._chosen = choice.best(found, self._study.tuned_by).point
+        self._prepare([pair for step in later for pair in step.sweeps()], desk)
+        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
         edges = choice.at_edge(points, self._chosen)
         return Outcome(self._scenario, self._name, found, self._chosen, edges, final)
 
-    def _prepare(self, coming: list[tuple[Phase, list[sweeps.Member]]]) -> None:
-        missing = [pair for pair in coming if not results_path(pair[0], self._desk.folder).is_file()]
-        for phase, members in missing[: self._desk.ahead.depth]:
-            self._desk.ahead.start(phase, members)
+    @staticmethod
+    def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:
+        missing = [pair for pair in coming if not results_path(pair[0], desk.folder).is_file()]
+        for phase, members in missing[: desk.ahead.depth]:
+            desk.ahead.start(phase, members)
 
     def sweeps(self) -> list[tuple[Phase, list[sweeps.Member]]]:
         """The phases with their members; before the tuning, the final members have the first point's numbers."""
@@ -240,52 +241,102 @@ class _Step:
 
     def _config(self) -> dict[str, Any]:
         model = [self._place.model, dict(self._place.model_options)]
-        return {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
+        config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
+        # What is not said is what older runs had.
+        if self._study.metrics:
+            config["metrics"] = list(self._study.metrics)
+        if self._study.store != "device":
+            # Cohorts that devices share are summed in another order.
+            config["store"] = "host or disk"
+        if self._study.on_divergence != "continue":
+            config["on_divergence"] = self._study.on_divergence
+        return config
 
     def tuning(self) -> Phase:
         """The trials of the grid."""
         tuning = self._study.tuning
         data, held = choice.data_for(tuning, self._place, self._clients)
-        tests = {VALIDATION: _test(self._place, data)}
+        tests = {VALIDATION: self._test(data)}
         config = self._config()
         if held is not None:
-            tests[VALIDATION_CLIENTS] = _test_of_new(held)
+            tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics)
             config["held out"] = tuning.clients
         if tuning.halving is not None:
             config["halving"] = tuning.halving
+            # The score decides which points end early; runs of older versions had this one.
+            if self._study.tuned_by.metric not in (None, "accuracy_mean"):
+                config["halved by"] = self._study.tuned_by.metric
         rounds = tuning.rounds or self._study.rounds
-        return self._phase("tuning", rounds, data, tests, config)._replace(tuning=tuning)
+        return self._phase("tuning", rounds, data, tests, config)._replace(tuning=self._study.tuned_by)
 
     def final(self) -> Phase:
         """The runs with every seed of the study."""
-        tests = {KNOWN: _test(self._place, self._clients.train)}
-        if self._clients.new is not None:
-            tests[NEW] = _test_of_new(self._clients.new)
-        return self._phase("final", self._study.rounds, self._clients.train, tests, self._config())
+        clients, metrics = self._clients, self._study.metrics
+        tests = {KNOWN: self._test(clients.train)}
+        samples = {KNOWN: np.asarray(clients.train.sizes(TESTED_ON[self._place.adapt_on]))}
+        if clients.new is not None:
+            tests[NEW] = _test_of_new(clients.new, metrics)
+            samples[NEW] = np.asarray(clients.new.sizes("query"))
+        view, config = self._study.user_accuracy_of(self._name), self._config()
+        if view is not None:
+            # Its numbers are in the rows of the final runs, which therefore depend on it.
+            config["user_accuracy"] = view
+        phase = self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples)
+        if view is None:
+            return phase
+        return phase._replace(build=partial(_watched, phase.build, view, tuple(clients.noisy.tolist())))
+
+    def _test(self, data: Any) -> MemberEvaluator:
+        """Of the clients that train; those whose samples were pooled are strangers to the model."""
+        support, query = self._place.adapt_on, TESTED_ON[self._place.adapt_on]
+        known, metrics = not self._system.pooled, self._study.metrics or None
+        return MemberEvaluator(partial(_evaluate, support=support, query=query, known=known, metrics=metrics), data)
 
     def _phase(
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
     ) -> Phase:
+        build, every = partial(self._system.parts, self._clients.task), self._study.eval_every
+        if self._system.pooled:
+            share = passes(self._system, self._clients.task, data)
+            rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
+            build, data = partial(_central, build), pooled(data)
         return Phase(
             scenario=self._scenario,
             system=self._name,
             name=name,
-            build=partial(self._system.parts, self._clients.task),
+            build=build,
             rounds=rounds,
-            eval_every=self._study.eval_every,
+            eval_every=every,
             data=data,
             tests=tests,
             config=config,
+            shaping=choice.shaping(self._system),
+            pooled=self._system.pooled,
+            devices=self._study.devices,
+            store=self._study.store,
+            on_divergence=self._study.on_divergence,
         )
 
 
-def _test(scenario: Scenario, data: Any) -> MemberEvaluator:
-    support, query = scenario.adapt_on, TESTED_ON[scenario.adapt_on]
-    return MemberEvaluator(partial(_evaluate, support=support, query=query, known=True), data)
+def _watched(parts: Callable[..., tuple[Method, Federation]], view: str, noisy: Sequence[int], **numbers: Any) -> Algorithm:
+    """The algorithm of `parts`, with user accuracy as a metric of each round."""
+    return with_user_accuracy(sweeps.alone(*parts(**numbers)), support=view, excluded=noisy, devices=1)
 
 
-def _test_of_new(data: Any) -> MemberEvaluator:
-    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False), data)
+def passes(system: System, task: Task, data: FederatedData) -> float:
+    """The share of the clients that a round asks: how many rounds of central training stand for one."""
+    _, federation = system.parts(task, **points_of(system)[0])
+    return min(federation.cohort_size / data.num_clients, 1.0)
+
+
+def _central(parts: Callable[..., tuple[Method, Federation]], **numbers: Any) -> tuple[Method, Federation]:
+    """The method with the one client that holds all samples."""
+    method, federation = parts(**numbers)
+    return method, dataclasses.replace(federation, cohort_size=1)
+
+
+def _test_of_new(data: Any, metrics: Sequence[str]) -> MemberEvaluator:
+    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False, metrics=metrics or None), data)
 
 
 def _evaluate(algorithm: Any, key: Any, state: State, data: Any, **options: Any) -> Evaluation:

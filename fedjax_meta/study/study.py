@@ -8,16 +8,16 @@ from typing import Any
 
 import yaml
 
-from fedjax_meta import checks
+from fedjax_meta import checks, measures
 from fedjax_meta.study import files
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
+STORES = ("device", "host", "disk")
+ON_DIVERGENCE = ("continue", "stop")
+
 DRAW = "@"
 """Between the name of a scenario and the seed of a draw of it."""
-
-METRICS = ("accuracy", "accuracy_mean", "f1_mean")
-"""Scores by which hyper-parameters may be chosen, see `metrics.summary`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,8 @@ class Tuning:
     Attributes:
       rounds: of each trial; those of the study when not given.
       seeds: of the trials.
-      metric: the score to maximise after the last round of a trial.
+      metric: the score by which points are compared after the last round of a trial: the study's main one when not given, or
+        another that is measured, by its name or with "_mean" ("accuracy" is over all samples, "accuracy_mean" over clients).
       validation: what it is measured on: "samples" of the train view that were held back from training, "clients" that were
         held out, or "both", the mean of the two.
       clients: share of the known clients that is held out in the trials, for "clients" and "both".
@@ -38,7 +39,7 @@ class Tuning:
 
     rounds: int | None = None
     seeds: Sequence[int] = (0,)
-    metric: str = "accuracy_mean"
+    metric: str | None = None
     validation: str = "samples"
     clients: float = 0.2
     halving: int | None = None
@@ -48,7 +49,8 @@ class Tuning:
         if self.rounds is not None:
             checks.count("rounds", self.rounds)
         _check_seeds("tuning.seeds", self.seeds)
-        checks.one_of("metric", self.metric, METRICS)
+        if self.metric is not None:
+            checks.word("metric", self.metric)
         checks.one_of("validation", self.validation, ("samples", "clients", "both"))
         checks.fraction("clients", self.clients)
         if self.halving is not None:
@@ -63,8 +65,8 @@ class Published:
     Attributes:
       system, scenario: names in the study.
       clients: "known" or "new".
-      score: name in `metrics.summary`.
-      value: in percent.
+      score: name in `metrics.summary`, or of another metric with "_mean".
+      value: in percent if the score is a share.
       note: where it is printed, and what is unclear about it.
     """
 
@@ -88,7 +90,22 @@ class Study:
         trained on its own, and tables have the mean and the spread over draws and seeds together. The scenario's own seed alone
         when empty.
       federation: options of every system that does not say otherwise.
+      metrics: what is measured: names in `measures.METRICS`, `top_` and a number, or "module:name" of a metric of your own. What
+        the task says when not given: for class labels the confusion matrix (accuracy, F1), for tokens accuracy and perplexity,
+        for real targets MAE, RMSE and R².
+      main: the score that tables, figures and comparisons show, and by which hyper-parameters are chosen; when not given the
+        first of `metrics`, or of what the task says.
       tuning: how grids are searched.
+      user_accuracy: records MTFL's user accuracy of each round in the final runs: the accuracy of the round's clients before they
+        train, on their own view "test". It names the view on which methods that adapt do so first ("support", "train"); or it
+        names that view for each system, and is recorded of these alone. Clients that the scenario says are noisy do not count.
+      delta: of the epsilon that tables print of systems with noise; N^-1.1 for N clients when not given.
+      devices: how many devices share the members of a sweep, or with a store the cohort; all when not given. A member that is
+        trained by one device has the same numbers on any.
+      store: where what clients keep is while others train: "device"; "host", its memory; or "disk", files below the run's folder.
+        With a store the members of a sweep train one after the other, and a device holds the rows of one cohort.
+      on_divergence: "continue" trains a run that has diverged to its end, since it may recover; "stop" ends it at the evaluation
+        after which it has.
       published: numbers to print beside the measured ones.
       notes: lines for the report.
 
@@ -104,7 +121,14 @@ class Study:
     seeds: Sequence[int] = (1,)
     data_seeds: Sequence[int] = ()
     federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: Sequence[str] = ()
+    main: str | None = None
     tuning: Tuning = dataclasses.field(default_factory=Tuning)
+    user_accuracy: str | Mapping[str, str] | None = None
+    delta: float | None = None
+    devices: int | None = None
+    store: str = "device"
+    on_divergence: str = "continue"
     published: Sequence[Published] = ()
     notes: Sequence[str] = ()
 
@@ -129,10 +153,54 @@ class Study:
         for name, system in self.systems.items():
             for scenario in system.scenarios or ():
                 checks.one_of(f"systems.{name}.scenarios", scenario, bases)
+        self._check_metrics()
+        if self.delta is not None:
+            checks.fraction("delta", self.delta)
+        if self.devices is not None:
+            checks.count("devices", self.devices)
+        checks.one_of("store", self.store, STORES)
+        checks.one_of("on_divergence", self.on_divergence, ON_DIVERGENCE)
+        if self.store != "device" and self.tuning.halving is not None:
+            raise ValueError(
+                f"store={self.store!r} trains one member after the other, so that halving compares none: leave it out"
+            )
+        if self.store != "device" and self.user_accuracy is not None:
+            raise ValueError(f"user_accuracy needs all rows on the device: leave store={self.store!r} out")
+        views = self.user_accuracy if isinstance(self.user_accuracy, Mapping) else {}
+        for name in views:
+            checks.one_of("system in user_accuracy", name, self.systems)
+        for view in views.values() if views else [self.user_accuracy]:
+            if view is not None and not isinstance(view, str):
+                raise ValueError(f"user_accuracy={self.user_accuracy!r} must name a view, or a view for each system")
         for row in self.published:
             checks.one_of("published.system", row.system, self.systems)
             checks.one_of("published.scenario", row.scenario, bases)
             checks.one_of("published.clients", row.clients, ("known", "new"))
+
+    def _check_metrics(self) -> None:
+        if not isinstance(self.metrics, (list, tuple)) or not all(isinstance(name, str) for name in self.metrics):
+            raise ValueError(f"metrics={self.metrics!r} must be a list of names, e.g. [rmse, mae]")
+        if self.main is not None:
+            checks.word("main", self.main)
+        # The number of classes is that of the data; any does to see what the names are.
+        names = [metric.name for metric in measures.resolve(self.metrics, classes=2)]
+        if names and self.main is not None:
+            known = [*names, "loss", *(("accuracy", "f1") if measures.CONFUSION in names else ())]
+            checks.one_of("main", self.main, [name for name in known if name != measures.CONFUSION])
+
+    @property
+    def score(self) -> str | None:
+        """The name of the main score; `None` where the task says it, see `report.score_names`."""
+        if self.main is not None or not self.metrics:
+            return self.main
+        first = measures.resolve(self.metrics[:1], classes=2)[0].name
+        return "accuracy" if first == measures.CONFUSION else first
+
+    @property
+    def tuned_by(self) -> Tuning:
+        """The tuning, with the main score where it names none."""
+        metric = self.tuning.metric or (f"{self.score}_mean" if self.score is not None else None)
+        return dataclasses.replace(self.tuning, metric=metric)
 
     def title_of(self, system: str) -> str:
         """A system's title in tables."""
@@ -142,6 +210,14 @@ class Study:
         """The systems that are run on a scenario, or on a draw of it, in order."""
         base = scenario.partition(DRAW)[0]
         return [name for name, system in self.systems.items() if system.scenarios is None or base in system.scenarios]
+
+    def scenario(self, name: str) -> Scenario:
+        """A scenario by its name, or the first draw of it."""
+        return next(one for key, one in self.scenarios.items() if name in (key, key.partition(DRAW)[0]))
+
+    def user_accuracy_of(self, system: str) -> str | None:
+        """The view that clients adapt on before a system's user accuracy is measured; `None` if it is not recorded."""
+        return self.user_accuracy.get(system) if isinstance(self.user_accuracy, Mapping) else self.user_accuracy
 
     def system(self, name: str) -> System:
         """A system with the federation's options of the study filled in."""

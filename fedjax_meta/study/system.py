@@ -95,6 +95,8 @@ class System:
       scenarios: names of the scenarios that it is run on; all when not given.
       projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
         none when not given.
+      pooled: central training: the samples of all clients that train are those of one, which makes as many passes over them as a
+        client makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
 
     Raises:
       ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is
@@ -109,6 +111,7 @@ class System:
     preset: str | None = None
     scenarios: Sequence[str] | None = None
     projection: int | None = None
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, METHODS)
@@ -131,6 +134,7 @@ class System:
             raise ValueError(f"scenarios={self.scenarios!r} must be a list of names")
         if self.projection is not None:
             checks.count("projection", self.projection)
+        checks.flag("pooled", self.pooled)
         for name in (*self.options, *self.federation):
             if name in PARTS:
                 part(name, {**self.options, **self.federation}[name])

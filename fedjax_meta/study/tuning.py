@@ -1,13 +1,17 @@
 """How a point of a grid is chosen: on samples or clients that were held back, with halving, and with grids that move on."""
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from fedjax_meta import sweeps
+from fedjax_meta import report, sweeps
 from fedjax_meta.data import FederatedData, holdout
+from fedjax_meta.federation import Federation
+from fedjax_meta.methods import METHODS
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, Tuning
 from fedjax_meta.study.system import System
@@ -39,8 +43,30 @@ class Trial(NamedTuple):
 
 
 def points_of(system: System) -> list[Point]:
-    """Every point of a system's grid; one without numbers if it has none."""
-    return sweeps.grid(**{name: [float(value) for value in values] for name, values in system.grid.items()})
+    """Every point of a system's grid; one without numbers if it has none.
+
+    Raises:
+      ValueError: a fraction where the option is a whole number.
+    """
+    whole = shaping(system)
+    values = {name: [_number(name, value, name in whole) for value in some] for name, some in system.grid.items()}
+    return sweeps.grid(**values)
+
+
+def shaping(system: System) -> tuple[str, ...]:
+    """The names of a grid that decide what a program is (epochs, batch sizes, steps): options that are whole numbers.
+
+    Points that differ in them are separate programs.
+    """
+    own = {name: one.annotation for name, one in inspect.signature(METHODS[system.method]).parameters.items()}
+    kinds = {**{field.name: field.type for field in dataclasses.fields(Federation)}, **own}
+    return tuple(name for name in system.grid if int in (kinds[name], *get_args(kinds[name])))
+
+
+def _number(name: str, value: float, whole: bool) -> float:
+    if whole and value != int(value):
+        raise ValueError(f"grid of {name} must hold whole numbers, not {value:g}")
+    return int(value) if whole else float(value)
 
 
 def data_for(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[FederatedData, FederatedData | None]:
@@ -59,26 +85,58 @@ def data_for(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[Fede
     return rest, held
 
 
-def score(row: Mapping[str, Json], tuning: Tuning) -> float:
-    """The score of an evaluation by which points are compared; -1, less than any, where it is not finite."""
-    groups = {"samples": (VALIDATION,), "clients": (VALIDATION_CLIENTS,), "both": (VALIDATION, VALIDATION_CLIENTS)}
-    value = float(np.mean([row["tests"][group]["scores"][tuning.metric] for group in groups[tuning.validation]]))
-    return value if math.isfinite(value) else -1.0
+_GROUPS = {"samples": (VALIDATION,), "clients": (VALIDATION_CLIENTS,), "both": (VALIDATION, VALIDATION_CLIENTS)}
 
 
-def scores(trials: Sequence[Trial], tuning: Tuning) -> list[tuple[Point, float]]:
-    """The mean score over seeds of every point that was trained to the end, in the order of the trials."""
+class Judged(NamedTuple):
+    """A point of a grid and how good it was.
+
+    Attributes:
+      point: its numbers.
+      score: mean over seeds, in percent if it is a share; NaN where one of them was not finite.
+      kind: what the score is.
+    """
+
+    point: Point
+    score: float
+    kind: report.Kind
+
+
+def score(row: Mapping[str, Json], tuning: Tuning) -> tuple[float, report.Kind]:
+    """The score of an evaluation by which points are compared, in percent if it is a share, and what it is.
+
+    Args:
+      row: of the evaluation, see `report.compact`.
+      tuning: how, see `Study.tuned_by`.
+
+    Raises:
+      ValueError: it was not measured.
+    """
+    name = tuning.metric
+    base = None if name is None else name.removesuffix("_mean")
+    found = [report.main_score(row["tests"][group], base) for group in _GROUPS[tuning.validation]]
+    over_clients = name is None or name.endswith("_mean")
+    return float(np.mean([one.mean if over_clients else one.overall for one in found])), found[0].kind
+
+
+def scores(trials: Sequence[Trial], tuning: Tuning) -> list[Judged]:
+    """Every point that was trained to the end, in the order of the trials."""
     last = max(trial.rows[-1]["round"] for trial in trials)
     found: dict[tuple[tuple[str, float], ...], list[float]] = {}
+    kind = score(trials[0].rows[-1], tuning)[1]
     for trial in trials:
-        if trial.rows[-1]["round"] == last:
-            found.setdefault(tuple(trial.numbers.items()), []).append(score(trial.rows[-1], tuning))
-    return [(dict(point), float(np.mean(values))) for point, values in found.items()]
+        ended = trial.rows[-1]["round"] < last
+        if not ended or trial.diverged is not None:
+            # A run that was stopped because it diverged has no score; its point counts as the worst.
+            value = float("nan") if ended else score(trial.rows[-1], tuning)[0]
+            found.setdefault(tuple(trial.numbers.items()), []).append(value)
+    return [Judged(dict(point), float(np.mean(values)), kind) for point, values in found.items()]
 
 
-def best(trials: Sequence[Trial], tuning: Tuning) -> Point:
-    """The point with the highest mean score over the seeds, after the last round; a diverged trial counts as the worst."""
-    return max(scores(trials, tuning), key=lambda found: found[1])[0]
+def best(trials: Sequence[Trial], tuning: Tuning) -> Judged:
+    """The point with the best mean score over the seeds, after the last round; a diverged trial counts as the worst."""
+    judged = scores(trials, tuning)
+    return judged[judged[0].kind.best([one.score for one in judged])]
 
 
 def rungs(points: int, rounds: int, halving: int | None) -> dict[int, int]:
@@ -98,19 +156,25 @@ def rungs(points: int, rounds: int, halving: int | None) -> dict[int, int]:
     return {number: left for number, left in found.items() if number < rounds}
 
 
-def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int) -> list[bool]:
-    """Which members go on: those of the `most` points with the highest mean score; earlier points win ties.
+def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int, kind: report.Kind) -> list[bool]:
+    """Which members go on: those of the `most` points with the best mean score; earlier points win ties.
 
     Args:
       points: of each member; `None` for those that have ended.
       values: the score of each member.
       most: how many points go on.
+      kind: what the score is.
     """
     found: dict[tuple[tuple[str, float], ...], list[float]] = {}
     for point, value in zip(points, values, strict=True):
         if point is not None:
             found.setdefault(tuple(point.items()), []).append(value)
-    kept = sorted(found, key=lambda point: -float(np.mean(found[point])))[:most]
+    left = {point: float(np.mean(some)) for point, some in found.items()}
+    kept: list[tuple[tuple[str, float], ...]] = []
+    while left and len(kept) < most:
+        names = list(left)
+        kept.append(names[kind.best(list(left.values()))])
+        del left[kept[-1]]
     return [point is not None and tuple(point.items()) in kept for point in points]
 
 
@@ -133,6 +197,7 @@ def next_points(points: Sequence[Point], chosen: Point, system: System, task: Ta
         if end * before <= 0:
             continue
         value = float(f"{end * (end / before):.3g}")
+        value = round(value) if name in shaping(system) else value
         others = {tuple(point.items()): point for point in ({**point, name: value} for point in [*points, *made])}
         fresh = [point for point in others.values() if point not in points and point not in made]
         try:
@@ -155,9 +220,8 @@ def words(study: Study) -> str:
         "clients": f"known clients that were held out ({tuning.clients:g} of them)",
         "both": f"train samples that were held back and on known clients that were held out ({tuning.clients:g} of them)",
     }
-    text = (
-        f"Grids were searched by {tuning.metric} on {where[tuning.validation]}, after {tuning.rounds or study.rounds} rounds."
-    )
+    metric, rounds = study.tuned_by.metric or "the main score", tuning.rounds or study.rounds
+    text = f"Grids were searched by {metric} on {where[tuning.validation]}, after {rounds} rounds."
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."
     if tuning.extend:

@@ -81,13 +81,14 @@ def test_rows_hold_the_worst_tenth_the_variance_and_who_stays_behind():
 def test_targets_in_rounds_bytes_and_time():
     fast, slow = trial(1, [0.9], [0.2, 0.8, 0.7, 0.9]), trial(2, [0.9], [0.2, 0.3, 0.8, 0.9])
     one = compare.Finished("a", "pairs", "abc", [fast, slow], traffic=2e6)
-    found = compare.reached(one, 80)
+    found = compare.reached(one, compare.Target(80))
     assert found.rounds.tolist() == [10, 15] and found.megabytes.tolist() == [20, 30] and found.seconds.tolist() == [4, 6]
-    never = compare.reached(one._replace(trials=[fast, trial(2, [0.5], [np.nan, 0.5])]), 80)
+    never = compare.reached(one._replace(trials=[fast, trial(2, [0.5], [np.nan, 0.5])]), compare.Target(80))
     assert never.rounds.tolist() == [10, np.inf]
-    rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=80)
-    assert comparison.tables(rows, target=80)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
-    assert comparison.tables(compare.compared([one], target=80), target=80)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
+    goal = compare.target("80")
+    rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=goal)
+    assert comparison.tables(rows, target=goal)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
+    assert comparison.tables(compare.compared([one], target=goal), target=goal)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
 
 
 def test_the_gap_is_known_minus_new_and_other_cohorts_are_told():
@@ -134,8 +135,8 @@ def test_a_comparison_is_written_as_markdown_csv_and_html(folders, tmp_path):
     assert "## Minus Local only, known clients, same seeds" in text
     first, second = csv.DictReader(io.StringIO(files[1].read_text(encoding="utf-8")))
     systems = {one.title: one for one in compare.finished([folders / "both"])}
-    fedavg = 100 * np.array(list(systems["fedavg"].by_client("known").values()))
-    local = 100 * np.array(list(systems["Local only"].by_client("known").values()))
+    fedavg = np.array(list(systems["fedavg"].by_client("known").values()))
+    local = np.array(list(systems["Local only"].by_client("known").values()))
     assert float(first["known_mean"]) == pytest.approx(fedavg.mean()) and first["system"] == "fedavg"
     assert float(first["known_difference_mean"]) == pytest.approx((fedavg - local).mean())
     assert second["known_difference_mean"] == "" and second["bytes_a_round"] == "0.0"

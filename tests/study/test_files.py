@@ -111,11 +111,14 @@ def test_draws_are_trained_each_and_shown_together(tmp_path):
 def test_the_spread_over_orders_of_new_clients():
     """Two orders of three clients each, two seeds."""
     rows = [[0.1, 0.2, 0.3, 0.5, 0.6, 0.7], [0.3, 0.4, 0.5, 0.7, 0.8, 0.9]]
-    final = [run.Trial({}, seed, [{"tests": {"new": {"accuracy": row}}}], None) for seed, row in enumerate(rows)]
+    final = [
+        run.Trial({}, seed, [{"tests": {"new": {"accuracy": row, "scores": {"accuracy_mean": np.mean(row)}}}}], None)
+        for seed, row in enumerate(rows)
+    ]
     outcome = run.Outcome("pairs", "fedavg", [], {}, [], final)
     clients = study().scenarios["pairs"].build()
-    np.testing.assert_allclose(draws.over_orders(outcome, clients._replace(orders=2)), [[0.2, 0.6], [0.4, 0.8]])
-    assert draws.remarks(outcome, clients._replace(orders=2)) == ["new ±28.28 over 2 orders (30.0 to 70.0)"]
+    np.testing.assert_allclose(draws.over_orders(outcome, clients._replace(orders=2)), [[20, 60], [40, 80]])
+    assert draws.remarks(outcome, clients._replace(orders=2)) == ["new ±28.3 over 2 orders (30 to 70)"]
     assert draws.remarks(outcome, clients) == []
 
 

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_meta.study import from_tree, run
+from fedjax_meta.study import from_tree, results, run
 from fedjax_meta.study.scenario import Scenario
+from tests.study.common import Silent
 
 
 @pytest.fixture
@@ -71,12 +72,25 @@ def test_a_set_that_is_not_there_says_how_to_get_it(tmp_path):
         Scenario(**HAR).build(str(tmp_path))
 
 
-def test_a_study_of_anything_but_class_labels_is_refused_before_it_trains(tmp_path):
+def test_a_study_of_ratings_is_compared_by_errors(tmp_path):
     (tmp_path / "movielens").mkdir()
     rows = [f"{user},{item},{1 + (user + item) % 5},0" for user in range(12) for item in range(20)]
     (tmp_path / "movielens" / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + "\n".join(rows))
     scenario = {"dataset": "movielens", "partition": "natural", "options": {"least": 10}, "model": "matrix_factorisation"}
-    study = from_tree({"title": "Ratings", "scenarios": {"users": scenario}, "systems": {"fedavg": {"method": "fedavg"}}})
-    with pytest.raises(ValueError, match="scenario users: a study compares accuracies, which need one class label a sample"):
-        run.run(study, tmp_path / "out", watcher=None, clients=run.build(study, str(tmp_path)))
-    assert not (tmp_path / "out").exists()
+    systems = {"fedper": {"method": "fedper", "grid": {"lr": [0.1, 1e-9]}}}
+    study = from_tree(
+        {
+            "title": "Ratings",
+            "scenarios": {"users": scenario},
+            "systems": systems,
+            "rounds": 2,
+            "tuning": {"rounds": 2},
+            "main": "rmse",
+        }
+    )
+    built = run.build(study, str(tmp_path))
+    (one,) = run.run(study, tmp_path / "out", watcher=Silent(), clients=built)
+    assert one.chosen == {"lr": 0.1}
+    line, mean, untrained = results.lines(study, "users", built["users"], [one])
+    assert line.kind.name == "rmse" and set(line.others) >= {"mae", "r2", "mae, new"}
+    assert mean.title == "mean of own targets" and untrained.known[0] > line.known[0]

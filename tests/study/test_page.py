@@ -152,9 +152,10 @@ def test_a_system_that_diverges_is_reported_as_such(tmp_path):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "diverged at round" in text and "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
     assert results.published(chosen, outcomes)[0][5] == "diverged"
-    rows = compare.compared([compare.Finished(one.system, "pairs", "abc", one.final) for one in outcomes], target=10)
-    assert "diverged" in comparison.tables(rows, target=10)[0].rows[0]
-    assert "broken: 2 of 2 seeds diverged" in comparison.markdown([rows], target=10)
+    goal = compare.Target(10)
+    rows = compare.compared([compare.Finished(one.system, "pairs", "abc", one.final) for one in outcomes], target=goal)
+    assert "diverged" in comparison.tables(rows, target=goal)[0].rows[0]
+    assert "broken: 2 of 2 seeds diverged" in comparison.markdown([rows], target=goal)
     assert "diverged" in comparison.html([rows]) and comparison.comma_separated([rows]).count("\n") == 3
 
 

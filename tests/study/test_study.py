@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import fedjax_meta as fm
+from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import Scenario, System, from_tree, load, results, run, to_tree, to_yaml
 from tests.study.common import TREE, Silent, study, tree
 
@@ -188,7 +189,13 @@ BAD = {
         tree(published=[{"system": "x", "scenario": "pairs", "value": 1.0}]),
         "published.*system='x' is unknown",
     ),
-    "an unknown score": (tree(tuning={"metric": "acc"}), "tuning: metric='acc' is unknown"),
+    "user accuracy of nobody": (tree(user_accuracy={"x": "train"}), "system in user_accuracy=.x. is unknown"),
+    "an unknown metric": (tree(metrics=["acuracy"]), "metric='acuracy' is unknown .did you mean 'accuracy'"),
+    "metrics that are no list": (tree(metrics="rmse"), "metrics='rmse' must be a list of names"),
+    "a main score that is not measured": (tree(metrics=["rmse"], main="mae"), "main='mae' is unknown"),
+    "a metric that cannot be imported": (tree(metrics=["no.such:thing"]), "metric no.such:thing: .*No module named"),
+    "what is no metric": (tree(metrics=["math:pi"]), "metric math:pi must be a fm.Metric"),
+    "delta of 1": (tree(delta=1.0), "delta=1.0"),
 }
 
 
@@ -253,3 +260,35 @@ def test_a_system_takes_its_parts_by_name():
     assert shared["federation"]["schedule"] == {"name": "poisson", "rate": 0.3}
     assert "nearest_neighbours" in json.dumps(shared["federation"]["aggregator"])
     assert "implicit" in json.dumps(config["estimator"]) and "clip" in json.dumps(config["federation"]["uploads"])
+
+
+def test_user_accuracy_is_that_of_the_round_s_clients_before_they_train(tmp_path):
+    fedper = {"method": "fedper", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}}
+    noisy = {**TREE["scenarios"]["pairs"], "partition": "mtfl", "options": {"noisy": 0.25}, "clients": 8}
+    chosen = study(
+        scenarios={"pairs": noisy}, systems={"fedper": fedper, "other": {**fedper, "title": "Other"}}, seeds=[3], rounds=3
+    )
+    chosen = from_tree({**to_tree(chosen), "user_accuracy": {"fedper": "support"}})
+    built = run.build(chosen)
+    one, other = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
+    mine = [value for row in one.final[0].rows for value in row["train"]["user_accuracy"]]
+    clients = built["pairs"]
+    assert clients.noisy.size == 2 and "user_accuracy" not in other.final[0].rows[0]["train"]
+    algorithm = fm.federate(fm.fedper(clients.task, epochs=1, batch_size=20, lr=0.1), fm.Federation(cohort_size=4, devices=1))
+    init, rounds, _ = run_keys(jax.random.key(3))
+    state, expected = algorithm.init(init, clients.train), []
+    for number in range(3):
+        after, info = algorithm.round(jax.random.fold_in(rounds, number), state, clients.train)
+        found = fm.evaluate(algorithm, jax.random.key(0), state, clients.train, support="support", query="test")
+        counted = np.setdiff1d(np.asarray(info.ids), clients.noisy)
+        expected.append(np.asarray(fm.metrics.accuracy(found.confusion))[counted].mean())
+        state = after
+    np.testing.assert_allclose(mine, expected, atol=0.02)
+    frame = results.load(tmp_path)
+    known = frame[(frame.system == "fedper") & (frame.clients == "known")]
+    np.testing.assert_allclose(known["user_accuracy"], [mine[0], mine[1], mine[2]])
+    with pytest.raises(ValueError, match="user_accuracy was 'support' when .* and is 'train' now"):
+        run.run(from_tree({**to_tree(chosen), "user_accuracy": {"fedper": "train"}}), tmp_path, watcher=Silent())
+    with pytest.raises(ValueError, match="no view 'suport'"):
+        run.run(from_tree({**to_tree(chosen), "user_accuracy": "suport"}), tmp_path / "other", watcher=Silent())
+    assert not (tmp_path / "other").exists()

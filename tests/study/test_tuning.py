@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fedjax_meta import report
 from fedjax_meta.study import System, run, tuning
 from tests.study.common import TREE, Silent, study
 
@@ -41,7 +42,10 @@ def test_the_choice_is_by_the_score_that_the_study_names(where):
     def trial(lr, seed, samples, clients):
         tests = {"validation": samples, "validation clients": clients}
         return tuning.Trial(
-            {"lr": lr}, seed, [{"round": 5, "tests": {k: {"scores": {"accuracy_mean": v}} for k, v in tests.items()}}], None
+            {"lr": lr},
+            seed,
+            [{"round": 5, "tests": {k: {"accuracy": [v], "scores": {"accuracy_mean": v}} for k, v in tests.items()}}],
+            None,
         )
 
     trials = [
@@ -49,7 +53,7 @@ def test_the_choice_is_by_the_score_that_the_study_names(where):
         trial(0.3, 0, 0.6, 0.6), trial(0.3, 1, 0.6, 0.6), trial(0.4, 0, 1.0, 1.0), trial(0.4, 1, float("nan"), float("nan")),
     ]  # fmt: skip
     chosen = study(tuning={"validation": where}).tuning
-    assert tuning.best(trials, chosen) == {"lr": {"samples": 0.1, "clients": 0.2, "both": 0.3}[where]}
+    assert tuning.best(trials, chosen).point == {"lr": {"samples": 0.1, "clients": 0.2, "both": 0.3}[where]}
 
 
 def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rounds(tmp_path):
@@ -60,7 +64,7 @@ def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rou
     _, halved = tuned(tmp_path / "halved", grid, halving=2)
     last = {trial.numbers["lr"]: trial.rows[-1]["round"] for trial in halved.tuning}
     score = {t.numbers["lr"]: next(r for r in t.rows if r["round"] == 4) for t in halved.tuning}
-    by_score = sorted(score, key=lambda lr: -tuning.score(score[lr], study().tuning))
+    by_score = sorted(score, key=lambda lr: -tuning.score(score[lr], study().tuning)[0])
     assert last == {lr: 8 if lr in by_score[:2] else 4 for lr in grid["lr"]}
     # Those that go on are the runs that they would have been; an early end wins nothing.
     ends = {t.numbers["lr"]: t.rows[-1]["tests"]["validation"]["accuracy"] for t in whole.tuning}
@@ -72,7 +76,12 @@ def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rou
 
 def test_ties_go_to_the_earlier_point_and_seeds_stay_together():
     points = [{"lr": 0.1}, {"lr": 0.1}, None, None, {"lr": 0.3}, {"lr": 0.3}, {"lr": 0.4}, {"lr": 0.4}]
-    assert tuning.goes_on(points, [0.5, 0.5, 9, 9, 0.1, 0.9, 0.9, 0.0], 1) == [True, True, *[False] * 6]
+    accuracy, values = report.Kind("accuracy", True, True), [0.5, 0.5, 9, 9, 0.1, 0.9, 0.9, 0.0]
+    assert tuning.goes_on(points, values, 1, accuracy) == [True, True, *[False] * 6]
+    # Of errors the least goes on, and what diverged does not.
+    rmse = report.Kind("rmse", False, False)
+    assert tuning.goes_on(points, [0.5, 0.5, 9, 9, 0.1, 0.7, 0.9, 0.0], 1, rmse) == [*[False] * 4, True, True, False, False]
+    assert tuning.goes_on(points[::4], [np.nan, 7.0], 1, rmse) == [False, True]
 
 
 def test_a_grid_moves_on_by_its_own_ratio_until_the_best_is_inside(tmp_path):

@@ -1,0 +1,276 @@
+"""Compact records of every client at every evaluation, as JSON values; and the score that a report shows of them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_meta import checks, metrics
+from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.measures import Score
+from fedjax_meta.simulation import Record
+
+
+def compact(record: Record) -> dict[str, Any]:
+    """A record as JSON values: the scores of every client, and the confusion matrices that they are computed from.
+
+    Returns:
+      `round`, `seconds`, `compile_seconds`, `train` (each training metric by round), and `tests`: for each evaluator
+      `accuracy`, `f1` (as FedMeta-Per takes it, see `metrics.within_own_classes`) and `loss` of each client `[N]`, `scores` as
+      in `metrics.summary`, and `confusion [N, K, K]`. Without a confusion matrix, and for metrics beside it, `metrics` holds for
+      each its `values [N]`, `higher_is_better` and `share`. `faults` lists what was not finite since the record before, see
+      `simulation.Fault`. Scores are NaN where the loss is not finite.
+    """
+    return {
+        "round": record.round,
+        "seconds": round(record.seconds, 4),
+        "compile_seconds": round(record.compile_seconds, 4),
+        "train": {name: _numbers(values) for name, values in record.metrics.items()},
+        "tests": {name: _test(evaluation) for name, evaluation in record.evaluations.items()},
+        "faults": [fault._asdict() for fault in record.faults],
+    }
+
+
+def joined(first: Mapping[str, Any] | None, then: dict[str, Any]) -> dict[str, Any]:
+    """A row of `compact`, preceded by that of a record which ended between evaluations (`should_stop` of `simulate`)."""
+    if first is None:
+        return then
+    sums = {name: round(first[name] + then[name], 4) for name in ("seconds", "compile_seconds")}
+    train = {name: [*first["train"][name], *values] for name, values in then["train"].items()}
+    return {**then, **sums, "train": train, "faults": [*first["faults"], *then["faults"]]}
+
+
+def without_confusion(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `compact` without its confusion matrices, for all evaluations of a run but the last."""
+    tests = {name: {key: value for key, value in test.items() if key != "confusion"} for name, test in row["tests"].items()}
+    return {**row, "tests": tests}
+
+
+def _test(evaluation: Evaluation) -> dict[str, Any]:
+    loss: Any = None if evaluation.loss is None else np.asarray(evaluation.loss)
+    found: dict[str, Any] = {}
+    if evaluation.confusion is not None:
+        confusion = np.asarray(evaluation.confusion)
+        found["accuracy"] = _numbers(metrics.where_finite(metrics.accuracy(confusion), loss))
+        found["f1"] = _numbers(metrics.where_finite(metrics.macro_f1(metrics.within_own_classes(confusion)), loss))
+    if loss is not None:
+        found["loss"] = _numbers(loss)
+    found["scores"] = evaluation.summary()
+    if evaluation.confusion is not None:
+        found["confusion"] = confusion.tolist()
+    if evaluation.metrics:
+        found["metrics"] = {name: _score(score, loss) for name, score in evaluation.metrics.items()}
+    return found
+
+
+def _score(score: Score, loss: np.ndarray | None) -> dict[str, Any]:
+    values = np.asarray(score.values)
+    shown = values if loss is None else metrics.where_finite(values, loss)
+    return {"values": _numbers(shown), "higher_is_better": score.higher_is_better, "share": score.share}
+
+
+class Kind(NamedTuple):
+    """What a score is, so that reports can show and compare it.
+
+    Attributes:
+      name: of the metric.
+      higher_is_better, share: as in `measures.Metric`; a share is shown in percent.
+    """
+
+    name: str
+    higher_is_better: bool
+    share: bool
+
+    @property
+    def words(self) -> str:
+        """The name, for a sentence."""
+        return self.name.replace("_", " ")
+
+    @property
+    def label(self) -> str:
+        """With its unit, for an axis."""
+        return f"{self.words}{', %' if self.share else ''}"
+
+    @property
+    def points(self) -> str:
+        """The unit of a difference."""
+        return f"points of {self.words}" if self.share else self.words
+
+    @property
+    def direction(self) -> str:
+        """What a table must say: nothing where higher is better."""
+        return "" if self.higher_is_better else " (lower is better)"
+
+    def gain(self, mine: Any, reference: Any) -> Any:
+        """By how much `mine` is better than `reference`, numbers or arrays; negative where it is worse."""
+        return mine - reference if self.higher_is_better else reference - mine
+
+    def reaches(self, scores: Any, target: float) -> Any:
+        """Whether scores are at least as good as a target; NaN never is."""
+        return self.gain(scores, target) >= 0
+
+    def best(self, values: Sequence[float]) -> int:
+        """The place of the best of the values, the first of equal ones; what is not finite is worse than anything."""
+        sign = 1 if self.higher_is_better else -1
+        return max(range(len(values)), key=lambda i: sign * values[i] if math.isfinite(values[i]) else -math.inf)
+
+    def worst_tenth(self, values: np.ndarray) -> float:
+        """The mean over the tenth of the clients `[N]` with the worst scores; at least one."""
+        count = max(1, round(len(values) / 10))
+        ordered = np.sort(values)
+        return float(np.mean(ordered[:count] if self.higher_is_better else ordered[::-1][:count]))
+
+    def text(self, value: float, *, sign: bool = False) -> str:
+        """A score, or with `sign` a difference: shares with two decimals, other scores with four digits.
+
+        Example:
+          >>> Kind("accuracy", True, True).text(81.234), Kind("rmse", False, False).text(0.912345, sign=True)
+          ('81.23', '+0.9123')
+        """
+        return format(value, f"{'+' if sign else ''}{'.2f' if self.share else '.4g'}")
+
+    def spread(self, mean: float, deviation: float) -> str:
+        """A mean with its standard deviation, where that is known; empty where the mean is not."""
+        if math.isnan(mean):
+            return ""
+        shown = "" if math.isnan(deviation) else f" ±{deviation:{'.2f' if self.share else '.2g'}}"
+        return f"{self.text(mean)}{shown}"
+
+
+class MainScore(NamedTuple):
+    """A score of a test that tables, figures and comparisons show.
+
+    Attributes:
+      name: of the metric.
+      values: `[N]`, of each client; in percent if it is a share.
+      overall: in percent if it is a share: over the samples of all clients for accuracy from a confusion matrix, else the mean
+        over clients.
+      mean: over clients, in percent if it is a share.
+      higher_is_better, share: as in `measures.Metric`.
+    """
+
+    name: str
+    values: np.ndarray
+    overall: float
+    mean: float
+    higher_is_better: bool
+    share: bool
+
+    @property
+    def kind(self) -> Kind:
+        """What the score is."""
+        return Kind(self.name, self.higher_is_better, self.share)
+
+    @property
+    def label(self) -> str:
+        """With its unit, for an axis."""
+        return self.kind.label
+
+
+def score_names(test: Mapping[str, Any]) -> list[str]:
+    """The names of a test's scores, that of the main score first: accuracy where there is a confusion matrix, else the first
+    metric, else the loss.
+    """
+    own = [name for name in ("accuracy", "f1", "loss") if name in test]
+    metrics_ = list(test.get("metrics", {}))
+    return list(dict.fromkeys([*own[:1], *metrics_, *own] if "accuracy" in test else [*metrics_, *own]))
+
+
+def main_score(test: Mapping[str, Any], name: str | None = None) -> MainScore:
+    """A score of a test in a row of `compact`.
+
+    Args:
+      test: of one group of clients.
+      name: of the score, see `score_names`; the first of them when not given.
+
+    Raises:
+      ValueError: nothing was measured, or no score of that name.
+    """
+    known = score_names(test)
+    if not known:
+        raise ValueError("a test without metrics and without a loss has no score to report")
+    name = known[0] if name is None else name
+    checks.one_of("score", name, known)
+    scores = test["scores"]
+    if name in test.get("metrics", {}):
+        one = test["metrics"][name]
+        unit, share, higher, values = 100 if one["share"] else 1, one["share"], one["higher_is_better"], one["values"]
+    else:
+        unit, share, higher, values = (1, False, False, test[name]) if name == "loss" else (100, True, True, test[name])
+    mean = unit * scores["loss" if name == "loss" else f"{name}_mean"]
+    # Over all samples where the sum of the confusion matrices says it.
+    overall = unit * scores.get("accuracy", np.nan) if name == "accuracy" and "accuracy" in test else mean
+    return MainScore(name, unit * np.array(values, float), overall, mean, higher, share)
+
+
+def _numbers(values: ArrayLike) -> list[float]:
+    """float32 values `[n]` as the shortest decimals that round to the same float32."""
+    # A loss of float64 that float32 cannot hold is infinite there.
+    with np.errstate(over="ignore"):
+        return [float(str(value)) for value in np.asarray(values, np.float32)]
+
+
+def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:
+    """The round from which on a run has diverged, `None` if it has not.
+
+    A run has diverged when its last evaluation is not finite, or when a round since the evaluation before counts as diverged (see
+    `algorithm.Faults`). It has diverged since the first of the evaluations, up to the last, of which that is true. A run that
+    recovers has not diverged.
+
+    Args:
+      rows: one for each evaluation, in order (see `compact`).
+      test: name of the evaluator.
+    """
+    since = None
+    for row in rows:
+        rounds = [fault["round"] for fault in row.get("faults", ()) if fault["diverged"]]
+        if rounds or not all(math.isfinite(value) for value in row["tests"][test]["scores"].values()):
+            since = min([*rounds, row["round"]]) if since is None else since
+        else:
+            since = None
+    return since
+
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def strict(value: Any) -> Any:
+    """A JSON value without numbers that are not finite, which JSON does not know: they become strings, as `load` reads them.
+
+    Example:
+      >>> strict({"loss": [0.5, float("nan"), float("-inf")]})
+      {'loss': [0.5, 'NaN', '-Infinity']}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(text for text, number in _NOT_FINITE.items() if str(number) == str(value))
+    if isinstance(value, Mapping):
+        return {name: strict(part) for name, part in value.items()}
+    return [strict(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def load(path: str | Path) -> list[dict[str, Any]]:
+    """The parts of a `metrics.json`: for each its `name`, `config` and `result`, the rows of `compact` for a training run.
+
+    The file is strict JSON. Its strings "NaN", "Infinity" and "-Infinity" are numbers, and become numbers here.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is no such file.
+    """
+    try:
+        return numbers_again(json.loads(Path(path).read_text(encoding="utf-8"))["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no metrics file: {error}") from error
+
+
+def numbers_again(value: Any) -> Any:
+    """The inverse of `strict`."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: numbers_again(part) for name, part in value.items()}
+    return [numbers_again(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,184 @@
+"""Options of a run: devices, stores, delta, what becomes of runs that diverge, and grids of numbers that shape a program."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedjax_meta.cli import app
+from fedjax_meta.study import estimate, figures, from_tree, page, promise, run, tuning
+from fedjax_meta.study.system import System
+from tests.study.common import TREE, Silent, study, tree
+from tests.study.test_study import without_clocks
+
+FEDPER = {"fedper": {"method": "fedper", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}}}
+
+
+def last(outcome):
+    return np.array([trial.rows[-1]["tests"]["known"]["loss"] for trial in outcome.final])
+
+
+@pytest.fixture(scope="module")
+def on_device(tmp_path_factory):
+    return run.run(study(systems=FEDPER), tmp_path_factory.mktemp("device"), watcher=Silent())
+
+
+def test_a_store_gives_the_numbers_of_the_device_and_goes_on_where_it_was(on_device, tmp_path):
+    whole = {}
+    for store in ("host", "disk"):
+        chosen = study(systems=FEDPER, store=store, devices=1)
+        (whole[store],) = run.run(chosen, tmp_path / store, watcher=Silent(), clients=run.build(chosen))
+    np.testing.assert_allclose(last(whole["host"]), last(on_device[0]), rtol=1e-5)
+    assert without_clocks([whole["host"]]) == without_clocks([whole["disk"]])
+    stopped = study(systems=FEDPER, store="host", devices=1)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(stopped, tmp_path / "stopped", watcher=Silent(stop_at=2))
+    # On other devices, and from the memory of the host to the disk.
+    (again,) = run.run(study(systems=FEDPER, store="disk", devices=2), tmp_path / "stopped", watcher=Silent())
+    np.testing.assert_allclose(last(again), last(whole["host"]), rtol=1e-5)
+    with pytest.raises(ValueError, match="cannot resume: store was 'host or disk' when .* and is 'nothing' now"):
+        run.run(study(systems=FEDPER), tmp_path / "host", watcher=Silent())
+
+
+def test_another_number_of_devices_is_taken_up(on_device, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run.run(study(systems=FEDPER, devices=2), tmp_path, watcher=Silent(stop_at=2))
+    again = run.run(study(systems=FEDPER, devices=1), tmp_path, watcher=Silent())
+    assert without_clocks(again) == without_clocks(on_device)
+
+
+def test_delta_is_that_of_the_study():
+    noisy = {"fedavg": {"method": "fedavg", "options": {"lr": 0.1}, "federation": {"uploads": ["clip", "noise"]}}}
+    noisy["fedavg"]["federation"]["uploads"] = [{"name": "clip", "norm": 1.0}, {"name": "noise", "multiplier": 2.0}]
+    said = {}
+    for delta in (None, 1e-3, 1e-6):
+        chosen = study(systems=noisy, federation={"cohort_size": 8, "schedule": {"name": "poisson", "rate": 0.1}}, delta=delta)
+        algorithm = chosen.system("fedavg").build(chosen.scenarios["pairs"].build().task)
+        (said[delta],) = promise.words(chosen, algorithm, 8)
+    assert "delta 0.001" in said[1e-3] and "delta 1e-06" in said[1e-6] and f"delta {8**-1.1:.2g}" in said[None]
+    assert float(said[1e-6].split()[1].strip(",")) > float(said[1e-3].split()[1].strip(","))
+
+
+BROKEN = {
+    "broken": {"method": "fedavg", "options": {"batch_size": 20}, "grid": {"lr": [1e308, 0.1]}},
+    "gone": {"method": "fedavg", "options": {"batch_size": 20, "lr": 1e308}},
+}
+
+
+def test_a_run_that_diverges_is_stopped_and_the_others_go_on(tmp_path):
+    chosen = study(systems=BROKEN, rounds=6, on_divergence="stop", tuning={"rounds": 4, "seeds": [0]})
+    built = run.build(chosen)
+    broken, gone = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
+    ends = {trial.numbers["lr"]: trial.rows[-1]["round"] for trial in broken.tuning}
+    assert ends == {1e308: 1, 0.1: 4} and broken.chosen == {"lr": 0.1}
+    assert all(trial.rows[-1]["round"] == 1 and trial.diverged for trial in gone.final)
+    assert all(trial.rows[-1]["round"] == 6 for trial in broken.final)
+    # What is finished is not begun again, and nothing is trained twice.
+    again = Silent()
+    # As text, in which NaN equals NaN.
+    found = run.run(chosen, tmp_path, watcher=again, clients=built)
+    assert json.dumps(without_clocks(found)) == json.dumps(without_clocks([broken, gone]))
+    assert again.records == 0
+    page.write_all(tmp_path, study(systems={"gone": BROKEN["gone"]}), built, [gone], "x")
+    assert "diverged at round 1" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    shown = page.systems(chosen, built["pairs"], [broken, gone])
+    assert figures.by_round(shown).panels
+    with pytest.raises(ValueError, match="cannot resume: on_divergence was 'stop'"):
+        run.run(study(systems=BROKEN, rounds=6, tuning={"rounds": 4, "seeds": [0]}), tmp_path, watcher=Silent())
+
+
+def test_a_seed_that_was_stopped_makes_its_point_the_worst():
+    def trial(lr, seed, rounds, accuracy, diverged=None):
+        rows = [{"round": rounds, "tests": {"validation": {"accuracy": [accuracy], "scores": {"accuracy_mean": accuracy}}}}]
+        return tuning.Trial({"lr": lr}, seed, rows, diverged)
+
+    trials = [trial(0.1, 0, 4, 0.5), trial(0.1, 1, 4, 0.5), trial(0.2, 0, 4, 0.9), trial(0.2, 1, 1, 0.9, diverged=1)]
+    assert tuning.best(trials, study().tuning).point == {"lr": 0.1}
+    # Halving stopped this one; it has no part in the choice.
+    halved = [*trials[:2], trial(0.3, 0, 2, 0.9)]
+    assert [one.point["lr"] for one in tuning.scores(halved, study().tuning)] == [0.1]
+
+
+SHAPES = {"fedavg": {"method": "fedavg", "grid": {"epochs": [1, 3], "lr": [0.02, 0.2], "batch_size": [20]}}}
+
+
+def test_a_grid_over_epochs_is_the_studies_of_each_of_them(tmp_path):
+    chosen = study(systems=SHAPES)
+    (one,) = run.run(chosen, tmp_path / "all", watcher=Silent())
+    assert [tuple(trial.numbers.values()) for trial in one.tuning] == [
+        (1, 0.02, 20),
+        (1, 0.2, 20),
+        (3, 0.02, 20),
+        (3, 0.2, 20),
+    ]
+    for epochs in (1, 3):
+        alone = {"fedavg": {"method": "fedavg", "options": {"epochs": epochs, "batch_size": 20}, "grid": {"lr": [0.02, 0.2]}}}
+        (other,) = run.run(study(systems=alone), tmp_path / str(epochs), watcher=Silent())
+        rows = {t.numbers["lr"]: t.rows[-1]["tests"] for t in one.tuning if t.numbers["epochs"] == epochs}
+        assert rows == {t.numbers["lr"]: t.rows[-1]["tests"] for t in other.tuning}
+        if one.chosen["epochs"] == epochs:
+            assert last(one).tolist() == last(other).tolist()
+    with pytest.raises(KeyboardInterrupt):
+        run.run(chosen, tmp_path / "stopped", watcher=Silent(stop_at=4))
+    assert without_clocks(run.run(chosen, tmp_path / "stopped", watcher=Silent())) == without_clocks([one])
+    assert estimate.of_system(chosen, "fedavg", run.build(chosen)["pairs"]).programs == 9
+
+
+def test_whole_numbers_of_a_grid():
+    system = System(method="fedavg", grid={"epochs": [2, 4.0], "lr": [1, 2]}, federation={"cohort_size": 4})
+    assert tuning.shaping(system) == ("epochs",)
+    points = run.points_of(system)
+    assert points[-1] == {"epochs": 4, "lr": 2.0} and type(points[-1]["epochs"]) is int and type(points[0]["lr"]) is float
+    task = study().scenarios["pairs"].build().task
+    assert {point["epochs"] for point in tuning.next_points(points, {"epochs": 4, "lr": 1.0}, system, task)} >= {8}
+    halves = System(method="fedavg", grid={"epochs": [1, 1.5]})
+    with pytest.raises(ValueError, match=r"grid of epochs must hold whole numbers, not 1.5"):
+        run.points_of(halves)
+
+
+BAD = {
+    "an unknown store": ({"store": "tape"}, "store='tape' is unknown"),
+    "no devices": ({"devices": 0}, "devices=0 must be an integer of at least 1"),
+    "a store with halving": ({"store": "host", "tuning": {"halving": 2}}, "halving compares none"),
+    "a store with user accuracy": ({"store": "disk", "user_accuracy": "train"}, "leave store='disk' out"),
+    "an unknown way": ({"on_divergence": "pause"}, "on_divergence='pause' is unknown"),
+    "a delta of 0": ({"delta": 0.0}, "delta=0.0"),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD.values(), ids=BAD)
+def test_bad_options_get_one_line(fields, words):
+    with pytest.raises(ValueError, match=words) as error:
+        from_tree(tree(**fields))
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="devices=99, but JAX sees"):
+        run.run(study(devices=99), tmp_path / "a", watcher=Silent())
+    pac = {"mocha": {"method": "mocha"}}
+    with pytest.raises(ValueError, match="store: mocha reads what all clients keep"):
+        run.run(study(systems=pac, store="host"), tmp_path / "a", watcher=Silent())
+    parts = {
+        "schedule": {"name": "poisson", "rate": 0.5},
+        "uploads": [{"name": "clip", "norm": 1.0}, {"name": "noise", "multiplier": 1.0}],
+    }
+    noisy = {"fedavg": {"method": "fedavg", "federation": parts}}
+    with pytest.raises(ValueError, match="which delta=1e-06 does not cover"):
+        run.run(study(systems=noisy, delta=1e-6), tmp_path / "a", watcher=Silent())
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_command_line_has_the_options(tmp_path):
+    path = tmp_path / "digits.yaml"
+    path.write_text(yaml.safe_dump(tree(systems={"gone": BROKEN["gone"]}, rounds=3, seeds=[1])), encoding="utf-8")
+    words = ["--devices", "1", "--store", "host", "--delta", "1e-4", "--on-divergence", "stop", "--out", tmp_path / "run"]
+    result = CliRunner().invoke(app, ["run", str(path), *map(str, words)])
+    assert result.exit_code == 3 and "every run diverged" in result.output, result.output
+    written = yaml.safe_load((tmp_path / "run" / "study.yaml").read_text())
+    assert {name: written[name] for name in ("devices", "store", "delta", "on_divergence")} == {
+        "devices": 1, "store": "host", "delta": 1e-4, "on_divergence": "stop",
+    }  # fmt: skip
+    assert written["systems"]["gone"]["method"] == TREE["systems"]["fedavg"]["method"]

@@ -1,0 +1,79 @@
+"""Tables on a terminal: words stay whole, cells begin at the top, nothing is wider than the terminal."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedjax_meta import report
+from fedjax_meta.report.tables import wrap
+from fedjax_meta.study import files, from_tree, results
+
+NAN = float("nan")
+
+
+def shown(table, width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def pieces(text):
+    return re.findall(r"[(\[]+[^\s(\[]*|[^\s(\[]+", text)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 160])
+@pytest.mark.parametrize("name", files.packaged())
+def test_tables_of_every_packaged_study_fit_and_break_no_word(name, width):
+    study = from_tree(files.read(name))
+    accuracy = report.Kind("accuracy", True, True)
+    lines = [
+        results.Line(
+            study.title_of(system), accuracy, ", ".join(f"{option}=0.003" for option in one.grid), (97.21, 0.51), (88.12, 1.25),
+            12.0, (95.5, 0.75), 1.7e5, 3.0, "best outer_lr at the end of its grid; new clients do not train; not tuned",
+        )
+        for system, one in study.systems.items()
+    ]  # fmt: skip
+    table = results.table(lines)
+    for part in (table.only(results.SCORES), table.only(results.HOW)):
+        text = shown(report.rich_table("known clients", *part), width)
+        assert all(len(line) <= width for line in text.splitlines())
+        words = set(text.split())
+        for cell in (cell for row in (part.headings, *part.rows) for cell in row):
+            # Whole words, or the parts before and from a bracket on.
+            assert all(word in words or all(any(piece in w for w in words) for piece in pieces(word)) for word in cell.split())
+        assert "±0.51" in text if "known" in part.headings else "170 kB" in text
+
+
+def test_a_row_begins_on_its_first_line_and_numbers_stay_whole():
+    table = report.rich_table(
+        "t", ["system", "known", "remark"], [["FedMeta(MAML)", "97.21 ±0.51", "new clients do not train; not tuned; diverged"]]
+    )
+    lines = table.lines(30)
+    first = lines[next(i for i, line in enumerate(lines) if "─" in line) + 1]
+    assert first.startswith("FedMeta ") and "97.21 ±0.51" in first and "new" in first
+    assert lines[lines.index(first) + 1].startswith("(MAML)")
+
+
+def test_columns_that_do_not_fit_follow_below_with_the_first_one_again():
+    headings = ["system", *(f"score {number}" for number in range(6))]
+    table = report.rich_table("t", headings, [["FedAvg", *(f"{number}.00 ±0.12" for number in range(6))]])
+    lines = table.lines(40)
+    assert max(map(len, lines)) <= 40 and sum(line.startswith("FedAvg") for line in lines) == 3
+    assert all(f"{number}.00 ±0.12" in "\n".join(lines) for number in range(6))
+    assert len(table.lines(100)) == 3
+
+
+def test_text_wraps_between_words_then_before_brackets_and_never_inside_a_word():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        words = ["".join(rng.choice(list("abc(-"), rng.integers(1, 12))) for _ in range(rng.integers(1, 6))]
+        width = int(rng.integers(3, 20))
+        lines = wrap(" ".join(words), width)
+        assert "".join(lines).replace(" ", "") == "".join(words)
+        assert all(len(line) <= width or len(pieces(line)) == 1 for line in lines)
+        found = {piece for line in lines for piece in pieces(line)}
+        assert found == {piece for word in words for piece in pieces(word)}
+    assert wrap("", 5) == [""]
