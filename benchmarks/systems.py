@@ -5,6 +5,7 @@ head gradients and forward passes of a client, each in XLA's FLOPs of one batch,
 Elementwise work on parameters (optimisers, proximal terms, control variates) is not counted.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,6 +26,7 @@ from fedjax_meta.types import Mask, PyTree, Variables
 SHAPES = {"mlp": (28, 28, 1), "lenet": (32, 32, 3), "fedpac_cnn": (32, 32, 3)}
 VALIDATION = 0.2
 INNER_STEPS, COMPONENTS, WIDTH = 5, 3, 100
+CLASSES, DRAWS, SWEEPS = 10, 4, 2
 
 
 class Costs(NamedTuple):
@@ -37,6 +39,7 @@ class Costs(NamedTuple):
       epochs: E.
       size, head_size: parameters of the model, and of its head.
       cohort: C, which is all clients.
+      samples: S of a client.
     """
 
     gradient: float
@@ -48,6 +51,7 @@ class Costs(NamedTuple):
     size: int
     head_size: int
     cohort: int
+    samples: int
 
 
 class System(NamedTuple):
@@ -73,6 +77,12 @@ def _fedavg(c: Costs) -> float:
 def _matrix(c: Costs) -> float:
     """FLOPs of the Gram matrix of all models and of each client's mixture of them."""
     return 4 * c.cohort * c.size
+
+
+def _processes(c: Costs) -> float:
+    """FLOPs of FedGP's K - 1 processes: a Cholesky factor each sweep, and one more with S solves, thrice for its gradient."""
+    draw = SWEEPS * c.samples**3 / 3 + 3 * (c.samples**3 / 3 + c.samples**3)
+    return c.epochs * (CLASSES - 1) * DRAWS * draw
 
 
 SYSTEMS = {
@@ -124,6 +134,14 @@ SYSTEMS = {
     "fedas": System(lambda c: (c.epochs + 1) * c.gradient + c.body + c.forward),
     "pfedsim": System(lambda c: _fedavg(c) + 2 * c.cohort * c.size, _epochs(warmup=0)),
     "fedcac": System(lambda c: _fedavg(c) + _matrix(c)),
+    "fedgp": System(
+        lambda c: c.epochs * c.body + c.forward + _processes(c),
+        lambda c: {"inner_steps": c.epochs, "gibbs_steps": SWEEPS, "draws": DRAWS},
+    ),
+    # Features of all samples once; a step of the ascent reads and writes a sample's entries of the linear models.
+    "mocha": System(
+        lambda c: c.forward + c.epochs * c.samples * 4 * c.head_size, lambda c: {"epochs": c.epochs, "capacity": c.samples}
+    ),
 }
 """All systems of the FedPAC comparison (Xu, Tong and Huang, ICLR 2023) and later ones; text in brackets is no part of a name."""
 
@@ -166,6 +184,7 @@ def costs(task: fm.Task, model: str, *, clients: int, samples: int, batch_size: 
         size=size(variables),
         head_size=size(masks.split(variables, head)[0]),
         cohort=clients,
+        samples=samples,
     )
 
 
@@ -206,7 +225,9 @@ def main(
     runs = {}
     for name in chosen:
         with console.status(f"compiling {name}"):
-            method = fm.METHODS[name.partition(" ")[0]](task, batch_size=batch_size, **SYSTEMS[name].options(parts))
+            builder = fm.METHODS[name.partition(" ")[0]]
+            given = {"batch_size": batch_size} if "batch_size" in inspect.signature(builder).parameters else {}
+            method = builder(task, **given, **SYSTEMS[name].options(parts))
             runs[name] = Run(fm.federate(method, fm.Federation(cohort_size=clients)), data)
     with console.status("timing"):
         times = interleaved(runs, repeats=repeats)

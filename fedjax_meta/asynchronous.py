@@ -92,7 +92,7 @@ def fedbuff(
     grace: int = 0,
     seed: int = 0,
 ) -> Asynchronous:
-    """FedBuff: the server steps along the mean of s(tau) (w_then - w_i) whenever K updates came; its rate is `server_lr`.
+    """FedBuff steps along the mean of s(tau) (w_then - w_i) whenever K updates came; the rate is `server_lr`.
 
     `concurrency` clients train at any time; when one arrives, a random idle one is given the model of that moment. A client whose
     update waits in the buffer is not idle. Arrivals of one moment come before what follows from them, so that K clients of equal
@@ -140,7 +140,7 @@ def fedasync(
     grace: int = 0,
     seed: int = 0,
 ) -> Asynchronous:
-    """FedAsync: w <- (1 - a s(tau)) w + a s(tau) w_i with each client that arrives, a = `server_lr`; `cohort_size` is 1.
+    """FedAsync mixes in each model that arrives: w <- (1 - a s(tau)) w + a s(tau) w_i, a = `server_lr`; `cohort_size` is 1.
 
     Arguments and errors as in `fedbuff`. Methods whose clients send gradients in place of models are refused too.
     """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, masks
 from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
-from fedjax_meta.task import Batch, Task, classification, require_parts
+from fedjax_meta.task import Batch, Task, classification, cross_entropy, require_parts, unchanged
 from fedjax_meta.types import Key, Params, PyTree, Scalar, Variables
 
 Extractor = Callable[[Variables, PyTree], jax.Array]
@@ -44,6 +44,22 @@ def require_no_buffers(task: Task, method: str) -> None:
     """Raises `ValueError` if the task has buffers (batch-norm statistics)."""
     if _has_buffers(task):
         raise ValueError(f"{method} is for models without buffers, but this one has some (batch-norm statistics)")
+
+
+def require_own_loss(task: Task, method: str, minimised: str) -> None:
+    """Raises `ValueError` if a method that minimises a loss of its own would ignore what the task's loss says.
+
+    Args:
+      task: a classifier.
+      method: the name of the method.
+      minimised: what it minimises, for the error message.
+    """
+    parts = require_parts(task, method, as_predicted=True)
+    if parts.criterion is not cross_entropy or parts.prepare is not unchanged:
+        raise ValueError(
+            f"{method} minimises {minimised} of its own on the samples as they are, but this task's loss augments them or has "
+            "another criterion"
+        )
 
 
 def _has_buffers(task: Task) -> bool:

@@ -4,7 +4,6 @@ import gc
 import itertools
 import os
 import pathlib
-import types
 
 import jax
 import pytest
@@ -26,19 +25,10 @@ runtime.use_all_cores()  # keeps the two devices, and turns the compilation cach
 _finished = itertools.count(1)
 
 
-_NONE = types.SimpleNamespace(params={})
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of a file, which share compiled programs, in one process, unless they are in a group already.
-
-    What runs over all methods takes minutes for FedGP, whose rounds compile slowly; it belongs to the long tests.
-    """
+    """Keeps the tests of a file, which share compiled programs, in one process, unless they are in a group already."""
     for item in items:
-        values = getattr(item, "callspec", _NONE).params.values()
-        if any(isinstance(value, str) and value == "fedgp" for value in values) and item.path.name != "test_fedgp.py":
-            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 

@@ -12,6 +12,9 @@ from fedjax_meta.federation import OPTIONS
 
 SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
 
+SMALL = {"fedgp": {"capacity": 24, "gibbs_steps": 2, "draws": 4, "test_draws": 4}}
+"""Options by method that keep its cost small where a test runs over all methods; a test's own come first."""
+
 
 def _init(key):
     body, head = jax.random.split(key)
@@ -58,7 +61,8 @@ def data() -> fm.FederatedData:
 
 def build(builder, of=None, **options) -> fm.Algorithm:
     """An algorithm from a builder or its name; options that the builder does not take are the federation's."""
-    builder = fm.METHODS[builder] if isinstance(builder, str) else builder
+    if isinstance(builder, str):
+        builder, options = fm.METHODS[builder], SMALL.get(builder, {}) | options
     takes = inspect.signature(builder).parameters
     own = {name: value for name, value in options.items() if name in takes or name not in OPTIONS}
     federation = {name: value for name, value in options.items() if name not in own}

@@ -29,7 +29,7 @@ FEDERATION = {"cohort_size": 5}
 
 def method_of(name: str, **options) -> fm.Method:
     task = problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
-    return fm.METHODS[name](task, **(NEEDS_BATCH_NORM.get(name, {}) | options))
+    return fm.METHODS[name](task, **(problems.SMALL.get(name, {}) | NEEDS_BATCH_NORM.get(name, {}) | options))
 
 
 def make(name: str, **federation) -> fm.Algorithm:

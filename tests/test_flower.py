@@ -19,7 +19,7 @@ from tests.test_contract import method_of
 KEY = jax.random.key(5)
 FEDERATION = fm.Federation(cohort_size=4)
 FAST = {"fedavg", "fedadam", "fedper", "scaffold", "ditto", "l2gd", "fedmeta_per_metasgd"}
-REFUSED = {"fedamp", "heur_fedamp", "fedfomo", "fedpac", "pfedhn", "pfedhn_pc"}
+REFUSED = {"afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp", "mocha", "pfedhn", "pfedhn_pc", "pfedsim"}
 
 
 def simulated(method, rounds, federation=FEDERATION):

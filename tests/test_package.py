@@ -12,7 +12,7 @@ import fedjax_meta
 LAYERS = (
     ("types",),
     ("checks", "runtime", "keys", "config", "disk", "escape", "loops"),
-    ("task", "tasks", "measures", "masks", "layers", "models", "lora", "simplex", "metrics"),
+    ("task", "tasks", "measures", "masks", "layers", "models", "lora", "simplex", "metrics", "gaussian_process", "class_tree"),
     ("data",),
     ("local", "features", "trajectory", "meta", "implicit", "multistep"),
     ("participation", "asynchronous", "schedules", "uploads", "privacy"),

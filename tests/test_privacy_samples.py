@@ -135,7 +135,7 @@ REFUSED = {
     "fedfomo": r"lets out .* \(\['collaborate'\]",  # validation losses
     **dict.fromkeys(("afl", "cfl", "fedas", "ifca", "qfedavg"), "lets out what depends on samples without noise"),  # losses
     **dict.fromkeys(
-        ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "mocha", "moon"),
+        ("apfl_outputs", "feddbe", "fedem", "fedgp", "fedpac", "fedproto", "fedrod", "gpfl", "mocha", "moon"),
         "takes gradients of the model's logits",
     ),
 }

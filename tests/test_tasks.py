@@ -208,6 +208,7 @@ REFUSALS = (
     "looks at features, but the task has no features and head",
     "balances softmax cross-entropy",
     "minimises a hinge loss of its own",
+    "minimises a predictive loss of its own",
     "selects no leaf of this model",
     "leaves nothing for the hypernetwork",
 )

@@ -28,168 +28,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import method_builder
+from fedjax_meta.class_tree import Tree, build_tree
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView, FederatedData
+from fedjax_meta.gaussian_process import chance, gibbs, kernel, mean_field, posterior
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 JITTER = 1e-3
 """Added to the variance of every function value."""
-_POINTS, _WEIGHTS = (part for part in np.polynomial.hermite.hermgauss(20))
-_TERMS = 100
 
 
 def fedgp_sgd(rate: Rate) -> optax.GradientTransformation:
     """The code's local optimiser: clipping at norm 50, weight decay 1e-3, momentum 0.9."""
     return optax.chain(optax.clip_by_global_norm(50), optax.add_decayed_weights(1e-3), optax.sgd(rate, momentum=0.9))
-
-
-# -------------------------------------------------------------------------------------------------- one binary classifier
-
-
-def kernel(a: jax.Array, b: jax.Array, output_scale: Scalar, length_scale: Scalar) -> jax.Array:
-    """The squared-exponential kernel of features on the unit sphere, `[A, B]` from `[A, d]` and `[B, d]`."""
-    a, b = (z / jnp.sqrt(jnp.maximum(jnp.sum(z**2, -1, keepdims=True), 1e-24)) for z in (a, b))
-    square = jnp.sum(a**2, -1)[:, None] + jnp.sum(b**2, -1)[None, :] - 2 * a @ b.T
-    return output_scale * jnp.exp(-jnp.maximum(square, 0) / (2 * length_scale**2))
-
-
-def mean_omega(c: jax.Array) -> jax.Array:
-    """E of a Polya-Gamma variable PG(1, c): tanh(c / 2) / (2 c)."""
-    c = jnp.maximum(jnp.abs(c), 1e-4)
-    return jnp.tanh(c / 2) / (2 * c)
-
-
-def draw_omega(key: Key, c: jax.Array) -> jax.Array:
-    """PG(1, c) for each entry: sum_k e_k / ((k - 1/2)^2 + c^2 / (4 pi^2)) / (2 pi^2), e_k exponential; key consumed."""
-    scale = 1 / (2 * jnp.pi**2) / ((jnp.arange(_TERMS) + 0.5) ** 2 + (c[..., None] / (2 * jnp.pi)) ** 2)
-    rest = jnp.maximum(mean_omega(c) - jnp.sum(scale, -1), 0)
-    return jnp.sum(jax.random.exponential(key, scale.shape, scale.dtype) * scale, -1) + rest
-
-
-def _factor(gram: jax.Array, omega: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(s, Cholesky factor of I + s K s), s the root of omega; an omega of 0 leaves a sample out."""
-    s = jnp.sqrt(omega)
-    return s, jnp.linalg.cholesky(jnp.eye(len(s)) + s[:, None] * gram * s[None, :])
-
-
-def _solve(lower: jax.Array, b: jax.Array) -> jax.Array:
-    return jax.scipy.linalg.cho_solve((lower, True), b)
-
-
-def posterior(
-    gram: jax.Array, signs: jax.Array, omega: jax.Array, cross: jax.Array, variance: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of f at other inputs, given omega: the regression on signs / omega with noise 1 / omega.
-
-    Args:
-      gram: `[M, M]`, the kernel of the samples with jitter.
-      signs: `[M]`, 1/2 or -1/2, 0 for a sample that does not take part.
-      omega: `[M]`, 0 for these.
-      cross: `[M, B]`, the kernel between samples and inputs.
-      variance: `[B]`, prior variance there.
-
-    Returns:
-      two arrays `[B]`.
-    """
-    s, lower = _factor(gram, omega)
-    weights = signs - s * _solve(lower, s * (gram @ signs))
-    seen = s[:, None] * cross
-    return cross.T @ weights, jnp.maximum(variance - jnp.sum(seen * _solve(lower, seen), 0), 1e-10)
-
-
-def chance(mean: jax.Array, variance: jax.Array) -> jax.Array:
-    """E sigma(f) for Gaussian f, by Gauss-Hermite quadrature; like `mean`."""
-    f = mean[..., None] + jnp.sqrt(2 * variance)[..., None] * jnp.asarray(_POINTS, mean.dtype)
-    return jnp.sum(jax.nn.sigmoid(f) * jnp.asarray(_WEIGHTS / np.sqrt(np.pi), mean.dtype), -1)
-
-
-def gibbs(key: Key, gram: jax.Array, signs: jax.Array, steps: int, draws: int) -> jax.Array:
-    """omega after `steps` sweeps of f | omega and omega | f, from f drawn from the prior: `[D, M]`; key consumed."""
-    takes_part, root = jnp.abs(signs) > 0, jnp.linalg.cholesky(gram)
-
-    def omega_of(key: Key, f: jax.Array) -> jax.Array:
-        return jnp.where(takes_part, draw_omega(key, f), 0)
-
-    def sweep(t: Any, carry: tuple[jax.Array, Key]) -> tuple[jax.Array, Key]:
-        omega, key = carry
-        # A draw of the prior, corrected by the regression of signs / omega on it.
-        mine = jax.random.fold_in(key, t)
-        prior = root @ jax.random.normal(tagged(mine, "prior"), signs.shape, signs.dtype)
-        s, lower = _factor(gram, omega)
-        noise = jax.random.normal(tagged(mine, "noise"), signs.shape, signs.dtype)
-        gap = jnp.where(takes_part, signs / jnp.where(takes_part, s, 1) - s * prior - noise, 0)
-        return omega_of(tagged(mine, "omega"), prior + gram @ (s * _solve(lower, gap))), key
-
-    def chain(key: Key) -> jax.Array:
-        f = root @ jax.random.normal(tagged(key, "start"), signs.shape, signs.dtype)
-        return jax.lax.fori_loop(0, steps, sweep, (omega_of(tagged(key, "first"), f), tagged(key, "sweeps")))[0]
-
-    return jax.vmap(chain)(jax.random.split(key, draws))
-
-
-def mean_field(gram: jax.Array, signs: jax.Array, steps: int) -> jax.Array:
-    """omega <- E PG(1, c), c^2 = E f^2 under the posterior that omega gives, `steps` times from c = 0: `[1, M]`."""
-
-    def step(_: Any, omega: jax.Array) -> jax.Array:
-        mean, variance = posterior(gram, signs, omega, gram, jnp.diagonal(gram))
-        return jnp.where(jnp.abs(signs) > 0, mean_omega(jnp.sqrt(mean**2 + variance)), 0)
-
-    start = jnp.where(jnp.abs(signs) > 0, 0.25, 0).astype(gram.dtype)
-    return jax.lax.fori_loop(0, steps, step, start)[None]
-
-
-# ------------------------------------------------------------------------------------------------------------ the tree
-
-
-class Tree(NamedTuple):
-    """K - 1 nodes in no particular order; a node of no classes is not used.
-
-    Attributes:
-      member: bool `[K - 1, K]`, the classes of a node.
-      left: bool `[K - 1, K]`, those of its left branch.
-    """
-
-    member: jax.Array
-    left: jax.Array
-
-
-def build_tree(means: jax.Array, present: jax.Array) -> Tree:
-    """Splits the classes that are present, again and again, by two-means of their mean features.
-
-    Args:
-      means: `[K, d]`.
-      present: bool `[K]`.
-    """
-    count = len(present)
-    apart = jnp.sum((means[:, None] - means[None]) ** 2, -1)
-
-    def halves(member: jax.Array) -> jax.Array:
-        """The left half of a set of at least two classes; the two that are farthest apart are never together."""
-        pairs = jnp.where(member[:, None] & member[None] & ~jnp.eye(count, dtype=bool), apart, -1.0)
-        one, other = jnp.unravel_index(jnp.argmax(pairs), pairs.shape)
-        places = jnp.arange(count)
-
-        def lloyd(_: Any, left: jax.Array) -> jax.Array:
-            centres = [jnp.sum(means * side[:, None], 0) / jnp.maximum(jnp.sum(side), 1) for side in (left, member & ~left)]
-            near, far = (jnp.sum((means - centre[None]) ** 2, -1) for centre in centres)
-            return member & ((near <= far) | (places == one)) & (places != other)
-
-        return jax.lax.fori_loop(0, 10, lloyd, member & (apart[one] <= apart[other]) & (places != other))
-
-    def split(group: jax.Array, number: jax.Array) -> tuple[jax.Array, Tree]:
-        sizes = jnp.sum((group[None] == jnp.arange(count)[:, None]) & present[None], 1)
-        member = present & (group == jnp.argmax(sizes)) & (jnp.max(sizes) > 1)
-        left = halves(member) & member
-        return jnp.where(member & ~left, number, group), Tree(member, left)
-
-    return jax.lax.scan(split, jnp.zeros(count, jnp.int32), jnp.arange(1, count, dtype=jnp.int32))[1]
 
 
 class Classifier(NamedTuple):
@@ -239,12 +96,15 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
       inference: "gibbs" (the paper) or "mean_field".
       gibbs_steps: sweeps, or steps of the mean field.
       draws, test_draws: chains in training and in a test; the mean field has none.
-      capacity: at most so many samples of a client, drawn anew in each round; time grows with its cube.
+      capacity: at most so many samples of a client, drawn anew in each round; time grows with its cube. On a CPU, set
+        OPENBLAS_NUM_THREADS=1 for more than about 60: threads of the Cholesky factors wait for those of XLA.
 
     Raises:
-      ValueError: a task without features, or with buffers, an option out of range; before the first round, a task of one class.
+      ValueError: a task without features, with buffers, or with a loss that augments samples or has a criterion of its own (the
+        process has a predictive loss), an option out of range; before the first round, a task of one class.
     """
     extract, _ = features.require_features(task, "fedgp", buffers=False)
+    features.require_own_loss(task, "fedgp", "a predictive loss")
     checks.count("inner_steps", inner_steps)
     checks.positive("output_scale", output_scale)
     checks.positive("length_scale", length_scale)

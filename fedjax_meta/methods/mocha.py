@@ -37,7 +37,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Traine
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
-from fedjax_meta.task import Task, cross_entropy, require_parts, unchanged
+from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
 
@@ -153,12 +153,7 @@ def mocha(
         `capacity`.
     """
     extract, _ = features.require_features(task, "mocha", buffers=False)
-    parts = require_parts(task, "mocha", as_predicted=True)
-    if parts.criterion is not cross_entropy or parts.prepare is not unchanged:
-        raise ValueError(
-            "mocha minimises a hinge loss of its own on the samples as they are, but this task's loss augments them or has "
-            "another criterion"
-        )
+    features.require_own_loss(task, "mocha", "a hinge loss")
     checks.positive("regularisation", regularisation)
     checks.count("relation_every", relation_every)
     checks.share("smoothing", smoothing)

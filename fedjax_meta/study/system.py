@@ -46,7 +46,12 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 AGGREGATORS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in aggregate.RULES.items()}
 ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
-SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {"uniform": lambda: schedules.uniform, "poisson": schedules.poisson}
+SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
+    "uniform": lambda: schedules.uniform,
+    "poisson": schedules.poisson,
+    "fedbuff": schedules.fedbuff,
+    "fedasync": schedules.fedasync,
+}
 PARTICIPATION: dict[str, Callable[..., participation.Rule]] = {
     "unreliable": participation.unreliable,
     "stragglers": participation.stragglers,
@@ -203,6 +208,13 @@ def _made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) -
     name, options = _name_and_options(option, given)
     checks.one_of(option, name, registry)
     _check(option, name, registry[name], options)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [
+        word for word, p in inspect.signature(registry[name]).parameters.items() if p.default is p.empty and p.kind in named
+    ]
+    lacking = [word for word in needed if word not in options]
+    if lacking:
+        raise ValueError(f"{option} {name} needs {', '.join(lacking)}")
     try:
         return registry[name](**options)
     except TypeError as error:

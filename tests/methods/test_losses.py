@@ -19,7 +19,8 @@ from tests import problems
 from tests.methods.common import KEY
 
 NEEDS_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
-OPAQUE_IS_REFUSED = ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "mocha", "moon")
+OPAQUE_IS_REFUSED = ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "fedgp", "mocha", "moon")
+OWN_LOSS = {"fedgp": "a predictive loss", "mocha": "a hinge loss"}
 CRITERION_IS_REFUSED = ("fedrod",)
 
 
@@ -60,9 +61,9 @@ def rounds(make_method, *arguments, count=3):
 def test_a_method_sees_the_loss_of_its_task(name):
     """Noise on the samples and label smoothing change it; both at 0 change nothing."""
     builder, plain = fm.METHODS[name], base(name)
-    if name == "mocha":
+    if name in OWN_LOSS:
         for other in (noised(plain, 0.5), with_criterion(plain, smoothed)):
-            with pytest.raises(ValueError, match="mocha minimises a hinge loss of its own on the samples as they are"):
+            with pytest.raises(ValueError, match=f"{name} minimises {OWN_LOSS[name]} of its own on the samples as they are"):
                 builder(other)
         return
 

@@ -142,6 +142,14 @@ def test_metrics_are_strict_json_and_a_data_frame(finished):
     assert len(frame[(frame.system == "fedavg") & (frame.phase == "final") & (frame.clients == "known")]) == 2 * 3
 
 
+BUFFER = {
+    "name": "fedbuff",
+    "seconds": [1, 2, 3, 4, 5, 6, 7, 30],  # of the eight known clients
+    "rounds": 6,
+    "buffer_size": 2,
+    "concurrency": 4,
+    "most_stale": 8,
+}
 BAD = {
     "no systems": (tree(systems={}), "systems must be a mapping of names"),
     "an unknown field": (tree(round=3), "study has no field 'round' .did you mean 'rounds'"),
@@ -170,6 +178,18 @@ BAD = {
     "an option of a part": (
         tree(systems={"a": {"method": "fedmeta", "options": {"estimator": {"name": "implicit", "cg_step": 3}}}}),
         "systems.a: estimator implicit takes no 'cg_step' .did you mean 'cg_steps'",
+    ),
+    "a buffer of more clients than there are": (
+        tree(systems={"a": {"method": "fedavg", "federation": {"schedule": {**BUFFER, "buffer_size": 9}}}}),
+        "systems.a: buffer_size=9 is more than the N=8 clients",
+    ),
+    "an update older than the buffer's models": (
+        tree(systems={"a": {"method": "fedavg", "federation": {"schedule": {**BUFFER, "most_stale": 0}}}}),
+        "systems.a: most_stale=0 is too few",
+    ),
+    "a schedule without its options": (
+        tree(systems={"a": {"method": "fedavg", "federation": {"schedule": "fedbuff"}}}),
+        "systems.a: schedule fedbuff needs seconds, rounds, buffer_size, concurrency, most_stale",
     ),
     "an unknown partition": (tree(scenarios={"a": {"partition": "iiid"}}), "scenarios.a: partition='iiid' is unknown"),
     "an option of a partition": (
@@ -260,6 +280,19 @@ def test_a_system_takes_its_parts_by_name():
     assert shared["federation"]["schedule"] == {"name": "poisson", "rate": 0.3}
     assert "nearest_neighbours" in json.dumps(shared["federation"]["aggregator"])
     assert "implicit" in json.dumps(config["estimator"]) and "clip" in json.dumps(config["federation"]["uploads"])
+
+
+def test_asynchronous_schedules_run_in_a_study(tmp_path):
+    plain = {"method": "fedavg", "options": {"lr": 0.1, "epochs": 1, "batch_size": 20}}
+    alone = {key: value for key, value in BUFFER.items() if key != "buffer_size"} | {"name": "fedasync"}
+    systems = {
+        "buffered": {**plain, "federation": {"cohort_size": 2, "schedule": BUFFER}},
+        "alone": {**plain, "federation": {"cohort_size": 1, "server_lr": 0.6, "schedule": alone}, "title": "FedAsync"},
+    }
+    outcomes = run.run(study(systems=systems, seeds=[1]), tmp_path / "run", watcher=Silent())
+    for outcome in outcomes:
+        (last,) = (trial.rows[-1] for trial in outcome.final)
+        assert last["round"] == 4 and np.all(np.isfinite(last["tests"]["known"]["loss"]))
 
 
 def test_user_accuracy_is_that_of_the_round_s_clients_before_they_train(tmp_path):
