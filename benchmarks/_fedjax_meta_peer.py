@@ -61,16 +61,19 @@ def meta_gradient_steps(task: fm.Task, case: Workload) -> fm.Method:
     )
 
 
-def algorithm(case: Workload) -> fm.Algorithm:
-    """The workload as an algorithm of the library."""
+def method(case: Workload) -> fm.Method:
+    """The workload's method, as the library writes it."""
     task = models.MODELS[case.model]()
     if case.rule == "fedavg":
-        method = fm.fedavg(task, lr=case.lr, batch_size=case.batch_size)
-    elif case.rule == "private":
-        method = fm.mtfl(task, lr=case.lr, batch_size=case.batch_size, private="bn")
-    else:
-        method = meta_gradient_steps(task, case)
-    return fm.federate(method, fm.Federation(cohort_size=case.cohort_size))
+        return fm.fedavg(task, lr=case.lr, batch_size=case.batch_size)
+    if case.rule == "private":
+        return fm.mtfl(task, lr=case.lr, batch_size=case.batch_size, private="bn")
+    return meta_gradient_steps(task, case)
+
+
+def algorithm(case: Workload) -> fm.Algorithm:
+    """The workload as an algorithm of the library."""
+    return fm.federate(method(case), fm.Federation(cohort_size=case.cohort_size))
 
 
 def _name(path: tuple[Any, ...]) -> str:

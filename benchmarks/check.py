@@ -2,7 +2,8 @@
 
 Seconds differ between machines, but ratios between cases of one run carry over: this library to the fastest other simulator, a
 large population to a small one, a host store to the device, clients of different sizes to clients of equal size, several devices
-to one, second order to first order, and every system to FedAvg.
+to one, second order to first order, and every system to FedAvg. Numbers of `static.py` (kernels, bytes, temporary memory) are
+compared themselves: they are of a compiler, not of a machine. Rows of other benchmarks are passed over.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,9 @@ KEYS = {
     "systems": ("model", "clients", "samples", "batch_size", "epochs", "case"),
 }
 """By benchmark, the keys of a row that say what was timed. Rows that differ only in the last key were timed side by side."""
+
+STATIC = ("kernels", "step_bytes", "temp_bytes")
+"""Numbers of a row of `static.py` that should not grow."""
 
 Case = tuple[Any, ...]
 """(benchmark, the values of its keys)."""
@@ -63,8 +67,24 @@ def ratios(seconds: Mapping[Case, float]) -> dict[str, float]:
     return found
 
 
+def static(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers of compiled programs by name; the last of repeated rows counts."""
+    found = {}
+    for row in rows:
+        if row.get("benchmark") == "static":
+            needed(row, ("target", "case", "cohort"), numbers=STATIC)
+            found |= {f"{row['target']} {row['case']}-{row['cohort']}: {name}": float(row[name]) for name in STATIC}
+    return found
+
+
 def compare(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """(old, new) ratio by name, from the cases that both have: a simulator that is missing in one counts in neither."""
+    old, new = list(old), list(new)
+    before, now = static(old), static(new)
+    return _ratios_of_times(old, new) | {name: (before[name], value) for name, value in now.items() if name in before}
+
+
+def _ratios_of_times(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     old_times, new_times = times(old), times(new)
     both = [case for case in new_times if case in old_times]
     old_ratios, new_ratios = (ratios({case: seconds[case] for case in both}) for seconds in (old_times, new_times))
@@ -74,7 +94,7 @@ def compare(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) 
 def main(
     new: Annotated[Path, typer.Argument(help="File with the new rows.", exists=True)],
     committed: Annotated[Path, typer.Option(help="Folder with the rows to compare with.")] = RESULTS,
-    platform: Annotated[str, typer.Option(help="Compare rows of this platform only (cpu, gpu).")] = "cpu",
+    platform: Annotated[str, typer.Option(help="Compare times of this platform only (cpu, gpu).")] = "cpu",
     allowance: Annotated[
         float, typer.Option(help="Factor by which a ratio may grow; two runs on one machine differ by up to 1.3.")
     ] = 1.3,
@@ -88,7 +108,11 @@ def main(
     """
     checks.positive("--allowance", allowance)
     files = (sorted(committed.glob("*.json*")), [new])
-    both = compare(*([row for row in read_rows(some) if row.get("platform") == platform] for some in files))
+
+    def counts(row: Mapping[str, Any]) -> bool:
+        return row.get("platform") == platform or row.get("benchmark") == "static"
+
+    both = compare(*(filter(counts, read_rows(some)) for some in files))
     if not both:
         raise typer.BadParameter(f"{new} and {committed} have no ratio of platform={platform!r} in common")
     table = Table("ratio", "committed", "new", "grew by")
@@ -97,7 +121,7 @@ def main(
         growth = now / old
         worse += [name] if growth > allowance else []
         mark = "red" if growth > allowance else "default"
-        table.add_row(escape.console(name), f"{old:.3f}", f"{now:.3f}", f"[{mark}]{growth:.2f}[/]")
+        table.add_row(escape.console(name), f"{old:.4g}", f"{now:.4g}", f"[{mark}]{growth:.2f}[/]")
     Console().print(table)
     if worse:
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta.data import ClientView, FederatedData
+from fedjax_meta.hardware import Devices
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Variables
 from fedjax_meta.uploads import Message
@@ -160,7 +161,7 @@ class Algorithm:
     cohort: Callable[[Key, Any, int], jax.Array]
     config: Mapping[str, Any]
     checked: Callable[[FederatedData], tuple[Sequence[str], Sequence[str]]] | None = None
-    devices: int | None = None
+    devices: Devices = None
     lanes: int | None = None
     needs_all_rows: bool = False
     task: Task | None = None

@@ -297,6 +297,30 @@ def writable(name: str, path: str | os.PathLike, *, endings: Collection[str] = (
         raise OSError(f"{name}={shown(str(path), most=200)} cannot be written: {reason}") from None
 
 
+def arrays(name: str, tree: PyTree) -> None:
+    """Raises `ValueError` for a leaf that is no array of numbers, or that holds NaN or infinity; traced leaves pass."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        where, dtype = f"{name}{jax.tree_util.keystr(path)}", getattr(leaf, "dtype", None)
+        if isinstance(leaf, (bool, int, float)):
+            dtype = np.result_type(leaf)
+        if dtype is None or getattr(dtype, "kind", "") in ("O", "S", "U"):
+            raise ValueError(f"{where} must be an array of numbers, not {shown(leaf)}")
+        # Each where it is: a large model is not copied.
+        finite = jnp.isfinite if isinstance(leaf, jax.Array) else np.isfinite
+        if _concrete(leaf) and jnp.issubdtype(dtype, jnp.inexact) and not finite(leaf).all():
+            raise ValueError(f"{where} holds NaN or infinite values")
+
+
+def float_type(name: str, dtype: Any) -> None:
+    """Raises `ValueError` unless `dtype` names a floating-point type."""
+    try:
+        fits = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}={shown(dtype)} must be a floating-point type such as jnp.bfloat16")
+
+
 def prng_key(name: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is a typed JAX PRNG key (`jax.random.key`), which may be traced."""
     dtype = getattr(value, "dtype", None)

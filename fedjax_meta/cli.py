@@ -376,7 +376,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
 
 def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
     """What a study will cost, measured on one round of each system."""
-    devices, total = study.devices or jax.device_count(), 0.0
+    devices, total = study.devices or len(runtime.default_devices()), 0.0
     for scenario, clients in built.items():
         rows = []
         for name in study.systems_on(scenario):

@@ -6,6 +6,7 @@ share the work of a cohort, and one all-reduce adds up their sums.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_meta import checks, runtime
+from fedjax_meta import checks, fitting, hardware, loops, runtime
+from fedjax_meta.hardware import Devices, free_bytes
 from fedjax_meta.types import Key, PyTree
 
 CLIENTS = "clients"
@@ -49,24 +51,24 @@ ClientRule = Callable[[Key, jax.Array, Any, Any], ClientUpdate]
 """`(key, client id, kept, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
 
 
-def client_mesh(devices: int | None = None) -> Mesh:
-    """A mesh of the first `devices` devices (all when not given) with the one axis `clients`.
+def client_mesh(devices: Devices = None) -> Mesh:
+    """A mesh of the given devices, or JAX's first ones (all when `None`), with the one axis `clients`.
 
     Raises:
-      ValueError: no devices, or more than there are.
+      ValueError: see `hardware.chosen`.
     """
-    available = jax.devices()
-    devices = len(available) if devices is None else devices
-    checks.count("devices", devices)
-    if devices > len(available):
-        raise ValueError(f"devices={devices}, but JAX sees {len(available)} ({available[0].platform})")
-    return Mesh(np.array(available[:devices]), (CLIENTS,))
+    return Mesh(np.array(hardware.chosen(devices)), (CLIENTS,))
 
 
-def replicate(tree: PyTree, devices: int | None = None) -> Any:
+def replicate(tree: PyTree, devices: Devices = None) -> Any:
     """The tree with a copy on each device that shares a cohort."""
     mesh = client_mesh(devices)
-    return tree if mesh.size == 1 else jax.device_put(tree, NamedSharding(mesh, _WHOLE))
+    return jax.device_put(tree, NamedSharding(mesh, _WHOLE)) if _placed(mesh, devices) else tree
+
+
+def _placed(mesh: Mesh, devices: Devices) -> bool:
+    """Whether arrays must be put on the mesh; the only device that nobody named is where they are anyway."""
+    return mesh.size > 1 or hardware.given(devices)
 
 
 def place_shared(tree: PyTree, placed: Sharding) -> Any:
@@ -80,13 +82,17 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
             return leaf
         if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
             return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        if runtime.on_cpu() and len(placed.device_set) > 1 and placed.is_fully_addressable:
+        if len(placed.device_set) > 1 and _platform(placed) == "cpu" and placed.is_fully_addressable:
             # A JAX buffer is aligned as XLA wants it, so that other devices of the host can read it in place.
             return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
         # With several processes, only host arrays that are equal in all of them can be put on all devices.
         return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
 
     return jax.tree.map(once, tree)
+
+
+def _platform(placed: Any) -> str:
+    return next(iter(placed.device_set)).platform
 
 
 def place_state(state: PyTree, places: PyTree) -> Any:
@@ -101,7 +107,7 @@ def place_state(state: PyTree, places: PyTree) -> Any:
     return jax.tree.map(copy, state, places)
 
 
-def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | None = None, *, look_first: bool = True) -> Any:
+def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: Devices = None, *, look_first: bool = True) -> Any:
     """Leaves `[N, ...]` of `begin(client id)` for clients `ids` `[N]`, partitioned over the devices if their number divides N.
 
     With `look_first`, the bytes needed are logged and checked before they are allocated, see `announce`.
@@ -116,32 +122,26 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: int | N
         return jax.vmap(begin)(ids)
     parts = mesh.size if num_clients % mesh.size == 0 else 1
     # All devices of a CPU host share its memory.
-    need = num_clients * one * (len(mesh.local_devices) if runtime.on_cpu() else 1) // parts
-    free, where = free_bytes(mesh.local_devices[0]), "this host" if runtime.on_cpu() else "each device"
+    first = mesh.local_devices[0]
+    host = first.platform == "cpu"
+    need = num_clients * one * (len(mesh.local_devices) if host else 1) // parts
+    free, where = free_bytes(first), "this host" if host else "each device"
     sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
     if look_first:
         announce(sizes, need, free)
-    if look_first and need > free:
+    if look_first and free is not None and need > free:
         raise ValueError(
             f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or use a store on "
             "the host (`store` of `simulate`)"
         )
     placed = NamedSharding(mesh, _SLICE if parts > 1 else _WHOLE)
-    return jax.jit(jax.vmap(begin), out_shardings=placed if mesh.size > 1 else None)(ids)
+    return jax.jit(jax.vmap(begin), out_shardings=placed if _placed(mesh, devices) else None)(ids)
 
 
-def announce(sizes: str, need: int, free: int) -> None:
+def announce(sizes: str, need: int, free: int | None) -> None:
     """Logs the memory that clients' rows take (logger `fedjax_meta`); as a warning when it is over a tenth of what is free."""
-    level = logging.WARNING if need > free / 10 else logging.INFO
-    _log.log(level, "what clients keep takes %s; %s are free", sizes, amount(free))
-
-
-def free_bytes(device: Any) -> int:
-    """Free bytes on a device; on a CPU, of the host's memory."""
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return runtime.free_host_bytes()
+    level = logging.INFO if free is None or need <= free / 10 else logging.WARNING
+    _log.log(level, "what clients keep takes %s; %s are free", sizes, "unknown" if free is None else amount(free))
 
 
 def amount(count: float) -> str:
@@ -162,7 +162,7 @@ def run_cohort(
     context: PyTree,
     *,
     lanes: int | None = None,
-    devices: int | None = None,
+    devices: Devices = None,
     precision: str = "float32",
     move: bool = True,
 ) -> tuple[Any, Any, Any]:
@@ -181,7 +181,8 @@ def run_cohort(
       lanes: clients that run side by side on a device. By default one on a CPU, where the matrix products of one client fill a
         core and lanes only enlarge the working set, and on an accelerator as many as fit its memory. Give a number where this
         function is itself vmapped: the default does not see what else runs.
-      devices: how many devices share the cohort; all by default.
+      devices: how many devices share the cohort, or which (a list; devices that are only described serve to lower and compile);
+        all of JAX's by default. The program is made for their platform.
       precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
       move: whether clients, with what they kept, go to the device with the least work. If not, device d of D runs the d-th of D
         equal slices of the cohort and only reads what its clients kept: rows that are partitioned over the devices stay in place
@@ -191,18 +192,17 @@ def run_cohort(
       (sum of the clients' sums, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
 
     Raises:
-      ValueError: lanes below 1, more devices than there are, an unknown precision.
+      ValueError: lanes below 1 or more than a device's memory holds; devices as in `hardware.chosen`; an unknown precision, or
+        one that the platform does not have.
     """
     checks.one_of("precision", precision, PRECISIONS)
     if lanes is not None:
         checks.count("lanes", lanes)
     mesh = client_mesh(devices)
-    # A CPU has one precision; setting it would only make two programs of one.
-    exactness = contextlib.nullcontext() if runtime.on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
-    with exactness:
-        if lanes is None:
-            lanes = 1 if runtime.on_cpu() else _fitting_lanes(rule, mesh, key, ids, kept, context)
-        lanes = min(lanes, -(-ids.shape[0] // mesh.size))
+    with hardware.computing_on(devices), _exactness(precision):
+        # Jitted by itself, a group is traced once for its memory, its shapes and the loop over groups.
+        group_of = functools.cache(lambda lanes: jax.jit(partial(_group, rule, lanes)))
+        lanes = _lanes(group_of, lanes, mesh, key, ids, kept, context)
         if not move:
             return _run_slices(rule, lanes, mesh, key, ids, sizes, kept, context)
         slots, groups = _deal(sizes, lanes, mesh.size)
@@ -212,7 +212,7 @@ def run_cohort(
             slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, _WHOLE))
         here = ids.at[slots].get(mode="fill", fill_value=-1)
         kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
-        run = _on_each_device(partial(_stream, rule, lanes), mesh, (_WHOLE, _SLICE, _SLICE, _SLICE, _WHOLE))
+        run = _on_each_device(partial(_stream, group_of(lanes), lanes), mesh, (_WHOLE, _SLICE, _SLICE, _SLICE, _WHOLE))
         total, dealt = run(key, groups, here, kept, context)
     place = _places(slots, ids.shape[0])
     return total, *jax.tree.map(lambda leaf: leaf[place], dealt)
@@ -236,7 +236,9 @@ def _run_slices(
     def run(key: Key, ids: jax.Array, sizes: jax.Array, rows: jax.Array, kept: PyTree, context: PyTree) -> Any:
         order, groups = _deal(sizes, lanes, 1)
         here, rows = ids.at[order].get(mode="fill", fill_value=-1), rows.at[order].get(mode="clip")
-        total, (_, outputs) = _stream(reading, lanes, key, groups, here, rows, (kept, context))
+        total, (_, outputs) = _stream(
+            jax.jit(partial(_group, reading, lanes)), lanes, key, groups, here, rows, (kept, context)
+        )
         place = _places(order, share)
         return total, jax.tree.map(lambda leaf: leaf[place], outputs)
 
@@ -308,16 +310,14 @@ def _group(rule: ClientRule, lanes: int, key: Key, context: PyTree, ids: jax.Arr
         update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], kept))
         kept, outputs = jax.tree.map(lambda leaf: leaf[None], (update.kept, update.outputs))
         return update._replace(kept=kept, outputs=outputs)
-    update = jax.vmap(one)(ids, kept)
+    update = jax.vmap(one, axis_name=loops.LANES)(ids, kept)
     # With its type: JAX would sum uint32 in 64 bits where these are on, and lose the arithmetic modulo 2^32.
     return update._replace(sums=jax.tree.map(lambda leaf: jnp.sum(leaf, 0, dtype=leaf.dtype), update.sums))
 
 
-def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: PyTree, context: PyTree) -> Any:
+def _stream(group: Any, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: PyTree, context: PyTree) -> Any:
     """Runs one device's groups one after the other and carries the sum along; (sum, (kept, outputs))."""
     ids, kept = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
-    # Jitted by itself, a group is traced once for both its shapes and the loop.
-    group = jax.jit(partial(_group, rule, lanes))
     shapes = jax.eval_shape(group, key, context, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
     total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.sums)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape), leaf.dtype), shapes.outputs)
@@ -333,26 +333,34 @@ def _stream(rule: ClientRule, lanes: int, key: Key, groups: jax.Array, ids: jax.
     return total, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tuple(dealt))
 
 
-def _fitting_lanes(rule: ClientRule, mesh: Mesh, key: Key, ids: jax.Array, kept: PyTree, context: PyTree) -> int:
-    """As many lanes as fit a device's free memory, extrapolated from what XLA says that 2 and 4 lanes need; at most its share."""
+def _exactness(precision: str) -> contextlib.AbstractContextManager[Any]:
+    """The precision of the matrix products that are traced inside."""
+    hardware.check_precision(precision)
+    # A CPU has one precision; setting it would only make two programs of one.
+    return contextlib.nullcontext() if runtime.on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
+
+
+def _lanes(
+    group_of: Callable[[int], Any], given: int | None, mesh: Mesh, key: Key, ids: jax.Array, kept: PyTree, context: PyTree
+) -> int:
+    """The lanes of a cohort: what was given, or one on a CPU, and on an accelerator as many as fit."""
     share = -(-ids.shape[0] // mesh.size)
-    if share <= 4:
-        return share
+    if runtime.on_cpu():
+        return min(given or 1, share)
 
-    def need(lanes: int) -> int:
+    def program(lanes: int) -> Any:
         members = jax.tree.map(lambda leaf: leaf[:lanes], (ids, kept))
-        # The rule may close over traced values (the rates of a sweep), which become arguments here.
-        traced = jax.make_jaxpr(partial(_group, rule, lanes))(key, context, *members)
-        arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
-        count = len(traced.jaxpr.constvars)
-        compiled = jax.jit(lambda *a: jax.core.eval_jaxpr(traced.jaxpr, a[:count], *a[count:])).lower(*arguments).compile()
-        analysis: Any = compiled.memory_analysis()
-        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+        # The rule may close over traced values (the rates of a sweep), which become arguments of the program.
+        return jax.make_jaxpr(group_of(lanes))(key, context, *members)
 
-    two, four = need(2), need(4)
+    device = mesh.local_devices[0]
+    free = free_bytes(device)
+    if free is None:
+        if given is None:
+            raise ValueError(f"{device.device_kind} does not say how much memory it has: give lanes, e.g. lanes={share}")
+        return min(given, share)
     # A tenth stays free for what a round holds besides its lanes.
-    fitting = 2 + (0.9 * runtime.least_of_processes(free_bytes(mesh.local_devices[0])) - two) // max((four - two) / 2, 1)
-    return int(max(1, min(share, fitting)))
+    return fitting.lanes(program, share, given, device, runtime.least_of_processes(0.9 * free))
 
 
 def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:

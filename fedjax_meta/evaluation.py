@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks, host_store, measures, metrics
+from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import CHUNK, ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
 from fedjax_meta.federation import Federation
+from fedjax_meta.hardware import Devices
 from fedjax_meta.keys import tagged
 from fedjax_meta.measures import CONFUSION, Metric, Score, resolve
 from fedjax_meta.rounds import as_algorithm
@@ -69,7 +70,7 @@ def evaluate(
     metrics: Sequence[Metric | str] | None = None,
     batch_size: int = CHUNK,
     lanes: int | None = None,
-    devices: int | None = None,
+    devices: Devices = None,
     federation: Federation | None = None,
 ) -> Evaluation:
     """Lets every client personalise on its support view and predict its query view.
@@ -111,9 +112,9 @@ def evaluate(
         checks.indices("ids", ids, data.num_clients)
         if np.ndim(ids) != 1 or not np.size(ids):
             raise ValueError(f"ids={checks.shown(ids)} must name at least one client, [N']")
-    for option, value in (("lanes", lanes), ("devices", devices)):
-        if value is not None:
-            checks.count(option, value)
+    if lanes is not None:
+        checks.count("lanes", lanes)
+    devices = hardware.check(devices)
     in_order = ids is None and population == data.num_clients and (data.ids is None or population < data.total_clients)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
     rows = state_rows(state, data, ids) if known else ids
@@ -205,7 +206,7 @@ class _Test:
         outputs, loss = jax.eval_shape(outputs_and_loss, batch)
         start = [measures.begin(metric, outputs, batch) for metric in self.measured]
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loss)
-        found, sums = jax.lax.fori_loop(0, batches.steps, step, (start, zero))
+        found, sums = loops.fori_loop(batches.steps, step, (start, zero))
         results = {metric.name: metric.result(of) for metric, of in zip(self.measured, found, strict=True)}
         # In the order in which they were asked for: JAX sorts the names of a plain dict.
         scores = OrderedDict(
@@ -242,7 +243,7 @@ def with_user_accuracy(
     query: str = "test",
     excluded: Any = (),
     lanes: int | None = None,
-    devices: int | None = None,
+    devices: Devices = None,
 ) -> Algorithm:
     """The same algorithm with the user accuracy of MTFL (arXiv 2007.09236) as a metric of each round.
 
@@ -265,9 +266,9 @@ def with_user_accuracy(
     algorithm = as_algorithm(algorithm)
     for option, name in (("support", support), ("query", query)):
         checks.word(option, name)
-    for option, value in (("lanes", lanes), ("devices", devices)):
-        if value is not None:
-            checks.count(option, value)
+    if lanes is not None:
+        checks.count("lanes", lanes)
+    devices = hardware.check(devices)
     if excluded.size and excluded.min() < 0:
         raise ValueError(f"excluded={checks.shown(excluded)} must hold ids of clients, from 0 on")
 

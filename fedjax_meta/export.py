@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checkpoint, checks, disk, report, sweeps
@@ -63,10 +64,29 @@ def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None =
             raise ValueError(f"two leaves have the name {name}")
         # The reshape is for scalars, of which `ascontiguousarray` makes vectors.
         arrays[name] = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+        dtype = arrays[name].dtype
+        if dtype.kind != "b" and (not jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.complexfloating)):
+            raise ValueError(f"the leaf {name} is {dtype}, which safetensors files cannot hold: real numbers are needed")
     if not arrays:
         raise ValueError("there is nothing to export: the model has no leaves")
-    header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (about or {}).items()}
-    disk.replace(Path(path), [to_bytes(arrays, metadata=header)])
+    for name in arrays:
+        above = next((parent for parent in _parents(name) if parent in arrays), None)
+        if above is not None:
+            raise ValueError(f"the leaf {above} has the name of the branch that holds {name}")
+    try:
+        header = {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in (about or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"about must hold JSON values by name: {checks.first_line(error)}") from None
+    try:
+        disk.replace(Path(path), [to_bytes(arrays, metadata=header)])
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def _parents(name: str) -> list[str]:
+    """The branches above a leaf, `a` and `a/b` of `a/b/c`."""
+    words = name.split("/")
+    return ["/".join(words[:end]) for end in range(1, len(words))]
 
 
 def load(path: str | Path, like: PyTree = None) -> PyTree:
@@ -77,12 +97,16 @@ def load(path: str | Path, like: PyTree = None) -> PyTree:
       like: a tree of the wanted structure, e.g. `jax.eval_shape(task.init, key)`, for variables that are no dictionaries.
 
     Raises:
-      ValueError: the file's leaves are not those of `like`.
+      ValueError: a file of another kind, or damaged; leaves that differ from those of `like` in name, shape or type.
       OSError: the file cannot be read.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    arrays = load_file(path)
+    try:
+        arrays = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or is damaged: {checks.first_line(error)}") from None
     if like is None:
         tree: dict[str, Any] = {}
         for name, array in arrays.items():
@@ -97,7 +121,11 @@ def load(path: str | Path, like: PyTree = None) -> PyTree:
     odd = set(names) ^ set(arrays)
     if odd:
         raise ValueError(f"{path} holds other leaves: {min(odd)} is {'missing' if min(odd) in names else 'not wanted'}")
-    return jax.tree.unflatten(structure, [arrays[name] for name in names])
+    found = jax.tree.unflatten(structure, [arrays[name] for name in names])
+    different = checks.mismatch(found, like)
+    if different is not None:
+        raise ValueError(f"{path} holds other leaves: {different}")
+    return found
 
 
 def personal(
@@ -115,8 +143,11 @@ def personal(
       known: whether these are the clients of the training.
 
     Raises:
-      ValueError: no such client or view.
+      ValueError: no such client or view, arguments of another kind.
     """
+    checks.instance("algorithm", algorithm, Algorithm, "fm.federate(fm.fedavg(task))")
+    checks.instance("state", state, State, "algorithm.init(key, data)")
+    checks.prng_key("key", key)
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.indices("client", client, data.num_clients)
     data.sizes(support)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import checks, masks
+from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
 from fedjax_meta.task import Batch, Task, classification, cross_entropy, require_parts, unchanged
 from fedjax_meta.types import Key, Params, PyTree, Scalar, Variables
@@ -234,7 +234,7 @@ def class_sums(task: Task, variables: Variables, view: ClientView, *, batch_size
 
     dtype = jnp.result_type(float)
     start = ClassSums(jnp.zeros(classes, dtype), jnp.zeros((classes, width), dtype), jnp.zeros(classes, dtype))
-    return jax.lax.fori_loop(0, batches.steps, step, start)
+    return loops.fori_loop(batches.steps, step, start)
 
 
 class Centroids(NamedTuple):
@@ -276,4 +276,4 @@ def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> j
         batch = batches.get(t, 0)
         return counts.at[batch.y].add(batch.weight.astype(counts.dtype))
 
-    return jax.lax.fori_loop(0, batches.steps, step, jnp.zeros(classes))
+    return loops.fori_loop(batches.steps, step, jnp.zeros(classes))

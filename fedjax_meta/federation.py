@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, schedules
+from fedjax_meta import checks, hardware, schedules
 from fedjax_meta.aggregate import WEIGHTINGS, Aggregator, Rule
 from fedjax_meta.attacks import Attack
 from fedjax_meta.config import plain
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import PRECISIONS
+from fedjax_meta.hardware import Devices
 from fedjax_meta.masks import variables_shape
 from fedjax_meta.participation import Participation
 from fedjax_meta.task import Batch, Task, Weighted
@@ -60,7 +61,7 @@ class Federation:
         "fresh" is the method's `personalize` from the server's model and a fresh memory, also where the method has another rule.
         Under `uploads.noise` the population holds no rows of clients.
       lanes: clients that run side by side on a device, see `engine.run_cohort`.
-      devices: how many devices share a cohort; all by default.
+      devices: how many devices share a cohort, or which (a list); all by default, see `engine.run_cohort`.
       precision: of matrix products where the hardware has a choice: "float32", "tf32" or "bfloat16".
 
     Raises:
@@ -82,14 +83,14 @@ class Federation:
     own_at_test: bool = True
     new_client: Callable[[Key, Population, ClientView], Variables] | str | None = None
     lanes: int | None = None
-    devices: int | None = None
+    devices: Devices = None
     precision: str = "float32"
 
     def __post_init__(self) -> None:
         checks.count("cohort_size", self.cohort_size)
-        for name in ("lanes", "devices"):
-            if getattr(self, name) is not None:
-                checks.count(name, getattr(self, name))
+        if self.lanes is not None:
+            checks.count("lanes", self.lanes)
+        object.__setattr__(self, "devices", hardware.check(self.devices))
         checks.one_of("precision", self.precision, PRECISIONS)
         checks.share("max_dropped", self.max_dropped)
         if self.weighting is not None:
@@ -192,6 +193,8 @@ def _check_task(task: Task, data: FederatedData) -> None:
         raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
     if loss.shape != ():
         raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"the task's loss is {loss.dtype}, which has no gradient: it must be a floating-point number")
     labels = y.value if isinstance(y, Weighted) else y
     ranks = getattr(logits, "ndim", 0), 1 + getattr(labels, "ndim", -1)
     # A task without predictions (`from_loss`) has no outputs at all.

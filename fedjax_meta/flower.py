@@ -79,9 +79,11 @@ def client_app(
       ImportError: flwr is not installed.
       ValueError: a method whose server needs more than averages.
     """
-    flwr = _flower()
     federation = Federation() if federation is None else federation
+    if not isinstance(data, FederatedData):
+        checks.function("data", data, ("client",), "lambda client: data.select([client])")
     _refuse(method, federation, data if isinstance(data, FederatedData) else None)
+    flwr = _flower()
     node = _Node(method, federation, data)
     app = flwr.ClientApp()
 
@@ -127,11 +129,13 @@ def server_app(
       ValueError: a method whose server needs more than averages. In a run also clients that never come, or a round in which every
         client failed.
     """
-    flwr = _flower()
     federation = Federation() if federation is None else federation
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     _refuse(method, federation, data)
     checks.count("rounds", rounds)
     checks.prng_key("key", key)
+    checks.positive("wait", wait)
+    flwr = _flower()
     app = flwr.ServerApp()
 
     @app.main()

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from fedjax_meta import runtime
+
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
 FORMS = ("banded", "im2col", "lax")
@@ -22,10 +24,14 @@ _FORM = {"cpu": "banded", "gpu": "banded"}
 # Maximum columns of a banded product: fewer leave vector units idle, more multiply zeros (measured on LeNet's layers on CPU).
 _WIDE_ENOUGH = 64
 
+# Rows of a product are padded to a multiple of this. XLA's Triton compiler finds no tiles for some other numbers of rows in the
+# gradient of a batched product ("Couldn't find output tile sizes"), e.g. for those of 50 images of 6x6.
+_ROWS = {"gpu": 64}
+
 
 def default_form() -> str:
-    """The default form of convolution for the current backend, chosen by the times of `benchmarks/model_forms.py`."""
-    return _FORM.get(jax.default_backend(), "banded")
+    """The default form of convolution for the platform, chosen by the times of `benchmarks/model_forms.py`."""
+    return _FORM.get(runtime.platform(), "banded")
 
 
 def _block(width: int, outputs_a_column: int, step: int) -> int:
@@ -82,8 +88,10 @@ def _banded(x: jax.Array, kernel: jax.Array, block: tuple[int, int], offsets: li
         [lax.slice_in_dim(fields, row, row + last + 1, stride=block[0], axis=1) for row in range(field[0])], -1
     )
     # Flatten to two dimensions: the gradient of the matrix is then one product. With more, XLA transposes the cotangent first.
-    flat = dense(fields.reshape(-1, fields.shape[-1]), matrix)
-    return flat.reshape(*fields.shape[:3], flat.shape[-1])
+    flat = fields.reshape(-1, fields.shape[-1])
+    padding = -len(flat) % _ROWS.get(runtime.platform(), 1)
+    product = dense(jnp.pad(flat, ((0, padding), (0, 0))) if padding else flat, matrix)
+    return product[: len(flat)].reshape(*fields.shape[:3], -1)
 
 
 def _padded(x: jax.Array, padding: int) -> jax.Array:

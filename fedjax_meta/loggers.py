@@ -177,6 +177,7 @@ def made(names: str) -> dict[str, Make]:
       ValueError: an unknown name, or something that is not there.
       ImportError: a package that is not installed; the message says how to install it.
     """
+    checks.word("names of loggers", names)
     found: dict[str, Make] = {}
     for name in (part.strip() for part in names.split(",")):
         if ":" in name:

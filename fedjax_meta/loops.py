@@ -2,27 +2,146 @@
 
 JAX asks that a carry begins with the type that it keeps. Inside `jax.shard_map` a type says along which axes of the mesh a value
 varies, and on an explicit mesh how it is sharded; a loop that begins with zeros, or with parameters from outside, would be
-refused. Elsewhere the functions below are those of JAX.
+refused.
+
+Clients that run side by side (lanes of a `vmap`) may have loops of different lengths. JAX then gives every lane its own counter,
+so that what a step reads and writes at the counter becomes a gather and a scatter, and it selects between the old and the new
+value of everything that the loop carries, in every step. Here lanes share the counter of the longest loop, and a lane that has
+finished keeps its carry; what `recorded_loop` records is written at the common counter and never selected. On an accelerator
+small leaves travel as one vector, because selecting and writing each of them is a kernel.
 """
 
+import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from fedjax_meta import runtime
 from fedjax_meta.types import PyTree, Scalar
 
 Carry = TypeVar("Carry")
+
+LANES = "fedjax_meta lanes"
+"""Name of the axis of the clients that run side by side."""
+
+_SMALL = 2**14
+"""Numbers of a leaf up to which it is packed with others: more cost more to move than a kernel costs to launch."""
 
 
 def fori_loop(count: Scalar, body: Callable[[Scalar, Carry], Carry], carry: Carry) -> Carry:
     """`jax.lax.fori_loop(0, count, body, carry)`; without a loop if there is exactly one step."""
     if isinstance(count, int) and count == 1:
         return body(0, carry)
-    carry = typed(lambda carry: body(jnp.zeros((), jnp.int32), carry), carry)
-    return jax.lax.fori_loop(0, count, body, carry)
+    return _run(count, body, carry)
+
+
+def recorded_loop(
+    count: Scalar, body: Callable[[Scalar, Carry], tuple[Carry, PyTree]], carry: Carry, entry: PyTree, most: int
+) -> tuple[Carry, Callable[[Scalar], PyTree]]:
+    """`fori_loop` whose body also returns an entry for each step, which is kept.
+
+    Args:
+      count, carry: as in `fori_loop`.
+      body: `(i, carry) -> (carry, entry)`.
+      entry: shapes of an entry.
+      most: static upper bound of `count`.
+
+    Returns:
+      (carry, `i -> entry` of step i; of a step from `count` on it holds any values).
+    """
+    packing = _packing(entry, ragged=_longest(count) is not count)
+    record = storage(most, jax.eval_shape(packing.pack, entry))
+
+    def step(i: Scalar, carry: Carry, record: PyTree) -> tuple[Carry, PyTree]:
+        carry, entry = body(i, carry)
+        put = lambda slots, leaf: jax.lax.dynamic_update_index_in_dim(slots, leaf, i, 0)  # noqa: E731
+        return carry, jax.tree.map(put, record, packing.pack(entry))
+
+    carry, record = _run(count, step, carry, record)
+    return carry, lambda i: packing.unpack(jax.tree.map(lambda slots: slots[i], record))
+
+
+def backward_loop(count: Scalar, body: Callable[[Scalar, Carry], Carry], carry: Carry) -> Carry:
+    """`fori_loop` from `count - 1` down to 0."""
+    return _run(count, body, carry, backward=True)
+
+
+def _run(count: Scalar, body: Callable[..., Any], carry: Any, *beside: PyTree, backward: bool = False) -> Any:
+    """The loop; what the body takes and returns `beside` the carry keeps changing in lanes that have finished."""
+    longest = _longest(count)
+    ragged = longest is not count
+    packing = _packing(carry, ragged=ragged)
+
+    def step(i: Scalar, before: Any) -> Any:
+        t = longest - 1 - i if backward else i
+        after = body(t, packing.unpack(before[0]), *before[1:])
+        after = after if beside else (after,)
+        packed = packing.pack(after[0])
+        if ragged:
+            packed = jax.tree.map(lambda new, old: jnp.where(t < count, new, old), packed, before[0])
+        return (packed, *after[1:])
+
+    start = (packing.pack(carry), *beside)
+    if isinstance(count, int) and count == 1:
+        found = step(0, start)
+    else:
+        start = typed(lambda carry: step(jnp.zeros((), jnp.int32), carry), start)
+        found = jax.lax.fori_loop(0, longest, step, start)
+    found = (packing.unpack(found[0]), *found[1:])
+    return found if beside else found[0]
+
+
+class _Packing(NamedTuple):
+    """A tree as another with fewer leaves, and back."""
+
+    pack: Callable[[PyTree], PyTree]
+    unpack: Callable[[PyTree], PyTree]
+
+
+def _packing(tree: PyTree, *, ragged: bool) -> _Packing:
+    """Small leaves of one type as one vector, where each costs a kernel: in lanes of different lengths on an accelerator."""
+    if not ragged or runtime.on_cpu():
+        return _Packing(lambda tree: tree, lambda packed: packed)
+    leaves, structure = jax.tree.flatten(tree if _are_shapes(tree) else jax.eval_shape(lambda: tree))
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.size <= _SMALL and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            groups.setdefault(leaf.dtype, []).append(i)
+    members = {i for group in groups.values() for i in group}
+    alone = [i for i in range(len(leaves)) if i not in members]
+
+    def pack(tree: PyTree) -> PyTree:
+        given = jax.tree.leaves(tree)
+        vectors = [jnp.concatenate([jnp.ravel(given[i]) for i in group]) for group in groups.values()]
+        return [given[i] for i in alone], vectors
+
+    def unpack(packed: PyTree) -> PyTree:
+        found: dict[int, Any] = dict(zip(alone, packed[0], strict=True))
+        for group, vector in zip(groups.values(), packed[1], strict=True):
+            ends = itertools.accumulate(leaves[i].size for i in group)
+            for i, end in zip(group, ends, strict=True):
+                found[i] = vector[end - leaves[i].size : end].reshape(leaves[i].shape)
+        return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+
+    return _Packing(pack, unpack)
+
+
+def _are_shapes(tree: PyTree) -> bool:
+    return all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _longest(count: Scalar) -> Scalar:
+    """The largest number of steps of all lanes; `count` itself where it is the same in all."""
+    if isinstance(count, int):
+        return count
+    try:
+        jax.lax.axis_size(LANES)
+    except NameError:  # not in lanes
+        return count
+    return jax.lax.pmax(count, LANES)
 
 
 def while_loop(unfinished: Callable[[Carry], Any], body: Callable[[Carry], Carry], carry: Carry) -> Carry:

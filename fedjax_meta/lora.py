@@ -80,6 +80,7 @@ def lora(
         checks.seed("frozen_a", frozen_a)
     checks.one_of("inputs", inputs, INPUTS)
     shapes = masks.variables_shape(task)
+    checks.arrays("base", base)
     odd = checks.mismatch(jax.eval_shape(lambda: base), shapes)
     if odd is not None:
         raise ValueError(f"base must have the form of the task's variables, but {odd}")

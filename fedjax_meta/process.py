@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedjax_meta import checkpoint, report
+from fedjax_meta import checkpoint, report, runtime
 
 console = Console()
 errors = Console(stderr=True)
@@ -149,9 +149,8 @@ def open_folder(
     started[:] = [folder, *made]
     checkpoint.lock(folder)
     versions = {"python": platform.python_version(), "jax": jax.__version__, "fedjax_meta": version("fedjax_meta")}
-    device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
     config: dict[str, Json] = {"options": dict(options), "algorithms": dict(algorithms)}
-    config |= {"versions": versions, "device": device, "command": command_line(folder)}
+    config |= {"versions": versions, "device": runtime.device_kinds(), "command": command_line(folder)}
     checkpoint.write_text(
         folder / "config.json", json.dumps(report.strict(config), indent=2, default=str, allow_nan=False) + "\n"
     )

@@ -4,11 +4,14 @@ XLA computes all but large matrix products on one core, so on a CPU a cohort is 
 `use_all_cores` sets JAX up that way. Importing the package changes no setting.
 """
 
+import contextlib
+import contextvars
 import functools
 import logging
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from fedjax_meta import checks
 CACHE_VARIABLE = "FEDJAX_META_CACHE"
 """Environment variable that names the folder for compiled programs and decoded data sets."""
 
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _log = logging.getLogger("fedjax_meta")
 
 
@@ -31,9 +35,35 @@ def cache_folder() -> Path:
     return base.expanduser()
 
 
+def default_devices() -> list[jax.Device]:
+    """JAX's own devices, which are used where a caller gives none."""
+    return jax.devices()
+
+
+def device_kinds() -> str:
+    """Kind and number of JAX's devices in words, for the record of a run."""
+    available = default_devices()
+    return f"{available[0].device_kind} x {len(available)}"
+
+
+def platform() -> str:
+    """The platform of the program that is being traced: "cpu", "gpu" or "tpu"; see `hardware.computing_on`."""
+    return _platform.get() or default_devices()[0].platform
+
+
 def on_cpu() -> bool:
-    """Whether JAX computes on a CPU."""
-    return jax.default_backend() == "cpu"
+    """Whether the program that is being traced is for a CPU."""
+    return platform() == "cpu"
+
+
+@contextlib.contextmanager
+def compiling_for(platform: str) -> Iterator[None]:
+    """What is traced inside is for this platform."""
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
 
 
 def least_of_processes(number: float) -> float:

@@ -19,7 +19,19 @@ from fedjax_meta.asynchronous import Asynchronous, fedasync, fedbuff
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.types import Key
 
-__all__ = ["Asynchronous", "Poisson", "Schedule", "fedasync", "fedbuff", "given", "poisson", "poisson_capacity", "uniform"]
+__all__ = [
+    "Asynchronous",
+    "Passes",
+    "Poisson",
+    "Schedule",
+    "fedasync",
+    "fedbuff",
+    "given",
+    "passes",
+    "poisson",
+    "poisson_capacity",
+    "uniform",
+]
 
 Schedule = Callable[[Key, Any, int, int], jax.Array]
 
@@ -65,6 +77,49 @@ def _given(table: np.ndarray, key: Key, round_: Any, num_clients: int, cohort_si
         raise ValueError(f"cohorts has rows of {table.shape[1]} clients, but cohort_size={cohort_size}")
     checks.indices("cohorts", table, num_clients)
     return jnp.asarray(table, jnp.int32)[round_ % table.shape[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Shuffled passes over all clients, see `passes`.
+
+    Attributes:
+      seed: of the orders.
+    """
+
+    seed: int
+    name = "passes"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The seed."""
+        return {"seed": self.seed}
+
+    def __call__(self, key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Array:
+        """The next C clients of this pass, in a new order for each pass."""
+        del key
+        checks.count("cohort_size", cohort_size)
+        if cohort_size > num_clients:
+            raise ValueError(f"cohort_size={cohort_size} is more than the N={num_clients} clients there are")
+        number, place = jnp.divmod(round_, num_clients // cohort_size)
+        order = permutation_keys(jax.random.fold_in(jax.random.key(self.seed), number))
+        return permute(order, place * cohort_size + jnp.arange(cohort_size, dtype=jnp.int32), num_clients)
+
+
+def passes(seed: int = 0) -> Passes:
+    """Passes over the clients in random order: nobody takes part twice within floor(N / C) rounds, counted from round 0.
+
+    Those N mod C clients that are last in an order sit out that pass. With `uploads.noise(z, tree=T)`, T being a divisor of
+    floor(N / C), each client takes part once in a tree at most.
+
+    Args:
+      seed: of the orders.
+
+    Raises:
+      ValueError: a seed out of range; when run, a cohort larger than the population.
+    """
+    checks.seed("seed", seed)
+    return Passes(int(seed))
 
 
 @dataclasses.dataclass(frozen=True)

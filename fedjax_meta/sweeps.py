@@ -72,6 +72,9 @@ def grid(**values: Sequence[float]) -> list[dict[str, float]]:
       >>> grid(lr=[0.1, 0.2], prox_weight=[1.0])
       [{'lr': 0.1, 'prox_weight': 1.0}, {'lr': 0.2, 'prox_weight': 1.0}]
     """
+    for name, given in values.items():
+        if isinstance(given, str) or not hasattr(given, "__iter__"):
+            raise ValueError(f"{name}={checks.shown(given)} must be a list of numbers, e.g. {name}=[0.1, 0.3]")
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
@@ -201,8 +204,15 @@ def members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list
     """Every point with every seed, seeds varying fastest.
 
     Raises:
-      ValueError: no points or seeds, a seed twice, points of different names.
+      ValueError: no points or seeds, a seed twice, points of different names, a value that is no number, a seed out of range.
     """
+    for seed in seeds:
+        checks.seed("seed", seed)
+    for point in points:
+        if not isinstance(point, Mapping):
+            raise ValueError(f"points must be numbers by name, e.g. sweeps.grid(lr=[0.1, 0.3]), not {checks.shown(point)}")
+        for name, value in point.items():
+            checks.finite(name, value)
     made = [Member(dict(point), int(seed)) for point in points for seed in seeds]
     _check_members(made)
     return made

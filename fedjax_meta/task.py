@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 
 
@@ -254,7 +254,11 @@ def _forms(outputs: jax.Array, values: Any) -> str:
 
 def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
     check_labels("cross-entropy", logits, labels)
-    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    if runtime.on_cpu():
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    # Picking one logit is a gather, and its gradient a scatter: kernels of their own on an accelerator.
+    chosen = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    return jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(chosen, logits, 0), -1)
 
 
 cross_entropy = MeanLoss("cross-entropy", _cross_entropies)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -97,6 +96,7 @@ def regression(
       >>> float(task.loss(task.init(jax.random.key(0)), batch, jax.random.key(1))[0])
       1.3125
     """
+    checks.positive("delta", delta)
     if isinstance(loss, str):
         checks.one_of("loss", loss, LOSSES)
         loss = squared_error() if loss == "squared" else huber(delta)
@@ -168,6 +168,7 @@ def starting_from(task: Task, variables: Variables, *, part: Mask | str = "all")
     """
     require_task("starting_from", task)
     mask = masks.resolve(part, task, name="part")
+    checks.arrays("variables", variables)
     missing = checks.misplaced_leaf(variables, masks.variables_shape(task))
     if missing is not None:
         raise ValueError(f"variables must have a value at every leaf of the task, but {missing}")
@@ -175,9 +176,6 @@ def starting_from(task: Task, variables: Variables, *, part: Mask | str = "all")
     if odd is not None:
         raise ValueError(f"variables do not fit the task: {odd}")
     given = masks.split(variables, mask)[0]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
-        if not np.isfinite(np.asarray(leaf)).all():
-            raise ValueError(f"variables{jax.tree_util.keystr(path)} hold NaN or infinite values")
 
     def init(key: Key) -> Variables:
         return masks.merge(jax.tree.map(jnp.asarray, given), masks.split(task.init(key), mask)[1])
@@ -199,8 +197,7 @@ def mixed_precision(task: Task, dtype: DTypeLike = jnp.bfloat16) -> Task:
       ValueError: a type that is not floating-point, an opaque loss.
     """
     require_task("mixed_precision", task)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={checks.shown(dtype)} must be a floating-point type such as jnp.bfloat16")
+    checks.float_type("dtype", dtype)
     parts = require_parts(task, "mixed_precision")
 
     def narrow(tree: PyTree) -> PyTree:
@@ -271,8 +268,14 @@ def from_loss(
     if metrics and predict is None:
         raise ValueError("metrics score what predict gives: give predict too")
 
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+        raise ValueError(f"metrics={checks.shown(metrics)} must be a tuple of metrics or their names, e.g. ('mae', 'rmse')")
+
     def of_batch(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
-        return jnp.asarray(loss(variables, batch, key)), variables
+        value = loss(variables, batch, key)
+        if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
+            raise ValueError(f"loss must return one number, not an object of {type(value).__name__}")
+        return jnp.asarray(value), variables
 
     def nothing(variables: Variables, x: PyTree) -> jax.Array:
         """Outputs of a model that predicts nothing, `[B, 0]`."""

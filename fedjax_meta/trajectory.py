@@ -203,21 +203,21 @@ def first_order_vjp(
         phi = inner.start(meta)
         start = (phi, inner.init(meta, phi))
 
-        def step(t: Scalar, carry: PyTree) -> PyTree:
-            (phi, state), losses, memory = carry
+        def step(t: Scalar, carry: PyTree) -> tuple[PyTree, PyTree]:
+            (phi, state), losses = carry
             value, gradient = value_and_gradient(loss, phi, support, t)
-            memory = _write(memory, t, (phi, state, gradient))
-            return inner.update(meta, gradient, state, phi), losses.add(t, value), memory
+            return (inner.update(meta, gradient, state, phi), losses.add(t, value)), (phi, state, gradient)
 
-        memory = loops.storage(support.max_steps, (*start, phi))
-        (adapted, _), losses, memory = loops.fori_loop(support.steps, step, (start, Losses.none(), memory))
+        shapes = jax.eval_shape(lambda: (*start, phi))
+        carry = (start, Losses.none())
+        ((adapted, _), losses), read = loops.recorded_loop(support.steps, step, carry, shapes, support.max_steps)
 
     def pull_back(outer: Params) -> Params:
         total = jax.tree.map(jnp.zeros_like, meta)
         if inner.learned:
 
             def back(t: Scalar, total: Params) -> Params:
-                phi, state, gradient = _read(memory, t)
+                phi, state, gradient = read(t)
                 _, pull_update = jax.vjp(lambda meta: inner.update(meta, gradient, state, phi)[0], meta)
                 return jax.tree.map(jnp.add, total, pull_update(outer)[0])
 
@@ -339,23 +339,20 @@ def _through_time(
     record, replay, kept = _memory(loss, meta, support, inner, start, tape=tape, keep=keep)
 
     def forward(first: Scalar, count: Scalar, slots: int, after: PyTree) -> PyTree:
-        def step(i: Scalar, carry: PyTree) -> PyTree:
-            after, losses, memory = carry
+        def step(i: Scalar, carry: PyTree) -> tuple[PyTree, PyTree]:
+            after, losses = carry
             value, after, kept = record(first + i, *after)
-            return after, losses.add(first + i, value), _write(memory, i, kept)
+            return (after, losses.add(first + i, value)), kept
 
-        return loops.fori_loop(count, step, (after, Losses.none(), loops.storage(slots, kept)))
+        (after, losses), read = loops.recorded_loop(count, step, (after, Losses.none()), kept, slots)
+        return after, losses, read
 
-    def backward(first: Scalar, count: Scalar, memory: PyTree, carry: PyTree) -> PyTree:
-        def step(i: Scalar, carry: PyTree) -> PyTree:
-            t = count - 1 - i
-            return replay(first + t, _read(memory, t))(carry)
-
-        return loops.fori_loop(count, step, carry)
+    def backward(first: Scalar, count: Scalar, read: Callable[[Scalar], PyTree], carry: PyTree) -> PyTree:
+        return loops.backward_loop(count, lambda t, carry: replay(first + t, read(t))(carry), carry)
 
     if checkpoint_every is None:
-        after, losses, memory = forward(0, support.steps, support.max_steps, start)
-        return after, losses, lambda carry: backward(0, support.steps, memory, carry)
+        after, losses, read = forward(0, support.steps, support.max_steps, start)
+        return after, losses, lambda carry: backward(0, support.steps, read, carry)
 
     every = min(checkpoint_every, support.max_steps)
     if isinstance(support.steps, int):
@@ -367,29 +364,31 @@ def _through_time(
     def length(segment: Scalar) -> Scalar:
         return every if isinstance(support.steps, int) else jnp.minimum(every, support.steps - segment * every)
 
-    def pass_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
-        after, losses, memory = carry
-        memory = _write(memory, segment, after)
-        after, losses = _walk(loss, meta, support, inner, after, losses=losses, first=segment * every, count=count)
-        return after, losses, memory
+    def pass_segment(segment: Scalar, carry: PyTree, count: Scalar) -> tuple[PyTree, PyTree]:
+        after, losses = carry
+        return _walk(loss, meta, support, inner, after, losses=losses, first=segment * every, count=count), after
 
-    def back_segment(segment: Scalar, carry: PyTree, count: Scalar) -> PyTree:
+    def back_segment(segment: Scalar, carry: PyTree, count: Scalar, begin: PyTree) -> PyTree:
         first = segment * every
-        _, _, inside = forward(first, count, every, _read(memory, segment))
-        return backward(first, count, inside, carry)
+        return backward(first, count, forward(first, count, every, begin)[2], carry)
 
-    carry = (start, Losses.none(), loops.storage(-(-support.max_steps // every), start))
-    carry = loops.fori_loop(whole, lambda segment, carry: pass_segment(segment, carry, length(segment)), carry)
-    after, losses, memory = pass_segment(whole, carry, rest) if rest else carry
+    carry, begin_of = loops.recorded_loop(
+        whole,
+        lambda segment, carry: pass_segment(segment, carry, length(segment)),
+        (start, Losses.none()),
+        jax.eval_shape(lambda: start),
+        -(-support.max_steps // every),
+    )
+    last: PyTree = None
+    if rest:
+        carry, last = pass_segment(whole, carry, rest)
+    after, losses = carry
 
     def unwind(carry: PyTree) -> PyTree:
-        carry = back_segment(whole, carry, rest) if rest else carry
+        def back(segment: Scalar, carry: PyTree) -> PyTree:
+            return back_segment(segment, carry, length(segment), begin_of(segment))
 
-        def back(i: Scalar, carry: PyTree) -> PyTree:
-            segment = whole - 1 - i
-            return back_segment(segment, carry, length(segment))
-
-        return loops.fori_loop(whole, back, carry)
+        return loops.backward_loop(whole, back, back_segment(whole, carry, rest, last) if rest else carry)
 
     return after, losses, unwind
 
@@ -443,14 +442,6 @@ def _memory(
 
 def _bytes(shapes: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def _write(slots: PyTree, i: Scalar, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda slot, leaf: slot.at[i].set(leaf), slots, tree)
-
-
-def _read(slots: PyTree, i: Scalar) -> PyTree:
-    return jax.tree.map(lambda slot: slot[i], slots)
 
 
 # --------------------------------------------------------------------------------------------------- the state of an optimiser

@@ -10,6 +10,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.algorithm import ROWS
+from fedjax_meta.rounds.setting import first_broken
 from tests import problems
 from tests.test_contract import KEY, build, run
 
@@ -169,3 +170,27 @@ def test_an_empty_place_of_a_cohort_is_as_if_it_were_not_there(store):
 def test_the_share_that_may_be_left_out_is_checked(value):
     with pytest.raises(ValueError, match="max_dropped=.* must lie between 0 and 1"):
         fm.Federation(max_dropped=value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_first_leaf_that_is_not_finite_is_found_by_one_number_for_all(value):
+    """Also where squares overflow, in 16 bits, at the last entry, and for several clients at once."""
+    rng = np.random.default_rng(0)
+    tree = {
+        "a": rng.normal(size=(40, 50)).astype(np.float32),
+        "b": np.full(3, 3e4, np.float16),
+        "c": np.full(5000, 1e30, np.float32),  # finite, but its squares are not
+        "d": np.arange(3),
+        "e": rng.normal(size=2000).astype(jnp.bfloat16),
+        "f": rng.normal(size=()),
+    }
+    names = ["a", "b", "c", "e", "f"]  # "d" holds integers
+    assert int(jax.jit(first_broken)(tree)) == -1
+    assert int(jax.jit(first_broken)({**tree, "c": tree["a"]})) == -1
+    for place, name in enumerate(names):
+        hurt = {**tree, name: np.array(tree[name])}
+        hurt[name].reshape(-1)[-1] = value
+        hurt["f"] = np.float64(value)  # a later one too
+        assert int(jax.jit(first_broken)(hurt)) == place
+        both = jax.tree.map(lambda one, other: np.stack([one, other]), tree, hurt)
+        assert jax.jit(jax.vmap(first_broken))(both).tolist() == [-1, place]

@@ -104,19 +104,23 @@ def test_a_client_rule_is_traced_once(move):
     run = partial(engine.run_cohort, counted, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, lanes=2)
     jax.jit(lambda: run(devices=2, move=move)).trace()
     assert len(traced) == 1
+    if move:
+        with runtime.compiling_for("gpu"):  # where its memory is looked at before
+            jax.jit(lambda: run(devices=1)).trace()
+        assert len(traced) == 2
 
 
 @pytest.mark.parametrize(
     ("precision", "preset"), [("float32", "Precision.HIGHEST"), ("tf32", "TF32_TF32_F32"), ("bfloat16", "BF16_BF16_F32")]
 )
-def test_a_precision_is_that_of_every_product(monkeypatch, precision, preset):
-    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+def test_a_precision_is_that_of_every_product(precision, preset):
 
     def product(key, id_, kept, context):
         return ClientUpdate(kept @ kept, kept, ())
 
     run = partial(engine.run_cohort, product, KEY, jnp.arange(2), jnp.ones(2, int), jnp.ones((2, 3, 3), jnp.float32), ())
-    assert preset in str(jax.make_jaxpr(lambda: run(precision=precision, lanes=1, devices=1)[0])())
+    with runtime.compiling_for("gpu"):
+        assert preset in str(jax.make_jaxpr(lambda: run(precision=precision, lanes=1, devices=1)[0])())
 
 
 def test_padding_is_not_counted_even_where_it_is_not_finite():
@@ -182,6 +186,10 @@ def test_a_device_runs_only_its_own_groups(monkeypatch):
         ({"lanes": 0}, "lanes=0"),
         ({"devices": 3}, "devices=3, but JAX sees 2"),
         ({"devices": 0}, "devices=0 must be an integer of at least 1"),
+        ({"devices": []}, "devices is empty: give at least one device, or None for all"),
+        ({"devices": "cpu"}, "devices='cpu' must be an integer of at least 1"),
+        ({"devices": jax.devices()[:1] * 2}, "devices holds a device twice"),
+        ({"devices": [0, 1]}, "devices must be a number or hold devices such as jax.devices(), not 0"),
         ({"precision": "half"}, "precision='half' is unknown; allowed are float32, tf32, bfloat16"),
     ],
 )
@@ -201,26 +209,59 @@ def test_a_map_over_lanes_is_a_loop_and_refuses_none():
             engine.map_clients(lambda one: one, inputs, lanes=lanes)
 
 
-def test_lanes_follow_the_free_memory(monkeypatch):
-    def hungry(key, id_, kept, context):
-        # A product that cannot be fused away: a megabyte of float64 a client.
-        square = jax.random.normal(key, (256, 256))
-        return ClientUpdate(jnp.sum(square @ square @ square), (), ())
+def hungry(key, id_, kept, context):
+    # A product that cannot be fused away: half a megabyte of float64 a client.
+    square = jax.random.normal(key, (256, 256))
+    return ClientUpdate(jnp.sum(square @ square @ square), (), ())
 
-    def lanes(free):
+
+@pytest.fixture
+def lanes_of(monkeypatch, tmp_path):
+    """`(free bytes, lanes that were asked for) -> lanes` of 64 hungry clients on one device."""
+    monkeypatch.setenv(runtime.CACHE_VARIABLE, str(tmp_path))
+
+    def lanes(free, given=None):
         monkeypatch.setattr(engine, "free_bytes", lambda device: free)
-        return engine._fitting_lanes(hungry, engine.client_mesh(1), KEY, jnp.arange(64), (), ())
+        group_of = lambda count: partial(engine._group, hungry, count)  # noqa: E731
+        with runtime.compiling_for("gpu"):
+            return engine._lanes(group_of, given, engine.client_mesh(1), KEY, jnp.arange(64), (), ())
 
-    assert lanes(10**12) == 64
-    some, half = lanes(40_000_000), lanes(20_000_000)
+    return lanes
+
+
+def test_lanes_follow_the_free_memory(lanes_of):
+    assert lanes_of(10**12) == 64
+    some, half = lanes_of(40_000_000), lanes_of(20_000_000)
     assert 1 <= half < some < 64
     # A lane holds one to six squares of 0.52 MB at a time, of 36 MB (90 % of what is free).
     assert 36 / 3.2 <= some <= 36 / 0.52
-    assert lanes(1000) == 1
+    assert lanes_of(1000) == 1
+    assert lanes_of(10**12, 7) == 7 and lanes_of(10**12, 100) == 64
+    with pytest.raises(
+        ValueError, match=r"lanes=50 take 0.0\d+ GB on each device, but only 0.018 GB .* about lanes=\d+, or None"
+    ):
+        lanes_of(20_000_000, 50)
 
 
-def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
-    monkeypatch.setattr(runtime, "on_cpu", lambda: False)
+def test_lanes_are_asked_for_where_a_device_does_not_say_its_memory(lanes_of):
+    assert lanes_of(None, 50) == 50
+    with pytest.raises(ValueError, match="does not say how much memory it has: give lanes, e.g. lanes=64"):
+        lanes_of(None)
+
+
+def test_nothing_is_compiled_for_lanes_that_fit_for_certain_or_were_seen_before(lanes_of, monkeypatch):
+    compiled = []
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled.append(1) or compile_(self))
+    lanes_of(10**12)
+    assert not compiled
+    few = lanes_of(20_000_000)
+    some = len(compiled)
+    assert 1 <= some <= 4
+    assert lanes_of(20_000_000) == few and len(compiled) == some
+
+
+def test_lanes_are_found_under_a_sweep_of_traced_rates():
     context, kept = problem(IDS)
 
     def total(rate):
@@ -231,7 +272,8 @@ def test_lanes_are_found_under_a_sweep_of_traced_rates(monkeypatch):
 
         return engine.run_cohort(scaled, KEY, jnp.asarray(IDS), jnp.asarray(SIZES), kept, context, devices=1)[0].total
 
-    swept = jax.vmap(total)(jnp.array([1.0, 3.0]))
+    with runtime.compiling_for("gpu"):
+        swept = jax.vmap(total)(jnp.array([1.0, 3.0]))
     assert (
         problems.distance(jax.tree.map(lambda leaf: leaf[1], swept), jax.tree.map(lambda leaf: 3 * leaf, by_hand(IDS)[0]))
         < 1e-9
@@ -303,6 +345,16 @@ def test_a_round_updates_a_large_population_in_place(devices):
     state = program(state, data)
     assert state.personal["head"].sharding.is_equivalent_to(places.personal["head"], 3)
     assert 8 <= int(jnp.sum(state.seen)) <= 24
+
+
+def test_named_devices_run_a_cohort_where_they_are():
+    second, data = jax.devices()[1:], problems.data()
+    options = {"key": KEY, "rounds": 2, "eval_every": 2}
+    anywhere, _ = fm.simulate(problems.build("fedper", cohort_size=3, devices=1), data, **options)
+    there, _ = fm.simulate(problems.build("fedper", cohort_size=3, devices=second), data, **options)
+    assert problems.leaves_equal(anywhere, there)
+    assert all(leaf.devices() == set(second) for leaf in jax.tree.leaves(there))
+    assert fm.Federation(devices=second).config["devices"] == [repr(second[0])]
 
 
 def test_a_saved_state_resumes_on_another_number_of_devices():

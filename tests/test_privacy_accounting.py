@@ -215,7 +215,7 @@ def test_without_its_package_the_accountant_says_what_to_install(monkeypatch):
         (lambda: privacy.epsilon(-1.0, 1, 1e-5, Everyone()), "noise=-1.0 must be finite and at least 0"),
         (lambda: privacy.epsilon(1.0, 1, 0.0, Everyone()), "delta=0.0 must lie strictly between 0 and 1"),
         (lambda: privacy.epsilon(1.0, 1.5, 0.1, Everyone()), "rounds=1.5 must be an integer of at least 0"),
-        (lambda: privacy.epsilon(1.0, 1, 0.1, 0.1), "sampling=0.1 must be a Poisson, FixedSize or Everyone"),
+        (lambda: privacy.epsilon(1.0, 1, 0.1, 0.1), "sampling=0.1 must be a Poisson, FixedSize, Everyone or Trees"),
         (
             lambda: privacy.epsilon(1.0, 1, 0.1, Everyone(), accountant="prv"),
             "accountant='prv' is unknown; allowed are pld, rdp",

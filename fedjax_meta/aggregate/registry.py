@@ -62,6 +62,7 @@ def parse(text: str) -> Aggregator | Rule:
       >>> parse("nearest_neighbours:f=2+trimmed_mean:share=0.2").name
       'nearest_neighbours'
     """
+    checks.word("aggregator", text)
     *outer, last = text.split("+")
     name, options = name_and_options(last)
     checks.one_of("aggregator", name, RULES)

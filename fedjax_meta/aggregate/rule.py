@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from fedjax_meta import checks
 from fedjax_meta.data import ClientData
 from fedjax_meta.types import Key, PyTree
 
@@ -46,5 +47,11 @@ class Rule:
 
 
 def as_rule(aggregator: Aggregator | Rule) -> Rule:
-    """A rule as it is, or one that calls a plain function."""
+    """A rule as it is, or one that calls a plain function.
+
+    Raises:
+      ValueError: neither.
+    """
+    if not isinstance(aggregator, Rule):
+        checks.function("rule", aggregator, ("stacked", "weights"), "aggregate.median, or aggregate.trimmed_mean(0.1)")
     return aggregator if isinstance(aggregator, Rule) else Rule.plain(aggregator)

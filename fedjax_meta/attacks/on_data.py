@@ -123,11 +123,18 @@ def backdoor_success(confusion: ArrayLike, target: int) -> float:
       confusion: `[N, K, K]` of an evaluation on `stamped` data, rows true, columns predicted.
       target: the class.
 
+    Raises:
+      ValueError: matrices of another form, a target that is not one of the K classes.
+
     Example:
       >>> backdoor_success([[[5, 0], [3, 1]]], target=0)
       0.75
     """
-    others = np.delete(np.asarray(confusion).sum(0), target, 0)
+    counts = checks.numeric("confusion", confusion)
+    if counts.ndim != 3 or counts.shape[1] != counts.shape[2]:
+        raise ValueError(f"confusion must be matrices [N, K, K], not of shape {list(counts.shape)}")
+    checks.indices("target", target, counts.shape[1])
+    others = np.delete(counts.sum(0), target, 0)
     return float(others[:, target].sum() / max(others.sum(), 1))
 
 

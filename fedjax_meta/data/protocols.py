@@ -75,8 +75,9 @@ def fedmeta_per_clients(
       num_clients: N.
       pairing: the class of slot j of client u: `"2u+j"` (five pairs) or `"u+j"` (ten pairs), modulo K. If not given, `"u+j"`
         for lognormal sizes and `"2u+j"` otherwise.
-      sizes: `"stick"` or `"lognormal"` (see `slots.stick_breaking`, `slots.lognormal_classes`). If not given, lognormal for
-        CIFAR-10 and stick-breaking otherwise.
+      sizes: `"stick"`, `"stick in turn"` or `"lognormal"` (see `slots.stick_breaking`, `slots.lognormal_classes`). If not given,
+        lognormal for CIFAR-10 and stick-breaking otherwise. The published runs on MNIST had `"stick in turn"` and `"u+j"`, where
+        clients share samples.
       scaling: see `pixel_scaling`; if not given, `"half"` for CIFAR-10 and `"pixel"` otherwise.
       min_samples: minimum number of samples of each of its classes that a client holds (stick-breaking). If not given, 0 as
         published if all classes have 1,000 samples or more; otherwise a third of an equal share, because the smallest clients
@@ -94,7 +95,7 @@ def fedmeta_per_clients(
     _check(source, seed)
     cifar = source.name == "cifar10"
     sizes = ("lognormal" if cifar else "stick") if sizes is None else sizes
-    checks.one_of("sizes", sizes, ("stick", "lognormal"))
+    checks.one_of("sizes", sizes, ("stick", "stick in turn", "lognormal"))
     pairing = ("u+j" if sizes == "lognormal" else "2u+j") if pairing is None else pairing
     checks.one_of("pairing", pairing, PAIRINGS)
     x, y = source.pooled()
@@ -102,7 +103,8 @@ def fedmeta_per_clients(
     if sizes == "lognormal":
         held = slots.lognormal_classes(y, pairs, seed=seed)
     else:
-        held = slots.stick_breaking(y, pairs, seed=seed, min_samples=_min_samples(y, pairs, min_samples))
+        least = _min_samples(y, pairs, min_samples)
+        held = slots.stick_breaking(y, pairs, seed=seed, min_samples=least, in_turn=sizes == "stick in turn")
     shuffle_rng, new_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
     held = held.shuffled(shuffle_rng)
     if sizes == "lognormal":

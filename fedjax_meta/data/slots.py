@@ -80,7 +80,9 @@ def shared_pairs(slots: np.ndarray, others: np.ndarray) -> int:
     return len(one & other)
 
 
-def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0) -> Partition:
+def stick_breaking(
+    labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0, in_turn: bool = False
+) -> Partition:
     """Splits each class into unequal parts, one per client that holds the class (FedMeta-Per's generator for MNIST).
 
     For a class with h holders, h - 1 parts are drawn one after the other from [rest // (h + 1), rest // 2), where `rest` is
@@ -88,14 +90,21 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
     assigned once. The draws come from NumPy's legacy generator, so that seed 1 gives the sizes that the authors of FedMeta-Per
     drew.
 
+    With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, and so
+    on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator; and every slot takes the first samples of
+    its class, so that clients share samples, some for training and others for tests. Such were the clients of FedMeta-Per's
+    published runs on MNIST, by their logs (docs/papers_errors.md).
+
     Args:
       labels: int `[M]`.
       slots: int `[N, J]`, the classes of each client, all different within a row; from `class_slots`.
       seed: an integer.
       min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
+      in_turn: whether parts go to the slots in turn, and clients share samples.
 
     Raises:
-      ValueError: a client without samples, a class that is too small for `min_samples`.
+      ValueError: a client without samples, a class that is too small for `min_samples`; with `in_turn`, classes that are not held
+        by the same number of clients each, or a part that is larger than the class of its slot.
     """
     labels = check_labels(labels)
     slots = _check_slots(slots, labels)
@@ -104,6 +113,7 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
     generator = np.random.RandomState(seed)
     counts = np.bincount(labels, minlength=slots.max() + 1)
     parts = np.zeros(slots.shape, np.int64)
+    turns = []
     for c in range(len(counts)):
         holds = slots == c
         holders = int(holds.sum())
@@ -118,7 +128,14 @@ def stick_breaking(labels: ArrayLike, slots: ArrayLike, *, seed: int, min_sample
             drawn.append(int(generator.randint(low, max(rest // 2, low + 1))))
             rest -= drawn[-1]
         parts[holds] = min_samples + np.array([*drawn, rest])
-    return _assign(labels, slots, parts)
+        turns.append(parts[holds])
+    if in_turn:
+        if len({len(part) for part in turns}) > 1:
+            raise ValueError("parts go in turn only to slots that hold every class equally often")
+        parts = np.stack(turns, axis=1).reshape(slots.shape)
+        if (parts > counts[slots]).any():
+            raise ValueError("a part in turn is larger than the class of its slot: classes differ too much in size")
+    return _assign(labels, slots, parts, shared=in_turn)
 
 
 def lognormal_classes(labels: ArrayLike, slots: ArrayLike, *, seed: int) -> Partition:
@@ -179,8 +196,11 @@ def _check_slots(slots: ArrayLike, labels: np.ndarray) -> np.ndarray:
     return slots
 
 
-def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partition:
-    """Gives each client u `parts[u, j]` samples of class `slots[u, j]`, both `[N, J]`; clients and samples go in order."""
+def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray, *, shared: bool = False) -> Partition:
+    """Gives each client u `parts[u, j]` samples of class `slots[u, j]`, both `[N, J]`; clients and samples go in order.
+
+    With `shared`, every slot begins at the first sample of its class.
+    """
     sizes = parts.sum(1)
     if sizes.min() < 1:
         raise ValueError(f"client {int(np.argmin(sizes))} would be empty: too few samples of its classes for so many clients")
@@ -190,6 +210,7 @@ def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray) -> Partiti
     queue = np.argsort(flat, kind="stable")
     ahead = np.cumsum(length[queue]) - length[queue]
     held = np.bincount(flat, weights=length, minlength=len(counts)).astype(np.int64)
-    offset = np.empty_like(length)
-    offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
+    offset = np.zeros_like(length)
+    if not shared:
+        offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
     return Partition(np.argsort(labels, kind="stable")[runs.positions(begin[flat] + offset, length)], sizes)

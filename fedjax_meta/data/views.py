@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 from fedjax_meta.data.batches import CHUNK, Batches
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.task import Batch
 from fedjax_meta.types import Key, PyTree, Scalar
+
+_MOST_POSITIONS = 2**20
+"""Of all steps of a client that are kept at once: 8 MB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +97,14 @@ class ClientView:
         max_steps_per_epoch = -(-self.max_size // batch_size)
         keys = permutation_keys(key, (epochs,))
 
-        def get(step: Scalar, chunk: Scalar = 0) -> Batch:
-            del chunk
+        def rows(step: Scalar) -> tuple[jax.Array, jax.Array]:
             # With one epoch the keys do not depend on the step, and XLA moves their arithmetic out of the loop.
             epoch, position = (0, step) if epochs == 1 else (step // steps_per_epoch, step % steps_per_epoch)
             index = position * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
-            return self.take(permute(keys[epoch], index, size), index < count)
+            return permute(keys[epoch], index, size), index < count
 
-        return Batches(get, self._performed(steps_per_epoch * epochs), max_steps_per_epoch * epochs)
+        most = max_steps_per_epoch * epochs
+        return Batches(self._getter(rows, most, batch_size), self._performed(steps_per_epoch * epochs), most)
 
     def endless(self, key: Key, batch_size: int, steps: int, first: Scalar = 0) -> Batches:
         """`steps` full batches from an endless sequence of shuffled passes.
@@ -120,13 +123,30 @@ class ClientView:
         checks.prng_key("key", key)
         size = jnp.maximum(jnp.asarray(self.size, jnp.int32), 1)
 
-        def get(step: Scalar, chunk: Scalar = 0) -> Batch:
-            del chunk
+        def rows(step: Scalar) -> tuple[jax.Array, jax.Array]:
             position = first + step * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
             keys = jax.vmap(lambda epoch: permutation_keys(jax.random.fold_in(key, epoch)))(position // size)
-            return self.take(permute(keys, position % size, size), jnp.ones(batch_size))
+            return permute(keys, position % size, size), jnp.ones(batch_size)
 
-        return Batches(get, self._performed(steps), steps)
+        return Batches(self._getter(rows, steps, batch_size), self._performed(steps), steps)
+
+    def _getter(
+        self, rows: Callable[[Scalar], tuple[jax.Array, jax.Array]], steps: int, batch_size: int
+    ) -> Callable[..., Batch]:
+        """`(step, chunk) -> batch` of the samples that `rows` names at each of `steps` steps: (positions `[B]`, weights `[B]`).
+
+        A CPU computes positions in their step. Elsewhere every small kernel of a step costs a launch, so that those of all steps
+        are computed before.
+        """
+        if not runtime.on_cpu() and 0 < steps * batch_size <= _MOST_POSITIONS:
+            table = jax.vmap(rows)(jnp.arange(steps, dtype=jnp.int32))
+            rows = lambda step: jax.tree.map(lambda leaf: leaf[step], table)  # noqa: E731
+
+        def get(step: Scalar, chunk: Scalar = 0) -> Batch:
+            del chunk
+            return self.take(*rows(step))
+
+        return get
 
     def in_order(self, batch_size: int) -> Batches:
         """One pass in storage order, in steps of at most `batch_size` samples, for evaluation and statistics."""

@@ -85,6 +85,7 @@ def mean(
       0.5
     """
     checks.function("values", values, ("outputs", "targets"), "lambda outputs, y: jnp.abs(outputs - y)")
+    checks.function("of_mean", of_mean, ("mean",), "jnp.sqrt")
 
     def update(statistics: Any, outputs: jax.Array, batch: Batch) -> Any:
         found = jnp.asarray(values(outputs, targets(batch)))

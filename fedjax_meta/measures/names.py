@@ -60,7 +60,7 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
         if isinstance(one, str) and ":" in one:
             found.append(_imported(one))
             continue
-        top = re.fullmatch(r"top_(\d+)", one) if isinstance(one, str) else None
+        top = re.fullmatch(r"top_(\d{1,9})", one) if isinstance(one, str) else None
         if top is not None:
             found.append(top_k(int(top[1])))
             continue

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, masks
+from fedjax_meta import checks, features, local, loops, masks
 from fedjax_meta.builders import method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
@@ -124,7 +124,7 @@ class _Mixing:
         shared, own = received.model, received.memory
         slots = step.init(parts(shared)[0])
         start = (shared, own.model, own.share, slots, slots, jnp.zeros(()))
-        shared, model, share, _, _, total = jax.lax.fori_loop(0, batches.steps, on_batch, start)
+        shared, model, share, _, _, total = loops.fori_loop(batches.steps, on_batch, start)
         return Trained(shared, {"loss": total / jnp.maximum(batches.steps, 1), "share": share}, memory=Own(model, share))
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, masks
+from fedjax_meta import checks, features, local, loops, masks
 from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
@@ -41,7 +41,7 @@ def fisher_trace(task: Task, key: Key, model: Variables, view: ClientView, batch
         square = optax.tree.norm(slope(parameters, batches.get(t, 0)), squared=True)
         return total + square.astype(total.dtype)
 
-    return jax.lax.fori_loop(0, batches.steps, step, jnp.zeros(()))
+    return loops.fori_loop(batches.steps, step, jnp.zeros(()))
 
 
 @method_builder

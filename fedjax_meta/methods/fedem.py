@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, masks
+from fedjax_meta import checks, features, local, loops, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -89,7 +89,7 @@ def fedem(
             batch = batches.get(t, 0)
             return total + batch.weight @ responsibilities(losses(models, batch), share)
 
-        total = jax.lax.fori_loop(0, batches.steps, step, jnp.zeros_like(share))
+        total = loops.fori_loop(batches.steps, step, jnp.zeros_like(share))
         return jnp.where(view.size > 0, total / jnp.maximum(view.size, 1), share)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
@@ -107,9 +107,7 @@ def fedem(
     def personalize(key: Key, received: Received, support: ClientView) -> Mixture:
         del key
         models, steps = received.model, jnp.where(received.seen, 0, test_steps)
-        return Mixture(
-            models, jax.lax.fori_loop(0, steps, lambda _, share: renewed_share(models, share, support), received.memory)
-        )
+        return Mixture(models, loops.fori_loop(steps, lambda _, share: renewed_share(models, share, support), received.memory))
 
     def predict(variables: Mixture, x: Any) -> jax.Array:
         """The logarithm of the mixed probabilities, `[B, K]`."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, masks
+from fedjax_meta import checks, features, local, loops, masks
 from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
@@ -47,7 +47,7 @@ def losses(task: Task, key: Key, models: PyTree, view: ClientView, needed: Any =
         of_one = lambda model, pair: task.loss(model, *pair)[0].astype(total.dtype)  # noqa: E731
         return total + whole.mean(lambda pair: jax.vmap(of_one, (0, None))(models, pair), t)
 
-    return jax.lax.fori_loop(0, whole.steps, step, jnp.zeros(len(jax.tree.leaves(models)[0])))
+    return loops.fori_loop(whole.steps, step, jnp.zeros(len(jax.tree.leaves(models)[0])))
 
 
 def check_clusters(name: str, clusters: int, model: PyTree, data: FederatedData) -> PyTree:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, local, masks
+from fedjax_meta import checks, local, loops, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
@@ -111,7 +111,7 @@ def pfedme(
             return theta, own, total + loss
 
         start = (received.model, received.memory if keep_local else received.model, jnp.zeros(()))
-        _, own, total = jax.lax.fori_loop(0, batches.steps, step, start)
+        _, own, total = loops.fori_loop(batches.steps, step, start)
         return Trained(own, {"loss": total / jnp.maximum(batches.steps, 1)}, memory=own if remembers else ())
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
@@ -122,7 +122,7 @@ def pfedme(
         def step(t: Any, theta: Variables) -> Variables:
             return towards_theta(theta, received.model, batches.get(t, 0))[0]
 
-        return jax.lax.fori_loop(0, batches.steps, step, received.model)
+        return loops.fori_loop(batches.steps, step, received.model)
 
     return Method(
         init=task.init,

@@ -9,6 +9,7 @@ from fedjax_meta.privacy.accounting import (
     Guarantee,
     Poisson,
     Sampling,
+    Trees,
     epsilon,
     gaussian_delta,
     gaussian_epsilon,

@@ -15,7 +15,10 @@ bounds the norm of one upload. What that means depends on the sampling, which is
   added or removed, whose uploads count as zeros; the sum moves by at most S. No sampling is credited, so that this holds for
   any schedule that does not look at data.
 
-In all three the divisor of the sum is fixed and public. Composition needs the package dp-accounting (extra `privacy`), but for
+- `Trees`: sums over rounds are noised by a tree, and a client is in each tree once at most. Neighbours as for `Everyone`, and no
+  sampling is credited.
+
+In all of them the divisor of the sum is fixed and public. Composition needs the package dp-accounting (extra `privacy`), but for
 `Everyone`, which has a closed form (Balle, Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, arXiv
 1805.06530).
 """
@@ -121,7 +124,42 @@ class Everyone:
         return "no credit for sampling"
 
 
-Sampling = Poisson | FixedSize | Everyone
+@dataclasses.dataclass(frozen=True)
+class Trees:
+    """`uploads.noise(z, tree=T)`, each client at most once in a tree, whatever the order: `schedules.passes`.
+
+    One upload counts in at most ceil(log2(T + 1)) nodes, so that a tree is one Gaussian mechanism with z over the root of that
+    (Kairouz et al. 2021, appendix D).
+
+    Attributes:
+      rounds: T of a tree.
+
+    Raises:
+      ValueError: a count out of range.
+    """
+
+    rounds: int
+
+    def __post_init__(self) -> None:
+        checks.count("rounds", self.rounds)
+
+    relation = "add or remove one client"
+
+    @property
+    def depth(self) -> int:
+        """Nodes above a round, its own included."""
+        return self.rounds.bit_length()
+
+    def overflow(self, rounds: int) -> float:
+        """0: a cohort always fits."""
+        del rounds
+        return 0.0
+
+    def __str__(self) -> str:
+        return f"once at most in each tree of {self.rounds} rounds, no credit for sampling"
+
+
+Sampling = Poisson | FixedSize | Everyone | Trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +222,7 @@ def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling, *, acco
     checks.fraction("delta", delta)
     checks.one_of("accountant", accountant, ACCOUNTANTS)
     if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling={sampling!r} must be a Poisson, FixedSize or Everyone of fedjax_meta.privacy")
+        raise ValueError(f"sampling={sampling!r} must be a Poisson, FixedSize, Everyone or Trees of fedjax_meta.privacy")
     overflow = sampling.overflow(rounds)
     if overflow >= delta:
         raise ValueError(
@@ -259,6 +297,8 @@ def gaussian_epsilon(delta: float, noise: float) -> float:
 @functools.lru_cache(maxsize=256)
 def _composed(noise: float, rounds: int, delta: float, sampling: Sampling, accountant: str) -> tuple[float, str]:
     """(epsilon, the accountant in words)."""
+    if isinstance(sampling, Trees):
+        noise, rounds, sampling = noise / math.sqrt(sampling.depth), -(-rounds // sampling.rounds), Everyone()
     relative = noise / 2 if isinstance(sampling, FixedSize) else noise
     unsampled = gaussian_epsilon(delta, relative / math.sqrt(rounds)), "closed form (Balle and Wang 2018)"
     if isinstance(sampling, Everyone):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedjax_meta import checks
-from fedjax_meta.privacy.accounting import Everyone, FixedSize, Guarantee, Poisson, Sampling, epsilon
+from fedjax_meta.privacy.accounting import Everyone, FixedSize, Guarantee, Poisson, Sampling, Trees, epsilon
 
 
 def spent(
@@ -20,7 +20,8 @@ def spent(
       accountant: see `epsilon`.
 
     Raises:
-      ValueError: a value out of range; a noise multiplier that is not one number.
+      ValueError: a value out of range; a noise multiplier that is not one number; a tree of noise in which a client may take
+        part twice.
       ImportError: dp-accounting is not installed.
 
     Example:
@@ -30,7 +31,11 @@ def spent(
       >>> round(found.epsilon, 3), found.relation
       (2.258, 'add or remove one client')
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config={checks.shown(config)} must be that of an algorithm or a federation, e.g. algorithm.config")
     federation = config.get("federation", config)
+    if "uploads" not in federation:
+        raise ValueError("config must be that of an algorithm or a federation, but it names no uploads")
     noises = [step for step in federation["uploads"] if step["name"] == "noise"]
     if not noises:
         return None
@@ -45,10 +50,19 @@ def sampling_of(federation: Mapping[str, Any], num_clients: int) -> Sampling:
     of all clients.
 
     Raises:
-      ValueError: a cohort larger than the population.
+      ValueError: a cohort larger than the population; a tree of noise in which a client may take part twice.
     """
     checks.count("num_clients", num_clients)
     schedule, cohort_size = federation["schedule"], federation["cohort_size"]
+    trees = [step["tree"] for step in federation["uploads"] if "tree" in step]
+    if trees:
+        in_a_pass = num_clients // cohort_size
+        if not isinstance(schedule, Mapping) or schedule.get("name") != "passes" or in_a_pass % trees[0]:
+            raise ValueError(
+                f"noise by trees of {trees[0]} rounds is accounted for under schedules.passes alone, where a pass (N / C, here "
+                f"{in_a_pass} rounds) is a multiple of a tree: a client could be in a tree twice"
+            )
+        return Trees(trees[0])
     if isinstance(schedule, Mapping) and schedule.get("name") == "poisson":
         return Poisson(schedule["rate"], num_clients, cohort_size)
     if schedule == "fedjax_meta.schedules.uniform" and cohort_size != num_clients:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import checks, engine, masks
+from fedjax_meta import checks, engine, hardware, masks
 from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, RoundInfo, State, check_support, state_rows
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
@@ -44,9 +44,10 @@ def federate(method: Method, federation: Federation | None = None) -> Algorithm:
     if not isinstance(federation, Federation):
         raise TypeError(f"federate takes a Federation, not {type(federation).__name__}")
     rounds = _Rounds(Setting(method, federation))
+    for_devices = hardware.computing_on(federation.devices)
     return Algorithm(
-        init=rounds.init,
-        round=rounds.round,
+        init=for_devices(rounds.init),
+        round=for_devices(rounds.round),
         personalize=rounds.personalize,
         predict=method.predict,
         exchange=rounds.exchange,

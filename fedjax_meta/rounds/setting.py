@@ -1,7 +1,7 @@
 """What follows from a method and a federation together, and is the same in every round."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fedjax_meta.types import Key, Mask, PyTree
 from fedjax_meta.uploads import Chain
 
 _SMALL = 1024
-"""Number of entries up to which the simplest way to look for NaN is the fastest."""
+"""Number of entries up to which it costs more to start a loop over a leaf than to run it."""
 
 
 class Kept(NamedTuple):
@@ -263,23 +263,30 @@ def zeros_unless(condition: jax.Array, tree: PyTree) -> PyTree:
 
 def first_broken(tree: PyTree) -> jax.Array:
     """Which leaf of a tree, counted as by `leaf_names`, is the first that holds NaN or infinity; -1 if there is none. int32."""
-    flags = [_not_finite(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
-    if not flags:
-        return jnp.full((), -1, jnp.int32)
-    return jnp.where(jnp.any(jnp.stack(flags)), jnp.argmax(jnp.stack(flags)), -1).astype(jnp.int32)
-
-
-def _not_finite(leaf: jax.Array) -> jax.Array:
-    """Whether a leaf holds NaN or infinity."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
 
     def exact() -> jax.Array:
-        return jnp.any(~jnp.isfinite(leaf))
+        flags = jnp.stack([jnp.any(~jnp.isfinite(leaf)) for leaf in leaves])
+        return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
 
-    if leaf.size < _SMALL or leaf.dtype.itemsize < 4 or not runtime.on_cpu():
+    def none() -> jax.Array:
+        return jnp.full((), -1, jnp.int32)
+
+    if not leaves:
+        return none()
+    if not runtime.on_cpu() or sum(leaf.size for leaf in leaves) < _SMALL:
         return exact()
-    # XLA's product of vectors is faster on a CPU than its reductions; only an overflow needs a closer look.
-    flat = leaf.reshape(-1)
-    return jax.lax.cond(jnp.isfinite(jnp.vdot(flat, flat)), lambda: jnp.zeros((), bool), exact)
+    # XLA's product of vectors is faster on a CPU than its reductions, and one number says it of all leaves. Only where it is not
+    # finite, which an overflow may be, too, each leaf is looked at.
+    return jax.lax.cond(jnp.isfinite(_sum_of_squares(leaves)), none, exact)
+
+
+def _sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Of all entries; small leaves are put together first, so that they cost one product."""
+    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)).reshape(-1) for leaf in leaves]
+    small = [leaf for leaf in wide if leaf.size < _SMALL]
+    vectors = [leaf for leaf in wide if leaf.size >= _SMALL] + ([jnp.concatenate(small)] if small else [])
+    return sum((jnp.vdot(vector, vector).real for vector in vectors), jnp.zeros(()))
 
 
 def leaf_names(tree: PyTree) -> list[str]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from fedjax_meta import costs, sweeps
+from fedjax_meta import costs, runtime, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData, pooled
 from fedjax_meta.study.run import passes
@@ -86,7 +86,7 @@ def of_system(study: Study, name: str, clients: Clients) -> Estimate:
         personal=personal,
         traffic=costs.traffic(algorithm, data),
         flops=flops / cohort,
-        memory=members * _bytes(state) + room * min(members, study.devices or jax.device_count()),
+        memory=members * _bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
         programs=3 * ((len(shapes) if trials else 0) + 1),
         rounds=round(share * ((study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds))),
         round_seconds=seconds,

@@ -40,19 +40,35 @@ def read(path: str | Path) -> Tree:
         checks.one_of("study", name, own)
         raise AssertionError
     else:
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text: {error}") from None
     try:
         tree = parsed(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for a study") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
     base = tree.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"{path}: extends={checks.shown(base)} must be a file, or the name of a study of the package")
     return tree if base is None else _merged(read(base), tree)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-5 as a number, as YAML 1.2 does; PyYAML wants 1.0e-5."""
+    """Reads 1e-5 as a number, as YAML 1.2 does (PyYAML wants 1.0e-5), and refuses a field that stands there twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """A mapping of the file, before what it takes over by `<<` is in it."""
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands there twice", node.start_mark)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -86,6 +102,8 @@ def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
     """
     tree = copy.deepcopy(tree)
     known = tree.pop("variants", None) or {}
+    if not isinstance(known, Mapping) or not all(isinstance(one or {}, Mapping) for one in known.values()):
+        raise ValueError("variants must be a mapping of names to changes of the study")
     for name in chosen:
         if not known:
             raise ValueError(f"variant={name!r} is unknown; this study has no variants")
@@ -116,7 +134,10 @@ def override(tree: Tree, text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")):
         raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
-    put(tree, path, parsed(value))
+    try:
+        put(tree, path, parsed(value))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{checks.shown(text)} has a value that is no YAML: {checks.first_line(error)}") from None
 
 
 def put(tree: Tree, path: str, value: Any) -> None:

@@ -168,7 +168,7 @@ def environment() -> dict[str, Json]:
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)}
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
-        "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}",
+        "device": runtime.device_kinds(),
         "machine": {"system": platform.platform(), "cores": runtime.cores(), "name": platform.node()},
         "environment": chosen,
         "x64": bool(jax.numpy.zeros(0).dtype == np.float64),

@@ -145,6 +145,7 @@ class Study:
             for name in getattr(self, kind):
                 if not isinstance(name, str) or not name.replace("-", "_").replace(DRAW, "_", 1).isidentifier():
                     raise ValueError(f"{kind}: {name!r} must be made of letters, digits, _ and -")
+        checks.word("title", self.title)
         titles = [self.title_of(name) for name in self.systems]
         for title in titles:
             if titles.count(title) > 1:
@@ -258,6 +259,11 @@ def from_tree(tree: Mapping[str, Any]) -> Study:
       ValueError: see `load`.
     """
     tree = files.variants(dict(tree))
+    if not isinstance(tree.get("federation") or {}, Mapping):
+        raise ValueError(f"federation must be a mapping of options, not {checks.shown(tree['federation'])}")
+    for name in ("published", "notes"):
+        if not isinstance(tree.get(name) or [], (list, tuple)):
+            raise ValueError(f"{name} must be a list, not {checks.shown(tree[name])}")
     for kind, of in (("scenarios", Scenario), ("systems", System)):
         named = tree.get(kind)
         if not isinstance(named, Mapping) or not named:

@@ -49,6 +49,7 @@ ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in at
 SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
     "uniform": lambda: schedules.uniform,
     "poisson": schedules.poisson,
+    "given": schedules.given,
     "fedbuff": schedules.fedbuff,
     "fedasync": schedules.fedasync,
 }
@@ -119,6 +120,11 @@ class System:
     pooled: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("options", "federation", "grid"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{name}={checks.shown(getattr(self, name))} must be a mapping of names and values")
+        if not isinstance(self.federation.get("uploads") or [], (list, tuple)):
+            raise ValueError(f"uploads={checks.shown(self.federation['uploads'])} must be a list of parts")
         checks.one_of("method", self.method, METHODS)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))

@@ -161,6 +161,8 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
     for i in range(clips[0] + 1, len(transforms)):
         if i not in noises + masks:
             raise ValueError(f"{where}: {names[i]} must come before clip, because it could raise the norm again")
+    if "tree" in transforms[noises[0]].config and callable(transforms[clips[0]].clip_norm):
+        raise ValueError(f"{where}: a tree of noise needs one norm for all rounds, which {names[clips[0]]} changes")
     multiplier, spent = transforms[noises[0]].config.get("multiplier", 0.0), sum(step.spends for step in transforms)
     if any(isinstance(value, jax.core.Tracer) for value in (multiplier, spent)):
         return

@@ -1,4 +1,7 @@
-"""Bad inputs of the experiments' command lines. `{own}` and the like are explained at `table.Shell`."""
+"""Bad inputs of the command lines of experiments, benchmarks and `fedjax-meta` ("study" and "command").
+
+`{own}` and the like are explained at `table.Shell`.
+"""
 
 from tests.battery.table import Shell
 
@@ -169,7 +172,76 @@ DATA = [
     (("--out", "{blocked}/a.png"), "--out='{blocked}/a.png' cannot be written"),
 ]  # fmt: skip
 
+STUDY = [
+    (("--variant", "nope"), "variant='nope' is unknown; this study has no variants"),
+    (("--systems", "fedavgg"), "system='fedavgg' is unknown (did you mean 'fedavg'?)"),
+    (("--seeds", "1,1"), "seeds=[1, 1] names a seed twice"),
+    (("--seeds", "x"), "seeds='x' must be an integer of at least 0"),
+    (("--seeds", str(2**70)), "seeds=1180591620717411303424 must be an integer"),
+    (("--rounds", "0"), "Invalid value for"),
+    (("--set", "rounds"), "'rounds' must read field.field=value"),
+    (("--set", "rounds=1e9"), "rounds=1000000000.0 must be an integer"),
+    (("--set", "rounds=[[[["), "'rounds=[[[[' has a value that is no YAML"),
+    (("--set", "rounds=" + "[" * 5000), "'rounds=[[[", "has a value that is no YAML"),
+    (("--set", "seeds=3"), "seeds"),
+    (("--set", "published=3"), "published must be a list, not 3"),
+    (("--set", "notes=3"), "notes must be a list, not 3"),
+    (("--set", "variants=3"), "variants must be a mapping of names to changes"),
+    (("--set", "tuning=3"), "tuning must be a mapping, not 3"),
+    (("--set", "systems=3"), "systems must be a mapping of names"),
+    (("--set", "title=3"), "title=3 must be a word"),
+    (("--set", "[red]=1"), "study has no field '[red]'"),
+    (("--set", "federation.aggregator=meadian"), "aggregator='meadian' is unknown (did you mean 'median'?)"),
+    (("--set", "federation.aggregator=krum:f=9"), "f=9 is too many for krum with C=3 clients"),
+    (("--set", "federation.aggregator={{name: krum, f: x}}"), "f='x' must be an integer"),
+    (("--set", "federation.aggregator=3"), "aggregator must be a name, or a mapping with a name and options, not 3"),
+    (("--set", "federation.attack=sign_flop:attackers=0.2"), "attack='sign_flop' is unknown (did you mean 'sign_flip'?)"),
+    (("--set", "federation.attack=sign_flip:scale=2"), "sign_flip needs attackers"),
+    (("--set", "federation.attack={{name: sign_flip, attackers: [99]}}"), "attackers=(99,) must be ids of the N=8 clients"),
+    (("--set", "federation.attack={{name: backdoor, attackers: 0.2, target: 99}}"), "target=99 must be one of the K=10 classes"),
+    (("--set", "federation.uploads=3"), "uploads=3 must be a list of parts"),
+    (("--set", "federation.uploads=clip"), "uploads='clip' must be a list of parts"),
+    (("--set", "federation.uploads=[{{name: noise, multiplier: 1}}]"), "noise needs a clip before it"),
+    (("--set", "federation.uploads=[{{name: clip, norm: 1.0, nrm: 2}}]"), "uploads clip takes no 'nrm' (did you mean 'norm'?)"),
+    (("--set", "federation.schedule={{name: poisson, rate: 2}}"), "rate=2 must lie between 0 and 1"),
+    (("--set", "federation.participation=lazy"), "participation='lazy' is unknown"),
+    (("--set", "federation.cohort_size=99"), "cohort_size=99 is more than the N=8 clients there are"),
+    (("--set", "federation.max_dropped=2"), "max_dropped=2 must lie between 0 and 1"),
+    (("--set", "federation=3"), "federation must be a mapping of options, not 3"),
+    (("--set", "systems.fedavg.options=3"), "systems.fedavg: options=3 must be a mapping"),
+    (("--set", "systems.fedavg.grid=[1]"), "systems.fedavg: grid=[1] must be a mapping"),
+    (("--set", "systems.fedavg.options.lr=.nan"), "lr=nan must be finite and above 0"),
+    (("--set", "systems.fedavg.method=fedavgg"), "method='fedavgg' is unknown (did you mean 'fedavg'?)"),
+    (("--set", "scenarios.own.dataset=none.npz"), "there is no file 'none.npz'"),
+    (("--set", "scenarios.own.partition=idd"), "scenarios.own: partition='idd' is unknown"),
+    (("--set", "scenarios.own.clients=9999"), "num_clients=9999 with at least 1 samples each need more"),
+    (("--set", "scenarios.own.new=2"), "scenarios.own: new=2 must lie between 0 and 1"),
+    (("--set", "scenarios.own.model=lenet"), "image=(8, 8, 1) is too small for the convolutions"),
+    (("--set", "scenarios.own.shift=nois"), "shift='nois' is unknown (did you mean 'noise'?)"),
+    (("--log", "tensorbord"), "logger='tensorbord' is unknown (did you mean 'tensorboard'?)"),
+]  # fmt: skip
+
+COMMAND = [
+    (("run", "{tmp}/none.yaml"), "No such file or directory", "none.yaml"),
+    (("run", "quikstart"), "study='quikstart' is unknown (did you mean 'quickstart'?)"),
+    (("run", "{study_list}"), "must hold a mapping with title, scenarios and systems"),
+    (("run", "{study_binary}"), "study_binary is no text: 'utf-8' codec can't decode"),
+    (("run", "{study_deep}"), "study_deep is nested too deeply for a study"),
+    (("run", "{study_extends}"), "extends=3 must be a file, or the name of a study of the package"),
+    (("run", "{study_twice}"), "study_twice is no YAML: 'rounds' stands there twice"),
+    (("run", "{study_python}"), "study_python is no YAML: could not determine a constructor"),
+    (("show", "{study_bomb}"), "must be a mapping of names"),
+    (("compare", "{tmp}"), "holds no run (no run.json)"),
+    (("compare", "{tmp}", "--out", "a.txt"), "a.txt must end with one of .md, .csv, .html"),
+    (("compare",), "Missing argument"),
+    (("export", "{tmp}", "--system", "x", "--out", "a"), "holds no run (no study.yaml)"),
+    (("runs", "{taken}"), "there is no folder {taken}"),
+    (("preset", "{tmp}"), "holds no tuned values"),
+    (("list", "[bold]"), "what to list='[bold]' is unknown"),
+]
+
 OTHERS = {
+    "command": COMMAND,
     "quickstart": [
         (("--rounds", "0"), "Invalid value for"),
         (("--seeds", "x"), "seeds='x' must be an integer of at least 0"),
@@ -282,7 +354,11 @@ BENCHMARKS = {
     "all": [(("--folder", "{taken}/rows"), "taken")],
 }  # fmt: skip
 
-WHOLE = {"compose": (COMPOSE, OWN), "data": (DATA, ("--dataset", "{own}", "--out", "{tmp}/a.png"))}
+WHOLE = {
+    "compose": (COMPOSE, OWN),
+    "data": (DATA, ("--dataset", "{own}", "--out", "{tmp}/a.png")),
+    "study": (STUDY, ("run", "{study}", "--dry-run")),
+}
 ROWS = {
     f"{program} {' '.join(given)}"[:100]: Shell(program, (*begin, *given), tuple(words))
     for program, (table, begin) in (WHOLE | {name: (table, ()) for name, table in OTHERS.items()}).items()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.battery import commands, data, federations, runs
+from tests.battery import commands, data, federations, parts, runs
 
-TABLES = (federations, data, runs)
+TABLES = (federations, data, runs, parts)
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
+from fedjax_meta import cli  # noqa: E402
 from tests.battery import commands  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,22 @@ ROW_FILES = {
     "rows_case": json.dumps({**PEER, "case": "W99"}),
     "rows_good": json.dumps(PEER),
 }
+STUDY = """title: own data
+rounds: 2
+seeds: [1]
+federation: {cohort_size: 3}
+scenarios: {own: {dataset: OWN, partition: iid, clients: 10}}
+systems: {fedavg: {method: fedavg, options: {lr: 0.1}}}
+"""
+STUDY_FILES = {
+    "study_list": "[1, 2]",
+    "study_extends": "extends: 3",
+    "study_deep": "[" * 5000,
+    "study_twice": STUDY + "rounds: 3\n",
+    "study_python": "!!python/object/apply:os.getcwd []",
+    "study_bomb": "a: &a [0, 0]\n"
+    + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +69,9 @@ def places(tmp_path_factory):
     (folder / "blocked").mkdir()
     (folder / "blocked").chmod(0o500)
     (folder / "tmp").mkdir()
-    for name, text in ROW_FILES.items():
-        (folder / name).write_text(text)
+    for name, text in {**ROW_FILES, **STUDY_FILES, "study": STUDY}.items():
+        (folder / name).write_text(text.replace("OWN", str(folder / "own.npz")))
+    (folder / "study_binary").write_bytes(b"\0\1\xff")
     yield {
         "own": folder / "own.npz",
         "labels": folder / "labels.npz",
@@ -61,7 +79,7 @@ def places(tmp_path_factory):
         "tmp": folder / "tmp",
         # Root may write into any folder but those of the kernel.
         "blocked": folder / "blocked" if os.geteuid() else Path("/proc/blocked"),
-        **{name: folder / name for name in ("full", *ROW_FILES)},
+        **{name: folder / name for name in ("full", "study", "study_binary", *ROW_FILES, *STUDY_FILES)},
     }
     (folder / "blocked").chmod(0o700)
 
@@ -73,6 +91,8 @@ def as_users_run_it():
 
 
 def _app(program):
+    if program in ("study", "command"):
+        return cli.app
     if not program.startswith("/"):
         return importlib.import_module(f"experiments.{program}").app
     if str(BENCHMARKS) not in sys.path:

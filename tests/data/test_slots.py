@@ -56,6 +56,42 @@ def test_stick_breaking_against_a_plain_loop():
         assert sorted(mine.tolist()) == sorted(held[u])
 
 
+QUERY_OF_THE_LOGS = """3121, 2945, 1792, 2485, 1285, 968, 2360, 2858, 2074, 2245, 1939, 1057, 917, 1514, 1647, 968, 676, 909, 304,
+    1475, 704, 558, 363, 397, 494, 349, 122, 192, 366, 436, 312, 142, 140, 236, 243, 182, 184, 121, 354, 144, 81, 172, 161, 253,
+    101, 237, 254, 421, 508, 193"""
+
+
+def test_parts_in_turn_give_the_sizes_of_the_logs_of_fedmeta_per():
+    """`python -m experiments.published_cohorts` finds these sizes of the query sets, and ten pairs (u, u + 1)."""
+    pairs = slots.class_slots(50, 10, stride=1)
+    held = slots.stick_breaking(MNIST, pairs, seed=1, in_turn=True)
+    train = (0.75 * held.sizes).astype(int)
+    logged = np.array(QUERY_OF_THE_LOGS.split(","), int)
+    assert np.abs(train - (0.2 * train).astype(int) - logged).max() <= 2
+    np.testing.assert_array_equal(held.sizes, slots.stick_breaking(MNIST, slots.class_slots(50, 10), seed=1).sizes)
+    counts = held.class_counts(MNIST, 10)
+    assert all(set(np.flatnonzero(row)) == set(pair) for row, pair in zip(counts, pairs, strict=True))
+    assert counts[0].tolist() == [1688, 3513, 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_parts_in_turn_against_a_plain_loop():
+    labels = np.random.default_rng(3).integers(0, 3, 400)
+    pairs = np.array([[0, 1], [1, 2], [2, 0], [0, 1], [1, 2], [2, 0]])
+    generator = np.random.RandomState(9)
+    parts = []
+    for c in range(3):
+        rest, part = int((labels == c).sum()), []
+        for _ in range(3):
+            part.append(generator.randint(rest // 5, rest // 2))
+            rest -= part[-1]
+        parts.append([*part, rest])
+    turns = [parts[c][turn] for turn in range(4) for c in range(3)]
+    held = [[i for c in pair for i in np.flatnonzero(labels == c)[: turns.pop(0)]] for pair in pairs]
+    result = slots.stick_breaking(labels, pairs, seed=9, in_turn=True)
+    for mine, wanted in zip(np.split(result.order, np.cumsum(result.sizes)[:-1]), held, strict=True):
+        assert sorted(mine.tolist()) == sorted(wanted)
+
+
 def test_stick_breaking_gives_every_client_min_samples():
     labels = np.repeat(np.arange(10), 50)
     pairs = slots.class_slots(20, 10)
@@ -87,6 +123,14 @@ LABELS = np.repeat(np.arange(4), 25)
 BAD = {
     "more classes than exist": (lambda: slots.class_slots(5, 10, per_client=11), "per_client=11 must not exceed.*10"),
     "a class without samples": (lambda: slots.stick_breaking(LABELS, [[3, 4]], seed=0), "slots name class 4"),
+    "parts in turn of classes with 2 and 1 holders": (
+        lambda: slots.stick_breaking(LABELS, [[0, 1], [0, 2]], seed=0, in_turn=True),
+        "slots that hold every class equally often",
+    ),
+    "a part in turn that its class has not": (
+        lambda: slots.stick_breaking(np.repeat([0, 1], [1000, 5]), [[0, 1], [1, 0]], seed=0, in_turn=True),
+        "larger than the class of its slot",
+    ),
     "a class twice": (lambda: slots.stick_breaking(LABELS, [[3, 3]], seed=0), "a class twice"),
     "an empty client": (lambda: slots.stick_breaking(LABELS, slots.class_slots(100, 4), seed=0), "would be empty"),
     "min_samples too large for a class": (

@@ -122,6 +122,8 @@ class _Finder:
             return
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tagged":
             return  # Any other key is as good.
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            return  # zip checks what holds anyhow.
         name = type(node).__name__.lower()
         visit = getattr(self, f"{name}_" if name in ("if", "while") else name, None)
         if visit is not None:
@@ -187,7 +189,7 @@ class _Finder:
             yield begin, end, self.text(pair[1]) + between + self.text(pair[0]), "swapped arguments"
         everything = sorted([*arguments, *node.keywords], key=lambda part: self.at(part)[0])
         for number, part in enumerate(everything):
-            if isinstance(part, ast.keyword) and part.arg is not None:
+            if isinstance(part, ast.keyword) and part.arg not in (None, "strict"):
                 after = [self.at(other)[0] for other in everything[number + 1 :][:1]]
                 begin = self.at(everything[number - 1])[1] if number else self.at(part)[0]
                 yield begin, after[0] if after and not number else self.at(part)[1], "", "dropped keyword"

@@ -1,0 +1,469 @@
+"""What stands of the papers' numbers: small extracts of run folders, a verdict for each published number, and the page of both.
+
+An extract (docs/results/NAME.json) holds the scores of every system, seed by seed, with the commit and a fingerprint of the
+configuration; tables, verdicts and totals are made from extracts and from the studies' published numbers alone.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from fedjax_meta import report
+from fedjax_meta.study import Study, load
+from fedjax_meta.study import folder as folders
+from fedjax_meta.study.study import DRAW, to_tree
+
+HERE = Path(__file__).parent
+LIST = HERE / "reproduce.yaml"
+PAGE = HERE.parent / "docs" / "results.md"
+EXTRACTS = HERE.parent / "docs" / "results"
+BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+SCORES = ("accuracy", "accuracy_mean", "accuracy_std", "f1_mean", "f1_std")
+HEADINGS = {
+    "accuracy": "accuracy over samples",
+    "accuracy_mean": "mean over clients",
+    "accuracy_std": "deviation over clients",
+    "f1_mean": "F1",
+    "f1_std": "deviation of F1",
+}
+WITHIN, ORDER, NOT, UNRUN = "within the spread", "in order", "not reproduced", "not run"
+
+
+class Claim(NamedTuple):
+    """What a paper says of an order, where it prints no numbers.
+
+    Attributes:
+      says: in words.
+      systems: names in the study, the best first.
+      scenarios: on which it is said.
+    """
+
+    says: str
+    systems: list[str]
+    scenarios: list[str]
+    clients: str = "known"
+    score: str = "accuracy_mean"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """An entry of the list.
+
+    Attributes:
+      name: of its folder and of its extract.
+      title: of its section.
+      study: name of a study of the package.
+      variants, systems, settings, seeds: as `fedjax-meta run` takes them.
+      hours: measured or estimated on two cores, see `cost`.
+      cost: where `hours` is from.
+      causes: by system, why a published number is not reproduced.
+      notes: sentences below the tables.
+      claims: orders that the paper asserts.
+    """
+
+    name: str
+    title: str
+    study: str
+    hours: float
+    cost: str
+    variants: list[str] = dataclasses.field(default_factory=list)
+    systems: list[str] = dataclasses.field(default_factory=list)
+    settings: list[str] = dataclasses.field(default_factory=list)
+    seeds: list[int] = dataclasses.field(default_factory=list)
+    causes: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    claims: list[Claim] = dataclasses.field(default_factory=list)
+
+    def arguments(self) -> list[str]:
+        """What follows `fedjax-meta run`, without folders."""
+        words = [self.study]
+        for variant in self.variants:
+            words += ["--variant", variant]
+        words += ["--systems", ",".join(self.systems)] if self.systems else []
+        words += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
+        for setting in self.settings:
+            words += ["--set", setting]
+        return words
+
+    def load(self) -> Study:
+        """The study as the command runs it."""
+        seeds = [f"seeds={self.seeds}"] if self.seeds else []
+        return load(self.study, [*seeds, *self.settings], variants=self.variants, systems=self.systems or None)
+
+
+def read_list(path: Path = LIST) -> list[Run]:
+    """The runs in order of priority.
+
+    Raises:
+      ValueError: an entry with an unknown or a missing field.
+    """
+    runs = []
+    for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        try:
+            claims = [Claim(**claim) for claim in entry.get("claims", ())]
+            runs.append(Run(name=name, **{**entry, "claims": claims}))
+        except TypeError as error:
+            raise ValueError(f"{path.name}: {name}: {error}") from None
+    return runs
+
+
+# Extracts.
+
+
+def extract(run: Run, folder: Path) -> dict[str, Any]:
+    """The results in a run's folder; systems that are not finished are left out.
+
+    Raises:
+      ValueError: the folder holds another study than the list's.
+      OSError: it holds none.
+    """
+    study = run.load()
+    wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
+    tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
+    for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
+        if wanted[field] != made[field]:
+            raise ValueError(f"{folder} holds another study than {run.name} of the list: {field} differs")
+    content = folders.read_run(folder)
+    commits = content["git"]["package"] or {"commit": "unknown", "dirty": False}
+    rows, seconds = [], 0.0
+    for scenario in study.scenarios:
+        for system in study.systems_on(scenario):
+            path = folder / "results" / scenario / f"{system}.final.json"
+            if not path.is_file():
+                continue
+            if wanted["systems"][system] != made["systems"].get(system):
+                raise ValueError(f"{folder} holds another study than {run.name} of the list: system {system} differs")
+            row, spent = _row(path, _orders(study, scenario))
+            rows.append({"scenario": scenario, "system": system, **row})
+            seconds += spent
+    return {
+        "command": " ".join(["fedjax-meta run", *run.arguments()]),
+        "commit": commits["commit"] + (" with changes" if commits["dirty"] else ""),
+        "config": hashlib.sha256(json.dumps(content["fixed"], sort_keys=True).encode()).hexdigest()[:16],
+        "data": {name: clients["fingerprint"] for name, clients in content["clients"].items()},
+        "versions": {name: content["versions"][name] for name in ("python", "jax", "optax", "numpy")},
+        "device": content["device"],
+        "rounds": study.rounds,
+        "seeds": list(study.seeds),
+        "hours": round(seconds / 3600, 3),
+        "rows": rows,
+    }
+
+
+def _orders(study: Study, scenario: str) -> int:
+    """How many draws of new clients a scenario has."""
+    given = study.scenarios[scenario].options.get("orders", 1)
+    return given if isinstance(given, int) else len(given)
+
+
+def _row(path: Path, orders: int) -> tuple[dict[str, Any], float]:
+    """(the scores of a system in percent, seconds of all its trials)."""
+    trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
+    spent = sum(row["seconds"] + row["compile_seconds"] for trial in trials for row in trial["rows"])
+    tuning = path.with_name(path.name.replace(".final.", ".tuning."))
+    points = []
+    if tuning.is_file():
+        tried = report.numbers_again(json.loads(tuning.read_text(encoding="utf-8"))["trials"]).values()
+        points = sorted({tuple(trial["numbers"].items()) for trial in tried})
+        spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
+    trials = sorted(trials, key=lambda trial: trial["seed"])
+    row: dict[str, Any] = {"chosen": trials[0]["numbers"], "points": len(points)}
+    for clients in ("known", "new"):
+        tests = [trial["rows"][-1]["tests"].get(clients) for trial in trials]
+        if tests[0] is None:
+            continue
+        by_order = np.array([_scores(test, orders if clients == "new" else 1) for test in tests])  # [seeds, orders, scores]
+        row[clients] = {name: _rounded(by_order[:, :, i].mean(1)) for i, name in enumerate(SCORES)}
+        if by_order.shape[1] > 1:
+            row["orders"] = {name: _rounded(by_order[:, :, i].mean(0)) for i, name in enumerate(SCORES)}
+    return row, spent
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    return [round(100 * float(value), 3) if np.isfinite(value) else None for value in values]
+
+
+def _scores(test: Mapping[str, Any], orders: int) -> np.ndarray:
+    """`SCORES` of each order `[orders, 5]`; deviations are those of the population, as papers give them."""
+    accuracy, f1 = (np.array(test[name], float).reshape(orders, -1) for name in ("accuracy", "f1"))
+    samples = np.array(test["confusion"]).sum((1, 2)).reshape(orders, -1)
+    over_samples = (accuracy * samples).sum(1) / samples.sum(1)
+    return np.stack([over_samples, accuracy.mean(1), accuracy.std(1), f1.mean(1), f1.std(1)], axis=1)
+
+
+def write_extract(found: Mapping[str, Any], path: Path) -> None:
+    """Writes an extract, a line for each system."""
+    rows = ",\n".join("  " + json.dumps(row) for row in found["rows"])
+    head = {key: value for key, value in found.items() if key != "rows"}
+    text = json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n ]\n}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def read_extracts(folder: Path = EXTRACTS) -> dict[str, dict[str, Any]]:
+    """Extracts by the name of their run."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+# Verdicts.
+
+
+class Measured(NamedTuple):
+    """A score over seeds, in percent.
+
+    Attributes:
+      mean: over seeds, and over orders of the labels for new clients.
+      seeds: sample deviation over seeds; NaN for one.
+      orders: sample deviation over orders of the means over seeds; NaN for one.
+    """
+
+    mean: float
+    seeds: float
+    orders: float
+
+    @property
+    def spread(self) -> float:
+        """Deviation of one run with one order; NaN where nothing is known of it."""
+        known = [value for value in (self.seeds, self.orders) if not math.isnan(value)]
+        return math.hypot(*known) if known else math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "diverged"
+        parts = [f"{self.mean:.2f}", *(f"±{value:.2f}" for value in (self.seeds, self.orders) if not math.isnan(value))]
+        return " ".join(parts)
+
+
+def measured(row: Mapping[str, Any], clients: str, score: str) -> Measured:
+    """A score of an extract's row."""
+    over = [row[clients][score], row.get("orders", {}).get(score, [None]) if clients == "new" else [None]]
+    seeds, orders = (np.array([math.nan if value is None else value for value in values], float) for values in over)
+    return Measured(float(seeds.mean()), _deviation(seeds), _deviation(orders))
+
+
+def _deviation(values: np.ndarray) -> float:
+    return float(np.std(values, ddof=1)) if values.size > 1 else math.nan
+
+
+def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> dict[str, str]:
+    """What stands of each published number of one table.
+
+    Args:
+      published: by system.
+      found: by system, of those that were run.
+
+    Returns:
+      By system: `WITHIN` if the published number is within two deviations of one run; else `ORDER` if each other system that
+      was run stands on the published side of this one; else `NOT`. Published numbers that are closer to each other than two
+      deviations have no order. `UNRUN` if it was not run.
+    """
+    told = {}
+    for system, value in published.items():
+        if system not in found:
+            told[system] = UNRUN
+            continue
+        mine = found[system]
+        if abs(mine.mean - value) <= 2 * mine.spread:
+            told[system] = WITHIN
+            continue
+        others = [other for other in published if other in found and other != system]
+        kept = all(
+            abs(value - published[other]) <= 2 * math.hypot(_or_0(mine.spread), _or_0(found[other].spread))
+            or (value - published[other]) * (mine.mean - found[other].mean) > 0
+            for other in others
+        )
+        told[system] = ORDER if kept and others and not math.isnan(mine.mean) else NOT
+    return told
+
+
+def _or_0(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
+
+
+# The page.
+
+
+def page(runs: Sequence[Run], extracts: Mapping[str, Mapping[str, Any]]) -> str:
+    """The generated part of docs/results.md."""
+    sections = [_section(run, extracts.get(run.name)) for run in runs]
+    totals = [
+        [
+            run.title,
+            _state(run, extracts.get(run.name)),
+            *(str(section.verdicts.count(v) or "") for v in (WITHIN, ORDER, NOT, UNRUN)),
+        ]
+        for run, section in zip(runs, sections, strict=True)
+    ]
+    text = ["## What stands", "", "How many published numbers (the first score of each table) have which verdict.", ""]
+    text += [report.markdown_table(["run", "state", WITHIN, ORDER, NOT, UNRUN], totals, text_columns=2), ""]
+    for run, section in zip(runs, sections, strict=True):
+        if run.name in extracts:
+            text += section.lines
+    waiting = [run for run in runs if run.name not in extracts]
+    if waiting:
+        text += [
+            "## Not run yet",
+            "",
+            "`python -m experiments.reproduce --data-dir DIR` runs them in this order; hours on two cores.",
+            "",
+        ]
+        rows = [[f"{run.title} ({run.name})", run.cost, f"{run.hours:g}"] for run in waiting]
+        text += [report.markdown_table(["run", "cost by", "hours"], rows, text_columns=2), ""]
+    return "\n".join(text)
+
+
+def _state(run: Run, found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return UNRUN
+    study, seeds = run.load(), len(found["seeds"])
+    wanted = sum(len(study.systems_on(scenario)) for scenario in study.scenarios)
+    part = "" if len(found["rows"]) == wanted else f"{len(found['rows'])} of {wanted} rows, "
+    return f"{part}{seeds} seed{'s' * (seeds > 1)}"
+
+
+class _Section(NamedTuple):
+    lines: list[str]
+    verdicts: list[str]
+
+
+def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
+    study = run.load()
+    rows = {(row["scenario"], row["system"]): row for row in (found or {"rows": ()})["rows"]}
+    lines, told = [f"## {run.title}", ""], []
+    if found is not None:
+        lines += [f"    {found['command']}", "", _facts(found), ""]
+    shown: set[tuple[str, str, str]] = set()
+    for (scenario, clients, scores), numbers in _published(study).items():
+        table, words = _against(run, study, rows, scenario, clients, scores, numbers)
+        told += words
+        lines += [f"### {_where(study, scenario, clients)}", "", *table, ""]
+        shown |= {(scenario, clients, system) for system in numbers}
+    lines += _others(study, rows, shown)
+    for claim in run.claims:
+        for scenario in claim.scenarios:
+            sentence, word = _claim(claim, scenario, rows)
+            told.append(word)
+            lines += [f"- {scenario}: {claim.says}: **{word}**{sentence}"]
+    lines += [""] if run.claims else []
+    lines += [line for note in run.notes for line in (note.strip(), "")]
+    return _Section(lines, told)
+
+
+def _facts(found: Mapping[str, Any]) -> str:
+    seeds = ", ".join(map(str, found["seeds"]))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{found['rounds']} rounds; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
+        f"`{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
+    )
+
+
+def _where(study: Study, scenario: str, clients: str) -> str:
+    only = len({name.partition(DRAW)[0] for name in study.scenarios}) == 1
+    return f"{clients} clients" if only else f"{scenario}, {clients} clients"
+
+
+def _published(study: Study) -> dict[tuple[str, str, tuple[str, ...]], dict[str, dict[str, float]]]:
+    """By scenario, clients and scores: the published numbers of each system, by score."""
+    by_system: dict[tuple[str, str, str], dict[str, float]] = {}
+    for one in study.published:
+        by_system.setdefault((one.scenario, one.clients, one.system), {})[one.score] = one.value
+    tables: dict[tuple[str, str, tuple[str, ...]], dict[str, dict[str, float]]] = {}
+    for (scenario, clients, system), numbers in by_system.items():
+        tables.setdefault((scenario, clients, tuple(numbers)), {})[system] = numbers
+    return tables
+
+
+def _against(
+    run: Run,
+    study: Study,
+    rows: Mapping[tuple[str, str], Mapping[str, Any]],
+    scenario: str,
+    clients: str,
+    scores: Sequence[str],
+    numbers: Mapping[str, Mapping[str, float]],
+) -> tuple[list[str], list[str]]:
+    """A table of published beside measured numbers, and the verdicts of its first score."""
+    found = {
+        (system, score): measured(rows[scenario, system], clients, score)
+        for system in numbers
+        if (scenario, system) in rows
+        for score in scores
+    }
+    by_score = {
+        score: verdicts(
+            {s: given[score] for s, given in numbers.items()}, {s: found[s, score] for s in numbers if (s, score) in found}
+        )
+        for score in scores
+    }
+    table = []
+    for system, given in numbers.items():
+        cells = [study.title_of(system)]
+        for score in scores:
+            cells += [str(found[system, score]) if (system, score) in found else "", f"{given[score]:.2f}"]
+        word = by_score[scores[0]][system]
+        cause = f": {run.causes.get(system, 'cause unknown')}" if word == NOT else ""
+        within = sum(by_score[score][system] == WITHIN for score in scores)
+        count = f" ({within} of {len(scores)} numbers within)" if len(scores) > 1 and word != UNRUN else ""
+        table.append([*cells, f"{word}{count}{cause}"])
+    headings = ["system", *(cell for score in scores for cell in (HEADINGS[score], "published")), "verdict"]
+    lines = [report.markdown_table(headings, table)]
+    return lines, list(by_score[scores[0]].values())
+
+
+def _others(
+    study: Study, rows: Mapping[tuple[str, str], Mapping[str, Any]], shown: Iterable[tuple[str, str, str]]
+) -> list[str]:
+    """Tables of what was run and has no published number."""
+    lines, seen = [], set(shown)
+    for scenario in study.scenarios:
+        table = []
+        for system in study.systems_on(scenario):
+            row = rows.get((scenario, system))
+            if row is None or all((scenario, clients, system) in seen for clients in ("known", "new") if clients in row):
+                continue
+            cells = [
+                str(measured(row, clients, score)) if clients in row else ""
+                for clients in ("known", "new")
+                for score in ("accuracy_mean", "accuracy_std")
+            ]
+            chosen = ", ".join(f"{name} {value:g}" for name, value in row["chosen"].items())
+            table.append([study.title_of(system), *cells, chosen])
+        if table:
+            headings = ["system", "known: mean over clients", "deviation", "new: mean over clients", "deviation", "chosen"]
+            used = [c for c in range(len(headings)) if c == 0 or any(line[c] for line in table)]
+            cells = [[line[c] for c in used] for line in table]
+            lines += [f"### {scenario}, without a published number", ""]
+            lines += [report.markdown_table([headings[c] for c in used], cells), ""]
+    return lines
+
+
+def _claim(claim: Claim, scenario: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> tuple[str, str]:
+    """(the numbers in words, the verdict)."""
+    if any((scenario, system) not in rows for system in claim.systems):
+        return "", UNRUN
+    found = [measured(rows[scenario, system], claim.clients, claim.score) for system in claim.systems]
+    sentence = f" ({', '.join(f'{system} {value}' for system, value in zip(claim.systems, found, strict=True))})"
+    if all(first.mean > second.mean for first, second in itertools.pairwise(found)):
+        return sentence, ORDER
+    return sentence, NOT
+
+
+def with_generated(text: str, generated: str) -> str:
+    """The page with its generated part replaced.
+
+    Raises:
+      ValueError: it lacks one of the two marks.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the page must hold the lines {BEGIN} and {END} once")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{generated.rstrip()}\n\n{END}{after}"

@@ -1,0 +1,151 @@
+"""Cohorts and clients of the runs behind Tables 3 and 4 of FedMeta-Per (Nguyen, Cao) on MNIST, from the authors' logs.
+
+client_worker/base_worker.py of baolongnguyenmac/fl-ml (commit af97090) seeds Python's generator with 42 when it is imported, and
+Flower 0.17 draws cohorts by that generator: one client for the initial model, then in each round 5 that train and 50 that test.
+Something before takes 6 numbers of 32 bits; that count alone was found by search.
+
+The logs give a proof. A round's training accuracy is the number of right answers over the query samples of its cohort, so that
+eight runs with the same cohorts have accuracies with a common denominator, and with the right cohorts the 300 denominators are
+sums of five of 50 sizes.
+
+Which classes a client has shows in how hard its cohorts are: the classes of client u depend on u mod 10, not on u mod 5.
+"""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from fedjax_meta.process import console, one_line_errors
+
+CLIENTS, COHORT, SKIPPED, SEED = 50, 5, 6, 42
+LOGS = "experiments/non-iid/mnist/"
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def main(
+    clone: Annotated[Path | None, typer.Argument(help="A clone of baolongnguyenmac/fl-ml, to compare with its logs.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to print.")] = 300,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Prints the cohorts, or what the authors' logs say of them.
+
+    `git clone https://github.com/baolongnguyenmac/fl-ml; python -m experiments.published_cohorts fl-ml`
+    """
+    with one_line_errors(debug):
+        if clone is None:
+            console.print(json.dumps(cohorts(rounds)), soft_wrap=True, markup=False)
+            return
+        accuracies = np.array(list(logs(clone, "FedMeta", "acc", 8).values()))
+        sums, agree = denominators(accuracies)
+        sizes = query_sizes(sums, cohorts(len(sums)))
+        fedavg = logs(clone, "meta_old/json/[Train][mnist, FedAvg]", "loss", 1)
+        for line in (*compare(sums, agree, sizes), *periods(fedavg, np.round(sizes))):
+            console.print(line, soft_wrap=True, markup=False)
+
+
+def cohorts(rounds: int) -> list[list[int]]:
+    """The clients that train in each round `[rounds, 5]`."""
+    draw = random.Random(SEED)
+    for _ in range(SKIPPED):
+        draw.getrandbits(32)
+    draw.sample(range(CLIENTS), 1)
+    found = []
+    for _ in range(rounds):
+        found.append(draw.sample(range(CLIENTS), COHORT))
+        draw.sample(range(CLIENTS), CLIENTS)
+    return found
+
+
+def logs(clone: Path, name: str, score: str, wanted: int) -> dict[str, np.ndarray]:
+    """A score of each training round `[300]`, of the runs on MNIST whose log has `name` in its path, by that path.
+
+    Raises:
+      ValueError: the folder is no clone with these logs.
+    """
+    listed = _git(clone, "ls-tree", "-r", "--name-only", "HEAD", LOGS).splitlines()
+    names = [path for path in listed if "[Train]" in path and name in path]
+    found = {path.removeprefix(LOGS): np.array(json.loads(_git(clone, "show", f"HEAD:{path}"))[score]) for path in names}
+    found = {path: values for path, values in found.items() if values.shape == (300,)}
+    if len(found) != wanted:
+        raise ValueError(f"{clone} has {len(found)} logs of {name} on MNIST with 300 rounds in {LOGS}, not {wanted}")
+    return found
+
+
+def _git(clone: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(clone), *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"git {words[0]} in {clone}: {(done.stderr or 'failed').splitlines()[0]}")
+    return done.stdout
+
+
+def compare(sums: np.ndarray, agree: np.ndarray, sizes: np.ndarray) -> list[str]:
+    """What the denominators `[rounds]` and the sizes `[N]` that follow from them say, in words."""
+    member = membership(cohorts(len(sums)))
+    exact = np.isclose(np.remainder(member @ np.round(sizes) / sums, 1), 0, atol=1e-9)  # fractions may have been cancelled
+    return [
+        f"rounds in which all 8 runs have a common denominator: {int((agree == 8).sum())} of {len(sums)}",
+        f"rounds whose denominator is the sum of the cohort's sizes: {int(exact.sum())} of {len(sums)}",
+        f"largest distance of a client's size from a whole number: {np.abs(sizes - np.round(sizes)).max():.1e}",
+        f"query samples of the clients: {', '.join(str(int(size)) for size in np.round(sizes))}",
+    ]
+
+
+def periods(losses: dict[str, np.ndarray], sizes: np.ndarray) -> list[str]:
+    """By which period of the clients' numbers the training loss of a round varies, in words."""
+    said = []
+    for name, loss in losses.items():
+        shares = [f"{100 * explained(loss, cohorts(len(loss)), sizes, period):.0f} % by u mod {period}" for period in (5, 10)]
+        said.append(f"variance of the log loss that is explained, {name.partition(':')[0]}: {', '.join(shares)}")
+    return said
+
+
+def explained(loss: np.ndarray, drawn: list[list[int]], sizes: np.ndarray, period: int, first: int = 20) -> float:
+    """R^2 of log loss `[rounds]`, less its course (a polynomial), on the shares of a round's samples by u mod `period`."""
+    rounds = np.arange(first, len(loss))
+    course = np.log(loss[first:])
+    rest = course - np.polyval(np.polyfit(rounds, course, 4), rounds)
+    samples = membership(drawn)[first:] * sizes
+    groups = samples.reshape(len(rounds), -1, period).sum(1) / samples.sum(1, keepdims=True)
+    fitted = groups @ np.linalg.lstsq(groups, rest, rcond=None)[0]
+    return float(1 - np.sum((rest - fitted) ** 2) / np.sum(rest**2))
+
+
+def denominators(accuracies: np.ndarray, least: int = 200, most: int = 12_000) -> tuple[np.ndarray, np.ndarray]:
+    """(the number of samples that makes the most runs' accuracies `[runs, rounds]` whole numbers `[rounds]`, how many runs)."""
+    tried = np.arange(least, most)
+    found, agree = [], []
+    for column in accuracies.T:
+        right = column[:, None] * tried
+        whole = (np.abs(right - np.round(right)) < 2.5e-7 * tried).sum(0)  # each accuracy is rounded to float32
+        found.append(tried[whole.argmax()])
+        agree.append(whole.max())
+    return np.array(found), np.array(agree)
+
+
+def membership(drawn: list[list[int]]) -> np.ndarray:
+    """Who trains in which round, 0 or 1, `[rounds, N]`."""
+    member = np.zeros((len(drawn), CLIENTS))
+    for row, ids in zip(member, drawn, strict=True):
+        row[ids] = 1
+    return member
+
+
+def query_sizes(sums: np.ndarray, drawn: list[list[int]]) -> np.ndarray:
+    """The clients' sizes `[N]` by least squares, without the rounds that contradict the others."""
+    member, kept = membership(drawn), np.ones(len(sums), bool)
+    for _ in range(30):
+        sizes = np.linalg.lstsq(member[kept], sums[kept].astype(float), rcond=None)[0]
+        error = np.abs(member @ sizes - sums)
+        kept = error < max(3 * float(np.median(error[kept])), 0.6)
+    return sizes
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,146 @@
+"""The papers' tables at full size: runs in order of priority, and docs/results.md from what they found.
+
+`experiments/reproduce.yaml` is the list. `--list` says what is done, `--hours` runs what is missing until the time is over, and
+`--write-docs FOLDER` turns the run folders in FOLDER into docs/results/NAME.json and writes the page from those files.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments import _standing as standing
+from fedjax_meta import report
+from fedjax_meta.process import console, one_line_errors
+from fedjax_meta.study import folder as folders
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+GRACE = 900.0
+"""Seconds that a run gets to save itself after it was told to stop."""
+
+
+@app.command()
+def main(
+    runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
+    list_: Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")] = False,
+    only: Annotated[str | None, typer.Option(help="Only these runs of the list, separated by commas.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="Stop after this many hours; what was reached is saved.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
+    write_docs: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the results in FOLDER into docs/ and stop.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Runs the list one after the other; the same command goes on where it was stopped.
+
+    `python -m experiments.reproduce --list`
+
+    `python -m experiments.reproduce --data-dir DIR --hours 3 --only fedmeta_per,imaml_logged`
+
+    `python -m experiments.reproduce --write-docs runs/reproduce`
+    """
+    with one_line_errors(debug):
+        chosen = pick(standing.read_list(), only)
+        if write_docs is not None:
+            for line in write(chosen, write_docs):
+                console.print(line, soft_wrap=True, markup=False)
+        elif list_:
+            table = [[run.name, f"{run.hours:g}", state(run, runs), run.title] for run in chosen]
+            console.print(report.rich_table("Runs", ["name", "hours", "state", "title"], table, text_columns=1))
+        else:
+            raise typer.Exit(run_all(chosen, runs, data_dir, hours))
+
+
+def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
+    """The runs of the list that are named, in the order of the list.
+
+    Raises:
+      ValueError: a name that the list does not have.
+    """
+    if only is None:
+        return listed
+    names = only.split(",")
+    known = {run.name for run in listed}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"the list has no run {unknown[0]!r}; it has {', '.join(run.name for run in listed)}")
+    return [run for run in listed if run.name in names]
+
+
+def state(run: standing.Run, root: Path) -> str:
+    """ "done", "partly (finished systems of all)" or "not run"."""
+    folder = root / run.name
+    if not (folder / "run.json").is_file():
+        return "not run"
+    study = run.load()
+    wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
+    done = sum((folder / "results" / scenario / f"{system}.final.json").is_file() for scenario, system in wanted)
+    finished = folders.read_run(folder).get("finished") is not None
+    return "done" if finished and done == len(wanted) else f"partly ({done} of {len(wanted)})"
+
+
+def run_all(chosen: list[standing.Run], root: Path, data_dir: str | None, hours: float | None) -> int:
+    """Runs what is not done; the exit code of the first run that failed, or 0."""
+    until = None if hours is None else time.monotonic() + 3600 * hours
+    for run in chosen:
+        if state(run, root) == "done":
+            continue
+        if until is not None and time.monotonic() >= until:
+            break
+        command = [sys.executable, "-m", "fedjax_meta", "run", *run.arguments(), "--out", str(root / run.name)]
+        command += ["--data-dir", data_dir] if data_dir else []
+        console.print(f"{run.name}: about {run.hours:g} h", markup=False)
+        code = _call(command, until)
+        if code in (128 + signal.SIGTERM, -signal.SIGTERM):  # saved, or ended before it could begin
+            console.print("the time is over; the same command goes on", markup=False)
+            return 0
+        if code:
+            return code
+    return 0
+
+
+def _call(command: list[str], until: float | None) -> int:
+    """Runs a command, which is told to stop when the time is over; its exit code."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait(None if until is None else max(until - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return process.wait(GRACE)
+        except BaseException:  # Ctrl-C reaches the run too, which saves itself
+            process.wait(GRACE)
+            raise
+
+
+def write(chosen: list[standing.Run], root: Path) -> list[str]:
+    """Extracts the runs of the list that `root` holds and writes the page; says what became of each.
+
+    Raises:
+      ValueError: a folder that holds another study than the list, or none of the list.
+    """
+    said = []
+    for run in chosen:
+        folder = root / run.name
+        if not (folder / "run.json").is_file():
+            continue
+        found = standing.extract(run, folder)
+        if not found["rows"]:
+            continue
+        standing.write_extract(found, standing.EXTRACTS / f"{run.name}.json")
+        said.append(f"{run.name}: {len(found['rows'])} rows")
+    if not said:
+        raise ValueError(f"{root} holds no results of {', '.join(run.name for run in chosen)}")
+    text = standing.PAGE.read_text(encoding="utf-8")
+    generated = standing.page(standing.read_list(), standing.read_extracts())
+    standing.PAGE.write_text(standing.with_generated(text, generated), encoding="utf-8")
+    return [*said, f"written: {standing.PAGE}"]
+
+
+if __name__ == "__main__":
+    app()

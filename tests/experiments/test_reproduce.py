@@ -1,0 +1,240 @@
+"""The list of the papers' runs, extracts of run folders, verdicts, and docs/results.md, which is made from them."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from fedjax_meta.study import load, run
+from tests.study.common import Silent, tree
+
+testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
+reproduce = pytest.importorskip("experiments.reproduce", reason="the command line needs typer, rich and matplotlib")
+standing = pytest.importorskip("experiments._standing")
+published_cohorts = pytest.importorskip("experiments.published_cohorts")
+
+LISTED = standing.read_list()
+
+
+def test_the_page_is_what_the_extracts_give():
+    """`python -m experiments.reproduce --write-docs FOLDER` writes it; nobody types its numbers."""
+    text = standing.PAGE.read_text(encoding="utf-8")
+    assert text == standing.with_generated(text, standing.page(LISTED, standing.read_extracts()))
+
+
+def test_a_changed_number_is_noticed():
+    extracts = standing.read_extracts()
+    before = standing.page(LISTED, extracts)
+    row = next(iter(extracts.values()))["rows"][0]
+    row["known"] = {name: [value + 0.5 for value in values] for name, values in row["known"].items()}
+    assert standing.page(LISTED, extracts) != before
+
+
+@pytest.mark.parametrize("listed", LISTED, ids=lambda listed: listed.name)
+def test_every_run_of_the_list_is_a_study_with_these_systems(listed):
+    study = listed.load()
+    assert 0 < listed.hours < 100
+    assert set(listed.causes) <= set(study.systems)
+    for claim in listed.claims:
+        assert set(claim.systems) <= set(study.systems) and set(claim.scenarios) <= set(study.scenarios)
+    if listed.systems:
+        assert set(listed.systems) == set(study.systems)
+
+
+@pytest.mark.parametrize(("name", "found"), standing.read_extracts().items())
+def test_an_extract_has_the_run_of_the_list(name, found):
+    listed = next(one for one in LISTED if one.name == name)
+    study = listed.load()
+    assert found["command"] == " ".join(["fedjax-meta run", *listed.arguments()])
+    assert (found["rounds"], found["seeds"]) == (study.rounds, list(study.seeds))
+    for row in found["rows"]:
+        assert row["system"] in study.systems_on(row["scenario"])
+        assert all(len(values) == len(found["seeds"]) for values in row["known"].values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """(an entry of a list, the folder with its run)."""
+    root = tmp_path_factory.mktemp("reproduce")
+    content = tree(tuning={"rounds": 1, "seeds": [0]}, rounds=2)
+    content["published"] = [{"scenario": "pairs", "rows": {"fedavg": 50.0, "local": 60.0}}]
+    path = root / "digits.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+    run.run(load(path), root / "digits", watcher=Silent())
+    return listed, root
+
+
+def test_an_extract_has_the_scores_of_its_folder(folder):
+    listed, root = folder
+    found = standing.extract(listed, root / "digits")
+    for row in found["rows"]:
+        content = json.loads((root / "digits/results/pairs" / f"{row['system']}.final.json").read_text())
+        trials = sorted(content["trials"].values(), key=lambda trial: trial["seed"])
+        for clients in ("known", "new"):
+            for score in standing.SCORES:
+                wanted = [100 * trial["rows"][-1]["tests"][clients]["scores"][score] for trial in trials]
+                np.testing.assert_allclose(row[clients][score], wanted, atol=1e-3)
+    assert [row["points"] for row in found["rows"]] == [2, 0]
+    assert found["seeds"] == [1, 2] and found["rounds"] == 2
+    standing.write_extract(found, root / "extracts/digits.json")
+    assert standing.read_extracts(root / "extracts") == {"digits": found}
+
+
+def test_a_folder_of_another_study_is_refused(folder):
+    listed, root = folder
+    with pytest.raises(ValueError, match="holds another study than digits of the list: rounds differs"):
+        standing.extract(replace(listed, settings=["rounds=3"]), root / "digits")
+    with pytest.raises(ValueError, match="system local differs"):
+        standing.extract(replace(listed, settings=["systems.local.options.lr=0.3"]), root / "digits")
+
+
+def test_the_section_of_a_run_has_its_numbers_and_a_verdict(folder):
+    listed, root = folder
+    found = standing.extract(listed, root / "digits")
+    page = standing.page([listed], {"digits": found})
+    first = found["rows"][0]["known"]["accuracy"]
+    assert f"{np.mean(first):.2f} ±{np.std(first, ddof=1):.2f} | 50.00" in page
+    assert found["commit"][:12] in page and found["config"] in page
+    (total,) = [line for line in page.splitlines() if line.startswith("| Digits |")]
+    assert "2 seeds" in total
+
+
+def test_states_of_the_list(folder, capsys):
+    listed, root = folder
+    assert reproduce.state(listed, root) == "done"
+    assert reproduce.state(replace(listed, name="other"), root) == "not run"
+    (root / "digits/results/pairs/local.final.json").rename(root / "kept")
+    try:
+        assert reproduce.state(listed, root) == "partly (1 of 2)"
+    finally:
+        (root / "kept").rename(root / "digits/results/pairs/local.final.json")
+
+
+def test_scores_of_orders_are_those_of_each_part():
+    """Two orders of three clients; hits of 2 classes."""
+    rng = np.random.default_rng(0)
+    confusion = rng.integers(1, 9, (6, 2, 2))
+    accuracy = confusion[:, [0, 1], [0, 1]].sum(1) / confusion.sum((1, 2))
+    test = {"accuracy": accuracy, "f1": accuracy**2, "confusion": confusion}
+    found = standing._scores(test, 2)
+    for order, part in enumerate((slice(0, 3), slice(3, 6))):
+        micro = confusion[part][:, [0, 1], [0, 1]].sum() / confusion[part].sum()
+        one = accuracy[part]
+        wanted = [micro, one.mean(), one.std(), (one**2).mean(), (one**2).std()]
+        np.testing.assert_allclose(found[order], wanted)
+
+
+def measured(mean, seeds=math.nan, orders=math.nan):
+    return standing.Measured(mean, seeds, orders)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ({"a": measured(90.9, 0.5), "b": measured(70.0, 0.5)}, {"a": "within the spread", "b": "in order"}),
+        ({"a": measured(91.1, 0.5), "b": measured(80.0, 0.5)}, {"a": "in order", "b": "within the spread"}),
+        ({"a": measured(91.1, 0.5, 0.5), "b": measured(80.0)}, {"a": "within the spread", "b": "in order"}),
+        ({"a": measured(70.0, 0.5), "b": measured(75.0, 0.5)}, {"a": "not reproduced", "b": "not reproduced"}),
+        ({"a": measured(85.0), "b": measured(75.0)}, {"a": "in order", "b": "in order"}),
+        ({"a": measured(math.nan), "b": measured(75.0)}, {"a": "not reproduced", "b": "not reproduced"}),
+        ({"b": measured(79.0)}, {"a": "not run", "b": "not reproduced"}),
+    ],
+)
+def test_verdicts(found, wanted):
+    assert standing.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
+
+
+def test_the_spread_joins_seeds_and_orders():
+    row = {"new": {"accuracy": [90.0, 92.0]}, "orders": {"accuracy": [88.0, 91.0, 94.0]}}
+    found = standing.measured(row, "new", "accuracy")
+    assert found == (91.0, pytest.approx(2**0.5), pytest.approx(3.0))
+    assert found.spread == pytest.approx(11**0.5) and str(found) == "91.00 ±1.41 ±3.00"
+
+
+def test_a_claim_holds_only_in_its_order():
+    rows = {("s", name): {"known": {"accuracy_mean": [value]}} for name, value in (("a", 3.0), ("b", 2.0), ("c", 1.0))}
+    claim = standing.Claim("first", ["a", "b", "c"], ["s"])
+    assert standing._claim(claim, "s", rows)[1] == "in order"
+    assert standing._claim(claim._replace(systems=["a", "c", "b"]), "s", rows)[1] == "not reproduced"
+    assert standing._claim(claim, "other", rows) == ("", "not run")
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(ValueError, match="must hold the lines <!-- generated: begin -->"):
+        standing.with_generated("nothing", "text")
+
+
+def invoke(*arguments):
+    return testing.CliRunner().invoke(reproduce.app, [str(argument) for argument in arguments])
+
+
+def test_mistakes_are_met_with_one_line(tmp_path):
+    found = invoke("--only", "nothing", "--list")
+    assert found.exit_code == 1 and "error: the list has no run 'nothing'; it has fedmeta_per" in found.output
+    found = invoke("--write-docs", tmp_path)
+    assert found.exit_code == 1 and "holds no results of fedmeta_per" in found.output.replace("\n", " ")
+
+
+def test_a_run_is_stopped_when_the_time_is_over_and_the_next_is_not_begun(folder, tmp_path, monkeypatch):
+    listed, _ = folder
+    begun = []
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(
+        reproduce.subprocess, "Popen", lambda command, kind=reproduce.subprocess.Popen: begun.append(command) or kind(sleeper)
+    )
+    began = time.monotonic()
+    assert reproduce.run_all([listed, replace(listed, name="later")], tmp_path, "data", 1 / 3600) == 0
+    assert time.monotonic() - began < 30
+    (command,) = begun
+    assert command[1:] == ["-m", "fedjax_meta", "run", listed.study, "--out", str(tmp_path / "digits"), "--data-dir", "data"]
+
+
+def test_a_failure_ends_the_list(folder, tmp_path, monkeypatch):
+    listed, _ = folder
+    monkeypatch.setattr(reproduce, "_call", lambda command, until: 3)
+    assert reproduce.run_all([listed, replace(listed, name="later")], tmp_path, None, None) == 3
+
+
+def test_what_is_done_is_not_run_again(folder, monkeypatch):
+    listed, root = folder
+    monkeypatch.setattr(reproduce, "_call", lambda command, until: pytest.fail("nothing is to be run"))
+    assert reproduce.run_all([listed], root, None, None) == 0
+
+
+def test_the_published_cohorts_are_in_the_study():
+    schedule = load("fedmeta_per_published_cohorts").federation["schedule"]
+    assert schedule["cohorts"] == published_cohorts.cohorts(300)
+
+
+def test_cohorts_and_sizes_are_found_from_training_accuracies():
+    """Accuracies of eight runs with the same cohorts, in float32, give back each client's samples; other cohorts do not."""
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(80, 2500, published_cohorts.CLIENTS)
+    member = published_cohorts.membership(published_cohorts.cohorts(300))
+    totals = (member @ sizes).astype(int)
+    accuracies = np.float32(rng.integers(1, totals, (8, 300)) / totals).astype(float)
+    sums, agree = published_cohorts.denominators(accuracies)
+    said = published_cohorts.compare(sums, agree, published_cohorts.query_sizes(sums, published_cohorts.cohorts(300)))
+    assert "denominator is the sum of the cohort's sizes: 300 of 300" in said[1]
+    assert said[3].endswith(", ".join(map(str, sizes)))
+    others = rng.permuted(np.tile(np.arange(50), (300, 1)), axis=1)[:, :5].tolist()
+    found = published_cohorts.query_sizes(sums, others)
+    assert np.abs(published_cohorts.membership(others) @ found - sums).mean() > 100
+
+
+@pytest.mark.parametrize("period", [5, 10])
+def test_the_period_of_the_classes_shows_in_the_losses(period):
+    rng = np.random.default_rng(2)
+    drawn = published_cohorts.cohorts(300)
+    hard = rng.normal(size=period)
+    loss = np.exp(
+        -np.arange(300) / 100 + [np.mean([hard[u % period] for u in ids]) for ids in drawn] + 0.1 * rng.normal(size=300)
+    )
+    five, ten = (published_cohorts.explained(loss, drawn, np.ones(50), found) for found in (5, 10))
+    assert ten > 0.85 and (five > 0.85) == (period == 5)

@@ -1,0 +1,73 @@
+"""Every program lowers for a GPU and a TPU on a machine that has neither, and asks nothing of its host.
+
+One trace serves both platforms. Nothing is compiled here; `test_accelerators.py` does that.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta import runtime
+from tests import problems
+from tests.test_contract import make
+
+PLATFORMS = ("cuda", "tpu")
+KEY = jax.random.key(0)
+FIRST = {builder.__module__: name for name, builder in reversed(fm.METHODS.items())}.values()
+"""One method of each file, whose round is lowered in the ordinary suite."""
+EVALUATED = ("fedmeta_per", "fedpac", "fedfomo")
+"""Methods whose evaluations are lowered in the ordinary suite: those that adapt, fit heads, and choose among the population."""
+
+
+def abstract(tree):
+    """The forms of a tree of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype)), tree)
+
+
+def lowered(function, *arguments) -> str:
+    """The program for both platforms."""
+    with runtime.compiling_for("gpu"):
+        traced = jax.jit(function).trace(KEY, *arguments)
+    return traced.lower(lowering_platforms=PLATFORMS).as_text()
+
+
+def check(program: str) -> None:
+    assert "callback" not in program
+    assert not re.search(r"feature_group_count = (?!1 )\d+", program)
+
+
+def problem(name):
+    algorithm, data = make(name, devices=1, lanes=2), abstract(problems.data())
+    return algorithm, jax.eval_shape(algorithm.init, KEY, data), data
+
+
+def sampled(names):
+    """All methods; those that are not named are for the long tier."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS]
+
+
+@pytest.mark.parametrize("name", sampled(FIRST))
+def test_a_round_lowers_for_accelerators(name):
+    algorithm, *arguments = problem(name)
+    check(lowered(algorithm.round, *arguments))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", sampled(EVALUATED))
+def test_an_evaluation_lowers_for_accelerators(name, known):
+    algorithm, *arguments = problem(name)
+    check(lowered(lambda key, state, data: fm.evaluate(algorithm, key, state, data, known=known), *arguments))
+
+
+def test_a_program_is_made_for_the_platform_it_is_lowered_for():
+    algorithm, *arguments = problem("fedavg")
+    here = jax.jit(algorithm.round).trace(KEY, *arguments).lower().as_text()
+    assert lowered(algorithm.round, *arguments) != here
+    with (
+        pytest.raises(ValueError, match="precision='tf32' is none of a TPU's; it has float32 and bfloat16"),
+        runtime.compiling_for("tpu"),
+    ):
+        jax.eval_shape(make("fedavg", devices=1, lanes=1, precision="tf32").round, KEY, *arguments)

@@ -1,0 +1,197 @@
+"""Accelerators that are not at hand: what is read in compiled programs, how rows are compared, what a first one is asked."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
+
+import _hlo
+import accelerator
+import check
+import static
+from _measure import read_rows
+
+import fedjax_meta as fm
+from fedjax_meta import runtime
+from tests.test_benchmarks import write
+
+PROGRAM = """HloModule round, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
+
+%products (a: f32[4,8], b: f32[8,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  ROOT %dot.1 = f32[4,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%graph (x: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  ROOT %copy.1 = f32[4,8]{1,0} copy(%x)
+}
+
+%body (carry: (s32[], f32[4,8], f32[8,8])) -> (s32[], f32[4,8], f32[8,8]) {
+  %carry = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%carry), index=1
+  %w = f32[8,8]{1,0} get-tuple-element(%carry), index=2
+  %next = s32[] add(%i, %i)
+  %product = f32[4,8]{1,0} fusion(%x, %w), kind=kOutput, calls=%products
+  %called = f32[4,8]{1,0} call(%product), to_apply=%graph
+  ROOT %out = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) tuple(%next, %called, %w)
+}
+
+%condition (carry: (s32[], f32[4,8], f32[8,8])) -> pred[] {
+  %carry = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %w = f32[8,8]{1,0} broadcast(%x), dimensions={}
+  %start = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) tuple(%zero, %x, %w)
+  %loop = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) while(%start), condition=%condition, body=%body
+  ROOT %result = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_kernels_bytes_and_flops_of_a_loop_are_counted_by_hand():
+    program, loop = _hlo.Program(PROGRAM).loops()
+    assert (program.depth, loop.depth, program.cost.kernels, loop.name) == (0, 1, 1, "loop")
+    # An addition, a product in a fusion, and the copy inside a called graph.
+    assert loop.cost.kernels == 3
+    assert loop.cost.flops == 2 * 4 * 8 * 8
+    assert loop.cost.bytes == (4 + 4 + 4) + (128 + 128 + 256) + (128 + 128)
+    assert loop.cost.seconds(1e3, 1e12) == 0.512 and loop.cost.seconds(1e12, 896.0) == 780 / 896
+    assert _hlo.size("(f32[2,3]{1,0}, pred[5], s32[], u8[7], bf16[3])") == 24 + 5 + 4 + 7 + 6
+
+
+PARTS = """HloModule parts
+
+%pick (rows: f32[1000,8], i: s32[]) -> f32[1,8] {
+  %rows = f32[1000,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %flat = f32[1000,8]{1,0} bitcast(%rows)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%flat, %i, %zero), dynamic_slice_sizes={1,8}
+}
+
+%put (rows: f32[1000,8], row: f32[1,8], i: s32[]) -> f32[1000,8] {
+  %rows = f32[1000,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %twice = f32[1,8]{1,0} add(%row, %row)
+  ROOT %new = f32[1000,8]{1,0} dynamic-update-slice(%rows, %twice, %i, %i)
+}
+
+ENTRY %main (rows: f32[1000,8], i: s32[]) -> f32[1000,8] {
+  %rows = f32[1000,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,8]{1,0} fusion(%rows, %i), kind=kLoop, calls=%pick
+  ROOT %new = f32[1000,8]{1,0} fusion(%rows, %row, %i), kind=kLoop, calls=%put
+}
+"""
+
+
+def test_rows_that_are_picked_from_an_array_and_put_in_place_count_alone():
+    (program,) = _hlo.Program(PARTS).loops()
+    # A row read and written, with the index; a row and the index read, a row written.
+    assert program.cost == _hlo.Cost(2, 0.0, (32 + 32 + 4) + (32 + 4 + 32))
+
+
+def test_a_program_of_this_machine_has_the_flops_of_its_products():
+    def steps(x, w):
+        return jax.lax.fori_loop(0, 9, lambda i, x: jnp.tanh(x @ w), x)
+
+    of = jax.ShapeDtypeStruct
+    text = jax.jit(steps).lower(of((16, 32), "float32"), of((32, 32), "float32")).compile().as_text()
+    assert max(loop.cost.flops for loop in _hlo.Program(text).loops()) == 2 * 16 * 32 * 32
+
+
+def test_every_case_has_an_algorithm_for_its_data():
+    for name in (*static.WORKLOADS, *static.METHODS):
+        algorithm, data = static.problem(name, 5, fm.Federation(cohort_size=5, lanes=1, devices=1))
+        assert data.num_clients >= 5 and algorithm.lanes == 1
+    with pytest.raises(ValueError, match="'W9-5' is unknown"):
+        static.problem("W9", 5, fm.Federation())
+
+
+def row(case, **numbers):
+    return {"benchmark": "static", "target": "h200", "case": case, "cohort": 50, "platform": "cuda"} | {
+        "kernels": 40, "step_bytes": 1e9, "temp_bytes": 2e8, **numbers
+    }  # fmt: skip
+
+
+def test_more_kernels_fail_and_rows_of_other_benchmarks_are_passed_over(tmp_path):
+    committed = tmp_path / "results"
+    committed.mkdir()
+    published = {"benchmark": "published", "case": "A", "rounds": 5, "seconds": 66.0, "platform": "cpu"}
+    write(committed / "static.jsonl", [row("W1", kernels=99), row("W1"), row("W2"), published])
+    check.main(write(tmp_path / "same.jsonl", [row("W1"), published]), committed, "cpu", 1.1)
+    with pytest.raises(typer.Exit):
+        check.main(write(tmp_path / "more.jsonl", [row("W1", kernels=45)]), committed, "cpu", 1.1)
+    with pytest.raises(ValueError, match="kernels=0 must be finite and above 0"):
+        check.main(write(tmp_path / "odd.jsonl", [{**row("W1"), "kernels": 0}]), committed, "cpu", 1.1)
+
+
+# A first accelerator.
+
+
+def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_being_made(tmp_path, monkeypatch, capsys):
+    clock = []
+
+    def broken():
+        raise NotImplementedError("no such kernel\nand more")
+
+    def slow():
+        time.sleep(1.1)
+        return {"seconds": 1.1}
+
+    def plan(cases, cohorts, parts, repeats, rows, given):
+        clock.append(given)
+        assert (cases, cohorts, parts, repeats, rows) == (["W1"], [2], [*accelerator.PARTS], 3, 4)
+        for name, measure in (("a", broken), ("b", lambda: {"x": 0.5}), ("c", slow), ("d", slow)):
+            yield {"part": "numbers", "model": name}, measure
+
+    monkeypatch.setattr(accelerator, "plan", plan)
+    rows = tmp_path / "rows.jsonl"
+    accelerator.main(limit=1.0, part=None, case=["W1"], cohort=[2], repeats=3, rows=4, output=rows)
+    found = read_rows([rows])
+    assert [row["model"] for row in found] == ["a", "b", "c"]
+    assert found[0]["error"] == "NotImplementedError: no such kernel and more" and found[1]["x"] == 0.5
+    assert all(row["platform"] == "cpu" for row in found)
+    assert "time is up after 3 measurements; the first that is missing: part numbers, model d" in capsys.readouterr().out
+    assert clock[0].left < 0
+
+
+def test_every_part_is_planned_and_graphs_only_where_they_are():
+    def parts(platform):
+        with runtime.compiling_for(platform):
+            return [about for about, _ in accelerator.plan(["W1"], [5], [*accelerator.PARTS], 1, 2, accelerator.Clock(9))]
+
+    on_gpu = parts("gpu")
+    assert {about["part"] for about in on_gpu} == set(accelerator.PARTS)
+    assert {about["part"] for about in parts("cpu")} == {"numbers", "rounds", "forms"}
+    assert {about["graphs"] for about in on_gpu if about["part"] == "graphs"} == {"default", "none", "loops"}
+    assert {about["case"] for about in on_gpu if about["part"] == "rounds"} == {"W1-5"}
+
+
+def test_a_network_agrees_with_itself_and_a_wrong_number_is_seen():
+    found = accelerator.numbers("mlp", 4)
+    assert set(found) == {"loss_difference", "gradient_difference", "product_difference"}
+    assert max(found.values()) < 1e-6
+    expected = {"a": np.array([2.0, -4.0]), "b": np.zeros(3)}
+    assert accelerator._difference(expected, {"a": np.array([2.0, -3.0]), "b": np.zeros(3)}) == 0.25
+
+
+def test_it_needs_no_data_set_packages():
+    code = "import sys; sys.modules['tensorflow_datasets'] = None; import accelerator, static"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(accelerator.__file__).parent, timeout=120)
