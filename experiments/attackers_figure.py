@@ -70,6 +70,8 @@ def main(
     """Draws accuracy against the share of attackers from the first table of a report that has several shares of one attack.
 
     `python -m experiments.attackers_figure docs/robustness.md docs/robustness_shares.png`
+
+    `python -m experiments.attackers_figure runs/shares/report.md shares.pdf`
     """
     with one_line_errors(debug):
         checks.writable("OUT", out, endings=(".png", ".pdf", ".svg"))
