@@ -58,7 +58,7 @@ def draw(path: str | Path, attack: str, curves: Curves) -> None:
     figure.savefig(path, dpi=150)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 @app.command()
