@@ -1,6 +1,8 @@
 # make run: a first look (sets up .venv when needed). make test: every check but the long tests. make test-all: the long
 # tests too, before a release. make mutation: how many small errors in the library the tests notice (hours; goes on where it was
 # stopped; ARGS=--help explains it). PYTHON=/path/to/python uses that environment as it is.
+# make docs: the documentation, into dist/site. make notebooks: runs the notebooks and keeps what they show. make release-check: builds
+# the package, installs it into an environment of its own and runs it in an empty folder.
 # ARGS are handed on, e.g. make run ARGS="--rounds 100".
 
 VENV := .venv
@@ -10,7 +12,7 @@ else
 PY := $(VENV)/bin/python
 endif
 
-.PHONY: run test test-all mutation
+.PHONY: run test test-all mutation docs notebooks release-check
 .DEFAULT_GOAL := run
 
 run: $(if $(PYTHON),,$(VENV)/.ready-experiments)
@@ -27,6 +29,15 @@ test-all: test
 
 mutation: $(if $(PYTHON),,$(VENV)/.ready-tests)
 	$(PY) -m tests.mutation $(ARGS)
+
+docs: $(if $(PYTHON),,$(VENV)/.ready-docs)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+
+notebooks: $(if $(PYTHON),,$(VENV)/.ready-docs)
+	$(PY) docs/tools/notebooks.py $(ARGS)
+
+release-check: $(if $(PYTHON),,$(VENV)/bin/python)
+	$(PY) docs/tools/release_check.py $(ARGS)
 
 $(VENV)/bin/python:
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -4,6 +4,7 @@ Axis letters: N clients, C cohort, S samples of a client, B batch, T steps.
 """
 
 import dataclasses
+import difflib
 import math
 from typing import Any
 
@@ -97,7 +98,13 @@ def workload(name: str) -> Workload:
     stem, _, cohort = name.rpartition("-")
     base = WORKLOADS.get(stem) or WORKLOADS.get(f"{stem}-5")
     if base is None or not cohort.isdecimal() or not 0 < int(cohort[:8]) < 10**7:
-        raise ValueError(f"{name!r} is unknown; allowed are {', '.join(WORKLOADS)}, and each with a cohort size, e.g. W1-500")
+        near = difflib.get_close_matches(
+            name, WORKLOADS, 1
+        )  # by itself: processes of other simulators do not load the library
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"{name!r} is unknown{hint}; allowed are {', '.join(WORKLOADS)}, and each with a cohort size, e.g. W1-500"
+        )
     return dataclasses.replace(base, cohort_size=int(cohort), num_clients=max(base.num_clients, int(cohort)))
 
 

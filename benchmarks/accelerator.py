@@ -203,7 +203,10 @@ def main(
 ) -> None:
     """Measures what a first accelerator must answer, and stops cleanly at a time limit.
 
-    Example: `python benchmarks/accelerator.py --output accelerator.jsonl`
+    \b
+    Examples:
+      python benchmarks/accelerator.py --output accelerator.jsonl
+      python benchmarks/accelerator.py --part rounds --case W1 --limit 300
     """
     check_outputs(output)
     for name in part or ():

@@ -17,7 +17,13 @@ def main(
         bool, typer.Option(help="Fewer rounds and at most 100,000 clients; about ten minutes on two cores.")
     ] = False,
 ) -> None:
-    """Runs all benchmarks, draws the roofline, and compares with the committed rows if there are any."""
+    """Runs all benchmarks, draws the roofline, and compares with the committed rows if there are any.
+
+    \b
+    Examples:
+      python benchmarks/all.py --quick
+      python benchmarks/all.py --folder runs/benchmarks
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     check_outputs(rows)

@@ -99,7 +99,13 @@ def main(
         float, typer.Option(help="Factor by which a ratio may grow; two runs on one machine differ by up to 1.3.")
     ] = 1.3,
 ) -> None:
-    """Compares ratios with those of the committed rows; exits with 1 if one grew by more than the allowance."""
+    """Compares ratios with those of the committed rows; exits with 1 if one grew by more than the allowance.
+
+    \b
+    Examples:
+      python benchmarks/check.py runs/benchmarks/rows.jsonl
+      python benchmarks/check.py rows.jsonl --allowance 1.3
+    """
     checks.positive("--allowance", allowance)
     files = (sorted(committed.glob("*.json*")), [new])
 

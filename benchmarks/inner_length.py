@@ -136,12 +136,13 @@ def main(
 ) -> None:
     """Tabulates the memory of the exact meta-gradient of an LSTM by the number of inner steps.
 
+    \b
+    Examples:
+      python benchmarks/inner_length.py
+      python benchmarks/inner_length.py --steps 1,64,1000 --budget-mib 512
+
     PyTorch is measured (growth of a process's peak memory) if it is installed, up to the first number of steps beyond the
     budget; the others are what XLA says that the compiled program needs beside parameters and data.
-
-    \b
-    Example:
-      python benchmarks/inner_length.py --steps 1,64,1000 --budget-mib 512
     """
     try:
         counts = [int(k) for k in steps.split(",")]

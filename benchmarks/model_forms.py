@@ -19,7 +19,7 @@ from _measure import as_program, check_outputs
 from jax import lax
 
 import fedjax_meta as fm
-from fedjax_meta import layers, models
+from fedjax_meta import checks, layers, models
 from fedjax_meta.types import Variables
 
 Cases = dict[tuple[str, str], Callable[[], Any]]
@@ -194,12 +194,17 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed calls of each case.")] = 20,
     output: Annotated[Path | None, typer.Option(help="File for one JSON row per case; it is overwritten.")] = None,
 ) -> None:
-    """Times the forms side by side and prints them, fastest first."""
+    """Times the forms side by side and prints them, fastest first.
+
+    \b
+    Examples:
+      python -m benchmarks.model_forms
+      python -m benchmarks.model_forms --part dense --repeats 5
+    """
     fm.use_all_cores()
     chosen = part or list(PARTS)
     for name in chosen:
-        if name not in PARTS:
-            raise typer.BadParameter(f"part={name!r} is unknown; allowed are {', '.join(PARTS)}", param_hint="--part")
+        checks.one_of("--part", name, PARTS)
     check_outputs(output)
     rows = []
     for name in chosen:

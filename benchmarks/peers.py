@@ -220,7 +220,13 @@ def main(
     compare: Annotated[bool, typer.Option(help="Also compare the results of all simulators after one round.")] = True,
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
 ) -> None:
-    """Times a round of every installed simulator on every workload, side by side."""
+    """Times a round of every installed simulator on every workload, side by side.
+
+    \b
+    Examples:
+      python benchmarks/peers.py --rounds 10
+      python benchmarks/peers.py --case W1 --case W4 --peer fedjax_meta
+    """
     fm.use_all_cores()
     console = Console(width=max(Console().width, 150))
     names, wanted = case or list(WORKLOADS), peer or list(MODULES)
@@ -229,8 +235,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--case") from None
     for value in wanted:
-        if value not in MODULES:
-            raise typer.BadParameter(f"peer={value!r} is unknown; allowed are {', '.join(MODULES)}", param_hint="--peer")
+        checks.one_of("--peer", value, MODULES)
     checks.positive("--max-seconds", max_seconds)
     check_outputs(output)
     present = [p for p in wanted if installed(p)]

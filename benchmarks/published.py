@@ -23,6 +23,8 @@ from _measure import as_program, check_outputs, environment, write_row
 from rich.console import Console
 from rich.table import Table
 
+from fedjax_meta import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -222,7 +224,10 @@ def main(
 ) -> None:
     """Times whole workloads that other simulators published, from process start to the last test.
 
-    Example: `python benchmarks/published.py --case A --case B`
+    \b
+    Examples:
+      python benchmarks/published.py --case A --case B
+      python benchmarks/published.py --rounds 2
     """
     if worker_ is not None:
         worker(worker_, CASES[worker_].rounds if rounds is None else rounds)
@@ -230,8 +235,7 @@ def main(
     check_outputs(output)
     chosen = list(CASES) if case is None else case
     for name in chosen:
-        if name not in CASES:
-            raise ValueError(f"--case {name}: allowed are {', '.join(CASES)}")
+        checks.one_of("--case", name, CASES)
     console, table = Console(), Table("case", "rounds", "all (s)", "first round (s)", "a round (s)", "memory (GB)", box=None)
     for name in chosen:
         count = CASES[name].rounds if rounds is None else rounds

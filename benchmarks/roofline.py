@@ -27,7 +27,13 @@ def main(
     rows: Annotated[Path, typer.Argument(help="File with rows of peers.py.", exists=True)],
     figure: Annotated[Path, typer.Option(help="File of the figure.")] = Path("roofline.png"),
 ) -> None:
-    """Draws rate over intensity, with the measured ceilings of matrix products and of copying."""
+    """Draws rate over intensity, with the measured ceilings of matrix products and of copying.
+
+    \b
+    Examples:
+      python benchmarks/roofline.py rows.jsonl
+      python benchmarks/roofline.py rows.jsonl --figure roofline.png
+    """
     read = [row for row in read_rows([rows]) if row.get("benchmark") == "peers" and "seconds" in row]
     if not read:
         raise typer.BadParameter(f"{rows} has no rows of peers.py")

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import engine, host_store, models, runtime
+from fedjax_meta import checks, engine, host_store, models, runtime
 from fedjax_meta.simulation import run_rounds
 from fedjax_meta.types import Key, Scalar
 
@@ -223,7 +223,13 @@ def main(
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Times rounds along one or more axes of scale."""
+    """Times rounds along one or more axes of scale.
+
+    \b
+    Examples:
+      python benchmarks/scaling.py --axis population
+      python benchmarks/scaling.py --axis store --repeats 3
+    """
     fm.use_all_cores(compile_cache=False)
     if worker:
         one_count_of_devices()
@@ -234,8 +240,7 @@ def main(
             raise typer.BadParameter(
                 f"max_clients={max_clients} must be at least 100, the cohort size", param_hint="--max-clients"
             )
-        if name not in AXES:
-            raise typer.BadParameter(f"axis={name!r} is unknown; allowed are {', '.join(AXES)}", param_hint="--axis")
+        checks.one_of("--axis", name, AXES)
     check_outputs(output)
     console, about = Console(width=max(Console().width, 120)), environment()
     for name in axes:

@@ -215,6 +215,11 @@ def bench(
     """Times every meta-gradient estimator on one client, and compares its gradient with the exact one.
 
     \b
+    Examples:
+      python benchmarks/second_order.py --output rows.jsonl --figure cost.pdf
+      python benchmarks/second_order.py --model lenet --steps 1
+
+    \b
     time    milliseconds per gradient; all estimators take turns in one process
     /FO     median and quartiles of the ratio to first order in the same turn
     best    ratio of the shortest times, which a busy machine affects least
@@ -226,17 +231,9 @@ def bench(
             Implicit gradients belong to another inner problem (with a
             proximal term) and Reptile's gradient is divided by rate * k, so
             their difference is expected
-
-    \b
-    Examples:
-      python benchmarks/second_order.py --output rows.jsonl --figure cost.pdf
-      one full-batch step, with a fifth of the samples as support:
-      python benchmarks/second_order.py --model lenet --steps 1
-        --support 210 --query 840
     """
     fm.use_all_cores(compile_cache=False)
-    if model not in ("mlp", "lenet"):
-        raise typer.BadParameter(f"model={model!r} is unknown; allowed are mlp, lenet")
+    checks.one_of("--model", model, ("mlp", "lenet"))
     try:
         counts = [int(k) for k in steps.split(",")]
     except ValueError:

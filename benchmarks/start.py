@@ -144,10 +144,15 @@ def main(
     rounds: Annotated[int, typer.Option(min=2, help="Rounds in a block.")] = 20,
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
 ) -> None:
-    """Times starts with empty and with filled caches, and the host's work between compiled programs."""
+    """Times starts with empty and with filled caches, and the host's work between compiled programs.
+
+    \b
+    Examples:
+      python benchmarks/start.py
+      python benchmarks/start.py --case W4 --repeats 3
+    """
     fm.use_all_cores()
-    if case not in WORKLOADS:
-        raise typer.BadParameter(f"case={case!r} is unknown; allowed are {', '.join(WORKLOADS)}", param_hint="--case")
+    checks.one_of("--case", case, WORKLOADS)
     words = shlex.split(experiment)
     checks.one_of("--experiment", words[0] if words else "", sorted(p.stem for p in (ROOT / "experiments").glob("[!_]*.py")))
     check_outputs(output)

@@ -114,7 +114,10 @@ def main(
 ) -> None:
     """Compiles rounds for a described accelerator and says what a step of theirs launches, moves and computes.
 
-    Example: `python benchmarks/static.py --target h200 --case W2 --cohort 50`
+    \b
+    Examples:
+      python benchmarks/static.py --target h200
+      python benchmarks/static.py --target h200 --case W2 --cohort 50
     """
     check_outputs(output)
     chosen = [*WORKLOADS, *METHODS] if case is None else case

@@ -63,7 +63,10 @@ def main(
 ) -> None:
     """Times 8 rates x 5 seeds of W1, 50 rounds each, as one program and one by one.
 
-    Example: `python benchmarks/sweeps.py --rates 4 --seeds 2 --rounds 10`
+    \b
+    Examples:
+      python benchmarks/sweeps.py
+      python benchmarks/sweeps.py --rates 4 --seeds 2 --rounds 10
     """
     check_outputs(output)
     for name, value in (("rates", rates), ("seeds", seeds), ("rounds", rounds)):

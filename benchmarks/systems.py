@@ -20,7 +20,7 @@ from rich.table import Table
 from scaling import Run
 
 import fedjax_meta as fm
-from fedjax_meta import masks, models
+from fedjax_meta import checks, masks, models
 from fedjax_meta.types import Mask, PyTree, Variables
 
 SHAPES = {"mlp": (28, 28, 1), "lenet": (32, 32, 3), "fedpac_cnn": (32, 32, 3)}
@@ -201,22 +201,20 @@ def main(
     """Times a round of every system of the FedPAC comparison relative to FedAvg, in turns.
 
     \b
+    Examples:
+      python benchmarks/systems.py --output rows.jsonl
+      python benchmarks/systems.py --model fedpac_cnn --systems ditto,fedpac
+
+    \b
     /FedAvg     median and quartiles of the ratio to FedAvg in the same turn
     best        ratio of the shortest times, which a busy machine affects least
     arithmetic  ratio of the FLOPs that the papers' rules need
     excess      best / arithmetic
-
-    \b
-    Examples:
-      python benchmarks/systems.py --output rows.jsonl
-      python benchmarks/systems.py --model fedpac_cnn --systems ditto,fedpac
     """
-    if model not in SHAPES:
-        raise typer.BadParameter(f"model={model!r} is unknown; allowed are {', '.join(SHAPES)}", param_hint="--model")
+    checks.one_of("--model", model, SHAPES)
     chosen = [name.strip() for name in systems.split(",") if name.strip()] or list(SYSTEMS)
     for name in chosen:
-        if name not in SYSTEMS:
-            raise typer.BadParameter(f"systems={name!r} is unknown; allowed are {', '.join(SYSTEMS)}", param_hint="--systems")
+        checks.one_of("--systems", name, SYSTEMS)
     check_outputs(output)
     chosen = ["fedavg", *(name for name in chosen if name != "fedavg")]
     fm.use_all_cores(compile_cache=False)

@@ -58,7 +58,7 @@ def draw(path: str | Path, attack: str, curves: Curves) -> None:
     figure.savefig(path, dpi=150)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -70,6 +70,8 @@ def main(
     """Draws accuracy against the share of attackers from the first table of a report that has several shares of one attack.
 
     `python -m experiments.attackers_figure docs/robustness.md docs/robustness_shares.png`
+
+    `python -m experiments.attackers_figure runs/shares/report.md shares.pdf`
     """
     with one_line_errors(debug):
         checks.writable("OUT", out, endings=(".png", ".pdf", ".svg"))

@@ -252,8 +252,6 @@ def main(  # long because every option brings its help text
 ) -> None:
     """Shows how samples are divided: prints sizes and classes of every view, and saves a figure.
 
-    The figure has the samples of each client, a heat map of class by client, and sample images of a few clients.
-
     Examples:
 
     `python -m experiments.data` (5,000 images that come with a package, two classes a client)
@@ -265,6 +263,8 @@ def main(  # long because every option brings its help text
     `python -m experiments.data --dataset synthetic --model-spread 0.5 --data-spread 0.5`
 
     `python -m experiments.data --dataset letters.npz --partition natural --by writer --min-samples 20`
+
+    The figure has the samples of each client, a heat map of class by client, and sample images of a few clients.
     """
     options: dict[str, Any] = {
         "num_clients": clients,

@@ -25,6 +25,16 @@ AXES = {
 """The options of the scenarios that a figure may have below it, and what they are."""
 
 
+@app.callback()
+def main() -> None:
+    """Figures beside the study of FedPAC.
+
+    `python -m experiments.fedpac_figures curves runs/share`
+
+    `python -m experiments.fedpac_figures mixing --data-dir DIR`
+    """
+
+
 @app.command()
 def curves(
     run: Annotated[Path, typer.Argument(help="Folder of a run of one of the variants share, samples, concepts.")],
@@ -32,7 +42,9 @@ def curves(
 ) -> None:
     """Draws RUN/scenarios.png: accuracy after the last round by scenario, a line a system, mean and spread over seeds.
 
-    `python -m experiments.fedpac --variant share --out runs/share`, then `python -m experiments.fedpac_figures curves runs/share`
+    `python -m experiments.fedpac_figures curves runs/share`
+
+    `python -m experiments.fedpac --variant share --out runs/share` makes such a run.
     """
     with process.one_line_errors(debug):
         study = yaml.safe_load((run / "study.yaml").read_text(encoding="utf-8"))
@@ -92,6 +104,8 @@ def mixing(
     """Trains FedPAC and draws whose heads each client gets, clients of one group of classes side by side.
 
     `python -m experiments.fedpac_figures mixing --data-dir DIR --rounds 50`
+
+    `python -m experiments.fedpac_figures mixing --data-dir DIR --out heads.png`
     """
     with process.one_line_errors(debug):
         study = load("fedpac", [*(set_ or ()), "systems.fedpac.options.keep_mixing=true"], systems=["fedpac"])

@@ -36,7 +36,11 @@ def main(
 ) -> None:
     """Prints the cohorts, or what the authors' logs say of them.
 
-    `git clone https://github.com/baolongnguyenmac/fl-ml; python -m experiments.published_cohorts fl-ml`
+    `python -m experiments.published_cohorts --rounds 20`
+
+    `python -m experiments.published_cohorts fl-ml`
+
+    The folder is made by `git clone https://github.com/baolongnguyenmac/fl-ml`.
     """
     with one_line_errors(debug):
         if clone is None:

@@ -102,6 +102,8 @@ def main(
 ) -> None:
     """Prints time and peak memory of a round of every system of a study.
 
+    `python -m experiments.round_costs quickstart --variant quick`
+
     `python -m experiments.round_costs imaml` (that iMAML's memory does not grow with the inner epochs is its paper's main claim)
     """
     with one_line_errors(debug):

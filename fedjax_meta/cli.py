@@ -82,8 +82,11 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole trace
 def main() -> None:
     """Compares methods of federated meta-learning and personalised federated learning.
 
-    `fedjax-meta run STUDY.yaml --dry-run` says what a study would run;
-    `fedjax-meta list methods` what there is to run.
+    `fedjax-meta run quickstart --quick`
+
+    `fedjax-meta list methods`
+
+    `fedjax-meta run STUDY.yaml --dry-run` says what a study would run and cost.
     """
 
 
@@ -198,7 +201,12 @@ def show(
     set_: SetOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Prints a study with every field filled in, as YAML that runs again."""
+    """Prints a study with every field filled in, as YAML that runs again.
+
+    `fedjax-meta show quickstart --quick`
+
+    `fedjax-meta show study.yaml --set rounds=20`
+    """
     with one_line_errors(debug):
         place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
         print(to_yaml(_load(study, variant, quick, systems, set_ or (), place)), end="")
@@ -238,6 +246,8 @@ def compare(
     """Compares the systems of finished runs with one of them, seed by seed and client by client.
 
     `fedjax-meta compare runs/first runs/second --target 80 --out page.html`
+
+    `fedjax-meta compare runs/first --reference fedavg --out table.csv`
     """
     with one_line_errors(debug):
         for path in out or ():
@@ -266,7 +276,9 @@ def export_(
 ) -> None:
     """Writes a trained model, as plain variables that Flax and NumPy read.
 
-    `fedjax-meta export runs/first --system fedper --client 3 --out client3.safetensors`
+    `fedjax-meta export runs/first --system fedper --out server.safetensors`
+
+    `fedjax-meta export runs/first --system fedper --client 3 --out c3.safetensors`
     """
     with one_line_errors(debug):
         wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
@@ -281,7 +293,12 @@ def runs_(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs.")] = Path("runs"),
     debug: DebugOption = False,
 ) -> None:
-    """Lists the runs in a folder: title, date, state and the best system of each scenario."""
+    """Lists the runs in a folder: title, date, state and the best system of each scenario.
+
+    `fedjax-meta runs`
+
+    `fedjax-meta runs /scratch/runs`
+    """
     with one_line_errors(debug):
         found = folders.index(folder)
         for one in found:
@@ -302,7 +319,11 @@ def preset(
 ) -> None:
     """Saves what a run's grids found as presets, which studies of this folder use by name.
 
-    `fedjax-meta preset runs/first`, then `preset: mnist_small-pairs/fedavg` in a system
+    `fedjax-meta preset runs/first`
+
+    `fedjax-meta preset runs/first --to presets --name pairs`
+
+    A system then says `preset: mnist_small-pairs/fedavg`.
     """
     with one_line_errors(debug):
         for path in presets.save(run, to, name):
@@ -317,7 +338,12 @@ def list_(
     ] = "methods",
     debug: DebugOption = False,
 ) -> None:
-    """Lists the names that a study may hold, each with one line."""
+    """Lists the names that a study may hold, each with one line.
+
+    `fedjax-meta list methods`
+
+    `fedjax-meta list partitions`
+    """
     kinds: dict[str, Mapping[str, Any]] = {
         "studies": {name: _title(text) for name, text in files.packaged().items()},
         "methods": METHODS,

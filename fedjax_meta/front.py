@@ -11,7 +11,7 @@ from fedjax_meta.study import files
 
 
 def program(name: str) -> typer.Typer:
-    """A command that runs the study `name`; its help begins with the study's title and ends with its variants.
+    """A command that runs the study `name`; its help has the study's title, two examples, and its variants.
 
     Raises:
       ValueError: no such study in the package.
@@ -27,9 +27,9 @@ def program(name: str) -> typer.Typer:
     main.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     del main.__wrapped__
     variants = ", ".join(f"`{one}`" for one in tree.get("variants") or ())
-    lines = [f"{tree['title']}.", f"The same as `fedjax-meta run {name}`."]
+    lines = [f"{tree['title']}.", f"`python -m experiments.{name} --quick --dry-run`"]
+    lines += [f"`python -m experiments.{name} --out runs/{name}`", f"The same as `fedjax-meta run {name}`."]
     lines += [f"Variants: {variants}."] if variants else []
-    lines += [f"`python -m experiments.{name} --quick --dry-run`"]
     main.__doc__ = "\n\n".join(lines)
     app.command()(main)
     return app

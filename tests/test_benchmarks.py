@@ -39,7 +39,7 @@ def test_workload_with_another_cohort_size():
 
 @pytest.mark.parametrize("name", ["W2", "W9", "W9-5", "W1-", "W1-0", "W1-x", "W1--5", ""])
 def test_unknown_workloads_are_refused(name):
-    with pytest.raises(ValueError, match="is unknown; allowed are W1"):
+    with pytest.raises(ValueError, match="is unknown.*; allowed are W1"):
         workload(name)
 
 

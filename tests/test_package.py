@@ -73,6 +73,24 @@ def test_version_is_that_of_the_project():
     assert fedjax_meta.__version__ == project["version"]
 
 
+def test_what_goes_with_a_release_names_this_version():
+    root = Path(__file__).parents[1]
+    assert f"version: {fedjax_meta.__version__}\n" in (root / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "## Unreleased" in changes or f"## {fedjax_meta.__version__}" in changes
+    assert (root / "fedjax_meta" / "py.typed").is_file()
+
+
+def test_every_extra_names_extras_that_exist():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for needs in extras.values():
+        for one in needs:
+            name, bracket, inner = one.partition("[")
+            if name == "fedjax_meta" and bracket:
+                assert set(inner.rstrip("]").split(",")) <= set(extras)
+
+
 def test_modules_import_only_from_their_layer_and_below():
     root = Path(fedjax_meta.__file__).parent
     level = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -1,22 +1,22 @@
-"""The code of the README runs as it stands."""
+"""The code of the README runs as it stands, and its layout names the modules."""
 
 import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import fedjax_meta as fm
 from tests import problems
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
-def _run(*numbers) -> dict:
+def _run(number) -> dict:
     names: dict = {}
-    for number in numbers:
-        exec(BLOCKS[number], names)
+    exec(BLOCKS[number], names)
     return names
 
 
@@ -33,21 +33,29 @@ def test_the_meta_gradient_is_that_of_the_unrolled_inner_loop():
     assert problems.distance(names["gradient"], jax.grad(unrolled)(names["params"])) < 1e-6
 
 
-@pytest.mark.parametrize(("numbers", "cohort"), [((1,), 5), ((1, 2), 3)], ids=["own model", "federation"])
-def test_a_method_runs_on_ones_own_model_and_arrays_and_in_a_federation(numbers, cohort):
-    names = _run(*numbers)
+def test_a_method_runs_on_ones_own_model_and_arrays_in_a_federation():
+    names = _run(1)
     assert 0 <= names["scores"]["accuracy"] <= 1
     assert names["records"][-1].round == 4
-    assert cohort <= int(jnp.sum(names["state"].seen)) <= 6
+    assert 3 <= int(jnp.sum(names["state"].seen)) <= 6
 
 
 def test_a_new_method_moves_by_no_more_than_its_clipped_steps():
-    method = _run(3)["clipped_fedavg"](problems.task())
+    method = _run(2)["clipped_fedavg"](problems.task())
     algorithm = fm.federate(method)
     state = algorithm.init(jax.random.key(0), problems.data())
     after, _ = jax.jit(algorithm.round)(jax.random.key(1), state, problems.data())
     assert 0 < problems.distance(after.model, state.model) <= 0.1 * 1.0 * 4  # at most 4 clipped steps of rate 0.1
 
 
-def test_there_are_four_examples():
-    assert len(BLOCKS) == 4
+def test_there_are_three_examples_and_as_many_methods_as_it_says():
+    assert len(BLOCKS) == 3
+    (said,) = re.findall(r"\*\*More than (\d+) methods", TEXT)
+    assert len(fm.METHODS) > int(said) and f"| {said}+ | 7 |" in TEXT
+
+
+def test_the_layout_names_modules_that_exist_and_nearly_all_of_them():
+    named = set(re.findall(r"`([\w]+)(?:\.py|/)`", TEXT.partition("## Package layout")[2]))
+    package = ROOT / "fedjax_meta"
+    there = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()} | {"studies"}
+    assert named <= there and len(named) > 0.9 * len(there)

@@ -78,7 +78,7 @@ def from_linen(
         if not train:
             return _evaluate(module, type(module).__call__, flags, variables, x), variables
         buffers = [name for name in variables if name != "params"]
-        rngs: Any = {"dropout": key}
+        rngs: Any = {} if key is None else {"dropout": key}  # a loss without dropout may be asked for without a key
         outputs, updated = module.apply(variables, x, rngs=rngs, mutable=buffers, **flags(True, weight))
         return outputs, {**variables, **flax.core.unfreeze(updated)}
 

@@ -110,6 +110,13 @@ def test_evaluation_has_no_dropout_and_training_draws_it_from_the_key(framework)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_loss_without_dropout_needs_no_key(framework):
+    task, given = PLAIN[framework], batch(6, 6)
+    variables = task.init(jax.random.key(0))
+    assert task.loss(variables, given, None)[0] == task.loss(variables, given, jax.random.key(0))[0]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("tasks", [PLAIN, NORMED], ids=["plain", "normed"])
 def test_predict_is_head_of_features_and_layers_are_masks(framework, tasks):
     task, x = tasks[framework], batch(6, 6).x

@@ -1,0 +1,198 @@
+"""The documentation: its code runs as it stands, its commands exist, and its site builds without a warning."""
+
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax
+import pytest
+
+import fedjax_meta as fm
+from fedjax_meta.study import files
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = ("getting_started", "concepts", "own", "data", "meta_gradients", "sweeps")
+"""Pages whose blocks run one after the other; tasks, models, studies, reports and the guide have tests of their own."""
+
+
+def run(page: str) -> dict:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(block, names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """What the code of each page defines; a page runs when it is first asked for."""
+    found: dict = {}
+
+    def of(page):
+        if page not in found:
+            here = Path.cwd()
+            os.chdir(tmp_path_factory.mktemp(page))
+            try:
+                with jax.enable_x64(False):
+                    found[page] = run(page)
+            finally:
+                os.chdir(here)
+        return found[page]
+
+    return of
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, pages):
+    pages(page)
+
+
+def test_fedper_is_far_ahead_as_the_page_says(pages):
+    accuracy = pages("getting_started")["accuracy"]
+    assert accuracy["fedper"] > accuracy["fedavg"] + 0.1
+
+
+def test_an_own_head_and_the_two_methods_of_the_page_learn(pages):
+    table = pages("own")["table"]
+    assert set(table) == {"MAML, own head", "FedRep"}
+    assert min(known for known, _ in table.values()) > 0.6  # by chance 0.33
+
+
+def test_the_csv_has_as_many_samples_as_rows(pages):
+    names = pages("data")
+    assert names["names"].tolist() == ["user0", "user1", "user2", "user3"]
+    assert [int((names["owner"] == i).sum()) for i in range(4)] == [20] * 4
+
+
+def test_first_order_is_off_by_what_the_page_computes(pages):
+    assert 0.01 < float(pages("meta_gradients")["error"]) < 2
+
+
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_what_a_page_runs_exists(page):
+    for name in re.findall(r"fedjax-meta (?:run|show) (\w+)\b(?!\.yaml|/)", TEXTS[page]):
+        assert name in {*files.packaged(), "study", "STUDY"}, name
+    for folder, name in re.findall(r"python (?:-m )?(experiments|benchmarks)[./](\w+)", TEXTS[page]):
+        assert name == "NAME" or (ROOT / folder / f"{name}.py").is_file(), name
+    for name in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", TEXTS[page]):
+        made = name.startswith("api/")  # by the build of the site
+        folder = ROOT if page == "README.md" else DOCS
+        assert made or (folder / name).exists(), name
+
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_drawings_are_those_of_their_script():
+    pictures = loaded("pictures")
+    for name, draw in pictures.DRAWINGS.items():
+        assert (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == draw()
+
+
+# The site.
+
+
+def public_names():
+    """Functions and classes that a module of the package defines and does not hide, by their full name."""
+    for _, dotted in loaded_modules().items():
+        for name in dotted:
+            module = importlib.import_module(name)
+            for key, thing in vars(module).items():
+                if key.startswith("_") or not (inspect.isfunction(thing) or inspect.isclass(thing)):
+                    continue
+                if thing.__module__ == name:
+                    yield f"{name}.{key}", thing
+
+
+def loaded_modules():
+    code = (DOCS / "tools" / "hooks.py").read_text(encoding="utf-8")
+    names: dict = {"Path": Path, "ROOT": ROOT}
+    exec(code[code.index("def modules") : code.index("def on_config")], names)
+    return names["modules"]()
+
+
+class Sources(HTMLParser):
+    """What a page loads by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag in ("script", "img", "iframe"):
+            self.found.append(given.get("src"))
+        if tag == "link" and given.get("rel") in ("stylesheet", "preconnect", "icon"):
+            self.found.append(given.get("href"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-f",
+        str(ROOT / "mkdocs.yml"),
+        "-d",
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0 and not done.stdout + done.stderr, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site):
+    read = list(site.rglob("*.html"))
+    assert len(read) > 60
+    for page in read:
+        sources = Sources()
+        sources.feed(page.read_text(encoding="utf-8"))
+        assert not [one for one in sources.found if one and one.startswith(("http:", "https:", "//"))], page.name
+
+
+def test_every_public_name_is_on_a_page_of_the_api(site):
+    """The inventory has what the pages show; a function or class without a docstring is not shown."""
+    raw = (site / "objects.inv").read_bytes()
+    shown = {line.split(" ")[0] for line in zlib.decompress(raw.split(b"\n", 4)[4]).decode().splitlines()}
+    missing = [name for name, thing in public_names() if name not in shown or not inspect.getdoc(thing)]
+    assert not missing
+    index = (site / "api" / "index.html").read_text(encoding="utf-8")
+    assert not [name for name in fm.__all__ if f"<code>{name}</code>" not in index]
+
+
+def test_the_gallery_says_all_of_every_method(site):
+    page = (site / "methods.html").read_text(encoding="utf-8")
+    for name in fm.METHODS:
+        section = page.split(f'<h2 id="{name}">')[1].split("<h2 ")[0]
+        said = dict(re.findall(r"<strong>([^<]+)</strong>: (.*?)</li>", section, flags=re.DOTALL))
+        wanted = ("Paper", "Personal", "A new client", "Travels", "Cost of a round", "Run it", "Our number", "Options", "File")
+        assert tuple(said) == wanted and all(said.values()), name
+    text = {
+        name: page.split(f'<h2 id="{name}">')[1].split("<h2 ")[0] for name in ("fedavg", "fedper", "scaffold", "local_only")
+    }
+    assert "<strong>Personal</strong>: nothing" in text["fedavg"]
+    assert "<strong>Personal</strong>: the head" in text["fedper"]
+    assert "2.00 down, 2.00 up" in text["scaffold"]
+    assert "0.00 down, 0.00 up" in text["local_only"]

@@ -1,0 +1,113 @@
+"""What commands say: every help fits 80 columns and begins with two examples that exist; an unknown word gets the nearest one."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedjax_meta import cli
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = str(ROOT / "benchmarks")
+
+PROGRAMS = [
+    f"{folder}.{path.stem}"
+    for folder in ("experiments", "benchmarks")
+    for path in sorted((ROOT / folder).glob("[a-z]*.py"))
+    if "typer" in path.read_text(encoding="utf-8") or "program(" in path.read_text(encoding="utf-8")
+]
+
+
+def app_of(program):
+    """The Typer application of `experiments.NAME` or `benchmarks.NAME`."""
+    if BENCHMARKS not in sys.path:
+        sys.path.insert(0, BENCHMARKS)  # the benchmarks import each other from their folder
+    folder, name = program.split(".")
+    module = importlib.import_module(program if folder == "experiments" else name)
+    if hasattr(module, "app"):
+        return module.app
+    if folder == "benchmarks":
+        return importlib.import_module("_measure").as_program(getattr(module, "main", None) or module.bench)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(module.main)
+    return app
+
+
+def words_of(app, *arguments):
+    done = CliRunner().invoke(app, list(arguments), terminal_width=80, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.output)
+
+
+def commands(app):
+    """The names of an application's commands; an empty one where it has a single command."""
+    command = typer.main.get_command(app)
+    return ["", *command.commands] if hasattr(command, "commands") else [""]
+
+
+CASES = [("fedjax-meta", name) for name in commands(cli.app)] + [(program, "") for program in PROGRAMS]
+
+
+@pytest.mark.parametrize(("program", "command"), CASES)
+def test_a_help_fits_80_columns_and_begins_with_two_examples(program, command):
+    app = cli.app if program == "fedjax-meta" else app_of(program)
+    for inner in [command] if program == "fedjax-meta" else commands(app):
+        said = words_of(app, *([inner] if inner else []), "--help")
+        assert "Usage:" in said
+        assert max(map(len, said.splitlines())) <= 80
+        before = re.split(r"^╭─|^Options:", said, maxsplit=1, flags=re.MULTILINE)[0]
+        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", before) if part.strip()]
+        usage, _, *rest = (one for one in paragraphs if one != "Examples:")
+        start = "fedjax-meta " if program == "fedjax-meta" else "python "
+        assert usage.startswith("Usage:") and re.match(rf"(Examples: )?{start}", rest[0]), said
+        examples = [line.strip() for line in before.splitlines() if line.strip().startswith(start)]
+        assert len(examples) >= 2, said
+        if program != "fedjax-meta":
+            assert all(program.rpartition(".")[2] in one or "experiments.fedpac" in one for one in examples)
+        else:
+            known = set(commands(cli.app))
+            assert all(one.split()[1] in known for one in examples)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (("rnu",), "run"),
+        (("run", "quikstart"), "quickstart"),
+        (("run", "quickstart", "--variant", "quik", "--dry-run"), "quick"),
+        (("run", "quickstart", "--systems", "fedvag", "--dry-run"), "fedavg"),
+        (("run", "quickstart", "--set", "federation.cohort_sise=5", "--dry-run"), "cohort_size"),
+        (("run", "quickstart", "--dryrun"), "--dry-run"),
+        (("list", "metods"), "methods"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_an_unknown_word_gets_the_nearest_one(arguments, nearest):
+    done = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "200"})
+    said = done.output + (getattr(done, "stderr", "") or "")
+    assert done.exit_code != 0
+    assert re.search(rf"(Did you mean|did you mean|Possible options:).*'?{nearest}", said), said
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "nearest"),
+    [
+        ("benchmarks.peers", ("--case", "W44"), "W4"),
+        ("benchmarks.scaling", ("--axis", "populaton"), "population"),
+        ("benchmarks.systems", ("--model", "lenett"), "lenet"),
+        ("benchmarks.systems", ("--systems", "dito"), "ditto"),
+        ("benchmarks.second_order", ("--model", "lenett"), "lenet"),
+        ("benchmarks.model_forms", ("--part", "pol"), "pool"),
+        ("experiments.data", ("--partition", "shrads"), "shards"),
+        ("experiments.shakespeare", ("--systems", "fedvag"), "fedavg"),
+        ("experiments.quickstart", ("--dry-rnu",), "--dry-run"),
+    ],
+)
+def test_a_program_names_the_nearest_word_too(program, arguments, nearest):
+    done = CliRunner().invoke(app_of(program), list(arguments), env={"COLUMNS": "200"})
+    said = done.output + (getattr(done, "stderr", "") or "")
+    assert done.exit_code != 0
+    assert re.search(rf"(did you mean|Did you mean|Possible options:).*'?{nearest}", said), said
