@@ -17,6 +17,16 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
+@app.callback()
+def main() -> None:
+    """Draws the figures of docs/robustness.md and docs/privacy.md from runs of these studies.
+
+    `python -m experiments.figures robustness runs/robustness`
+
+    `python -m experiments.figures privacy runs/privacy`
+    """
+
+
 def known(one: Finished) -> np.ndarray:
     """Mean accuracy over known clients by seed, in percent."""
     return 100 * np.array([trial.rows[-1]["tests"]["known"]["scores"]["accuracy_mean"] for trial in one.trials])
@@ -24,7 +34,12 @@ def known(one: Finished) -> np.ndarray:
 
 @app.command()
 def robustness(run: RunArgument, debug: DebugOption = False) -> None:
-    """Draws RUN/robustness.png: the accuracy of honest clients as a heat map, systems by scenarios."""
+    """Draws RUN/robustness.png: the accuracy of honest clients as a heat map, systems by scenarios.
+
+    `python -m experiments.figures robustness runs/robustness`
+
+    `python -m experiments.figures robustness runs/quick --debug`
+    """
     with process.one_line_errors(debug):
         titles, scenarios, values = accuracies(load(run / "study.yaml"), finished([run]))
         figure, axis = _axis(3.2 + 0.75 * len(scenarios), 1.6 + 0.3 * len(titles))
@@ -51,7 +66,12 @@ def accuracies(study: Study, found: Sequence[Finished]) -> tuple[list[str], list
 
 @app.command()
 def privacy(run: RunArgument, debug: DebugOption = False) -> None:
-    """Draws RUN/privacy.png: accuracy against epsilon, a line for each way of clipping; without noise, a line across."""
+    """Draws RUN/privacy.png: accuracy against epsilon, a line for each way of clipping; without noise, a line across.
+
+    `python -m experiments.figures privacy runs/privacy`
+
+    `python -m experiments.figures privacy runs/quick --debug`
+    """
     with process.one_line_errors(debug):
         lines, across = curves(load(run / "study.yaml"), finished([run]))
         figure, axis = _axis(7, 4.2)

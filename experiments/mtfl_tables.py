@@ -142,6 +142,16 @@ def table(rows: Mapping[str, Row], targets: Sequence[float]) -> tuple[list[str],
     return headings, lines
 
 
+@app.callback()
+def main() -> None:
+    """Tables of MTFL that are special to its paper, from runs of the studies `mtfl` and `mtfl_figure5`.
+
+    `python -m experiments.mtfl_tables targets runs/mtfl --at 0.95,0.97`
+
+    `python -m experiments.mtfl_tables testbed`
+    """
+
+
 @app.command()
 def targets(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `mtfl` or `mtfl_figure5`.")],
@@ -151,7 +161,9 @@ def targets(
 ) -> None:
     """Rounds until a user accuracy is reached, MB and minutes of a modelled testbed; writes RUN/targets.md and RUN/targets.png.
 
-    `python -m experiments.mtfl --quick --out runs/mtfl`, then `python -m experiments.mtfl_tables targets runs/mtfl --at 0.8,0.9`
+    `python -m experiments.mtfl_tables targets runs/mtfl`
+
+    `python -m experiments.mtfl_tables targets runs/mtfl --at 0.8,0.9`
     """
     with process.one_line_errors(debug):
         goals = numbers("--at", at)
@@ -162,9 +174,9 @@ def targets(
         rows = {names[one.title]: row(one.title, one.trials, *cost(study, names[one.title], clients)) for one in found}
         headings, lines = table(rows, goals)
         process.console.print(report.rich_table(f"{study.title}: {clients.title}", headings, lines))
-        seeds = "" if len(study.seeds) == 1 else " Rounds to a target: ± is half the width of the 95 % confidence interval."
-        seeds = f"{len(study.seeds)} seeds. UA: user accuracy, before local training.{seeds}"
-        words = f"After {study.rounds} rounds, {seeds} {TESTBED}"
+        many = len(study.seeds) > 1
+        words = f"After {study.rounds} rounds, {len(study.seeds)} seed{'s' * many}. UA: user accuracy, before local training. "
+        words += "Rounds to a target: ± is half the width of the 95 % confidence interval. " * many + TESTBED
         process.console.print(words, style="dim", markup=False)
         text = f"# {study.title}\n\n{report.markdown_table(headings, lines)}\n\n{words}\n\n![User accuracy](targets.png)\n"
         (run / "targets.md").write_text(text, encoding="utf-8")
@@ -220,6 +232,8 @@ def testbed(
     """What a round costs on a modelled testbed of Raspberry Pis, by system; nothing is trained.
 
     `python -m experiments.mtfl_tables testbed --variant quick`
+
+    `python -m experiments.mtfl_tables testbed --data-dir DIR`
     """
     with process.one_line_errors(debug):
         study = load("mtfl", variants=variant or ())
@@ -247,9 +261,11 @@ def shift(
 ) -> None:
     """Inequality (10): how far aggregation moves activations, along a run of FL and one whose batch norms are private.
 
-    All clients take part in a round, and every client is measured.
-
     `python -m experiments.mtfl_tables shift --data-dir DIR`
+
+    `python -m experiments.mtfl_tables shift --variant quick --rounds 8`
+
+    All clients take part in a round, and every client is measured.
     """
     with process.one_line_errors(debug):
         study = load("mtfl", variants=variant or ())
