@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_meta import linalg
 from fedjax_meta.keys import tagged
 from fedjax_meta.types import Key, Scalar
 
@@ -41,7 +42,7 @@ def draw_omega(key: Key, c: jax.Array) -> jax.Array:
 def _factor(gram: jax.Array, omega: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(s, Cholesky factor of I + s K s), s the root of omega; an omega of 0 leaves a sample out."""
     s = jnp.sqrt(omega)
-    return s, jnp.linalg.cholesky(jnp.eye(len(s)) + s[:, None] * gram * s[None, :])
+    return s, linalg.cholesky(jnp.eye(len(s)) + s[:, None] * gram * s[None, :])
 
 
 def posterior(
@@ -62,7 +63,7 @@ def posterior(
     s, lower = _factor(gram, omega)
     # One solve for both, whose gradient needs one more: solves dominate the time.
     sides = jnp.concatenate([cross, (gram @ signs)[:, None]], 1)
-    sides = jax.scipy.linalg.solve_triangular(lower, s[:, None] * sides, lower=True)
+    sides = linalg.solve_triangular(lower, s[:, None] * sides)
     seen, target = sides[:, :-1], sides[:, -1]
     return cross.T @ signs - seen.T @ target, jnp.maximum(variance - jnp.sum(seen**2, 0), 1e-10)
 
@@ -75,7 +76,7 @@ def chance(mean: jax.Array, variance: jax.Array) -> jax.Array:
 
 def gibbs(key: Key, gram: jax.Array, signs: jax.Array, steps: int, draws: int) -> jax.Array:
     """omega after `steps` sweeps of f | omega and omega | f, from f drawn from the prior: `[D, M]`; key consumed."""
-    takes_part, root = jnp.abs(signs) > 0, jnp.linalg.cholesky(gram)
+    takes_part, root = jnp.abs(signs) > 0, linalg.cholesky(gram)
 
     def omega_of(key: Key, f: jax.Array) -> jax.Array:
         return jnp.where(takes_part, draw_omega(key, f), 0)
@@ -88,7 +89,8 @@ def gibbs(key: Key, gram: jax.Array, signs: jax.Array, steps: int, draws: int) -
         s, lower = _factor(gram, omega)
         noise = jax.random.normal(tagged(mine, "noise"), signs.shape, signs.dtype)
         gap = jnp.where(takes_part, signs / jnp.where(takes_part, s, 1) - s * prior - noise, 0)
-        return omega_of(tagged(mine, "omega"), prior + gram @ (s * jax.scipy.linalg.cho_solve((lower, True), gap))), key
+        solved = linalg.solve_factored(lower, gap[:, None])[:, 0]
+        return omega_of(tagged(mine, "omega"), prior + gram @ (s * solved)), key
 
     def chain(key: Key) -> jax.Array:
         f = root @ jax.random.normal(tagged(key, "start"), signs.shape, signs.dtype)

@@ -96,8 +96,8 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
       inference: "gibbs" (the paper) or "mean_field".
       gibbs_steps: sweeps, or steps of the mean field.
       draws, test_draws: chains in training and in a test; the mean field has none.
-      capacity: at most so many samples of a client, drawn anew in each round; time grows with its cube. On a CPU, set
-        OPENBLAS_NUM_THREADS=1 for more than about 60: threads of the Cholesky factors wait for those of XLA.
+      capacity: at most so many samples of a client, drawn anew in each round; time grows with its cube. On a CPU, start
+        with OPENBLAS_NUM_THREADS=1 in the environment: LAPACK's threads get in the way of XLA's.
 
     Raises:
       ValueError: a task without features, with buffers, or with a loss that augments samples or has a criterion of its own (the
