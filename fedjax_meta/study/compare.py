@@ -50,12 +50,12 @@ class Finished(NamedTuple):
         return report.main_score(self.trials[0].rows[-1]["tests"][KNOWN], self.score).kind
 
     def by_client(self, group: str) -> dict[int, np.ndarray]:
-        """The score of each client `[N]` after the last round, by seed; in percent if it is a share."""
+        """The score of each client `[N]` after the last round, by seed; in percent if it is a share, NaN if the run diverged."""
         found = {}
         for trial in self.trials:
             test = trial.rows[-1]["tests"].get(group)
             if test is not None:
-                found[trial.seed] = report.main_score(test, self.score).values
+                found[trial.seed] = results.last_scores(trial, test, self.score)
         return found
 
     @property

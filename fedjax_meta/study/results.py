@@ -86,7 +86,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     algorithm = system.build(clients, **outcome.chosen)
     itself = system.method == LOCAL
     behind = float("nan")
-    if base is not None and not itself:
+    if base is not None and not itself and np.isfinite(known.values).all():
         behind = 100 * float(np.mean(known.kind.gain(known.values.mean(0), base.mean(0)) < 0))
     remarks = [*_remarks(study, outcome, clients), *promise.words(study, algorithm, clients.train.num_clients)]
     remarks += summary.remarks(study, outcome)
@@ -132,9 +132,17 @@ class ByClient(NamedTuple):
 
 
 def by_client(trials: Sequence[Trial], group: str, score: str | None) -> ByClient:
-    """A score of each client of a group, see `report.main_score`."""
-    found = [report.main_score(trial.rows[-1]["tests"][group], score) for trial in trials]
-    return ByClient(found[0].kind, np.array([one.values for one in found]))
+    """A score of each client of a group, see `report.main_score`; NaN for a run that diverged."""
+    return ByClient(
+        report.main_score(trials[0].rows[-1]["tests"][group], score).kind,
+        np.array([last_scores(trial, trial.rows[-1]["tests"][group], score) for trial in trials]),
+    )
+
+
+def last_scores(trial: Trial, test: Mapping[str, Any], score: str | None) -> np.ndarray:
+    """A score of each client in a test of a trial; NaN if the trial diverged, whatever the model that was left scores."""
+    values = report.main_score(test, score).values
+    return values if trial.diverged is None else np.full_like(values, np.nan)
 
 
 def _last_tests(trials: Sequence[Trial]) -> dict[str, list[Mapping[str, Any]]]:
@@ -192,7 +200,7 @@ def table(lines: Sequence[Line]) -> Table:
     rows = [
         [
             line.title,
-            line.kind.spread(*line.known),
+            line.kind.spread(*line.known) or "diverged",
             line.kind.spread(*line.worst),
             line.kind.spread(*line.new),
             "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
@@ -272,9 +280,9 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         found = [one for one in outcomes if (one.system, one.scenario) == (row.system, row.scenario)]
         tests = [trial.rows[-1]["tests"].get(row.clients, {}) for one in found for trial in one.final]
         kind = _kind_of(row.score, tests)
-        values = np.array([test.get("scores", {}).get(row.score, np.nan) for test in tests], float) * (
-            100 if kind.share else 1
-        )
+        values = np.array([test.get("scores", {}).get(row.score, np.nan) for test in tests], float)
+        values[[trial.diverged is not None for one in found for trial in one.final]] = np.nan
+        values *= 100 if kind.share else 1
         measured = difference = "not run"
         if values.size:
             measured = kind.spread(*_over_seeds(values)) or "diverged"

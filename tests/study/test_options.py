@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
-from fedjax_meta.study import estimate, figures, from_tree, page, promise, run, tuning
+from fedjax_meta.study import estimate, figures, from_tree, page, promise, results, run, tuning
 from fedjax_meta.study.system import System
 from tests.study.common import TREE, Silent, study, tree
 from tests.study.test_study import without_clocks
@@ -83,6 +83,10 @@ def test_a_run_that_diverges_is_stopped_and_the_others_go_on(tmp_path):
     assert again.records == 0
     page.write_all(tmp_path, study(systems={"gone": BROKEN["gone"]}), built, [gone], "x")
     assert "diverged at round 1" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    # Its clients were left out, so that the first model stands, and would score.
+    assert np.isfinite(gone.final[0].rows[-1]["tests"]["known"]["accuracy"]).all()
+    known = {row[0]: row[1] for row in results.table(results.lines(chosen, "pairs", built["pairs"], [broken, gone])).rows}
+    assert known["gone"] == "diverged" != known["broken"]
     shown = page.systems(chosen, built["pairs"], [broken, gone])
     assert figures.by_round(shown).panels
     with pytest.raises(ValueError, match="cannot resume: on_divergence was 'stop'"):
