@@ -509,9 +509,6 @@ class _Lines(runs.Watcher):
         self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left")
 
     def record(self, done: int, records: Sequence[Record]) -> None:
-        for record in records:
-            for fault in record.faults[:1]:
-                console.print(f"  {escape.console(str(fault))}", style="yellow")
         if not console.is_terminal:
             fewer = f", {len(records)} left" if len(records) < self._members else ""
             console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}"))

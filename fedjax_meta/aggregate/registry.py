@@ -89,9 +89,14 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"f({rest})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
             raise ValueError
-        return name, {str(word.arg): _value(word.value) for word in call.keywords}
+        found = {str(word.arg): _value(word.value) for word in call.keywords}
+        if len(found) < len(call.keywords):
+            raise ValueError
+        return name, found
     except (SyntaxError, ValueError):
-        raise ValueError(f"{text!r} must read NAME or NAME:OPTION=VALUE,OPTION=VALUE, e.g. krum:f=2") from None
+        raise ValueError(
+            f"{text!r} must read NAME or NAME:OPTION=VALUE,OPTION=VALUE, each option once, e.g. krum:f=2"
+        ) from None
 
 
 def made(entry: Entry, name: str, options: Mapping[str, Any], *first: Any) -> Any:

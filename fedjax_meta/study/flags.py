@@ -58,7 +58,7 @@ def called(flag: str, text: str) -> tuple[str, Tree]:
             raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once")
         try:
             options[key] = files.parsed(value.strip())
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # an integer of thousands of digits, for one
             raise ValueError(f"{flag} {found[1]}: {key}={checks.shown(value.strip())} is no YAML") from None
     return found[1], options
 

@@ -143,8 +143,7 @@ def part(option: str, given: Any) -> Any:
         return made(option, registry, given)
     name, options = _name_and_options(option, given)
     checks.one_of(option, name, registry)
-    if registry is ESTIMATORS:
-        _check(option, name, registry[name], options)
+    _check(option, name, registry[name], options)
     return functools.partial(registry[name], **options) if options else registry[name]
 
 
@@ -222,6 +221,8 @@ def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None)
       ValueError: the noise says so itself.
     """
     chain = federation.get("uploads") or ()
+    if not isinstance(chain, (list, tuple)):
+        raise ValueError(f"uploads={checks.shown(chain)} must be a list of parts")
     private = [one for one in chain if isinstance(one, Mapping) and one.get("epsilon") is not None]
     if any({"rounds", "delta"} & set(one) for one in private):
         raise ValueError("noise by its epsilon takes rounds and delta from the study: leave them out")

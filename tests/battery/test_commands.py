@@ -90,8 +90,12 @@ def as_users_run_it():
         yield
 
 
+META = ("study", "command", "call", "flags")
+"""Tables of `fedjax-meta`."""
+
+
 def _app(program):
-    if program in ("study", "command"):
+    if program in META:
         return cli.app
     if not program.startswith("/"):
         return importlib.import_module(f"experiments.{program}").app
@@ -132,7 +136,8 @@ def test_one_line_says_what_is_wrong(name, places, monkeypatch):
 @pytest.mark.parametrize("name", commands.AS_PROCESSES)
 def test_the_same_as_a_process(name, places):
     program, arguments, words = commands.ROWS[name]
-    script = [str(BENCHMARKS / f"{program[1:]}.py")] if program.startswith("/") else ["-m", f"experiments.{program}"]
+    module = "fedjax_meta" if program in META else f"experiments.{program}"
+    script = [str(BENCHMARKS / f"{program[1:]}.py")] if program.startswith("/") else ["-m", module]
     command = [sys.executable, *script, *(argument.format(**places) for argument in arguments)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
