@@ -158,7 +158,7 @@ def test_a_run_starts_from_given_weights_whole_or_in_part():
     with pytest.raises(ValueError, match=r"variables do not fit the task: \['head'\]\['b'\] is float64\[2\]"):
         tasks.starting_from(task, {**given, "head": {**given["head"], "b": jnp.zeros(2)}})
     broken = {**given, "head": {**given["head"], "b": given["head"]["b"] * jnp.nan}}
-    with pytest.raises(ValueError, match=r"variables\['head'\]\['b'\] hold NaN"):
+    with pytest.raises(ValueError, match=r"variables\['head'\]\['b'\] holds NaN"):
         tasks.starting_from(task, broken)
 
 

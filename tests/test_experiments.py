@@ -15,7 +15,16 @@ from fedjax_meta.study import files
 
 ROOT = Path(__file__).parent.parent
 STUDIES = ["fedmeta_per", "fedpac", "imaml", "mtfl", "privacy", "quickstart", "reptile", "robustness", "shakespeare"]
-TOOLS = ["data", "fedpac_figures", "figures", "mtfl_tables", "round_costs"]
+TOOLS = [
+    "attackers_figure",
+    "data",
+    "fedpac_figures",
+    "figures",
+    "mtfl_tables",
+    "published_cohorts",
+    "reproduce",
+    "round_costs",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,8 @@ def test_fedmeta_per_from_start_to_end(tmp_path):
     words += ["--set", "scenarios.pairs.options.orders=2"]
     done = invoke(fedmeta_per.app, *words)
     assert done.exit_code == 0, done.output
-    assert "FedPer, own heads" in done.output and re.search(r"new ±\d+\.\d\d over 2 orders", done.output)
+    said = " ".join(done.output.split())
+    assert "FedPer, own heads" in said and re.search(r"new ±\d+\.\d\d over 2 orders", said)
     assert "Rows marked (ours)" not in (tmp_path / "run" / "report.md").read_text()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert invoke(fedmeta_per.app, *words).exit_code == 0

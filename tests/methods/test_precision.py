@@ -20,9 +20,18 @@ def halved(task, dtype):
     def cast(tree):
         return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
-    loss = dataclasses.replace(task.loss, prepare=lambda batch, key: (batch._replace(x=cast(batch.x)), key))
-    predict = lambda variables, x: task.predict(variables, cast(x))  # noqa: E731
-    return task._replace(init=lambda key: cast(task.init(key)), loss=loss, predict=predict)
+    def of_cast(function):
+        return lambda variables, x: function(variables, cast(x))
+
+    def logits(variables, batch, key):
+        return task.loss.logits(variables, batch._replace(x=cast(batch.x)), key)
+
+    return task._replace(
+        init=lambda key: cast(task.init(key)),
+        loss=dataclasses.replace(task.loss, logits=logits),
+        predict=of_cast(task.predict),
+        features=of_cast(task.features),
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

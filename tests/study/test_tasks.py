@@ -247,7 +247,7 @@ def test_central_training_learns_from_all_clients_together(tmp_path):
     assert np.isnan(line.up) and "central training" in line.remark
     assert page.systems(chosen, built["pairs"], [one])[0].traffic != page.systems(chosen, built["pairs"], [one])[0].traffic
     keeps = {**central, "method": "fedper"}
-    with pytest.raises(ValueError, match="central: pooled needs a method whose clients keep nothing"):
+    with pytest.raises(ValueError, match="pooled needs a method whose clients keep nothing"):
         run.run(study(systems={"central": keeps}), tmp_path / "no", watcher=Silent())
     assert not (tmp_path / "no").exists()
 
