@@ -51,5 +51,7 @@ def remarks(outcome: Outcome, clients: Clients, score: str | None = None) -> lis
     """What a table says of the spread over the draws of new clients: the sample deviation of their means over seeds."""
     if clients.orders == 1 or clients.new is None:
         return []
+    kind = report.main_score(outcome.final[0].rows[-1]["tests"][NEW], score).kind
     values = over_orders(outcome, clients, score).mean(0)
-    return [f"new ±{np.std(values, ddof=1):.3g} over {clients.orders} orders ({values.min():.3g} to {values.max():.3g})"]
+    spread, least, most = (kind.text(float(value)) for value in (np.std(values, ddof=1), values.min(), values.max()))
+    return [f"new ±{spread} over {clients.orders} orders ({least} to {most})"]
