@@ -118,7 +118,7 @@ def test_the_spread_over_orders_of_new_clients():
     outcome = run.Outcome("pairs", "fedavg", [], {}, [], final)
     clients = study().scenarios["pairs"].build()
     np.testing.assert_allclose(draws.over_orders(outcome, clients._replace(orders=2)), [[20, 60], [40, 80]])
-    assert draws.remarks(outcome, clients._replace(orders=2)) == ["new ±28.3 over 2 orders (30 to 70)"]
+    assert draws.remarks(outcome, clients._replace(orders=2)) == ["new ±28.28 over 2 orders (30.00 to 70.00)"]
     assert draws.remarks(outcome, clients) == []
 
 
