@@ -135,6 +135,7 @@ def test_reptile_is_tuned_on_samples_that_its_trials_are_not_trained_on():
     assert math.isclose(made.train.size["test_support"].sum() / made.train.size["test"].sum(), 0.3, abs_tol=0.02)
 
 
+@pytest.mark.long
 def test_figures_of_a_run_and_of_the_mixtures(tmp_path):
     """Two scenarios that differ in the share of uniform samples, two systems; and FedPAC's matrix, whose groups share heads."""
     runner = CliRunner()

@@ -182,6 +182,7 @@ def test_the_sensor_network_pools_after_each_convolution():
     np.testing.assert_allclose(task.predict(variables, x), h @ p["head"]["kernel"].T + p["head"]["bias"], atol=1e-12)
 
 
+@pytest.mark.long
 def test_a_residual_network_of_images_has_an_output_a_class_and_gradients_everywhere():
     task = models.resnet18((8, 8, 3), 5, width=4)
     variables, x = task.init(jax.random.key(0)), jnp.asarray(normal(0, 2, 8, 8, 3))
