@@ -63,15 +63,15 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 @app.command()
 def main(
-    table: Annotated[Path, typer.Argument(help="A Markdown file, e.g. the report.md of a run with several --shares.")],
+    table: Annotated[Path, typer.Argument(help="A Markdown file with such a table.")],
     out: Annotated[Path, typer.Argument(help="The figure: .png, .pdf or .svg.")],
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
-    """Draws accuracy against the share of attackers from the first table of a report that has several shares of one attack.
+    """Draws accuracy against the share of attackers, from the first table of a text that has several shares of one attack.
 
     `python -m experiments.attackers_figure docs/robustness.md docs/robustness_shares.png`
 
-    `python -m experiments.attackers_figure runs/shares/report.md shares.pdf`
+    `python -m experiments.attackers_figure docs/robustness.md shares.pdf`
     """
     with one_line_errors(debug):
         checks.writable("OUT", out, endings=(".png", ".pdf", ".svg"))
