@@ -15,7 +15,6 @@ from fedjax_meta import tasks
 from fedjax_meta.data import transforms
 from tests import problems
 
-RNG = np.random.default_rng(0)
 VOCABULARY, WIDTH, LENGTH = 7, 4, 5
 KEY = jax.random.key(0)
 
@@ -77,22 +76,23 @@ def _log_softmax(z):
 
 
 def test_losses_equal_numpy_over_the_entries_that_count():
-    outputs = RNG.normal(size=(4, 3, VOCABULARY))
-    labels, weight = RNG.integers(0, VOCABULARY, (4, 3)), np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
+    rng = np.random.default_rng(0)
+    outputs = rng.normal(size=(4, 3, VOCABULARY))
+    labels, weight = rng.integers(0, VOCABULARY, (4, 3)), np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
     rows = np.array([1.0, 1, 1, 0])
     batch = T.Batch(None, T.Weighted(jnp.asarray(labels), jnp.asarray(weight)), jnp.asarray(rows))
     one = -np.take_along_axis(_log_softmax(outputs), labels[..., None], -1)[..., 0]
     counted = weight * rows[:, None]
     assert float(T.cross_entropy(outputs, batch)) == pytest.approx((one * counted).sum() / counted.sum(), rel=1e-12)
 
-    real, weight = RNG.normal(size=outputs.shape[:2]), rows[:, None] * np.ones((4, 3))
+    real, weight = rng.normal(size=outputs.shape[:2]), rows[:, None] * np.ones((4, 3))
     batch, predicted = T.Batch(None, jnp.asarray(real), jnp.asarray(rows)), 2 * outputs[..., 0]
     gap = np.abs(predicted - real)
     assert float(tasks.squared_error()(predicted, batch)) == pytest.approx(np.average(gap**2, weights=weight), rel=1e-12)
     huber = np.where(gap <= 0.7, gap**2 / 2, 0.7 * (gap - 0.35))
     assert float(tasks.huber(0.7)(predicted, batch)) == pytest.approx(np.average(huber, weights=weight), rel=1e-12)
 
-    several = RNG.integers(0, 2, (4, 3))
+    several = rng.integers(0, 2, (4, 3))
     batch = T.Batch(None, jnp.asarray(several), jnp.asarray(rows))
     share = 1 / (1 + np.exp(-predicted))
     entropy = -np.where(several, np.log(share), np.log(1 - share))
@@ -151,9 +151,9 @@ def regression_task():
 
 
 def regression_clients():
-    clients = []
+    rng, clients = np.random.default_rng(2), []
     for i, size in enumerate((12, 25, 18, 30)):
-        x = RNG.normal(size=(size, 3))
+        x = rng.normal(size=(size, 3))
         clients.append((x, np.stack([x @ [1, i, -1], x[:, 0] ** 2], 1)))
     return fm.from_clients(clients, num_classes=0)
 
@@ -170,10 +170,11 @@ def _linear(inputs, outputs):
 
 
 def label_clients():
-    clients = []
+    rng, clients = np.random.default_rng(3), []
+    rule = rng.normal(size=(3, 4))
     for size in (12, 25, 18, 30):
-        x = RNG.normal(size=(size, 3))
-        clients.append((x, (x @ RNG.normal(size=(3, 4)) > 0).astype(int)))
+        x = rng.normal(size=(size, 3))
+        clients.append((x, (x @ rule > 0).astype(int)))
     return fm.from_clients(clients, num_classes=0)
 
 
@@ -188,9 +189,9 @@ def factor_task():
 
 
 def factor_clients():
-    sizes = (12, 25, 18, 30)
+    rng, sizes = np.random.default_rng(4), (12, 25, 18, 30)
     return fm.from_clients(
-        [((np.full(n, i), RNG.integers(0, 6, n)), RNG.uniform(1, 5, n)) for i, n in enumerate(sizes)],
+        [((np.full(n, i), rng.integers(0, 6, n)), rng.uniform(1, 5, n)) for i, n in enumerate(sizes)],
         num_classes=0,
         num_ids=(4, 6),
     )
@@ -236,11 +237,13 @@ def test_every_method_trains_on_every_kind_of_task_or_says_what_it_needs(name, k
 def test_training_lowers_the_loss_and_a_host_store_changes_no_bit(kind):
     task, data = KINDS[kind][0](), KINDS[kind][1]()
     evaluators = {"all": fm.Evaluator(lambda k, s, d: fm.evaluate(algorithm, k, s, d), data, known=True)}
-    algorithm = fm.federate(fm.fedavg(task, lr=0.1, epochs=3), fm.Federation(cohort_size=4))
-    state, records = fm.simulate(algorithm, data, key=KEY, rounds=12, eval_every=11, evaluators=evaluators)
-    losses = [float(np.mean(record.evaluations["all"].loss)) for record in records]
-    assert losses[-1] < losses[0]
-    held, again = fm.simulate(algorithm, data, key=KEY, rounds=12, eval_every=11, evaluators=evaluators, store="memory")
+    algorithm = fm.federate(fm.fedavg(task, lr=0.3, epochs=3), fm.Federation(cohort_size=4))
+    untrained = algorithm.init(KEY, data)
+    before = np.mean(fm.evaluate(algorithm, KEY, untrained, data).loss)
+    options = {"key": KEY, "rounds": 20, "eval_every": 19, "evaluators": evaluators}
+    held, again = fm.simulate(algorithm, data, state=jax.tree.map(np.asarray, untrained), store="memory", **options)
+    state, records = fm.simulate(algorithm, data, state=untrained, **options)
+    assert np.mean(records[-1].evaluations["all"].loss) < 0.9 * before
     assert problems.leaves_equal(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, held))
     assert problems.distance(records[-1].evaluations, again[-1].evaluations) < 1e-12
 
