@@ -179,13 +179,12 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
 
     def inferred(
         key: Key, level: Level, covariance: jax.Array, root: jax.Array, label: jax.Array, real: jax.Array, count: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(covariance of the samples of the same nodes, their signs, omega `[D, M]`)."""
+    ) -> jax.Array:
+        """omega of the samples at their nodes, `[D, M]`."""
         signs, covariance = signs_at(level, label, real), between(covariance, level, label, label)
         if inference == "mean_field":
-            return covariance, signs, mean_field(covariance, signs, gibbs_steps)
-        key = jax.random.fold_in(key, level.number)
-        return covariance, signs, gibbs(key, covariance, signs, gibbs_steps, count, root)
+            return mean_field(covariance, signs, gibbs_steps)
+        return gibbs(jax.random.fold_in(key, level.number), covariance, signs, gibbs_steps, count, root)
 
     def root_of(covariance: jax.Array) -> jax.Array:
         # The mean field draws nothing.
@@ -207,8 +206,8 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
         y_fit, y_ask = batch.y[halves.fit], batch.y[halves.ask]
 
         def of_level(covariance: jax.Array, cross: jax.Array, root: jax.Array, level: Level, key: Key) -> jax.Array:
-            fixed = jax.lax.stop_gradient(covariance)
-            _, signs, omega = inferred(key, level, fixed, root, y_fit, halves.fits, draws)
+            signs = signs_at(level, y_fit, halves.fits)
+            omega = inferred(key, level, jax.lax.stop_gradient(covariance), root, y_fit, halves.fits, draws)
             within, cross = between(covariance, level, y_fit, y_fit), between(cross, level, y_fit, y_ask)
             variance = jnp.full(len(y_ask), output_scale + JITTER, cross.dtype)
             p = jnp.mean(chance(*jax.vmap(lambda drawn: posterior(within, signs, drawn, cross, variance))(omega)), 0)
@@ -246,7 +245,7 @@ def fedgp(  # over 80 lines: its rules share twelve options, which closures keep
 
         def at_level(number: Any, omega: jax.Array) -> jax.Array:
             level, mine = level_of(tree, number), tagged(key, "omega")
-            return omega.at[number].set(inferred(mine, level, covariance, root, batch.y, real, test_draws)[2])
+            return omega.at[number].set(inferred(mine, level, covariance, root, batch.y, real, test_draws))
 
         empty = jnp.zeros((len(tree.left), shown, len(z)), covariance.dtype)
         omega = jax.lax.fori_loop(0, tree.depth, at_level, empty)
