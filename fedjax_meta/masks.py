@@ -171,7 +171,9 @@ def nothing(task: Task) -> Mask:
 
 def _named_layers(task: Task) -> None:
     if not task.layers:
-        raise ValueError("this task names no layers, so that nothing is its head: give it layers=(...), from the input to the output")
+        raise ValueError(
+            "this task names no layers, so that nothing is its head: give it layers=(...), from the input to the output"
+        )
 
 
 def last(depth: int) -> Callable[[Task], Mask]:
