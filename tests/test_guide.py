@@ -81,7 +81,10 @@ def test_the_method_with_an_own_head_is_written_out(fading):
 
 @pytest.mark.parametrize(
     ("options", "other", "of_other"),
-    [({"prox_weight": 0.0}, "fedper", {}), ({"decay": 1.0, "personal": "none"}, "fedprox", {"prox_weight": 0.1})],
+    [
+        ({"prox_weight": 0.0}, "fedper", {}),
+        ({"decay": 1.0, "personal": "none"}, "fedprox", {"prox_weight": 0.1, "epochs": 1, "batch_size": 32}),
+    ],
 )
 def test_the_method_with_an_own_head_reduces_as_the_page_says(fading, options, other, of_other):
     one = rounds(fading(problems.task(), **options), 2)
