@@ -109,7 +109,7 @@ def test_the_runs_of_the_page_on_scaling(number, tmp_path, monkeypatch):
     for long, short in SHORTER.items():
         block = block.replace(long, short)
     with jax.enable_x64(False):
-        exec(block, given())
+        exec(block, {"fm": fm, **given()})
 
 
 def test_the_sharded_meta_gradient_of_the_page_on_scaling_is_the_mean_over_clients():
