@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import typer
 
-from fedjax_meta import checks, costs, escape, export, loggers, models, report, runtime
+from fedjax_meta import __version__, checks, costs, escape, export, loggers, models, report, runtime
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
@@ -78,8 +78,18 @@ DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datase
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedjax_meta {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
     """Compares methods of federated meta-learning and personalised federated learning.
 
     `fedjax-meta run quickstart --quick`

@@ -85,6 +85,13 @@ def test_series_are_in_percent(predictions):
     assert one.scores["loss"] == rows[-1]["tests"]["a/local"]["scores"]["loss"]
 
 
+def test_a_series_takes_the_records_of_simulate(predictions):
+    records = [record(predictions), record(predictions, 20)]
+    one, same = (report.series("A", "new", 3, rows, "a/local") for rows in (records, [report.compact(r) for r in records]))
+    assert one.rounds.tolist() == [1, 20] and one.scores == same.scores
+    np.testing.assert_array_equal(one.by_client, same.by_client)
+
+
 def test_a_series_needs_rows_and_a_known_test(predictions):
     with pytest.raises(ValueError, match="no evaluation"):
         report.series("A", "local", 1, [], "a/local")

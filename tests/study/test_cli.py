@@ -6,6 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import fedjax_meta as fm
 from fedjax_meta.cli import app
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import catalogue, from_tree, to_tree
@@ -110,7 +111,7 @@ def test_every_method_is_cited_as_its_file_cites_it():
 
 
 BAD = {
-    "no such file": (["run", "missing.yaml"], "No such file"),
+    "no such file": (["run", "missing.yaml"], "No such file or directory: missing.yaml; `fedjax-meta list studies` has"),
     "a field that is not there": (["run", "FILE", "--set", "round=3"], "study has no field 'round' (did you mean 'rounds'?)"),
     "no override": (["show", "FILE", "--set", "rounds"], "must read field.field=value"),
     "a data set that is not there": (["run", "FILE", "--set", "scenarios.pairs.dataset=mnixt"], "mnixt"),
@@ -129,6 +130,10 @@ def test_bad_input_gets_one_line_and_leaves_nothing(words, message, file, tmp_pa
     assert result.exit_code == 1
     assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_version_is_that_of_the_package():
+    assert said("--version") == (0, f"fedjax_meta {fm.__version__}\n")
 
 
 @pytest.mark.parametrize("words", [[], ["run"], ["show"], ["list"]])
