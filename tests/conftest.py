@@ -24,6 +24,11 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_enable_x64", True)
 runtime.use_all_cores()  # keeps the two devices, and turns the compilation cache on
+# Tests compile many programs of a tenth of a second, some of them in several processes: the environment is for those they start.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+jax.config.update(
+    "jax_persistent_cache_min_compile_time_secs", float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+)
 
 _finished = itertools.count(1)
 
@@ -41,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests stay until the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fedjax_meta import aggregate, attacks
 from fedjax_meta.uploads import clip
 from tests import problems
 from tests.methods import common
-from tests.test_contract import method_of
+from tests.test_contract import build, method_of
 
 KEY = jax.random.key(6)
 LIAR = 3
@@ -300,10 +300,9 @@ def step_of(name, kind):
     return jax.jit(one_round)
 
 
-@cache
 def begin(name):
-    plain = fm.federate(method_of(name), fm.Federation(cohort_size=7, devices=1, lanes=1))
-    return jax.jit(plain.init)(KEY, problems.data()), plain
+    """The first state, which is the same for any cohort, and the method in a federation without attackers."""
+    return build(name)[2], fm.federate(method_of(name), fm.Federation(cohort_size=7, devices=1, lanes=1))
 
 
 def got_by_others(state):
