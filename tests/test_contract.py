@@ -222,12 +222,12 @@ def test_clients_count_as_the_method_says(name):
         return jax.tree.map(lambda leaf: leaf[0], stacked)
 
     algorithm = fm.federate(method, fm.Federation(cohort_size=7, devices=1, lanes=1, aggregator=aggregator))
-    if not jax.tree.leaves(algorithm.exchange(data).averaged):
-        return  # local training, FedFomo: nothing is averaged
     # This aggregator keeps nothing, so that the state has the leaves of any federation's.
     start = build(name)[2]._replace(aggregation=jax.eval_shape(algorithm.init, KEY, data).aggregation)
     jax.block_until_ready(jax.jit(algorithm.round)(KEY, start, data))
     jax.effects_barrier()
+    if not jax.tree.leaves(algorithm.exchange(data).averaged):
+        return  # local training, FedFomo: nothing is averaged
     expected = [float(client_weight(method.weighting, data.client(i))) for i in range(7)]
     assert any(np.allclose(weights, expected) for weights in seen), seen
 
