@@ -21,9 +21,8 @@ from fedjax_meta.gaussian_process import (
 from tests.whole_rounds.world import near
 
 JITTER = 1e-3
-RNG = np.random.default_rng(1)
-X, QUERIES = RNG.normal(size=(2, 12, 4))[0], RNG.normal(size=(5, 4))
-SIGNS = np.where(X[:, 0] + 0.3 * RNG.normal(size=12) > 0, 0.5, -0.5)
+X, QUERIES = np.random.default_rng(1).normal(size=(12, 4)), np.random.default_rng(2).normal(size=(5, 4))
+SIGNS = np.where(X[:, 0] + 0.3 * np.random.default_rng(3).normal(size=12) > 0, 0.5, -0.5)
 
 
 def normal(z):
@@ -39,9 +38,9 @@ def test_the_kernel():
     near(kernel(jnp.asarray(X), jnp.asarray(QUERIES), 8.0, 0.7), gram(X, QUERIES, 8.0, 0.7), 1e-9)
 
 
-def test_the_posterior_given_omega_is_a_regression():
+def test_the_posterior_given_omega_is_a_regression(rng):
     """On kappa / omega with noise 1 / omega: scikit-learn's, with that kernel. Samples of omega 0 are left out."""
-    omega = RNG.uniform(0.05, 0.25, 12)
+    omega = rng.uniform(0.05, 0.25, 12)
     used = np.arange(12) != 7
     regression = GaussianProcessRegressor(ConstantKernel(8.0) * RBF(1.0), alpha=1 / omega[used] + JITTER, optimizer=None)
     regression.fit(normal(X)[used], (SIGNS / omega)[used])

@@ -27,8 +27,6 @@ from tests.whole_rounds.world import (
     view,
 )
 
-RNG = np.random.default_rng(1)
-
 
 def normal(z):
     return z / np.linalg.norm(z, axis=1, keepdims=True)
@@ -174,8 +172,8 @@ def test_halves_lose_no_sample(held_out, classes):
         assert len(halves_of(*given, held_out).ask) <= held_out * 30 + 1
 
 
-def test_a_client_of_one_class_predicts_it_and_trains_nothing():
-    x = RNG.normal(size=(10, 3))
+def test_a_client_of_one_class_predicts_it_and_trains_nothing(rng):
+    x = rng.normal(size=(10, 3))
     zero, ten = np.array([0]), np.array([10])
     alone = fm.from_clients(
         [(x, np.full(10, 1))], num_classes=CLASSES, views={"train": (zero, ten), "test_support": (zero, ten)}
