@@ -173,7 +173,7 @@ def run(
             _print_table("How they were run", *whole.only(results.HOW))
         for one in summary.tables(chosen, outcomes):
             _print_table(one.title, one.headings, one.rows)
-        console.print(escape.console(results.explanation(chosen)), style="dim")
+        console.print(escape.console(results.explanation(chosen, found)), style="dim")
         series = _series(chosen, outcomes)
         scores = list(dict.fromkeys(one.score for one in series))
         for score in scores:

@@ -36,6 +36,7 @@ class Line(NamedTuple):
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
       remark: "diverged at round R", "best at the end of its grid", or nothing.
+      trials: how many runs its grid took.
       others: the other scores, means over known and over new clients, by "NAME" and "NAME, new"; shares in percent.
     """
 
@@ -49,6 +50,7 @@ class Line(NamedTuple):
     up: float
     seconds: float
     remark: str
+    trials: int = 0
     others: Mapping[str, tuple[report.Kind, Spread]] = {}
 
 
@@ -76,7 +78,9 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
         new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
         worst = (known.kind.worst_tenth(known.values), nan)
         others = _others(study, {group: [test] for group, test in groups.items()})
-        table.append(Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, "no training", others))
+        table.append(
+            Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, "no training", others=others)
+        )
     return table
 
 
@@ -101,6 +105,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
+        trials=len(outcome.tuning),
         others=_others(study, _last_tests(outcome.final), outcome.final),
     )
 
@@ -109,7 +114,10 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
-    remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
+    if outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
+        remarks.append("all points of its grid scored the same")
+    else:
+        remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
     if system.pooled:
@@ -192,7 +200,7 @@ class Table(NamedTuple):
 SCORES = ("system", "known", "worst 10 %", "new", "behind local")
 """The columns of scores; the others say how a system was run, in a table of their own on a terminal."""
 
-HOW = ("system", "upload", "chosen", "remark")
+HOW = ("system", "upload", "trials", "chosen", "remark")
 
 
 def table(lines: Sequence[Line]) -> Table:
@@ -205,6 +213,7 @@ def table(lines: Sequence[Line]) -> Table:
             line.kind.spread(*line.new),
             "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
             "" if np.isnan(line.up) else f"{line.up / 1e3:.4g} kB",
+            str(line.trials or ""),
             line.numbers,
             line.remark,
         ]
@@ -317,7 +326,7 @@ def markdown(
       figures: files to show, as paths from the report.
     """
     found = tables(study, built, outcomes) if found is None else found
-    text = [f"# {escape.markdown(study.title)}", "", explanation(study), ""]
+    text = [f"# {escape.markdown(study.title)}", "", explanation(study, found), ""]
     for scenario, clients in built.items():
         text += [f"## {scenario}: {escape.markdown(clients.title)}", "", heading(found[scenario]), ""]
         text += [report.markdown_table(*table(found[scenario])), ""]
@@ -346,7 +355,7 @@ def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequen
         shown = table(found[scenario]).only(SCORES)
         lines = [[escape.latex(cell) for cell in row] for row in (shown.headings, *shown.rows)]
         rows = [" & ".join(row) + r" \\" for row in lines]
-        caption = f"{study.title}: {clients.title}. {heading(found[scenario])} {explanation(study)}"
+        caption = f"{study.title}: {clients.title}. {heading(found[scenario])} {explanation(study, found)}"
         parts += [
             r"\begin{table}",
             r"\centering",
@@ -380,11 +389,11 @@ def gains_words(kind: report.Kind) -> str:
     return f"Gain in {kind.points}{'' if kind.higher_is_better else ' (how much lower)'}, mean over seeds"
 
 
-def explanation(study: Study) -> str:
-    """What the numbers of a table mean; the one place that says what ± is."""
+def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
+    """What the numbers of the tables of a study mean, see `tables`; the one place that says what ± is."""
     text = f"After round {study.rounds}"
     text += f"; ± is the sample standard deviation over {len(study.seeds)} seeds." if len(study.seeds) > 1 else " (one seed)."
-    text += f" {tuning.words(study)}".rstrip()
+    text += f" {tuning.words(study, [lines[0].kind.name for lines in found.values()])}".rstrip()
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text
