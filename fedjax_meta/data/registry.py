@@ -117,7 +117,6 @@ def natural(
     if not os.fspath(path).endswith(".npz"):
         raise ValueError(f"partition 'natural' needs an .npz that names the client of each sample, not the data set {shown}")
     other, arrays = targets.read(path), npz.read(path)
-    source: Source | Targets = sources.read_npz(path) if other is None else other
     if not {"x", "y", by} <= set(arrays):
         raise ValueError(f"{shown} holds {', '.join(arrays)}; by={by!r} needs x, y and {by}")
     x, y, owner = arrays["x"], arrays["y"] if other is None else other.y, arrays[by]
@@ -128,4 +127,5 @@ def natural(
     if other is not None:
         return other, other.x, y, partition.natural(owner, min_samples=min_samples)
     # A source sorts its samples, but x, y and owner agree only in the order of the file.
+    source = sources.read_npz(path)
     return source, x.reshape(-1, *source.x_train.shape[1:]), y, partition.natural(owner, min_samples=min_samples)
