@@ -6,9 +6,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fedjax_meta import models
 from fedjax_meta.cli import app
+from fedjax_meta.data.natural_sets import NATURAL
+from fedjax_meta.data.prepared import PREPARED
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, from_tree, to_tree
+from fedjax_meta.study import catalogue, from_tree, short, system, to_tree
+from fedjax_meta.study.scenario import SHIFTS
 from tests.study.common import TREE, study
 
 runner = CliRunner()
@@ -96,6 +101,37 @@ def test_list_names_everything_in_one_line_each(what):
     assert code == 0 and len(found) >= 3 and all(len(line) <= 80 for line in found)
     if what == "methods":
         assert [line.split()[0] for line in found] == list(METHODS)
+
+
+def test_every_name_of_a_study_is_listed_whole():
+    """No name is missing or invented, and none of the lines is cut."""
+    parts = {
+        f"{option}: {name}"
+        for option, registry in (
+            ("estimator", system.ESTIMATORS),
+            ("optimizer", system.OPTIMIZERS),
+            ("aggregator", system.AGGREGATORS),
+            ("attack", system.ATTACKS),
+            ("schedule", system.SCHEDULES),
+            ("participation", system.PARTICIPATION),
+            ("uploads", system.UPLOADS),
+        )
+        for name in registry
+    }
+    datasets = {"mnist_small", "digits", "PATH.npz", *PREPARED, *NATURAL, *GENERATED}
+    for known, names in (
+        (short.PARTITIONS, {*PARTITIONS, "natural", *PAPERS}),
+        (short.MODELS, set(models.MODELS)),
+        (short.SHIFTS, set(SHIFTS)),
+        (short.PARTS, parts),
+        (short.DATASETS, datasets),
+        (catalogue.MASKS, set(catalogue.MASKS)),
+    ):
+        assert set(known) == names
+        entries = {name: (words, "") if isinstance(words, str) else words for name, words in known.items()}
+        assert not [line for line in catalogue.lines(entries) if "..." in line]
+    code, text = said("list", "studies")
+    assert code == 0 and "Eight systems, tuned alike, on digits of two classes a client" in " ".join(text.split())
 
 
 def test_every_method_is_cited_as_its_file_cites_it():
