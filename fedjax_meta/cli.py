@@ -378,10 +378,11 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         rows = []
         for name in study.systems_on(scenario):
             system = study.system(name, scenario)
-            points = runs.points_of(system)
-            algorithm = system.build(clients, **points[0])
-            bytes_ = costs.traffic(algorithm, clients.train)
-            state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+            with runs.named(study, scenario, name):
+                points = runs.points_of(system)
+                algorithm = system.build(clients, **points[0])
+                bytes_ = costs.traffic(algorithm, clients.train)
+                state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
             shared = sum(leaf.size for leaf in jax.tree.leaves(state.model))
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0

@@ -1,22 +1,18 @@
-"""What a study found: a table of systems, its text, and the lines of a run's folder as a data frame."""
+"""What a study found: a table of systems, its text, and its reports."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_meta import costs, escape, report
+from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, promise, summary, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
-
-if TYPE_CHECKING:
-    import pandas
-
 
 Spread = tuple[float, float]
 """A mean over seeds and its sample standard deviation, NaN for one seed."""
@@ -53,9 +49,6 @@ class Line(NamedTuple):
     trials: int = 0
     others: Mapping[str, tuple[report.Kind, Spread]] = {}
 
-
-USER_ACCURACY = "user_accuracy"
-"""The metric of a round that `Study.user_accuracy` records."""
 
 LOCAL = "local_only"
 """The method that the others are held against, where a study has it."""
@@ -397,65 +390,6 @@ def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text
-
-
-def load(folder: str | Path) -> "pandas.DataFrame":
-    """Every evaluation of a run: one row for each scenario, system, phase, member, round and group of clients.
-
-    A run that was stopped may have evaluated a round twice; the last line counts.
-
-    Raises:
-      OSError: the folder holds no `metrics.jsonl`.
-      ValueError: a line that is no JSON.
-    """
-    import pandas
-
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    path = Path(folder) / "metrics.jsonl"
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            line = report.numbers_again(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
-        numbers = line["numbers"]
-        for group, test in line["tests"].items():
-            row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round", "seconds")}
-            key = (*row.values(), tuple(numbers.items()), group)
-            found[key] = {**row, **numbers, "clients": group, **test["scores"]}
-            if group == KNOWN and USER_ACCURACY in line["train"]:
-                found[key][USER_ACCURACY] = line["train"][USER_ACCURACY][-1]
-    return pandas.DataFrame(list(found.values()))
-
-
-def load_clients(folder: str | Path) -> "pandas.DataFrame":
-    """Every client of a run after the last round: one row for each scenario, system, seed, group and client.
-
-    Raises:
-      OSError: the folder holds no finished results.
-    """
-    import pandas
-
-    frames = []
-    for path in sorted((Path(folder) / "results").glob("*/*.clients.npz")):
-        with np.load(path) as arrays:
-            seeds = arrays["seeds"]
-            for group in [name.removesuffix("_samples") for name in arrays.files if name.endswith("_samples")]:
-                samples = arrays[f"{group}_samples"]
-                scores = {
-                    name.removeprefix(f"{group}_"): arrays[name] for name in arrays.files if name.startswith(f"{group}_")
-                }
-                facts = {"scenario": path.parent.name, "system": path.name.removesuffix(".clients.npz")}
-                rows = {
-                    "seed": np.repeat(seeds, len(samples)),
-                    "clients": group,
-                    "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
-                    "samples": np.tile(samples, len(seeds)),
-                }
-                flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}
-                frames.append(pandas.DataFrame({**rows, **flat}).assign(**facts))
-    if not frames:
-        raise FileNotFoundError(f"{folder} has no finished results")
-    return pandas.concat(frames, ignore_index=True)
 
 
 def _over_seeds(values: np.ndarray) -> Spread:
