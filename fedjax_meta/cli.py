@@ -382,16 +382,18 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
                 points = runs.points_of(system)
                 algorithm = system.build(clients, **points[0])
                 bytes_ = costs.traffic(algorithm, clients.train)
+                sent = sum(leaf.size for leaf in jax.tree.leaves(algorithm.exchange(clients.train)[0]))
                 state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
-            shared = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+            model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
             total = tuning + study.rounds * len(study.seeds)
             down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
             if system.pooled:
                 total = round(total * runs.passes(system, clients, clients.train))
-            rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
-        headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
+            sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))
+            rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}"])
+        headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
 
 

@@ -72,6 +72,9 @@ def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypa
     # Two points for three rounds, and four rounds with two seeds.
     assert " 14" in text
     assert sorted(tmp_path.rglob("*")) == before
+    # Logistic regression of 64 inputs: the server's model, what a client is sent, what it keeps.
+    counts = {" ".join(line.split()[:4]) for line in text.splitlines()}
+    assert "fedavg 650 650 0" in counts and "Local only 650 0" in counts
     assert "FLOPs" in text and "a round" in text and "minutes in all on 2 devices" in " ".join(text.split())
     assert all(len(line) <= 80 for line in text.splitlines())
 
