@@ -53,16 +53,16 @@ def test_the_posterior_given_omega_is_a_regression(rng):
     near(got[1], deviation**2, 1e-8)
 
 
-def test_slopes_of_the_posterior_are_those_of_finite_differences():
+def test_slopes_of_the_posterior_are_those_of_finite_differences(rng):
     """With respect to the three covariances, one of them through a symmetric change; omega and signs are held."""
-    omega, signs = jnp.asarray(RNG.uniform(0.05, 0.25, 12)).at[7].set(0), jnp.asarray(SIGNS).at[7].set(0)
-    mean, variance = RNG.normal(size=(2, 5))
+    omega, signs = jnp.asarray(rng.uniform(0.05, 0.25, 12)).at[7].set(0), jnp.asarray(SIGNS).at[7].set(0)
+    mean, variance = rng.normal(size=(2, 5))
 
     def value(root, cross, prior):
         found = posterior(root @ root.T / 4 + jnp.eye(12), signs, omega, cross, prior)
         return jnp.sum(mean * jnp.sin(found[0])) + jnp.sum(variance * found[1] ** 2)
 
-    at = jnp.asarray(RNG.normal(size=(12, 4))), jnp.asarray(RNG.normal(size=(12, 5))), jnp.full(5, 8.0)
+    at = jnp.asarray(rng.normal(size=(12, 4))), jnp.asarray(rng.normal(size=(12, 5))), jnp.full(5, 8.0)
     check_grads(value, at, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
     assert not np.any(jax.grad(lambda o: jnp.sum(posterior(jnp.eye(12), signs, o, at[1], at[2])[0]))(omega))
 
@@ -74,10 +74,10 @@ def test_a_variance_that_rounding_makes_negative_is_tiny_and_has_no_slope():
     assert float(found[0]) == 1e-10 and float(pull(jnp.ones(1))[0][0]) == 0
 
 
-def test_processes_that_share_no_sample_are_computed_together():
+def test_processes_that_share_no_sample_are_computed_together(rng):
     """Two of them, interleaved, and a sample of neither: as if each had its samples alone."""
     part = np.array([[1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0, 0], [0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1]])
-    omega = RNG.uniform(0.05, 0.25, 12) * part.sum(0)
+    omega = rng.uniform(0.05, 0.25, 12) * part.sum(0)
     whole, cross = gram(X, X) + JITTER * np.eye(12), gram(X, QUERIES)
     apart = jnp.asarray(np.where(part.T @ part > 0, whole, 0))
     signs = jnp.asarray(np.where(part.sum(0), SIGNS, 0))
