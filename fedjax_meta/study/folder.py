@@ -185,6 +185,7 @@ def environment() -> dict[str, Json]:
 
 
 def package_commit() -> dict[str, Json] | None:
+    """The commit of the package's own repository, see `commit`; `None` where it is installed without one."""
     root = Path(__file__).resolve().parents[2]
     return commit(root) if (root / ".git").exists() else None
 

@@ -105,5 +105,6 @@ def _said(path: Path) -> str:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-                lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+                end = first.end_lineno or first.lineno
+                lines[first.lineno - 1 : end] = [""] * (end - first.lineno + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
