@@ -13,6 +13,7 @@ import numpy as np
 
 from experiments import _standing as standing
 from fedjax_meta import checkpoint, report
+from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, estimate, load, tuning
 from fedjax_meta.study import folder as folders
 
@@ -81,10 +82,15 @@ class Line(NamedTuple):
         return report.Kind(self.score, self.higher, self.share)
 
 
+def unlisted(listed: Sequence[standing.Run]) -> list[str]:
+    """The methods of the package that no run of the list has."""
+    return sorted(set(METHODS) - {system.method for run in listed for system in run.load().systems.values()})
+
+
 # From run folders to lines.
 
 
-class _Cell(NamedTuple):
+class Cell(NamedTuple):
     """A finished system of a run's folder."""
 
     run: standing.Run
@@ -100,16 +106,21 @@ def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = Non
     Raises:
       ValueError: a folder that holds another study than the list, or nothing that is finished.
     """
-    cells: dict[str, list[_Cell]] = {}
+    cells: dict[str, list[Cell]] = {}
     for run in runs:
-        for cell in _cells(run, root / run.name):
+        for cell in cells_of(run, root / run.name):
             cells.setdefault(cell.found.scenario, []).append(cell)
     if not cells:
         raise ValueError(f"{root} holds no results of {', '.join(run.name for run in runs)}")
     return {scenario: _lines(some, data_dir) for scenario, some in cells.items()}
 
 
-def _cells(run: standing.Run, folder: Path) -> list[_Cell]:
+def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
+    """The finished systems in a run's folder; none where there is no run.
+
+    Raises:
+      ValueError: the folder holds another study than the list.
+    """
     if not (folder / "run.json").is_file():
         return []
     standing.check_same(run, folder)
@@ -121,10 +132,10 @@ def _cells(run: standing.Run, folder: Path) -> list[_Cell]:
         if (folder / "results" / scenario / f"{name}.final.json").is_file()
     ]
     found = compare.finished([folder]) if names else []
-    return [_Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
+    return [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
 
 
-def _lines(cells: Sequence[_Cell], data_dir: str | None) -> list[Line]:
+def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
     """Lines of one scenario."""
     if len({cell.found.fingerprint for cell in cells}) > 1:
         raise ValueError(
@@ -142,7 +153,7 @@ def _lines(cells: Sequence[_Cell], data_dir: str | None) -> list[Line]:
     return [*lines, *_untrained(cells[0], data_dir)]
 
 
-def _of_cell(cell: _Cell, row: compare.Row, target: float) -> list[Line]:
+def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
     scenario, kind = row.system.scenario, row.system.kind
     content = folders.read_run(cell.folder)
     path = cell.folder / "results" / scenario / f"{cell.system}.final.json"
@@ -186,7 +197,7 @@ def _kind_fields(kind: report.Kind) -> dict[str, Any]:
     return {"score": kind.name, "higher": kind.higher_is_better, "share": kind.share}
 
 
-def _where(cell: _Cell, content: Mapping[str, Any]) -> dict[str, Any]:
+def _where(cell: Cell, content: Mapping[str, Any]) -> dict[str, Any]:
     versions = " ".join(f"{name}={content['versions'][name]}" for name in ("python", "jax", "optax", "numpy"))
     return {"data": cell.found.fingerprint, "run": cell.run.name, "versions": versions, "device": str(content["device"])}
 
@@ -197,7 +208,7 @@ def command(run: standing.Run, system: str) -> str:
     return " ".join([*words, "--systems", system, "--out", f"runs/{run.name}-{system}"])
 
 
-def _untrained(cell: _Cell, data_dir: str | None) -> list[Line]:
+def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
     """The rows that take no training."""
     study, scenario = cell.study, cell.found.scenario
     clients = study.scenarios[scenario].build(data_dir)
@@ -225,13 +236,15 @@ def _untrained(cell: _Cell, data_dir: str | None) -> list[Line]:
 
 def count_flops(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
     """Runs a round of each finished system that has none yet, and writes its FLOPs for a client to `flops.json` of the folder."""
-    study, known = load(folder / "study.yaml"), _read_flops(folder)
-    for cell in _cells(run, folder):
-        scenario, system = cell.found.scenario, study.system(cell.system, cell.found.scenario)
+    known, built = _read_flops(folder), {}
+    for cell in cells_of(run, folder):
+        scenario, system = cell.found.scenario, cell.study.system(cell.system, cell.found.scenario)
         mine = known.setdefault(scenario, {})
         if cell.system in mine or system.pooled:
             continue
-        clients = study.scenarios[scenario].build(data_dir)
+        if scenario not in built:
+            built[scenario] = cell.study.scenarios[scenario].build(data_dir)
+        clients = built[scenario]
         algorithm = system.build(clients, **cell.found.trials[0].numbers)
         cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
         mine[cell.system] = estimate.measured_round(algorithm, clients.train)[0] / cohort

@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from experiments import _board as board
+from experiments import _board_new as newcomers
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
+from experiments._board_new import Tested
 from fedjax_meta import checkpoint, metrics, report
 from fedjax_meta.study import compare, comparison, made
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
+NEW = board.RAW / "new_clients"
 REFERENCE = "fedavg_ft"
 """The system that differences are taken to."""
 
@@ -38,10 +41,18 @@ def write(
             [one for one in compare.finished([root / name for name in names]) if one.scenario == scenario]
         )
         comparison.write(board.RAW / f"{scenario}.html", groups, target=board.target(lines))
+        tested = [one for name in names for one in newcomers.read(root / name)]
+        if tested:
+            checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tested))
         said.append(f"{scenario}: {len({line.system for line in lines})} rows")
     text = PAGE.read_text(encoding="utf-8")
-    checkpoint.write_text(PAGE, standing.with_generated(text, page(listed, board.read_lines())))
+    checkpoint.write_text(PAGE, standing.with_generated(text, page(listed, board.read_lines(), read_tested())))
     return [*said, f"written: {PAGE}"]
+
+
+def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
+    """The committed tests of new clients by scenario."""
+    return {path.stem: newcomers.from_csv(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
 
 
 # Rows that later code may have changed.
@@ -72,7 +83,7 @@ def marked(markdown: str) -> str:
         for system, (one, *_) in _by_system(some).items()
         if one.method and made.digests(one.method)["method"] != one.made
     }
-    return standing.with_generated(markdown, page(standing.read_list(board.LIST), lines, changed=rows))
+    return standing.with_generated(markdown, page(standing.read_list(board.LIST), lines, read_tested(), changed=rows))
 
 
 # The page.
@@ -86,13 +97,17 @@ def _by_system(lines: Iterable[Line]) -> dict[str, list[Line]]:
 
 
 def page(
-    listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], *, changed: Iterable[tuple[str, str]] = ()
+    listed: Sequence[standing.Run],
+    lines: Mapping[str, Sequence[Line]],
+    tested: Mapping[str, Sequence[Tested]] | None = None,
+    *,
+    changed: Iterable[tuple[str, str]] = (),
 ) -> str:
     """The generated part of docs/leaderboard.md.
 
     Args:
       listed: all runs of the list.
-      lines: of each scenario.
+      lines, tested: of each scenario.
       changed: scenario and system of rows that get a mark.
     """
     order = [scenario for run in listed for scenario in run.load().scenarios]
@@ -100,6 +115,7 @@ def page(
     for scenario in dict.fromkeys(one for one in order if one in lines):
         marks = {system for where, system in changed if where == scenario}
         text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], marks)
+        text += _new_clients((tested or {}).get(scenario, ()), lines[scenario][0].kind)
     text += _not_run(listed, lines)
     return "\n".join(text)
 
@@ -212,6 +228,31 @@ def _costs(lines: Sequence[Line]) -> list[str]:
     remarks += [f"{name} at the end of its grid" for name in first.edge.split()]
     numbers = ["" if math.isnan(value) else f"{value:.4g}" for value in (first.bytes / 1e3, first.flops / 1e6)]
     return [first.chosen, *numbers, *to_target, "; ".join(remarks)]
+
+
+def _new_clients(tested: Sequence[Tested], kind: report.Kind) -> list[str]:
+    """Tables of new clients by their samples and by how long they adapt; none if they were not tested so."""
+    if not tested:
+        return []
+    systems = list(dict.fromkeys(one.system for one in tested))
+    counts = [*sorted({one.samples for one in tested if one.samples}), 0]
+    rows = [[system, *(_mean_of(tested, kind, system, count, "", 0) for count in counts)] for system in systems]
+    text = ["New clients by the number of samples that they adapt on:", ""]
+    text += [_table(["system", *(str(count) if count else "all" for count in counts)], rows), ""]
+    options = {one.system: one.option for one in tested if one.option}
+    steps = sorted({one.steps for one in tested if one.option})
+    rows = [
+        [system, name, *(_mean_of(tested, kind, system, 0, name, number) for number in steps)]
+        for system, name in options.items()
+    ]
+    text += ["New clients by how long they adapt on all of these samples:", ""]
+    return [*text, _table(["system", "option", *map(str, steps)], rows, text_columns=2), ""] if rows else text
+
+
+def _mean_of(tested: Sequence[Tested], kind: report.Kind, system: str, samples: int, option: str, steps: int) -> str:
+    wanted = (system, samples, option, steps)
+    values = [one.score for one in tested if (one.system, one.samples, one.option, one.steps) == wanted]
+    return kind.text(float(np.mean(values))) if values and np.isfinite(values).all() else ""
 
 
 def _not_run(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:

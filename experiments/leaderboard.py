@@ -1,8 +1,8 @@
 """The leaderboard: runs in order of priority, their raw results, and docs/leaderboard.md made of these.
 
 `experiments/leaderboard_runs.yaml` is the list, `experiments/leaderboard.yaml` the study. `--list` says what is done, `--hours`
-runs what is missing until the time is over, `--write-docs` turns the run folders into docs/leaderboard/ and the page, and `--changed`
-names the rows that the code has changed since.
+runs what is missing, `--new-clients` and `--count-flops` measure what is finished, `--write-docs` makes docs/leaderboard/ and the
+page, and `--changed` names the rows that the code has changed since.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from experiments import _board as board
+from experiments import _board_new as newcomers
 from experiments import _board_page as pages
 from experiments import _standing as standing
 from experiments import reproduce
@@ -30,6 +31,9 @@ def main(
     ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Where data sets are.")] = None,
     count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of a round of what is finished, and stop.")] = False,
+    new_clients: Annotated[
+        bool, typer.Option(help="Test new clients of what is finished with fewer samples and other steps, and stop.")
+    ] = False,
     write_docs: Annotated[bool, typer.Option(help="Write the results of the finished runs into docs/ and stop.")] = False,
     changed: Annotated[
         bool, typer.Option(help="Name the rows of the page that the code has changed since, and stop.")
@@ -42,7 +46,7 @@ def main(
 
     `python -m experiments.leaderboard --data-dir DIR --hours 3 --only mnist_small,uci_har`
 
-    `python -m experiments.leaderboard --data-dir DIR --count-flops`
+    `python -m experiments.leaderboard --data-dir DIR --count-flops --new-clients`
 
     `python -m experiments.leaderboard --data-dir DIR --write-docs`
     """
@@ -52,13 +56,18 @@ def main(
         if list_:
             table = [[run.name, f"{run.hours:g}", run.cost, reproduce.state(run, runs), run.title] for run in chosen]
             console.print(report.rich_table("Runs", ["name", "hours", "cost by", "state", "title"], table, text_columns=1))
+            missing = board.unlisted(listed)
+            if missing:
+                console.print(f"in no run: {', '.join(missing)}", soft_wrap=True, markup=False)
         elif changed:
             for line in pages.changed_rows(board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
-        elif count_flops:
+        elif count_flops or new_clients:
             for run in chosen:
-                if (runs / run.name / "run.json").is_file():
+                if count_flops:
                     board.count_flops(run, runs / run.name, data_dir)
+                if new_clients:
+                    newcomers.measure(run, runs / run.name, data_dir)
         elif write_docs:
             for line in pages.write(chosen, listed, runs, data_dir):
                 console.print(line, soft_wrap=True, markup=False)

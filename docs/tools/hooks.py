@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # MkDocs takes them away again when this file has been read
 
 import gallery  # noqa: E402
-from experiments import _board_page  # noqa: E402
 
 import fedjax_meta as fm  # noqa: E402
+from experiments import _board_page  # noqa: E402
 
 PLACE = "<!-- the methods -->"
 """Where docs/methods.md wants the gallery."""

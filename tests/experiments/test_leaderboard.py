@@ -1,4 +1,4 @@
-"""The leaderboard: equal grids for all, raw results as they are in run folders, the page, and rows that code has changed since."""
+"""The leaderboard: equal grids for all, raw results as they are in run folders, the page, rows that code has changed since."""
 
 import json
 import math
@@ -16,6 +16,7 @@ from tests.study.common import Silent, tree
 
 pytest.importorskip("typer", reason="the command line needs typer")
 board = pytest.importorskip("experiments._board", reason="the list needs the experiments' packages")
+newcomers = pytest.importorskip("experiments._board_new")
 pages = pytest.importorskip("experiments._board_page")
 standing = pytest.importorskip("experiments._standing")
 
@@ -35,9 +36,11 @@ def test_every_system_has_a_grid_of_the_same_size(listed):
     assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith("_others")
 
 
-def test_every_method_is_in_the_list():
-    listed = {system.method for one in LISTED for system in one.load().systems.values()}
-    assert listed == set(METHODS)
+def test_methods_that_no_run_has_are_named():
+    known = board.unlisted(LISTED)
+    without = [replace(one, systems=["local_only", "fedavg"]) for one in LISTED if not one.variants]
+    assert set(board.unlisted(without)) == set(METHODS) - {"local_only", "fedavg"}
+    assert len(known) < len(METHODS) / 10  # all but the newest
 
 
 def test_families_share_their_rates():
@@ -173,7 +176,50 @@ def test_a_seed_that_diverged_is_no_number(folder, lines):
 def test_the_committed_page_is_what_the_raw_results_give():
     """`python -m experiments.leaderboard --write-docs` writes it; nobody types its numbers."""
     text = pages.PAGE.read_text(encoding="utf-8")
-    assert text == standing.with_generated(text, pages.page(LISTED, board.read_lines()))
+    assert text == standing.with_generated(text, pages.page(LISTED, board.read_lines(), pages.read_tested()))
+
+
+# New clients.
+
+
+@pytest.fixture(scope="module")
+def tested(folder):
+    listed, root = folder
+    newcomers.measure(listed, root / "digits")
+    return newcomers.read(root / "digits")
+
+
+def test_new_clients_with_all_their_samples_are_those_of_the_run(lines, tested):
+    for line in lines:
+        if line.method:
+            (same,) = [one for one in tested if one[:5] == (line.system, line.seed, 0, "", 0)]
+            assert same.score == pytest.approx(line.new, abs=1e-3)
+
+
+def test_as_many_epochs_as_in_the_run_change_nothing(lines, tested):
+    (same,) = [one for one in tested if one[:2] == ("fedavg_ft", 1) and one.option and one.steps == 5]
+    assert same.option == "finetune_epochs"
+    assert same.score == pytest.approx(of(lines, "fedavg_ft")[0].new, abs=1e-3)
+
+
+def test_fewer_samples_are_the_first_ones(folder):
+    listed, _ = folder
+    new = next(iter(listed.load().scenarios.values())).build().new
+    few = newcomers.fewer(new, 2)
+    assert np.asarray(few.sizes("support")).max() == 2
+    np.testing.assert_array_equal(few.start["support"], new.start["support"])
+    np.testing.assert_array_equal(few.sizes("query"), new.sizes("query"))
+    assert newcomers.fewer(new, 0) is new
+
+
+def test_the_page_has_new_clients_by_samples(folder, lines, tested):
+    listed, _ = folder
+    text = pages.page([listed], {"pairs": lines}, {"pairs": tested})
+    values = [one.score for one in tested if (one.system, one.samples, one.option) == ("fedavg_ft", 2, "")]
+    rows = text.partition("by the number of samples")[2].splitlines()
+    (row,) = [line for line in rows if line.startswith("| fedavg\\_ft |") and "finetune" not in line]
+    headings = next(line for line in rows if line.startswith("| system")).split(" | ")
+    assert row.strip("| ").split(" | ")[headings.index("2")] == f"{np.mean(values):.2f}"
 
 
 # Rows that code has changed.
@@ -243,7 +289,7 @@ def test_a_method_depends_on_its_own_file_alone():
 
 
 def test_a_committed_cell_comes_out_again(tmp_path):
-    """The command of a row gives its numbers: within a client's sample here, bit for bit where versions and processor are the same."""
+    """The command of a row gives its numbers, here up to rounding."""
     lines = board.read_lines()
     if not lines.get("mnist_small"):
         pytest.skip("nothing was run yet")
