@@ -31,8 +31,8 @@ class Line(NamedTuple):
 
     Attributes:
       scenario, system, method, seed: what was run; rows without training have no method.
-      chosen: the point of the grid, as in `lr=0.1`; tried: how many points there were; edge: the numbers that were chosen at the
-        end of theirs.
+      chosen: the point of the grid, as in `lr=0.1`; tried: how many points there were; edge: the numbers of which
+        the least or the largest of at least three values was chosen.
       rounds: of the run.
       known, worst, new: means over known clients, over the tenth of them with the worst scores, and over new clients.
       behind: share of the known clients that do worse than by local training, in percent; of the mean over seeds.
@@ -171,7 +171,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 seed=trial.seed,
                 chosen=" ".join(f"{name}={value:g}" for name, value in trial.numbers.items()),
                 tried=len(points),
-                edge=" ".join(tuning.at_edge(points, trial.numbers)),
+                edge=" ".join(_at_edge(points, trial.numbers)),
                 rounds=trial.rows[-1]["round"],
                 known=float(row.known[number]),
                 worst=float(row.worst[number]),
@@ -191,6 +191,11 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
             )
         )
     return lines
+
+
+def _at_edge(points: Sequence[tuning.Point], chosen: tuning.Point) -> list[str]:
+    """As `tuning.at_edge`, of numbers with at least three values: with two there is nothing but ends."""
+    return [name for name in tuning.at_edge(points, chosen) if len({point[name] for point in points}) > 2]
 
 
 def _kind_fields(kind: report.Kind) -> dict[str, Any]:
