@@ -8,7 +8,7 @@ import ast
 import functools
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,17 @@ _commit = functools.cache(package_commit)
 @functools.cache
 def digests(method: str) -> dict[str, str]:
     """The digests of a method and of the rest, see `made`; 16 hexadecimal digits each."""
-    own = imported([_file(METHODS[method].__module__)])
+    own = imported(_files(METHODS[method]))
     rest = imported([Path(__file__).with_name("run.py")]) - own
     return {"method": _digest(own), "runner": _digest(rest)}
 
 
-def _file(module: str) -> Path:
-    path = sys.modules[module].__file__
-    assert path is not None
-    return Path(path).resolve()
+def _files(function: Callable[..., Any]) -> list[Path]:
+    """The file that a function is from; none for one of a notebook."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    path = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return [] if path is None else [Path(path).resolve()]
 
 
 def imported(first: Iterable[Path]) -> set[Path]:
@@ -93,7 +95,8 @@ def _source(module: str) -> Path | None:
 def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(files):
-        digest.update(f"{path.relative_to(ROOT).as_posix()}\n{_said(path)}\n".encode())
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        digest.update(f"{name}\n{_said(path)}\n".encode())
     return digest.hexdigest()
 
 

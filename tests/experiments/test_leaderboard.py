@@ -1,8 +1,11 @@
 """The leaderboard: equal grids for all, raw results as they are in run folders, the page, rows that code has changed since."""
 
+import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -283,11 +286,29 @@ def test_what_changes_a_digest(copied, name, before, after, same):
 
 
 def test_a_method_depends_on_its_own_file_alone():
-    files = {path.name for path in made.imported([made._file(METHODS["fedrep"].__module__)])}
+    files = {path.name for path in made.imported(made._files(METHODS["fedrep"]))}
     assert "fedrep.py" in files and "local.py" in files
     assert not files & {"fedpac.py", "pfedme.py", "run.py"}
     digests = made.digests("fedrep"), made.digests("fedpac")
     assert digests[0]["method"] != digests[1]["method"]
+
+
+def test_methods_from_elsewhere_have_digests(tmp_path, monkeypatch):
+    """A file of a user's own, an option that is filled in, and a function without a file."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from fedjax_meta.methods.fedavg import fedavg\n\n\ndef mine(task, *, lr=0.1):\n    return fedavg(task, lr=lr)\n"
+    )
+    spec = importlib.util.spec_from_file_location("mine_of_a_test", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mine_of_a_test", module)
+    spec.loader.exec_module(module)
+    assert {path.name for path in made.imported(made._files(partial(module.mine, lr=0.2)))} > {"mine.py", "fedavg.py"}
+    monkeypatch.setitem(METHODS, "mine_of_a_test", module.mine)
+    first = made.digests("mine_of_a_test")
+    assert first["method"] != made.digests("fedavg")["method"]
+    module.mine.__module__ = "no_such_module"
+    assert made._files(module.mine) == []
 
 
 # One cell again.
