@@ -314,6 +314,7 @@ def test_methods_from_elsewhere_have_digests(tmp_path, monkeypatch):
 # One cell again.
 
 
+@pytest.mark.long
 def test_a_committed_cell_comes_out_again(tmp_path):
     """The command of a row gives its numbers, here up to rounding."""
     lines = board.read_lines()
