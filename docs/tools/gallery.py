@@ -31,6 +31,7 @@ class Entry(NamedTuple):
       idea: one or two sentences of its docstrings.
       personal: what stays with a client.
       new_client: what a client does that never took part.
+      statistics: who has the running statistics of batch norms.
       travels: download and upload, in models.
       cost: of a round, in rounds of FedAvg.
       command: how it is run.
@@ -43,6 +44,7 @@ class Entry(NamedTuple):
     idea: str
     personal: str
     new_client: str
+    statistics: str
     travels: str
     cost: str
     command: str
@@ -154,6 +156,16 @@ def new_client(name: str) -> str:
     return "It starts from the server's model and does on its support set what the method's test does."
 
 
+def statistics(name: str) -> str:
+    """Who has the running statistics of batch norms."""
+    try:
+        roles = fm.METHODS[name](_networks()[1]).roles
+    except ValueError:
+        return "models with batch norms are refused"
+    found = {role for path, role in jax.tree_util.tree_leaves_with_path(roles) if "batch_stats" in masks.path_names(path)}
+    return "a client's own" if found == {masks.Role.PERSONAL} else "averaged"
+
+
 def travels(name: str) -> str:
     """Download and upload of a round, in models of FedAvg."""
     task, method = _built(name)
@@ -234,6 +246,7 @@ def entry(name: str) -> Entry:
         idea(name),
         personal(name),
         new_client(name),
+        statistics(name),
         travels(name),
         cost(name),
         command(name),
@@ -259,6 +272,7 @@ def page() -> str:
             ("Paper", e.paper),
             ("Personal", e.personal),
             ("A new client", e.new_client),
+            ("Running statistics", e.statistics),
             ("Travels", e.travels),
             ("Cost of a round", e.cost),
             ("Run it", e.command),
