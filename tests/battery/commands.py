@@ -140,11 +140,11 @@ CALLS = [
     ("mamlpp(step_weights=anealed)", "step_weights='anealed' is unknown (did you mean 'annealed'?)"),
     ("mamlpp(step_weights=annealed)", "step_weights annealed needs rounds"),
     (
-        "fedavg(cohort_size=1, schedule={name: fedasync, seconds: [1, 9], rounds: 30, concurrency: 2, most_stale: 3})",
+        "fedavg(cohort_size=1, schedule={name: fedasync, most_stale: 3, seconds: [1, 9], rounds: 30, concurrency: 2})",
         "most_stale=3 is too few: an update of round",
     ),
     (
-        "fedavg(cohort_size=1, schedule={name: fedasync, seconds: [1, 9], rounds: 30, concurrency: 2, most_stale: 30})",
+        "fedavg(cohort_size=1, schedule={name: fedasync, most_stale: 30, seconds: [1, 9], rounds: 30, concurrency: 2})",
         "fedasync was made for N=2 clients and a buffer of 1, but there are N=8",
     ),
 ]  # fmt: skip
