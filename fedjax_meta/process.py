@@ -1,6 +1,7 @@
 """What a command-line program needs around its work: signals, errors in one line, and its own command."""
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -50,7 +51,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     Ctrl-C (SIGINT) and SIGTERM end with one line and exit code 130 or 143.
     """
     try:
-        with signals(_interrupt):
+        with signals(_interrupt), _nothing_swallows_interrupts():
             yield
     except (Stopped, KeyboardInterrupt) as stop:
         # Lines of their own would break a path that is longer than the terminal is wide.
@@ -82,6 +83,25 @@ def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 def _interrupt(number: int, _: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def _nothing_swallows_interrupts() -> Iterator[None]:
+    """Sends a signal again if its exception was raised where Python drops exceptions: in a callback of the garbage collector,
+    of which JAX has one, or in a destructor."""
+    before = sys.unraisablehook
+
+    def again(dropped: Any) -> None:
+        if not isinstance(dropped.exc_value, Interrupted):
+            return before(dropped)
+        # Raised here, it would be dropped again.
+        threading.Timer(0.1, os.kill, (os.getpid(), dropped.exc_value.number)).start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def command_line(folder: Path) -> str:

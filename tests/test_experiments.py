@@ -1,13 +1,16 @@
 """The programs of the experiments as a user starts them: help, errors in one line, a full disk, ignored signals."""
 
+import gc
 import importlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import jax
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from fedjax_meta import process
@@ -119,3 +122,19 @@ def test_signals_that_were_ignored_stay_so():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_arrives_in_the_garbage_collector_ends_the_program(capsys):
+    """Python drops an exception that is raised there."""
+
+    def on_collection(phase, info):
+        if on_collection in gc.callbacks:
+            gc.callbacks.remove(on_collection)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(typer.Exit) as stop, process.one_line_errors(debug=False):
+        gc.callbacks.append(on_collection)
+        gc.collect()
+        time.sleep(60)
+    assert stop.value.exit_code == 128 + signal.SIGTERM
+    assert "stopped; everything that was saved is still there" in capsys.readouterr().err
