@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from experiments import _user_accuracy as users
 from fedjax_meta import report
 from fedjax_meta.study import Study, load
 from fedjax_meta.study import folder as folders
@@ -44,6 +45,7 @@ class Claim(NamedTuple):
       says: in words.
       systems: names in the study, the best first.
       scenarios: on which it is said.
+      clients, score: of a test; or a score of user accuracy, "user_accuracy" or "rounds to 95".
     """
 
     says: str
@@ -67,6 +69,7 @@ class Run:
       causes: by system, why a published number is not reproduced.
       notes: sentences below the tables.
       claims: orders that the paper asserts.
+      targets: user accuracies in percent to which rounds are counted.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Run:
     causes: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     claims: list[Claim] = dataclasses.field(default_factory=list)
+    targets: list[float] = dataclasses.field(default_factory=list)
 
     def arguments(self) -> list[str]:
         """What follows `fedjax-meta run`, without folders."""
@@ -141,7 +145,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
                 continue
             if wanted["systems"][system] != made["systems"].get(system):
                 raise ValueError(f"{folder} holds another study than {run.name} of the list: system {system} differs")
-            row, spent = _row(path, _orders(study, scenario))
+            row, spent = _row(path, _orders(study, scenario), run.targets)
             rows.append({"scenario": scenario, "system": system, **row})
             seconds += spent
     return {
@@ -164,7 +168,7 @@ def _orders(study: Study, scenario: str) -> int:
     return given if isinstance(given, int) else len(given)
 
 
-def _row(path: Path, orders: int) -> tuple[dict[str, Any], float]:
+def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, Any], float]:
     """(the scores of a system in percent, seconds of all its trials)."""
     trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
     spent = sum(row["seconds"] + row["compile_seconds"] for trial in trials for row in trial["rows"])
@@ -176,6 +180,8 @@ def _row(path: Path, orders: int) -> tuple[dict[str, Any], float]:
         spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
     trials = sorted(trials, key=lambda trial: trial["seed"])
     row: dict[str, Any] = {"chosen": trials[0]["numbers"], "points": len(points)}
+    if watched := users.extract(trials, targets):
+        row["users"] = watched
     for clients in ("known", "new"):
         tests = [trial["rows"][-1]["tests"].get(clients) for trial in trials]
         if tests[0] is None:
@@ -347,6 +353,7 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
         lines += [f"### {_where(study, scenario, clients)}", "", *table, ""]
         shown |= {(scenario, clients, system) for system in numbers}
     lines += _others(study, rows, shown)
+    lines += _users(study, rows)
     for claim in run.claims:
         for scenario in claim.scenarios:
             sentence, word = _claim(claim, scenario, rows)
@@ -446,15 +453,33 @@ def _others(
     return lines
 
 
+def _users(study: Study, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
+    """Tables of user accuracy, where it was recorded."""
+    lines = []
+    for scenario in study.scenarios:
+        of_systems = {name: rows.get((scenario, name), {}).get("users") for name in study.systems_on(scenario)}
+        watched = [(study.title_of(name), scores) for name, scores in of_systems.items() if scores]
+        if watched:
+            lines += [f"### {scenario}, user accuracy", "", report.markdown_table(*users.table(watched)), ""]
+    return lines
+
+
 def _claim(claim: Claim, scenario: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> tuple[str, str]:
     """(the numbers in words, the verdict)."""
     if any((scenario, system) not in rows for system in claim.systems):
         return "", UNRUN
-    found = [measured(rows[scenario, system], claim.clients, claim.score) for system in claim.systems]
-    sentence = f" ({', '.join(f'{system} {value}' for system, value in zip(claim.systems, found, strict=True))})"
-    if all(first.mean > second.mean for first, second in itertools.pairwise(found)):
+    found = [_claimed(rows[scenario, system], claim) for system in claim.systems]
+    sentence = f" ({', '.join(f'{system} {one.words}' for system, one in zip(claim.systems, found, strict=True))})"
+    if all(first.rank > second.rank for first, second in itertools.pairwise(found)):
         return sentence, ORDER
     return sentence, NOT
+
+
+def _claimed(row: Mapping[str, Any], claim: Claim) -> users.Claimed:
+    if claim.score not in SCORES:
+        return users.claimed(row["users"], claim.score)
+    found = measured(row, claim.clients, claim.score)
+    return users.Claimed(found.mean, str(found))
 
 
 def with_generated(text: str, generated: str) -> str:
