@@ -28,9 +28,7 @@ def extract(trials: Sequence[Mapping[str, Any]], targets: Sequence[float]) -> di
     if not all(curve.size for curve in curves):
         return {}
     last = [trial["rows"][-1]["train"] for trial in trials]
-    found: dict[str, list[float | None]] = {
-        name: [_percent(train[name][-1]) for train in last] for name in (LAST, DEVIATION)
-    }
+    found: dict[str, list[float | None]] = {name: [_percent(train[name][-1]) for train in last] for name in (LAST, DEVIATION)}
     for target in targets:
         hits = [np.flatnonzero(100 * curve >= target) for curve in curves]
         found[f"{ROUNDS}{target:g}"] = [int(hit[0]) + 1 if hit.size else None for hit in hits]
