@@ -264,7 +264,9 @@ def curves(
 
     `python -m experiments.mtfl_tables curves runs/mtfl`
 
-    `fedjax-meta run mtfl --variant curves --out runs/curves && python -m experiments.mtfl_tables curves runs/curves`
+    `python -m experiments.mtfl_tables curves runs/curves`
+
+    `fedjax-meta run mtfl --variant curves --out runs/curves` makes such a run.
 
     The loss is that of the samples on which the round's clients train, mean over their steps; user accuracy and its variance are
     of their own test samples before they train.
