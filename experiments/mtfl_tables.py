@@ -3,6 +3,7 @@
 `python -m experiments.mtfl_tables --help` says what is made.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,6 +17,7 @@ from experiments import _mtfl_shift
 from fedjax_meta import checks, costs, metrics, models, process, report
 from fedjax_meta.study import Study, compare, load
 from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import Trial
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
@@ -94,7 +96,11 @@ def cost(study: Study, name: str, clients: Clients) -> tuple[costs.Traffic, cost
     Raises:
       ValueError: a method of which it is not known how many gradients a round takes.
     """
-    system = study.system(name, next(iter(study.scenarios)))
+    return cost_of(study.system(name, next(iter(study.scenarios))), name, clients)
+
+
+def cost_of(system: System, name: str, clients: Clients) -> tuple[costs.Traffic, costs.RoundTime]:
+    """`cost` of a system by itself."""
     checks.one_of("method with a known number of local steps", system.method, STEPS)
     algorithm = system.build(clients)
     steps = algorithm.config[STEPS[system.method]]
@@ -324,13 +330,15 @@ def testbed(
         (place,) = study.scenarios.values()
         clients = place.build(data_dir)
         headings = ["system", "MB down", "MB up", "seconds a round", "download %", "train %", "upload %", "aggregate %"]
+        fl = study.system("fedavg-FL", next(iter(study.scenarios)))
+        # A client that keeps all of its model sends nothing: independent learning.
+        alone = dataclasses.replace(fl, options={**fl.options, "private": "all"})
+        found = {"Independent": cost_of(alone, "independent", clients)}
+        found |= {study.title_of(name): cost(study, name, clients) for name in study.systems}
         lines = []
-        for name in study.systems:
-            traffic, time = cost(study, name, clients)
+        for title, (traffic, time) in found.items():
             shares = [f"{100 * share:.1f}" for share in time.shares.values()]
-            lines.append(
-                [study.title_of(name), f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares]
-            )
+            lines.append([title, f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares])
         process.console.print(report.rich_table(clients.title, headings, lines))
         process.console.print(TESTBED, style="dim", markup=False)
 

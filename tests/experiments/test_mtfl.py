@@ -1,6 +1,7 @@
 """The studies of MTFL: tests after local training, what is private, the table of rounds to a target, and inequality (10)."""
 
 import csv
+import re
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,10 @@ def test_the_testbed_has_a_row_for_each_system():
     shown = testing.CliRunner().invoke(tables.app, ["testbed", "--variant", "quick"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("MTFL both") == 3 and "Modelled, not measured" in shown.output
+    rows = [re.split(r"\s{2,}", line.strip()) for line in shown.output.splitlines()]
+    (alone,) = [cells[1:] for cells in rows if cells[0] == "Independent"]
+    # It sends nothing and only trains.
+    assert alone[:2] == ["0.00", "0.00"] and [float(cell) for cell in alone[3:]] == [0.0, 100.0, 0.0, 0.0]
 
 
 def test_options_for_tests_belong_to_the_method():
