@@ -120,8 +120,9 @@ def test_the_curves_are_those_of_the_rounds(finished):
         (title, str(number)) for title in ("FL, FedAvg", "MTFL both, FedAvg") for number in (1, 2)
     ]
     for number, line in enumerate(lines[2:]):
-        train = outcomes["fedavg-MTFL_both"].final[0].rows[0]["train"]
-        wanted = [train["loss"][number], 100 * train["user_accuracy"][number], (100 * train["user_accuracy_std"][number]) ** 2]
+        train = outcomes["fedavg-MTFL_both"].final[0].rows[number]["train"]
+        ((loss,), (mean,), (deviation,)) = (train[name] for name in ("loss", "user_accuracy", "user_accuracy_std"))
+        wanted = [loss, 100 * mean, (100 * deviation) ** 2]
         np.testing.assert_allclose([float(line[name]) for name in tables.CURVES], wanted, rtol=1e-5)
     assert (folder / "curves.png").stat().st_size > 5000
 
