@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import yaml
 
 from experiments import _user_accuracy as users
+from experiments._verdicts import NOT, ORDER, UNRUN, WITHIN, measured, verdicts
 from fedjax_meta import report
 from fedjax_meta.study import Study, load
 from fedjax_meta.study import folder as folders
@@ -35,7 +35,6 @@ HEADINGS = {
     "f1_mean": "F1",
     "f1_std": "deviation of F1",
 }
-WITHIN, ORDER, NOT, UNRUN = "within the spread", "in order", "not reproduced", "not run"
 
 
 class Claim(NamedTuple):
@@ -217,81 +216,6 @@ def write_extract(found: Mapping[str, Any], path: Path) -> None:
 def read_extracts(folder: Path = EXTRACTS) -> dict[str, dict[str, Any]]:
     """Extracts by the name of their run."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-
-
-# Verdicts.
-
-
-class Measured(NamedTuple):
-    """A score over seeds, in percent.
-
-    Attributes:
-      mean: over seeds, and over orders of the labels for new clients.
-      seeds: sample deviation over seeds; NaN for one.
-      orders: sample deviation over orders of the means over seeds; NaN for one.
-    """
-
-    mean: float
-    seeds: float
-    orders: float
-
-    @property
-    def spread(self) -> float:
-        """Deviation of one run with one order; NaN where nothing is known of it."""
-        known = [value for value in (self.seeds, self.orders) if not math.isnan(value)]
-        return math.hypot(*known) if known else math.nan
-
-    def __str__(self) -> str:
-        if math.isnan(self.mean):
-            return "diverged"
-        parts = [f"{self.mean:.2f}", *(f"±{value:.2f}" for value in (self.seeds, self.orders) if not math.isnan(value))]
-        return " ".join(parts)
-
-
-def measured(row: Mapping[str, Any], clients: str, score: str) -> Measured:
-    """A score of an extract's row."""
-    over = [row[clients][score], row.get("orders", {}).get(score, [None]) if clients == "new" else [None]]
-    seeds, orders = (np.array([math.nan if value is None else value for value in values], float) for values in over)
-    return Measured(float(seeds.mean()), _deviation(seeds), _deviation(orders))
-
-
-def _deviation(values: np.ndarray) -> float:
-    return float(np.std(values, ddof=1)) if values.size > 1 else math.nan
-
-
-def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> dict[str, str]:
-    """What stands of each published number of one table.
-
-    Args:
-      published: by system.
-      found: by system, of those that were run.
-
-    Returns:
-      By system: `WITHIN` if the published number is within two deviations of one run; else `ORDER` if each other system that
-      was run stands on the published side of this one; else `NOT`. Published numbers that are closer to each other than two
-      deviations have no order. `UNRUN` if it was not run.
-    """
-    told = {}
-    for system, value in published.items():
-        if system not in found:
-            told[system] = UNRUN
-            continue
-        mine = found[system]
-        if abs(mine.mean - value) <= 2 * mine.spread:
-            told[system] = WITHIN
-            continue
-        others = [other for other in published if other in found and other != system]
-        kept = all(
-            abs(value - published[other]) <= 2 * math.hypot(_or_0(mine.spread), _or_0(found[other].spread))
-            or (value - published[other]) * (mine.mean - found[other].mean) > 0
-            for other in others
-        )
-        told[system] = ORDER if kept and others and not math.isnan(mine.mean) else NOT
-    return told
-
-
-def _or_0(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
 
 
 # The page.

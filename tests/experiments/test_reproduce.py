@@ -17,6 +17,7 @@ testing = pytest.importorskip("typer.testing", reason="the command line needs ty
 reproduce = pytest.importorskip("experiments.reproduce", reason="the command line needs typer, rich and matplotlib")
 standing = pytest.importorskip("experiments._standing")
 users = pytest.importorskip("experiments._user_accuracy")
+verdicts = pytest.importorskip("experiments._verdicts")
 published_cohorts = pytest.importorskip("experiments.published_cohorts")
 
 LISTED = standing.read_list()
@@ -132,7 +133,7 @@ def test_scores_of_orders_are_those_of_each_part():
 
 
 def measured(mean, seeds=math.nan, orders=math.nan):
-    return standing.Measured(mean, seeds, orders)
+    return verdicts.Measured(mean, seeds, orders)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +149,12 @@ def measured(mean, seeds=math.nan, orders=math.nan):
     ],
 )
 def test_verdicts(found, wanted):
-    assert standing.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
+    assert verdicts.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
 
 
 def test_the_spread_joins_seeds_and_orders():
     row = {"new": {"accuracy": [90.0, 92.0]}, "orders": {"accuracy": [88.0, 91.0, 94.0]}}
-    found = standing.measured(row, "new", "accuracy")
+    found = verdicts.measured(row, "new", "accuracy")
     assert found == (91.0, pytest.approx(2**0.5), pytest.approx(3.0))
     assert found.spread == pytest.approx(11**0.5) and str(found) == "91.00 ±1.41 ±3.00"
 
