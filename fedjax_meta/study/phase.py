@@ -465,7 +465,9 @@ def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
     content = json.loads(path.read_text(encoding="utf-8"))
     odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
     if odd is not None:
-        raise ValueError(f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now")
+        raise ValueError(
+            f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now; give another folder"
+        )
     # A run of other rounds is continued from its last state.
     same = content["rounds"] == phase.rounds
     return {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()} if same else {}

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks, measures
+from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import files, flags, parts, targets
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
@@ -191,7 +192,7 @@ class Study:
     def _check_goal(self) -> None:
         if isinstance(self.stop_at, bool) or not isinstance(self.stop_at, (str, int, float, type(None))):
             raise ValueError(f"stop_at={self.stop_at!r} must be a number, or SCORE=NUMBER, e.g. 80 or rmse=0.9")
-        if self.goal is not None and self.goal.name == targets.USER_ACCURACY:
+        if self.goal is not None and self.goal.name == USER_ACCURACY:
             for name in self.systems:
                 if self.user_accuracy_of(name) is None:
                     raise ValueError(f"stop_at={self.stop_at!r} needs user_accuracy, which is not recorded of {name}")

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_meta import checks, report
+from fedjax_meta.report.frames import USER_ACCURACY
 
-USER_ACCURACY = "user_accuracy"
 _KNOWN = "known"
 
 
