@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from experiments import _user_accuracy as users
+from experiments._verdicts import NOT, ORDER, UNRUN, WITHIN, measured, verdicts
 from fedjax_meta import report
 from fedjax_meta.study import Study, load
 from fedjax_meta.study import folder as folders
@@ -34,7 +35,6 @@ HEADINGS = {
     "f1_mean": "F1",
     "f1_std": "deviation of F1",
 }
-WITHIN, ORDER, NOT, UNRUN = "within the spread", "in order", "not reproduced", "not run"
 
 
 class Claim(NamedTuple):
@@ -44,6 +44,7 @@ class Claim(NamedTuple):
       says: in words.
       systems: names in the study, the best first.
       scenarios: on which it is said.
+      clients, score: of a test; or a score of user accuracy, "user_accuracy" or "rounds to 95".
     """
 
     says: str
@@ -67,6 +68,7 @@ class Run:
       causes: by system, why a published number is not reproduced.
       notes: sentences below the tables.
       claims: orders that the paper asserts.
+      targets: user accuracies in percent to which rounds are counted.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Run:
     causes: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     claims: list[Claim] = dataclasses.field(default_factory=list)
+    targets: list[float] = dataclasses.field(default_factory=list)
 
     def arguments(self) -> list[str]:
         """What follows `fedjax-meta run`, without folders."""
@@ -135,7 +138,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
             path = folder / "results" / scenario / f"{system}.final.json"
             if not path.is_file():
                 continue
-            row, spent = _row(path, _orders(study, scenario))
+            row, spent = _row(path, _orders(study, scenario), run.targets)
             rows.append({"scenario": scenario, "system": system, **row})
             seconds += spent
     return {
@@ -173,7 +176,7 @@ def _orders(study: Study, scenario: str) -> int:
     return given if isinstance(given, int) else len(given)
 
 
-def _row(path: Path, orders: int) -> tuple[dict[str, Any], float]:
+def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, Any], float]:
     """(the scores of a system in percent, seconds of all its trials)."""
     trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
     spent = sum(row["seconds"] + row["compile_seconds"] for trial in trials for row in trial["rows"])
@@ -185,6 +188,8 @@ def _row(path: Path, orders: int) -> tuple[dict[str, Any], float]:
         spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
     trials = sorted(trials, key=lambda trial: trial["seed"])
     row: dict[str, Any] = {"chosen": trials[0]["numbers"], "points": len(points)}
+    if watched := users.extract(trials, targets):
+        row["users"] = watched
     for clients in ("known", "new"):
         tests = [trial["rows"][-1]["tests"].get(clients) for trial in trials]
         if tests[0] is None:
@@ -220,81 +225,6 @@ def write_extract(found: Mapping[str, Any], path: Path) -> None:
 def read_extracts(folder: Path = EXTRACTS) -> dict[str, dict[str, Any]]:
     """Extracts by the name of their run."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-
-
-# Verdicts.
-
-
-class Measured(NamedTuple):
-    """A score over seeds, in percent.
-
-    Attributes:
-      mean: over seeds, and over orders of the labels for new clients.
-      seeds: sample deviation over seeds; NaN for one.
-      orders: sample deviation over orders of the means over seeds; NaN for one.
-    """
-
-    mean: float
-    seeds: float
-    orders: float
-
-    @property
-    def spread(self) -> float:
-        """Deviation of one run with one order; NaN where nothing is known of it."""
-        known = [value for value in (self.seeds, self.orders) if not math.isnan(value)]
-        return math.hypot(*known) if known else math.nan
-
-    def __str__(self) -> str:
-        if math.isnan(self.mean):
-            return "diverged"
-        parts = [f"{self.mean:.2f}", *(f"±{value:.2f}" for value in (self.seeds, self.orders) if not math.isnan(value))]
-        return " ".join(parts)
-
-
-def measured(row: Mapping[str, Any], clients: str, score: str) -> Measured:
-    """A score of an extract's row."""
-    over = [row[clients][score], row.get("orders", {}).get(score, [None]) if clients == "new" else [None]]
-    seeds, orders = (np.array([math.nan if value is None else value for value in values], float) for values in over)
-    return Measured(float(seeds.mean()), _deviation(seeds), _deviation(orders))
-
-
-def _deviation(values: np.ndarray) -> float:
-    return float(np.std(values, ddof=1)) if values.size > 1 else math.nan
-
-
-def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> dict[str, str]:
-    """What stands of each published number of one table.
-
-    Args:
-      published: by system.
-      found: by system, of those that were run.
-
-    Returns:
-      By system: `WITHIN` if the published number is within two deviations of one run; else `ORDER` if each other system that
-      was run stands on the published side of this one; else `NOT`. Published numbers that are closer to each other than two
-      deviations have no order. `UNRUN` if it was not run.
-    """
-    told = {}
-    for system, value in published.items():
-        if system not in found:
-            told[system] = UNRUN
-            continue
-        mine = found[system]
-        if abs(mine.mean - value) <= 2 * mine.spread:
-            told[system] = WITHIN
-            continue
-        others = [other for other in published if other in found and other != system]
-        kept = all(
-            abs(value - published[other]) <= 2 * math.hypot(_or_0(mine.spread), _or_0(found[other].spread))
-            or (value - published[other]) * (mine.mean - found[other].mean) > 0
-            for other in others
-        )
-        told[system] = ORDER if kept and others and not math.isnan(mine.mean) else NOT
-    return told
-
-
-def _or_0(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
 
 
 # The page.
@@ -356,6 +286,7 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
         lines += [f"### {_where(study, scenario, clients)}", "", *table, ""]
         shown |= {(scenario, clients, system) for system in numbers}
     lines += _others(study, rows, shown)
+    lines += _users(study, rows)
     for claim in run.claims:
         for scenario in claim.scenarios:
             sentence, word = _claim(claim, scenario, rows)
@@ -455,15 +386,33 @@ def _others(
     return lines
 
 
+def _users(study: Study, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
+    """Tables of user accuracy, where it was recorded."""
+    lines = []
+    for scenario in study.scenarios:
+        of_systems = {name: rows.get((scenario, name), {}).get("users") for name in study.systems_on(scenario)}
+        watched = [(study.title_of(name), scores) for name, scores in of_systems.items() if scores]
+        if watched:
+            lines += [f"### {scenario}, user accuracy", "", report.markdown_table(*users.table(watched)), ""]
+    return lines
+
+
 def _claim(claim: Claim, scenario: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> tuple[str, str]:
     """(the numbers in words, the verdict)."""
     if any((scenario, system) not in rows for system in claim.systems):
         return "", UNRUN
-    found = [measured(rows[scenario, system], claim.clients, claim.score) for system in claim.systems]
-    sentence = f" ({', '.join(f'{system} {value}' for system, value in zip(claim.systems, found, strict=True))})"
-    if all(first.mean > second.mean for first, second in itertools.pairwise(found)):
+    found = [_claimed(rows[scenario, system], claim) for system in claim.systems]
+    sentence = f" ({', '.join(f'{system} {one.words}' for system, one in zip(claim.systems, found, strict=True))})"
+    if all(first.rank > second.rank for first, second in itertools.pairwise(found)):
         return sentence, ORDER
     return sentence, NOT
+
+
+def _claimed(row: Mapping[str, Any], claim: Claim) -> users.Claimed:
+    if claim.score not in SCORES:
+        return users.claimed(row["users"], claim.score)
+    found = measured(row, claim.clients, claim.score)
+    return users.Claimed(found.mean, str(found))
 
 
 def with_generated(text: str, generated: str) -> str:

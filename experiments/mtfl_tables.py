@@ -3,6 +3,7 @@
 `python -m experiments.mtfl_tables --help` says what is made.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,6 +17,7 @@ from experiments import _mtfl_shift
 from fedjax_meta import checks, costs, metrics, models, process, report
 from fedjax_meta.study import Study, compare, load
 from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import Trial
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
@@ -33,6 +35,17 @@ DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datase
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
+TRAINED = ("loss", "user_accuracy", "user_accuracy_std")
+"""What each round of a run says of its cohort."""
+
+CURVES = {
+    "loss": "training loss of the cohort",
+    "user_accuracy": "user accuracy before training, %",
+    "variance": "variance of user accuracy over the cohort, %²",
+}
+"""The curves of `curves_of`, in words."""
+
+
 class Row(NamedTuple):
     """A system's results.
 
@@ -43,6 +56,7 @@ class Row(NamedTuple):
       trained: mean accuracy over clients after local training, mean over seeds.
       traffic: bytes that a client sends and receives in a round.
       time: a round on the modelled testbed.
+      ends: rounds of each seed; all of them when not given.
     """
 
     title: str
@@ -51,6 +65,13 @@ class Row(NamedTuple):
     trained: float
     traffic: costs.Traffic
     time: costs.RoundTime
+    ends: Sequence[int] = ()
+
+    @property
+    def last(self) -> np.ndarray:
+        """User accuracy in the last round of each seed `[seeds]`."""
+        ends = self.ends or [self.user_accuracy.shape[1]] * len(self.user_accuracy)
+        return self.user_accuracy[np.arange(len(ends)), np.array(ends) - 1]
 
 
 def row(title: str, trials: Sequence[Trial], traffic: costs.Traffic, time: costs.RoundTime) -> Row:
@@ -66,7 +87,7 @@ def row(title: str, trials: Sequence[Trial], traffic: costs.Traffic, time: costs
     last = [trial.rows[-1] for trial in trials]
     spread = float(np.mean([one["train"]["user_accuracy_std"][-1] for one in last]))
     trained = float(np.mean([one["tests"]["known"]["scores"]["accuracy_mean"] for one in last]))
-    return Row(title, curves, spread, trained, traffic, time)
+    return Row(title, curves, spread, trained, traffic, time, [len(line) for line in lines])
 
 
 def cost(study: Study, name: str, clients: Clients) -> tuple[costs.Traffic, costs.RoundTime]:
@@ -75,7 +96,11 @@ def cost(study: Study, name: str, clients: Clients) -> tuple[costs.Traffic, cost
     Raises:
       ValueError: a method of which it is not known how many gradients a round takes.
     """
-    system = study.system(name, next(iter(study.scenarios)))
+    return cost_of(study.system(name, next(iter(study.scenarios))), name, clients)
+
+
+def cost_of(system: System, name: str, clients: Clients) -> tuple[costs.Traffic, costs.RoundTime]:
+    """`cost` of a system by itself."""
     checks.one_of("method with a known number of local steps", system.method, STEPS)
     algorithm = system.build(clients)
     steps = algorithm.config[STEPS[system.method]]
@@ -136,7 +161,7 @@ def table(rows: Mapping[str, Row], targets: Sequence[float]) -> tuple[list[str],
                     "" if other == name else factor(metrics.rounds_to_target(rows[other].user_accuracy, target), reached)
                 )
         minutes = reached.mean * one.time.total / 60
-        line += [f"{100 * value:.2f}" for value in (one.user_accuracy[:, -1].mean(), one.user_accuracy.max(1).mean())]
+        line += [f"{100 * value:.2f}" for value in (one.last.mean(), np.nanmax(one.user_accuracy, 1).mean())]
         line += [f"{100 * one.spread:.2f}", f"{100 * one.trained:.2f}", f"{sum(one.traffic) / 1e6:.2f}"]
         lines.append([*line, f"{minutes:.1f}" if np.isfinite(minutes) else "never"])
     return headings, lines
@@ -223,6 +248,71 @@ def draw(path: Path, title: str, rows: Mapping[str, Row], goals: Sequence[float]
     figure.savefig(path, dpi=130)
 
 
+def curves_of(trial: Trial) -> dict[str, np.ndarray]:
+    """The curves of a run over its rounds, each `[R]`; see `CURVES`.
+
+    Raises:
+      ValueError: it has no user accuracy.
+    """
+    train = {name: np.array([v for row in trial.rows for v in row["train"].get(name, ())], float) for name in TRAINED}
+    if not train["user_accuracy"].size:
+        raise ValueError("the run recorded no user accuracy: give the study user_accuracy")
+    loss, mean, deviation = (train[name] for name in TRAINED)
+    return {"loss": loss, "user_accuracy": 100 * mean, "variance": (100 * deviation) ** 2}
+
+
+@app.command()
+def curves(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `mtfl` or `mtfl_figure5`.")],
+    debug: DebugOption = False,
+) -> None:
+    """Training loss, user accuracy and its variance over the rounds of a run; writes RUN/curves.csv and RUN/curves.png.
+
+    `python -m experiments.mtfl_tables curves runs/mtfl`
+
+    `python -m experiments.mtfl_tables curves runs/curves`
+
+    `fedjax-meta run mtfl --variant curves --out runs/curves` makes such a run.
+
+    The loss is that of the samples on which the round's clients train, mean over their steps; user accuracy and its variance are
+    of their own test samples before they train.
+    """
+    with process.one_line_errors(debug):
+        study, found = load(run / "study.yaml"), compare.finished([run])
+        of_systems = {one.title: [curves_of(trial) for trial in one.trials] for one in found}
+        lines = ["system,seed,round," + ",".join(CURVES)]
+        for one in found:
+            for trial, drawn in zip(one.trials, of_systems[one.title], strict=True):
+                lines += [
+                    f'"{one.title}",{trial.seed},{number},' + ",".join(f"{value:g}" for value in values)
+                    for number, values in enumerate(zip(*drawn.values(), strict=True), 1)
+                ]
+        (run / "curves.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        draw_curves(run / "curves.png", study.title, of_systems)
+        process.console.print(f"curves: {run / 'curves.csv'} and curves.png", soft_wrap=True, markup=False)
+
+
+def draw_curves(path: Path, title: str, of_systems: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> None:
+    """One axis for each of `CURVES`; a line for each system, its mean over the seeds that are still training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 5.5), layout="constrained")
+    axes = figure.subplots(1, len(CURVES))
+    for axis, (name, label) in zip(axes, CURVES.items(), strict=True):
+        for number, (system, seeds) in enumerate(of_systems.items()):
+            rounds = max(one[name].size for one in seeds)
+            padded = np.array([np.pad(one[name], (0, rounds - one[name].size), constant_values=np.nan) for one in seeds])
+            color = report.COLORS[number % len(report.COLORS)]
+            axis.plot(np.arange(1, rounds + 1), np.nanmean(padded, 0), color=color, label=system, linewidth=1.2)
+        axis.set(xlabel="round", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set_yscale("log")
+    axes[2].set_yscale("log")
+    axes[1].legend(fontsize=8, loc="lower right")
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+
+
 @app.command()
 def testbed(
     variant: Annotated[list[str] | None, typer.Option("--variant", help="Of the study `mtfl`; may be repeated.")] = None,
@@ -240,13 +330,15 @@ def testbed(
         (place,) = study.scenarios.values()
         clients = place.build(data_dir)
         headings = ["system", "MB down", "MB up", "seconds a round", "download %", "train %", "upload %", "aggregate %"]
+        fl = study.system("fedavg-FL", next(iter(study.scenarios)))
+        # A client that keeps all of its model sends nothing: independent learning.
+        alone = dataclasses.replace(fl, options={**fl.options, "private": "all"})
+        found = {"Independent": cost_of(alone, "independent", clients)}
+        found |= {study.title_of(name): cost(study, name, clients) for name in study.systems}
         lines = []
-        for name in study.systems:
-            traffic, time = cost(study, name, clients)
+        for title, (traffic, time) in found.items():
             shares = [f"{100 * share:.1f}" for share in time.shares.values()]
-            lines.append(
-                [study.title_of(name), f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares]
-            )
+            lines.append([title, f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares])
         process.console.print(report.rich_table(clients.title, headings, lines))
         process.console.print(TESTBED, style="dim", markup=False)
 

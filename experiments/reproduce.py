@@ -51,8 +51,10 @@ def main(
             for line in write(chosen, write_docs):
                 console.print(line, soft_wrap=True, markup=False)
         elif list_:
-            table = [[run.name, f"{run.hours:g}", state(run, runs), run.title] for run in chosen]
-            console.print(report.rich_table("Runs", ["name", "hours", "state", "title"], table, text_columns=1))
+            took = {name: f"{found['hours']:.2f}" for name, found in standing.read_extracts().items()}
+            table = [[run.name, f"{run.hours:g}", took.get(run.name, ""), state(run, runs), run.title] for run in chosen]
+            headings = ["name", "hours", "measured so far", "state", "title"]
+            console.print(report.rich_table("Runs", headings, table, text_columns=1))
         else:
             raise typer.Exit(run_all(chosen, runs, data_dir, hours))
 

@@ -17,7 +17,20 @@ from fedjax_meta import __version__, checks, costs, escape, export, loggers, rep
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import catalogue, comparison, draws, estimate, files, flags, page, presets, results, short, summary
+from fedjax_meta.study import (
+    catalogue,
+    comparison,
+    draws,
+    estimate,
+    files,
+    flags,
+    page,
+    presets,
+    results,
+    short,
+    summary,
+    targets,
+)
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
@@ -260,7 +273,7 @@ def compare(
     with one_line_errors(debug):
         for path in out or ():
             comparison.check_path(path)
-        goal = None if target is None else comparing.target(target)
+        goal = None if target is None else targets.target(target)
         groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
         for rows in groups:
             for table in comparison.tables(rows, target=goal):

@@ -116,26 +116,42 @@ SMALL = {
 BECAUSE = '{ file = "fedjax_meta/size.py", old = "OLD", new = ["NEW"], because = "both branches are 0" }'
 
 
+def written(folder, **changes):
+    for name, text in {**SMALL, **changes}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name in ("__init__", "__main__", "mutants", "trial"):
+        (folder / f"tests/mutation/{name}.py").write_text((PROJECT / f"tests/mutation/{name}.py").read_text())
+
+
+def command(folder, sample):
+    words = [sys.executable, "-m", "tests.mutation", "--sample", str(sample), "--out", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_test_that_fails_without_an_error_ends_the_run(tmp_path):
+    broken = SMALL["tests/test_size.py"].replace("== 6", "== 7")
+    written(tmp_path, **{"tests/test_size.py": broken, "tests/mutation/explained.toml": ""})
+    done = command(tmp_path, 1)
+    assert done.returncode == 1 and "the tests of fedjax_meta/size.py fail, or are slow, without an error in it" in done.stderr
+
+
 def test_a_run_finds_the_survivors_and_goes_on_where_it_stopped(tmp_path):
     """In `a * 2 + (0 if a > b else 0)`, the sign, the condition and the first 0 do not matter where a < b."""
     old = "return a * 2 + (0 if a > b else 0)"
     explained = BECAUSE.replace("OLD", old).replace("NEW", old.replace("> b", ">= b"))
-    for name, text in {**SMALL, "tests/mutation/explained.toml": f"equivalent = [{explained}]\n"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for name in ("__init__", "__main__", "mutants", "trial"):
-        (tmp_path / f"tests/mutation/{name}.py").write_text((PROJECT / f"tests/mutation/{name}.py").read_text())
+    written(tmp_path, **{"tests/mutation/explained.toml": f"equivalent = [{explained}]\n"})
 
     def run(sample):
-        command = [sys.executable, "-m", "tests.mutation", "--sample", str(sample), "--out", "out"]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        done = command(tmp_path, sample)
+        assert done.returncode == 0, done.stderr
         return done.stdout, [json.loads(line) for line in (tmp_path / "out/trials.jsonl").read_text().splitlines()]
 
     whole = mutants_of(tmp_path, "fedjax_meta/size.py")
     _, first = run(3)
     output, records = run(100)
-    assert records[: len(first)] == first and len(first) == 4  # the file as it is, and three mutants
+    assert records[: len(first)] == first and len(first) == 4  # the test that noticed, without an error, and three mutants
     status = {record["id"]: record["status"] for record in records}
     survived = {mutant.diff[1][5:] for mutant in whole if status[mutant.id] == "survived"}
     assert survived == {

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks, metrics, report
-from fedjax_meta.study import results
+from fedjax_meta.study import results, targets
 from fedjax_meta.study.run import KNOWN, NEW, Trial
 from fedjax_meta.study.study import Study, load
+from fedjax_meta.study.targets import Target
 
 NAN = float("nan")
 
@@ -121,37 +122,6 @@ class Row(NamedTuple):
     against_new: Difference | None
     behind: dict[str, float]
     reached: Reached | None
-
-
-class Target(NamedTuple):
-    """A score to reach.
-
-    Attributes:
-      value: in percent if the score is a share.
-      name: of the score, or "user_accuracy"; the one that is compared when not given.
-    """
-
-    value: float
-    name: str | None = None
-
-
-def target(text: str) -> Target:
-    """A target from words: a number, or `SCORE=NUMBER`.
-
-    Raises:
-      ValueError: no number, or one that is not finite.
-
-    Example:
-      >>> target("80"), target("rmse=0.9")
-      (Target(value=80.0, name=None), Target(value=0.9, name='rmse'))
-    """
-    name, _, number = text.rpartition("=")
-    try:
-        value = float(number)
-    except ValueError:
-        raise ValueError(f"target={text!r} must be a number, or SCORE=NUMBER, e.g. 80 or rmse=0.9") from None
-    checks.finite("target", value)
-    return Target(value, name.strip() or None)
 
 
 def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list[Finished]:
@@ -332,7 +302,7 @@ def reached(one: Finished, target: Target) -> Reached:
     """
     rounds, seconds = [], []
     for trial in one.trials:
-        at, scores, kind = _curve(trial, target.name or one.score)
+        at, scores, kind = targets.curve(trial.rows, target.name or one.score)
         hits = np.flatnonzero(kind.reaches(scores, target.value))
         clock = np.cumsum([row["seconds"] for row in trial.rows])
         ends = np.array([row["round"] for row in trial.rows])
@@ -341,14 +311,3 @@ def reached(one: Finished, target: Target) -> Reached:
     # Without the condition, a system that sends nothing would take infinity times 0.
     megabytes = [number * one.traffic / 1e6 if np.isfinite(number) else np.inf for number in rounds]
     return Reached(np.array(rounds), np.array(megabytes), np.array(seconds))
-
-
-def _curve(trial: Trial, score: str | None) -> tuple[np.ndarray, np.ndarray, report.Kind]:
-    """(rounds `[E]`, scores `[E]`, what they are)."""
-    if score == results.USER_ACCURACY:
-        values = [value for row in trial.rows for value in row["train"].get(score, ())]
-        if not values:
-            raise ValueError(f"no {score} was recorded: name it in the study, see user_accuracy")
-        return np.arange(1, len(values) + 1), 100 * np.array(values, float), report.Kind(score, True, True)
-    found = [report.main_score(row["tests"][KNOWN], score) for row in trial.rows]
-    return np.array([row["round"] for row in trial.rows]), np.array([one.mean for one in found]), found[0].kind

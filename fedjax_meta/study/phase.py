@@ -22,6 +22,7 @@ from fedjax_meta.study import made
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.folder import Metrics, save_clients
 from fedjax_meta.study.study import Tuning
+from fedjax_meta.study.targets import Target, is_reached
 from fedjax_meta.study.tuning import Trial
 from fedjax_meta.sweeps import Member, MemberEvaluator
 
@@ -62,6 +63,7 @@ class Phase(NamedTuple):
       scored: of a test of some clients alone, their ids.
       pooled: whether one client trains with the samples of all, so that those that are tested are strangers.
       devices, store, on_divergence: as in `Study`.
+      goal: a final run ends at the evaluation after which it was reached.
     """
 
     scenario: str
@@ -81,16 +83,22 @@ class Phase(NamedTuple):
     devices: int | None = None
     store: str = "device"
     on_divergence: str = "continue"
+    goal: Target | None = None
 
     @property
     def prunes(self) -> bool:
         """Whether members may be stopped early."""
-        return self.stops or (self.tuning is not None and self.tuning.halving is not None)
+        return self.ends or (self.tuning is not None and self.tuning.halving is not None)
 
     @property
     def stops(self) -> bool:
         """Whether members are stopped that have diverged."""
         return self.on_divergence == "stop"
+
+    @property
+    def ends(self) -> bool:
+        """Whether a member may end early by what it has reached itself."""
+        return self.stops or self.goal is not None
 
     def shape(self, member: Member) -> dict[str, float]:
         """The numbers of a member that decide what its program is."""
@@ -304,7 +312,7 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
         return jax.tree.map(lambda leaf: leaf[None], state)
 
     def on_record(state: State, record: Record) -> None:
-        if phase.stops:
+        if phase.ends:
             wave.prune(record.round, [record])
         wave.record(lifted(state), record.round, [record])
 
@@ -339,7 +347,7 @@ class _Wave:
       active: which members were not stopped by halving.
       evaluated: the rounds after which to evaluate.
       state: where to go on.
-      over: whether all members were stopped because they diverged.
+      over: whether all members have ended, because they diverged or reached their goal.
     """
 
     def __init__(self, phase: Phase, members: Sequence[Member], desk: Desk) -> None:
@@ -365,7 +373,7 @@ class _Wave:
             known = report.numbers_again(saved.records)
             self.trials = [Trial(**one) for one in known["trials"]]
             self.parts, self.active, self.state = known["parts"], known["active"], saved.state.members
-            self.over = self._phase.stops and self._all_diverged()
+            self.over = self._phase.ends and self._all_ended()
         done = 0 if saved is None else saved.round
         if done > self._phase.rounds or (done == self._phase.rounds and any(self.parts)):
             raise ValueError(
@@ -376,14 +384,14 @@ class _Wave:
         return done
 
     def prune(self, done: int, records: Sequence[Record | None]) -> list[bool]:
-        """Which members go on after round `done`; the last ones that diverge are left to end the wave, see `over`."""
-        if self._phase.stops:
+        """Which members go on after round `done`; the last ones that end are left to end the wave, see `over`."""
+        if self._phase.ends:
             rows = [None if one is None else self._row(i, one) for i, one in enumerate(records)]
-            fine = [row is not None and self._diverged(i, row) is None for i, row in enumerate(rows)]
-            self.over = not any(here and good for here, good in zip(self.active, fine, strict=True))
+            left = [row is not None and not self._ended(i, row) for i, row in enumerate(rows)]
+            self.over = not any(here and on for here, on in zip(self.active, left, strict=True))
             if self.over:
                 return self.active
-            self.active = [here and good for here, good in zip(self.active, fine, strict=True)]
+            self.active = [here and on for here, on in zip(self.active, left, strict=True)]
         if done in self._rungs and self._phase.tuning is not None and self._phase.tuning.halving is not None:
             rows = [{} if record is None else report.compact(record) for record in records]
             found = [choice.score(row, self._phase.tuning) if row else None for row in rows]
@@ -417,8 +425,19 @@ class _Wave:
     def _diverged(self, i: int, row: dict[str, Json]) -> int | None:
         return report.diverged([*self.trials[i].rows, row], next(iter(self._phase.tests)))
 
-    def _all_diverged(self) -> bool:
-        return all(trial.diverged is not None for trial, here in zip(self.trials, self.active, strict=True) if here)
+    def _ended(self, i: int, row: dict[str, Json]) -> bool:
+        goal = self._phase.goal
+        if self._phase.stops and self._diverged(i, row) is not None:
+            return True
+        return goal is not None and is_reached([*self.trials[i].rows, row], goal)
+
+    def _all_ended(self) -> bool:
+        def ended(trial: Trial) -> bool:
+            goal = self._phase.goal
+            gone = self._phase.stops and trial.diverged is not None
+            return gone or (goal is not None and bool(trial.rows) and is_reached(trial.rows, goal))
+
+        return all(ended(trial) for trial, here in zip(self.trials, self.active, strict=True) if here)
 
     def save_part(self, state: State, done: int, records: Sequence[Sequence[Record]]) -> None:
         """Saves what the members have reached between two evaluations."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_meta import costs, escape, report
 from fedjax_meta.report.frames import USER_ACCURACY
-from fedjax_meta.study import baselines, draws, promise, summary, tuning
+from fedjax_meta.study import baselines, draws, promise, summary, targets, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
@@ -107,6 +107,7 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
+    remarks += _reached(study, outcome)
     if outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
         remarks.append("all points of its grid scored the same")
     else:
@@ -118,6 +119,16 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     if not system.grid:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks + draws.remarks(outcome, clients, study.score)
+
+
+def _reached(study: Study, outcome: Outcome) -> list[str]:
+    """Where runs ended because they had reached the study's `stop_at`."""
+    if study.goal is None:
+        return []
+    ends = [trial.rows[-1]["round"] for trial in outcome.final if targets.is_reached(trial.rows, study.goal)]
+    some = "" if len(ends) == len(outcome.final) else f" in {len(ends)} of {len(outcome.final)} seeds"
+    when = f"{min(ends)} to {max(ends)}" if len(set(ends)) > 1 else f"{ends[0]}" if ends else ""
+    return [f"reached {study.stop_at}{some}, ended at round {when}"] if ends else [f"never reached {study.stop_at}"]
 
 
 class ByClient(NamedTuple):

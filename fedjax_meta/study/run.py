@@ -337,7 +337,10 @@ class _Step:
         if watched is not None:
             # Its numbers are in the rows of the final runs, which therefore depend on it.
             config["user_accuracy"] = watched
-        return self._phase("final", self._study.rounds, clients.train, tests, config)._replace(samples=samples, scored=only)
+        if self._study.goal is not None:
+            config["stop_at"] = str(self._study.stop_at)
+        phase = self._phase("final", self._study.rounds, clients.train, tests, config)
+        return phase._replace(samples=samples, scored=only, goal=self._study.goal)
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks, measures
-from fedjax_meta.study import files, flags, parts
+from fedjax_meta.report.frames import USER_ACCURACY
+from fedjax_meta.study import files, flags, parts, targets
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
@@ -106,6 +107,8 @@ class Study:
         With a store the members of a sweep train one after the other, and a device holds the rows of one cohort.
       on_divergence: "continue" trains a run that has diverged to its end, since it may recover; "stop" ends it at the evaluation
         after which it has.
+      stop_at: a target, e.g. "user_accuracy=95" or "80" (of the main score): a final run ends at the evaluation after which it
+        was reached. Scores are then those of that round.
       published: numbers to print beside the measured ones.
       notes: lines for the report.
 
@@ -129,6 +132,7 @@ class Study:
     devices: int | None = None
     store: str = "device"
     on_divergence: str = "continue"
+    stop_at: str | float | None = None
     published: Sequence[Published] = ()
     notes: Sequence[str] = ()
 
@@ -167,6 +171,7 @@ class Study:
             checks.count("devices", self.devices)
         checks.one_of("store", self.store, STORES)
         checks.one_of("on_divergence", self.on_divergence, ON_DIVERGENCE)
+        self._check_goal()
         if self.store != "device" and self.tuning.halving is not None:
             raise ValueError(
                 f"store={self.store!r} trains one member after the other, so that halving compares none: leave it out"
@@ -183,6 +188,14 @@ class Study:
             checks.one_of("published.system", row.system, self.systems)
             checks.one_of("published.scenario", row.scenario, bases)
             checks.one_of("published.clients", row.clients, ("known", "new"))
+
+    def _check_goal(self) -> None:
+        if isinstance(self.stop_at, bool) or not isinstance(self.stop_at, (str, int, float, type(None))):
+            raise ValueError(f"stop_at={self.stop_at!r} must be a number, or SCORE=NUMBER, e.g. 80 or rmse=0.9")
+        if self.goal is not None and self.goal.name == USER_ACCURACY:
+            for name in self.systems:
+                if self.user_accuracy_of(name) is None:
+                    raise ValueError(f"stop_at={self.stop_at!r} needs user_accuracy, which is not recorded of {name}")
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, (list, tuple)) or not all(isinstance(name, str) for name in self.metrics):
@@ -202,6 +215,14 @@ class Study:
             return self.main
         first = measures.resolve(self.metrics[:1], classes=2)[0].name
         return "accuracy" if first == measures.CONFUSION else first
+
+    @property
+    def goal(self) -> targets.Target | None:
+        """What `stop_at` says, with the main score where it names none."""
+        if self.stop_at is None:
+            return None
+        goal = targets.target(str(self.stop_at), name="stop_at")
+        return goal if goal.name is not None else goal._replace(name=self.score)
 
     @property
     def tuned_by(self) -> Tuning:

@@ -322,6 +322,7 @@ OTHERS = {
     "mtfl_tables": [
         (("target",), "No such command"),
         (("targets", "{tmp}"), "study.yaml"),
+        (("curves", "{tmp}"), "study.yaml"),
         (("testbed", "--variant", "quik"), "variant='quik' is unknown (did you mean 'quick'?)"),
     ],
     "figures": [

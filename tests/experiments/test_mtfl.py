@@ -1,5 +1,8 @@
 """The studies of MTFL: tests after local training, what is private, the table of rounds to a target, and inequality (10)."""
 
+import csv
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import fedjax_meta as fm
 from fedjax_meta import costs, masks, models
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import from_tree, load, run
-from fedjax_meta.study.tuning import Trial
+from fedjax_meta.study.tuning import Trial, points_of
 from tests import problems
 from tests.study.common import Silent
 
@@ -107,6 +110,41 @@ def test_the_table_and_the_figure_are_made_of_the_folder(finished):
     assert (wrong.exit_code, "--at=97.0 must lie between 0 and 1" in wrong.output) == (1, True)
 
 
+def test_the_curves_are_those_of_the_rounds(finished):
+    *_, outcomes, folder = finished
+    done = testing.CliRunner().invoke(tables.app, ["curves", str(folder)], env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    with (folder / "curves.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["system"], line["round"]) for line in lines] == [
+        (title, str(number)) for title in ("FL, FedAvg", "MTFL both, FedAvg") for number in (1, 2)
+    ]
+    for number, line in enumerate(lines[2:]):
+        train = outcomes["fedavg-MTFL_both"].final[0].rows[number]["train"]
+        ((loss,), (mean,), (deviation,)) = (train[name] for name in ("loss", "user_accuracy", "user_accuracy_std"))
+        wanted = [loss, 100 * mean, (100 * deviation) ** 2]
+        np.testing.assert_allclose([float(line[name]) for name in tables.CURVES], wanted, rtol=1e-5)
+    assert (folder / "curves.png").stat().st_size > 5000
+
+
+def test_a_seed_that_ended_at_its_target_counts_with_its_last_round():
+    made = tables.row(
+        "own", [trial([0.1, 0.2, 0.4]), trial([0.1, 0.6])], costs.Traffic(4, 4), costs.RoundTime(1.0, 1.0, 1.0, 1.0)
+    )
+    headings, (line,) = tables.table({"own": made}, [0.3])
+    assert [line[headings.index(name)] for name in ("UA, % last", "best")] == ["50.00", "50.00"]
+
+
+def test_rates_are_tuned_by_user_accuracy_with_grids_of_one_size():
+    """Tests come before local training, all systems have four points, and w400 keeps its steps."""
+    study = load("mtfl", variants=["w400", "tuned"])
+    for name, system in study.systems.items():
+        assert len(points_of(system)) == 4 and not system.tested_with, name
+        assert study.system(name, "clients").build(models.mtfl_mlp(), **points_of(system)[0]).config["steps"] == 8
+    assert load("mtfl", variants=["curves"]).rounds == 600
+    assert {system.options["steps"] for system in load("mtfl", variants=["curves"]).systems.values()} == {10}
+
+
 def test_bytes_and_work_follow_from_the_method(finished):
     study, clients, *_ = finished
     traffic, time = tables.cost(study, "fedavg-MTFL_both", clients)
@@ -154,6 +192,10 @@ def test_the_testbed_has_a_row_for_each_system():
     shown = testing.CliRunner().invoke(tables.app, ["testbed", "--variant", "quick"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("MTFL both") == 3 and "Modelled, not measured" in shown.output
+    rows = [re.split(r"\s{2,}", line.strip()) for line in shown.output.splitlines()]
+    (alone,) = [cells[1:] for cells in rows if cells[0] == "Independent"]
+    # It sends nothing and only trains.
+    assert alone[:2] == ["0.00", "0.00"] and [float(cell) for cell in alone[3:]] == [0.0, 100.0, 0.0, 0.0]
 
 
 def test_options_for_tests_belong_to_the_method():

@@ -16,6 +16,8 @@ from tests.study.common import Silent, tree
 testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 reproduce = pytest.importorskip("experiments.reproduce", reason="the command line needs typer, rich and matplotlib")
 standing = pytest.importorskip("experiments._standing")
+users = pytest.importorskip("experiments._user_accuracy")
+verdicts = pytest.importorskip("experiments._verdicts")
 published_cohorts = pytest.importorskip("experiments.published_cohorts")
 
 LISTED = standing.read_list()
@@ -131,7 +133,7 @@ def test_scores_of_orders_are_those_of_each_part():
 
 
 def measured(mean, seeds=math.nan, orders=math.nan):
-    return standing.Measured(mean, seeds, orders)
+    return verdicts.Measured(mean, seeds, orders)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +149,12 @@ def measured(mean, seeds=math.nan, orders=math.nan):
     ],
 )
 def test_verdicts(found, wanted):
-    assert standing.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
+    assert verdicts.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
 
 
 def test_the_spread_joins_seeds_and_orders():
     row = {"new": {"accuracy": [90.0, 92.0]}, "orders": {"accuracy": [88.0, 91.0, 94.0]}}
-    found = standing.measured(row, "new", "accuracy")
+    found = verdicts.measured(row, "new", "accuracy")
     assert found == (91.0, pytest.approx(2**0.5), pytest.approx(3.0))
     assert found.spread == pytest.approx(11**0.5) and str(found) == "91.00 ±1.41 ±3.00"
 
@@ -163,6 +165,54 @@ def test_a_claim_holds_only_in_its_order():
     assert standing._claim(claim, "s", rows)[1] == "in order"
     assert standing._claim(claim._replace(systems=["a", "c", "b"]), "s", rows)[1] == "not reproduced"
     assert standing._claim(claim, "other", rows) == ("", "not run")
+
+
+def watched(curve, deviation=0.1):
+    """A trial whose user accuracy is recorded in rows of two rounds."""
+    rows = [
+        {"train": {"user_accuracy": curve[i : i + 2], "user_accuracy_std": [deviation] * 2}} for i in range(0, len(curve), 2)
+    ]
+    return {"rows": rows}
+
+
+def test_rounds_to_a_target_are_those_of_each_seed():
+    trials = [watched([0.5, 0.96, 0.94, 0.98]), watched([0.96, 0.5, 0.5, 0.97], 0.2)]
+    found = users.extract(trials, [95, 97.5])
+    assert found == {
+        "user_accuracy": [98.0, 97.0],
+        "user_accuracy_std": [10.0, 20.0],
+        "rounds to 95": [2, 1],
+        "rounds to 97.5": [4, None],
+    }
+    headings, (line,) = users.table([("FL", found)])
+    assert headings[-1] == "rounds to 97.5 %"
+    assert line == ["FL", "97.50 ±0.71", "15.00 ±7.07", "1.5 ±0.7", "never in 1 of 2 seeds"]
+    assert users.extract([{"rows": [{"train": {"loss": [1.0]}}]}], [95]) == {}
+
+
+def test_fewer_rounds_are_better_and_never_is_worst():
+    scores = {"a": [3, 5], "b": [4, 6], "c": [4, None], "d": [None, None]}
+    rows = {("s", name): {"users": {"rounds to 95": values}} for name, values in scores.items()}
+    claim = standing.Claim("first", [], ["s"], score="rounds to 95")
+    for first, second, wanted in (("a", "b", True), ("b", "a", False), ("b", "c", True), ("c", "d", False)):
+        word = standing._claim(claim._replace(systems=[first, second]), "s", rows)[1]
+        assert word == ("in order" if wanted else "not reproduced")
+    assert "d never" in standing._claim(claim._replace(systems=["a", "d"]), "s", rows)[0]
+
+
+def test_a_run_with_user_accuracy_has_its_table(tmp_path):
+    content = tree(systems={"fedavg": {"method": "fedavg", "options": {"lr": 0.1}}}, rounds=2, user_accuracy="train")
+    path = tmp_path / "digits.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test", targets=[1.0])
+    run.run(load(path), tmp_path / "digits", watcher=Silent())
+    found = standing.extract(listed, tmp_path / "digits")
+    (row,) = found["rows"]
+    assert row["users"]["rounds to 1"] == [1, 1]
+    content = json.loads((tmp_path / "digits/results/pairs/fedavg.final.json").read_text())
+    last = [trial["rows"][-1]["train"]["user_accuracy"][-1] for trial in content["trials"].values()]
+    np.testing.assert_allclose(row["users"]["user_accuracy"], 100 * np.array(last), atol=1e-3)
+    assert "### pairs, user accuracy" in standing.page([listed], {"digits": found})
 
 
 def test_a_page_without_marks_is_refused():

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import signal
 import sys
 import tomllib
@@ -16,13 +17,16 @@ from tests.mutation.trial import Copy, Result, load_libraries
 PROJECT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 UNCOUNTED = ("unimportable", "error")
+LIMIT = 1800
+"""Seconds of a trial. Without an error, the tests of a file must pass in a third of it before a time-out counts as noticed."""
 HELP = """\
 Breaks the library in small ways and counts how often its tests notice.
 
 A mutant is one file with one small error: a comparison, a sign, a constant, the name of a view, two exchanged arguments, a
 dropped keyword, a deleted statement, a negated condition. A seeded sample of all mutants is tried, each on a copy of the
-project in FOLDER, against the tests that tests_of.toml names for its file, cheapest first, until one fails. Survivors show what
-no test notices: strengthen a test, or, if the mutant computes the same, say why in explained.toml.
+project in FOLDER, against the tests that tests_of.toml names for its file, cheapest first, until one fails; that one must pass
+without the error. Survivors show what no test notices: strengthen a test, or, if the mutant computes the same, say why in
+explained.toml.
 
 FOLDER/trials.jsonl has a line for each mutant that was tried. A run that was stopped goes on where it was: give it the same
 FOLDER. A mutant counts anew when its file changes. FOLDER/report.txt has the score and the survivors.
@@ -83,7 +87,7 @@ class Session:
     """A run and its folder.
 
     Attributes:
-      done: what is known of each mutant, by id; of each file without an error, under its path.
+      done: what is known of each mutant, by id; and of the tests that pass without an error.
     """
 
     def __init__(self, out: Path, mapping: dict[str, list[list[str]]], survivors_again: bool) -> None:
@@ -106,9 +110,12 @@ class Session:
             if len(counted) == sample:
                 break
             if mutant.id not in self.done:
-                limit = 60 + 4 * self.whole(copy, mutant.path)
-                result = self.trial(copy, mutant.path, mutant.broken, limit)
+                result = self.trial(copy, mutant.path, mutant.broken, self.mapping[mutant.path])
                 self.took.append(result.seconds)
+                if result.status == "killed":
+                    self.must_pass(copy, mutant.path, result.failed)
+                elif result.status == "timeout":
+                    self.must_pass(copy, mutant.path, "")
                 self.record({"id": mutant.id, "what": str(mutant), **result._asdict()})
             record = self.done[mutant.id]
             if record["status"] not in UNCOUNTED:
@@ -122,22 +129,25 @@ class Session:
         (self.out / "report.txt").write_text(text)
         print(text)
 
-    def whole(self, copy: Copy, path: str) -> float:
-        """Seconds that the tests of a file take without an error in it; they must pass."""
-        arguments = {argument for call in self.mapping[path] for argument in call if argument.endswith(".py")}
-        read = b"".join((copy.root / part).read_bytes() for part in sorted((path, *arguments)))
-        name = hashlib.sha1(read).hexdigest()[:12]
-        if name not in self.done:
-            result = self.trial(copy, path, (copy.root / path).read_bytes(), 3600, whole=True)
-            if result.status != "survived":
-                raise SystemExit(f"the tests of {path} fail without an error in it: {result}; see {copy.root}/output.txt")
-            self.record({"id": name, "what": f"{path} as it is", **result._asdict(), "status": "whole"})
-            print(f"           as it is  {result.seconds:6.1f} s  {path}", flush=True)
-        return self.done[name]["seconds"]
+    def must_pass(self, copy: Copy, path: str, failed: str) -> None:
+        """Ends the run if the test that noticed an error fails without one, too; or, if it is not known, any test of the file."""
+        found = re.match(r"FAILED (\S+\.py::.*?)(?: - .*)?$", failed)
+        tests = [[found[1]]] if found else self.mapping[path]
+        files = {argument.split("::")[0] for call in tests for argument in call if ".py" in argument}
+        read = b"".join((copy.root / part).read_bytes() for part in sorted((path, *files)))
+        name = hashlib.sha1(read + repr(tests).encode()).hexdigest()[:12]
+        if name in self.done:
+            return
+        result = self.trial(copy, path, (copy.root / path).read_bytes(), tests)
+        if result.status != "survived" or (not found and result.seconds > LIMIT / 3):
+            raise SystemExit(
+                f"the tests of {path} fail, or are slow, without an error in it: {result}; see {copy.root}/output.txt"
+            )
+        self.record({"id": name, "what": f"{path} as it is", **result._asdict(), "status": "whole"})
 
-    def trial(self, copy: Copy, path: str, source: bytes, limit: float, *, whole: bool = False) -> Result:
+    def trial(self, copy: Copy, path: str, source: bytes, tests: list[list[str]]) -> Result:
         """One trial on the copy."""
-        return copy.wait(copy.start(path, source, self.mapping[path], self.out / "cache", whole=whole), path, limit)
+        return copy.wait(copy.start(path, source, tests, self.out / "cache"), path, LIMIT)
 
     def record(self, record: dict) -> None:
         """Keeps what is known, at once."""

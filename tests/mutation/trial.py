@@ -20,6 +20,8 @@ UNIMPORTABLE, BROKEN_TOOL = 90, 91
 PARTS = ("fedjax_meta", "tests", "docs", "experiments", "benchmarks", "pyproject.toml", "README.md", "Makefile")
 LIBRARIES = ("jax", "jax.numpy", "numpy", "optax", "pytest", "_pytest.doctest", "_pytest.assertion.rewrite")
 MEMORY = 12 * 2**30
+CACHE = 2 * 2**30
+"""Bytes of compiled programs that are kept: those used last. Most mutants leave most programs as they are."""
 
 
 class Result(NamedTuple):
@@ -57,23 +59,18 @@ class Copy:
         # Checked by contents: by its time, the compiled file of another mutant of the same second would pass for this one's.
         compileall.compile_dir(root, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
-    def start(self, path: str, source: bytes, tests: list[list[str]], cache: Path, *, whole: bool = False) -> int:
-        """Starts the tests with `source` in place of a file; the id of the process.
-
-        Args:
-          tests: arguments of one call of pytest each.
-          whole: whether this is a trial without an error, whose compiled programs are kept for the others.
-        """
+    def start(self, path: str, source: bytes, tests: list[list[str]], cache: Path) -> int:
+        """Starts the tests, arguments of one call of pytest each, with `source` in place of a file; the id of the process."""
         self.original = (self.root / path).read_bytes()
         (self.root / path).write_bytes(source)
         process = os.fork()
         if process == 0:
-            self._child(tests, cache, whole)
+            self._child(tests, cache)
         # With a group of its own, a trial ends together with the processes that its tests start.
         os.setpgid(process, process)
         return process
 
-    def _child(self, tests: list[list[str]], cache: Path, whole: bool) -> None:
+    def _child(self, tests: list[list[str]], cache: Path) -> None:
         """Runs the tests and ends the process."""
         code = BROKEN_TOOL
         try:
@@ -81,20 +78,21 @@ class Copy:
             out = os.open(self.root / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(out, stream)
-            code = self._test(tests, cache, whole)
+            code = self._test(tests, cache)
             sys.stdout.flush()
         finally:
             os._exit(code)
 
-    def _test(self, tests: list[list[str]], cache: Path, whole: bool) -> int:
+    def _test(self, tests: list[list[str]], cache: Path) -> int:
         os.chdir(self.root)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os.environ |= {"PYTHONPATH": str(self.root), "FEDJAX_META_CACHE": str(cache)}
-        # A broken program is never compiled twice: keeping it would fill the disk.
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05" if whole else "1e9"
+        options = {"jax_persistent_cache_min_compile_time_secs": 0.2, "jax_compilation_cache_max_size": CACHE}
         jax = importlib.import_module("jax")
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05 if whole else 1e9)
-        sys.dont_write_bytecode = not whole
+        for name, value in options.items():
+            os.environ[name.upper()] = str(value)  # also for the processes that tests start
+            jax.config.update(name, value)
+        sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "fedjax_meta")]:
             del sys.modules[name]
         sys.path[:] = [str(self.root), *(entry for entry in sys.path if entry and not (Path(entry) / "fedjax_meta").is_dir())]

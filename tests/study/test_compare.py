@@ -11,7 +11,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
-from fedjax_meta.study import compare, comparison, run
+from fedjax_meta.study import compare, comparison, run, targets
 from fedjax_meta.study.run import Trial
 from tests.study.common import TREE, Silent, study
 
@@ -85,7 +85,7 @@ def test_targets_in_rounds_bytes_and_time():
     assert found.rounds.tolist() == [10, 15] and found.megabytes.tolist() == [20, 30] and found.seconds.tolist() == [4, 6]
     never = compare.reached(one._replace(trials=[fast, trial(2, [0.5], [np.nan, 0.5])]), compare.Target(80))
     assert never.rounds.tolist() == [10, np.inf]
-    goal = compare.target("80")
+    goal = targets.target("80")
     rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=goal)
     assert comparison.tables(rows, target=goal)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
     assert comparison.tables(compare.compared([one], target=goal), target=goal)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]

@@ -1,0 +1,81 @@
+"""Verdicts on published numbers, from scores over seeds and over orders of the labels."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WITHIN, ORDER, NOT, UNRUN = "within the spread", "in order", "not reproduced", "not run"
+
+
+class Measured(NamedTuple):
+    """A score over seeds, in percent.
+
+    Attributes:
+      mean: over seeds, and over orders of the labels for new clients.
+      seeds: sample deviation over seeds; NaN for one.
+      orders: sample deviation over orders of the means over seeds; NaN for one.
+    """
+
+    mean: float
+    seeds: float
+    orders: float
+
+    @property
+    def spread(self) -> float:
+        """Deviation of one run with one order; NaN where nothing is known of it."""
+        known = [value for value in (self.seeds, self.orders) if not math.isnan(value)]
+        return math.hypot(*known) if known else math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "diverged"
+        parts = [f"{self.mean:.2f}", *(f"±{value:.2f}" for value in (self.seeds, self.orders) if not math.isnan(value))]
+        return " ".join(parts)
+
+
+def measured(row: Mapping[str, Any], clients: str, score: str) -> Measured:
+    """A score of an extract's row."""
+    over = [row[clients][score], row.get("orders", {}).get(score, [None]) if clients == "new" else [None]]
+    seeds, orders = (np.array([math.nan if value is None else value for value in values], float) for values in over)
+    return Measured(float(seeds.mean()), _deviation(seeds), _deviation(orders))
+
+
+def _deviation(values: np.ndarray) -> float:
+    return float(np.std(values, ddof=1)) if values.size > 1 else math.nan
+
+
+def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> dict[str, str]:
+    """What stands of each published number of one table.
+
+    Args:
+      published: by system.
+      found: by system, of those that were run.
+
+    Returns:
+      By system: `WITHIN` if the published number is within two deviations of one run; else `ORDER` if each other system that
+      was run stands on the published side of this one; else `NOT`. Published numbers that are closer to each other than two
+      deviations have no order. `UNRUN` if it was not run.
+    """
+    told = {}
+    for system, value in published.items():
+        if system not in found:
+            told[system] = UNRUN
+            continue
+        mine = found[system]
+        if abs(mine.mean - value) <= 2 * mine.spread:
+            told[system] = WITHIN
+            continue
+        others = [other for other in published if other in found and other != system]
+        kept = all(
+            abs(value - published[other]) <= 2 * math.hypot(_or_0(mine.spread), _or_0(found[other].spread))
+            or (value - published[other]) * (mine.mean - found[other].mean) > 0
+            for other in others
+        )
+        told[system] = ORDER if kept and others and not math.isnan(mine.mean) else NOT
+    return told
+
+
+def _or_0(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
