@@ -17,6 +17,8 @@ import numpy as np
 
 from fedjax_meta import checkpoint, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.privacy import Guarantee
+from fedjax_meta.study import promise
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
@@ -76,6 +78,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
             for scenario in reversed(list(built))
             for name in study.systems_on(scenario)
         },
+        "privacy": _promised(study, built),
         "rounds": rounds,
         "fixed": fixed,
     }
@@ -132,6 +135,19 @@ def _first(system: System, clients: Clients) -> Algorithm:
 def resolved(system: System, clients: Clients) -> dict[str, Json]:
     """Every hyper-parameter of a system, defaults included; a list where it has a grid."""
     return {**_first(system, clients).config, "grid": {name: list(values) for name, values in system.grid.items()}}
+
+
+def _promised(study: Study, built: Mapping[str, Clients]) -> dict[str, Json]:
+    """By scenario and system with noise: what all rounds guarantee, and the epsilon of one round by itself."""
+    found: dict[str, Json] = {}
+    for scenario, clients in built.items():
+        for name in study.systems_on(scenario):
+            whole, one = (promise.of_system(study, scenario, name, clients, rounds) for rounds in (study.rounds, 1))
+            if isinstance(whole, str):
+                found.setdefault(scenario, {})[name] = whole
+            elif isinstance(one, Guarantee) and whole is not None:
+                found.setdefault(scenario, {})[name] = {**whole.config, "epsilon of a round": one.config["epsilon"]}
+    return found
 
 
 def _begun(folder: Path) -> set[str]:

@@ -51,6 +51,7 @@ def find(name: str) -> Preset:
     Raises:
       ValueError: there is none; the message has the nearest one that there is.
     """
+    checks.word("preset", name)
     scenario, _, system = name.rpartition("/")
     for path in (Path(f"{scenario}.yaml"), HERE / f"{scenario}.yaml", PACKAGED / f"{scenario}.yaml"):
         if scenario and path.is_file():
