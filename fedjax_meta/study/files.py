@@ -12,6 +12,9 @@ import yaml
 
 from fedjax_meta import checks
 
+DEEPEST = 20
+"""Dots in the path of a field; no study has so many."""
+
 Tree = dict[str, Any]
 """Nested mappings, lists and plain values, as YAML holds them."""
 
@@ -140,8 +143,8 @@ def override(tree: Tree, text: str) -> None:
       ValueError: no field, no value, or a field of what is no mapping.
     """
     path, equals, value = text.partition("=")
-    if not equals or not all(path.split(".")):
-        raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
+    if not equals or not all(path.split(".")) or path.count(".") > DEEPEST:
+        raise ValueError(f"{checks.shown(text)} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
     try:
         put(tree, path, parsed(value))
     except (yaml.YAMLError, RecursionError) as error:
