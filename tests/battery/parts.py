@@ -357,11 +357,11 @@ PRIVACY = {
         ("target", 1e300, "target=1e+300 must lie between 1e-6 and 1e12"),
         ("target", float("inf"), "target=inf must be finite"),
     ]),
-    **rows(uploads.noise, {"multiplier": 1.0}, [
+    **rows(fm.uploads.noise, {"multiplier": 1.0}, [
         ("reproducible", "no", "reproducible='no' must be True or False"),
         ("tree", 1.5, "tree=1.5 must be an integer"),
     ]),
-    **rows(uploads.adaptive_clip, {"norm": 1.0}, [("reproducible", 1, "reproducible=1 must be True or False")]),
+    **rows(fm.uploads.adaptive_clip, {"norm": 1.0}, [("reproducible", 1, "reproducible=1 must be True or False")]),
     **rows(privacy.Poisson, {"rate": 0.1}, [
         ("rate", 2, "rate=2 must lie between 0 and 1"),
         ("capacity", 5, "num_clients and capacity of Poisson sampling go together"),

@@ -160,3 +160,20 @@ def test_the_same_as_a_process(name, places):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     for word in words:
         assert word.format(**places) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "code", "words"),
+    [
+        ({"PYTHONIOENCODING": "ascii"}, ("list", "partitions"), 0, "dirichlet_clients"),
+        ({"JAX_PLATFORMS": "abacus"}, ("run", "quickstart", "--quick"), 1, "error: Unable to initialize backend 'abacus'"),
+    ],
+    ids=["a terminal without Greek letters", "a platform that is not there"],
+)
+def test_odd_surroundings_end_in_no_traceback(variables, arguments, code, words, tmp_path):
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "fedjax_meta", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == code
+    assert not list(tmp_path.iterdir())
