@@ -72,7 +72,8 @@ def _aggregate(
 def _check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
     """Raises `ValueError` unless a rule gave a tree like one upload."""
     wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
-    wrong = jax.tree.structure(combined) != jax.tree.structure(wanted)
+    structures: list[Any] = [jax.tree.structure(combined), jax.tree.structure(wanted)]
+    wrong = structures[0] != structures[1]
     if wrong or [jnp.shape(leaf) for leaf in jax.tree.leaves(combined)] != [leaf.shape for leaf in jax.tree.leaves(wanted)]:
         raise ValueError(f"aggregator {name} must give a tree like one client's upload: {checks.mismatch(combined, wanted)}")
 

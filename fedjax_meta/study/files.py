@@ -310,7 +310,8 @@ def only(tree: Tree, systems: Sequence[str]) -> Tree:
         if not any(meant(entry, name) for entry in entries):
             checks.one_of("system", name, entries)
     kept = {label: entry for label, entry in entries.items() if any(meant(label, name) for name in systems)}
-    used = [entry.get("scenarios") if isinstance(entry, Mapping) else None for entry in kept.values()]
+    said = [entry.get("scenarios") if isinstance(entry, Mapping) else None for entry in kept.values()]
+    used = [names if isinstance(names, list) else [] for names in said]
     scenarios = expanded("scenarios", tree.get("scenarios") or {})
     if all(used):
         scenarios = {name: entry for name, entry in scenarios.items() if any(name in names for names in used)}

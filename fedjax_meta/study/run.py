@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import host_store as stores
@@ -240,8 +241,8 @@ def _check_defence(federation: Federation, model: Any, data: FederatedData) -> N
         jax.eval_shape(rule.combine, *given, None if rule.root is None else model)
     attack = federation.attack
     if attack is not None and attack.poison is not None:
-        poisoned = attack.poisoned(data.client(0), np.int32(0), np.True_, data.num_classes)
-        jax.eval_shape(next(iter(poisoned.views.values())).take, np.zeros(1, np.int32), np.ones(1, np.float32))
+        poisoned = attack.poisoned(data.client(0), jnp.zeros((), jnp.int32), jnp.array(True), data.num_classes)
+        jax.eval_shape(next(iter(poisoned.views.values())).take, jnp.zeros(1, jnp.int32), jnp.ones(1))
 
 
 def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Phase:
