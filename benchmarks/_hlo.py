@@ -39,11 +39,18 @@ class Cost(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The body of a loop, or the program itself at depth 0."""
+    """The body of a loop, or the program itself at depth 0.
+
+    Attributes:
+      depth, name: where it is.
+      cost: of a step, without the loops inside it.
+      steps: how often it runs, where the compiler knows; `None` if the host of a GPU must ask for the condition after each step.
+    """
 
     depth: int
     name: str
     cost: Cost
+    steps: int | None
 
 
 class Program:
@@ -75,20 +82,21 @@ class Program:
 
     def loops(self) -> list[Loop]:
         """The program and its loops, each before those inside it."""
-        return list(self._loops(self._entry, 0, "program"))
+        return list(self._loops(self._entry, 0, "program", 1))
 
-    def _loops(self, name: str, depth: int, label: str) -> Iterator[Loop]:
+    def _loops(self, name: str, depth: int, label: str, steps: int | None) -> Iterator[Loop]:
         own, inside = self._own(name)
-        yield Loop(depth, label, own)
-        for loop, body in inside:
-            yield from self._loops(body, depth + 1, loop)
+        yield Loop(depth, label, own, steps)
+        for loop, body, count in inside:
+            yield from self._loops(body, depth + 1, loop, count)
 
-    def _own(self, name: str) -> tuple[Cost, list[tuple[str, str]]]:
-        """(cost of a body with what it calls, its loops as (name, body))."""
+    def _own(self, name: str) -> tuple[Cost, list[tuple[str, str, int | None]]]:
+        """(cost of a body with what it calls, its loops as (name, body, steps))."""
         kernels, flops, moved, inside = 0, 0.0, 0.0, []
         for line in self._bodies.get(name, []):
             if line.operation == "while":
-                inside.append((line.name, _called(line.rest, "body")[0]))
+                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)
+                inside.append((line.name, _called(line.rest, "body")[0], int(known[1]) if known else None))
                 continue
             if line.operation in ("call", "conditional"):
                 words = ("to_apply", "branch_computations", "true_computation", "false_computation")

@@ -3,6 +3,7 @@
 JAX compiles for a described device with the packages of the extra `accelerator-aot`. Nothing runs, so there are no times but
 those of the compiler. A step is the body of the loop with the most bytes: a client's training step, for all lanes at once. Its
 time at best is what rates of arithmetic and memory allow; a launch takes some microseconds more unless it is part of a graph.
+`waits` counts the loops whose number of steps the compiler does not know: after each of their steps a GPU waits for its host.
 """
 
 import time
@@ -47,6 +48,7 @@ def abstract_data(shape: tuple[int, ...], sizes: Mapping[str, int], num_clients:
         size=each,
         max_size=tuple(sizes.items()),
         num_classes=10,
+        same_size=tuple(sizes),
     )
 
 
@@ -94,7 +96,8 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
         "step_bytes": step.cost.bytes,
         "step_flops": step.cost.flops,
         "step_roofline_seconds": step.cost.seconds(rates.flops, rates.bandwidth),
-        "loops": [[loop.depth, loop.cost.kernels, loop.cost.bytes, loop.cost.flops] for loop in loops],
+        "loops": [[loop.depth, loop.cost.kernels, loop.cost.bytes, loop.cost.flops, loop.steps] for loop in loops],
+        "waits": sum(loop.steps is None for loop in loops),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "lower_seconds": round(middle - begin, 2),
@@ -127,7 +130,8 @@ def main(
     described(target)
     # A program from the cache would say nothing of the compiler.
     jax.config.update("jax_enable_compilation_cache", False)
-    headings = ("case", "cohort", "kernels a step", "MB a step", "GFLOP a step", "at best (us)", "memory (MB)", "compiled (s)")
+    step = ("kernels a step", "waits", "MB a step", "GFLOP a step", "at best (us)")
+    headings = ("case", "cohort", *step, "memory (MB)", "compiled (s)")
     console, table = Console(), Table(*headings, box=None)
     about = environment() | {"platform": TARGETS[target].platform, "device": described(target)[0].device_kind}
     for name in chosen:
@@ -136,6 +140,7 @@ def main(
             write_row(output, {**row, **about})
             numbers = (row["step_bytes"] / 1e6, row["step_flops"] / 1e9, 1e6 * row["step_roofline_seconds"])
             shown = (
+                str(row["waits"]),
                 *(f"{number:.4g}" for number in numbers),
                 f"{row['temp_bytes'] / 1e6:.4g}",
                 f"{row['compile_seconds']:.1f}",

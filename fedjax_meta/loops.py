@@ -52,7 +52,7 @@ def recorded_loop(
     Returns:
       (carry, `i -> entry` of step i; of a step from `count` on it holds any values).
     """
-    packing = _packing(entry, ragged=_longest(count) is not count)
+    packing = _packing(entry, worth_it=True)
     record = storage(most, jax.eval_shape(packing.pack, entry))
 
     def step(i: Scalar, carry: Carry, record: PyTree) -> tuple[Carry, PyTree]:
@@ -73,7 +73,7 @@ def _run(count: Scalar, body: Callable[..., Any], carry: Any, *beside: PyTree, b
     """The loop; what the body takes and returns `beside` the carry keeps changing in lanes that have finished."""
     longest = _longest(count)
     ragged = longest is not count
-    packing = _packing(carry, ragged=ragged)
+    packing = _packing(carry, worth_it=ragged)
 
     def step(i: Scalar, before: Any) -> Any:
         t = longest - 1 - i if backward else i
@@ -101,9 +101,9 @@ class _Packing(NamedTuple):
     unpack: Callable[[PyTree], PyTree]
 
 
-def _packing(tree: PyTree, *, ragged: bool) -> _Packing:
-    """Small leaves of one type as one vector, where each costs a kernel: in lanes of different lengths on an accelerator."""
-    if not ragged or runtime.on_cpu():
+def _packing(tree: PyTree, *, worth_it: bool) -> _Packing:
+    """Small leaves of one type as one vector where that is worth it: on an accelerator, if each would cost a kernel."""
+    if not worth_it or runtime.on_cpu():
         return _Packing(lambda tree: tree, lambda packed: packed)
     leaves, structure = jax.tree.flatten(tree if _are_shapes(tree) else jax.eval_shape(lambda: tree))
     groups: dict[Any, list[int]] = {}

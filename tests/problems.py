@@ -1,6 +1,7 @@
 """Small problems with known answers, asymmetric and of unequal size: a symmetric one hides sign errors."""
 
 import inspect
+from collections.abc import Iterable
 from functools import cache
 
 import jax
@@ -49,9 +50,14 @@ def normed_task() -> fm.Task:
 @cache
 def data() -> fm.FederatedData:
     """7 clients of unequal size with train, support, query, test, test_support and test_query views."""
+    return clients_of(SIZES)
+
+
+def clients_of(sizes: Iterable[int]) -> fm.FederatedData:
+    """Clients of these sizes with samples like those of `data`."""
     rng = np.random.default_rng(0)
     clients = []
-    for i, size in enumerate(SIZES):
+    for i, size in enumerate(sizes):
         x = rng.normal(0.2 * i, 1, (size, 5))
         y = np.argmax(x @ rng.normal(size=(5, 3)) + 0.3 * rng.normal(size=(size, 3)), axis=1)
         y[:3] = 0, 1, 2

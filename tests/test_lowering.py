@@ -4,9 +4,11 @@ One trace serves both platforms. Nothing is compiled here; `test_accelerators.py
 """
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fedjax_meta as fm
@@ -71,3 +73,18 @@ def test_a_program_is_made_for_the_platform_it_is_lowered_for():
         runtime.compiling_for("tpu"),
     ):
         jax.eval_shape(make("fedavg", devices=1, lanes=1, precision="tf32").round, KEY, *arguments)
+
+
+@pytest.mark.parametrize("name", sampled(("fedavg", "fedmeta_per", "fedpac", "knn_per", "perfedavg", "reptile", "scaffold")))
+def test_where_all_clients_have_as_many_samples_an_accelerator_knows_its_steps_and_finds_the_same(name):
+    """The program for a GPU is run here; one place of its second group of lanes is empty."""
+    data = problems.clients_of([21] * 7)
+    assert data.same_size == data.views
+    algorithm = make(name, devices=1, lanes=2, cohort_size=5)
+    state = jax.jit(algorithm.init)(KEY, data)
+    expected = jax.jit(algorithm.round)(KEY, state, data)
+    with runtime.compiling_for("gpu"):
+        found = jax.jit(partial(algorithm.round))(KEY, state, data)  # another function than the one that is compiled already
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(one.dtype, jnp.floating):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)

@@ -116,6 +116,17 @@ def test_a_program_of_this_machine_has_the_flops_of_its_products():
     assert max(loop.cost.flops for loop in _hlo.Program(text).loops()) == 2 * 16 * 32 * 32
 
 
+def test_the_number_of_steps_is_read_where_the_compiler_knows_it():
+    def steps(x, count):
+        return jax.lax.fori_loop(0, count, lambda i, x: jnp.sin(x + i), x)
+
+    x, count = jax.ShapeDtypeStruct((16,), "float32"), jax.ShapeDtypeStruct((), "int32")
+    known = jax.jit(lambda x: steps(x, 900)).lower(x).compile().as_text()
+    asked = jax.jit(steps).lower(x, count).compile().as_text()
+    assert [loop.steps for loop in _hlo.Program(known).loops()] == [1, 900]
+    assert [loop.steps for loop in _hlo.Program(asked).loops()] == [1, None]
+
+
 def test_every_case_has_an_algorithm_for_its_data():
     for name in (*static.WORKLOADS, *static.METHODS):
         algorithm, data = static.problem(name, 5, fm.Federation(cohort_size=5, lanes=1, devices=1))

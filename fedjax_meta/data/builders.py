@@ -85,9 +85,17 @@ def from_partition(
         scale=scale,
         start=start,
         size=size,
-        max_size=tuple((name, int(size[name].max())) for name in size),
         num_classes=num_classes or 0,
+        **bounds(size),
     )
+
+
+def bounds(sizes: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """`max_size` and `same_size` of `FederatedData`, of the sizes of each view, `[N]`."""
+    return {
+        "max_size": tuple((name, int(size.max())) for name, size in sizes.items()),
+        "same_size": tuple(name for name, size in sizes.items() if (size == size.max()).all()),
+    }
 
 
 def _stored_targets(y: PyTree, labels: bool, real: bool) -> PyTree:

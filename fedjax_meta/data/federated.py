@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 from fedjax_meta.data.views import ClientData, ClientView, check_view
 from fedjax_meta.types import PyTree, Scalar
 
@@ -23,7 +23,7 @@ from fedjax_meta.types import PyTree, Scalar
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "y", "offset", "scale", "start", "size", "ids"],
-    meta_fields=["max_size", "num_classes", "population"],
+    meta_fields=["max_size", "num_classes", "population", "same_size"],
 )
 @dataclasses.dataclass(frozen=True)
 class FederatedData:
@@ -40,6 +40,8 @@ class FederatedData:
       num_classes: K; 0 for real targets, and for a pytree of targets.
       ids: int32 `[N]`, the clients' ids in a larger population (see `select`); `None` if client i has id i.
       population: number of clients of that population; `None` if it is N.
+      same_size: names of the views in which all clients have `max_size` samples, static. An accelerator then knows the number of
+        steps of a client when it compiles, and does not wait for the host after each.
     """
 
     x: PyTree
@@ -52,6 +54,7 @@ class FederatedData:
     num_classes: int
     ids: jax.Array | np.ndarray | None = None
     population: int | None = None
+    same_size: tuple[str, ...] = ()
 
     @property
     def num_clients(self) -> int:
@@ -121,7 +124,8 @@ class FederatedData:
         """The data of the client at position `index`.
 
         Args:
-          index: an integer, may be traced. A negative index gives a client without samples, which pads a cohort.
+          index: an integer, may be traced. A negative index gives a client that pads a cohort: it has no samples, or, on an
+            accelerator where all have the same number, as many as all.
 
         Raises:
           ValueError: an `index` that is not traced and is N or more.
@@ -134,8 +138,12 @@ class FederatedData:
         real, bound = index >= 0, dict(self.max_size)
 
         def view(name: str) -> ClientView:
-            start, size = jnp.asarray(self.start[name])[index], jnp.asarray(self.size[name])[index]
-            size = jnp.where(real, size, 0)
+            start = jnp.asarray(self.start[name])[index]
+            if name in self.same_size and not runtime.on_cpu():
+                size: Scalar = bound[name]
+            else:
+                # On a CPU a loop costs the same either way, and a client that pads a cohort should cost nothing.
+                size = jnp.where(real, jnp.asarray(self.size[name])[index], 0)
             return ClientView(self.x, self.y, self.offset, self.scale, start, size, bound[name])
 
         return ClientData({name: view(name) for name in self.views})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.data.builders import nested_views
+from fedjax_meta.data.builders import bounds, nested_views
 from fedjax_meta.data.federated import FederatedData
 
 Runs = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -19,7 +19,7 @@ def with_views(data: FederatedData, views: Runs) -> FederatedData:
         data,
         start={name: start.astype(np.int32) for name, (start, _) in views.items()},
         size={name: size.astype(np.int32) for name, (_, size) in views.items()},
-        max_size=tuple((name, int(size.max())) for name, (_, size) in views.items()),
+        **bounds({name: size for name, (_, size) in views.items()}),
     )
 
 

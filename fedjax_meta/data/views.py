@@ -25,7 +25,7 @@ class ClientView:
     Attributes:
       x, y, offset, scale: the arrays of `FederatedData`, of all clients. `offset` and `scale` are both `None` or both given.
       start: position of the first sample; may be traced.
-      size: number of samples; may be traced.
+      size: number of samples; may be traced. If it is a Python int, the compiler knows the number of steps.
       max_size: static upper bound of `size`, the size of the largest client.
       work: share in [0, 1] of the training steps that the client performs; may be traced, `None` means all. It models a
         client that stops early: `epochs`, `endless` and `full` return `ceil(work * steps)` of their steps. `in_order` and
@@ -44,6 +44,10 @@ class ClientView:
     work: Scalar | None = None
     order: Callable[[jax.Array], jax.Array] | None = None
     change: Callable[[Batch, jax.Array], Batch] | None = None
+
+    def _size(self) -> Scalar:
+        """The number of samples; a Python int, if it is one, makes numbers of steps static."""
+        return self.size if isinstance(self.size, int) else jnp.asarray(self.size, jnp.int32)
 
     def _performed(self, steps: Scalar) -> Scalar:
         """The number of steps that the client performs of `steps`."""
@@ -90,7 +94,7 @@ class ClientView:
         checks.prng_key("key", key)
         if share is not None:
             checks.share("share", share)
-        size = jnp.asarray(self.size, jnp.int32)
+        size = self._size()
         # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
         count = size if share is None else jnp.ceil(share * size - 1e-3).astype(jnp.int32)
         steps_per_epoch = (count + batch_size - 1) // batch_size
@@ -121,7 +125,7 @@ class ClientView:
         checks.count("batch_size", batch_size)
         checks.count("steps", steps, least=0)
         checks.prng_key("key", key)
-        size = jnp.maximum(jnp.asarray(self.size, jnp.int32), 1)
+        size = jnp.maximum(self._size(), 1)
 
         def rows(step: Scalar) -> tuple[jax.Array, jax.Array]:
             position = first + step * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
@@ -151,7 +155,7 @@ class ClientView:
     def in_order(self, batch_size: int) -> Batches:
         """One pass in storage order, in steps of at most `batch_size` samples, for evaluation and statistics."""
         checks.count("batch_size", batch_size)
-        size = jnp.asarray(self.size, jnp.int32)
+        size = self._size()
 
         def get(step: Scalar, chunk: Scalar = 0) -> Batch:
             del chunk

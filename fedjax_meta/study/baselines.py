@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import report, sweeps
+from fedjax_meta import loops, report, sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.evaluation import Evaluation, evaluate
@@ -138,7 +138,7 @@ def _always(algorithm: Algorithm, task: Task, constant: _Constant) -> Algorithm:
         def step(t: Any, total: PyTree) -> PyTree:
             return jax.tree.map(jnp.add, total, constant.sums(batches.get(t, 0)))
 
-        return jax.lax.fori_loop(0, batches.steps, step, zero)
+        return loops.fori_loop(batches.steps, step, zero)
 
     def predict(found: Variables, x: PyTree) -> jax.Array:
         shape = jax.eval_shape(task.predict, jax.eval_shape(task.init, jax.random.key(0)), x).shape
