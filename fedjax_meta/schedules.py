@@ -46,7 +46,9 @@ def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Ar
     checks.count("cohort_size", cohort_size)
     checks.count("num_clients", num_clients)
     if cohort_size > num_clients:
-        raise ValueError(f"cohort_size={cohort_size} is more than the N={num_clients} clients there are")
+        raise ValueError(
+            f"cohort_size={cohort_size} is more than the N={num_clients} clients there are; Federation(cohort_size=...) sets it"
+        )
     if cohort_size == num_clients:
         return jnp.arange(num_clients, dtype=jnp.int32)
     return permute(permutation_keys(key), jnp.arange(cohort_size, dtype=jnp.int32), num_clients)

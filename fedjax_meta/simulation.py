@@ -201,12 +201,13 @@ def simulate(  # over 80 lines: half of them explain the arguments
     Raises:
       OSError: a store's folder cannot be written.
       RuntimeError: a run over several processes lost one of them.
-      TypeError: no method or algorithm, or a federation beside an algorithm.
+      TypeError: no method or algorithm, a federation beside an algorithm, or an evaluator that is no `Evaluator`.
       ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do
         not fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say
         whether its clients are known, or that does not return a row for each of them.
     """
     algorithm = as_algorithm(method, federation)
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.prng_key("key", key)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
@@ -223,6 +224,10 @@ def simulate(  # over 80 lines: half of them explain the arguments
             checks.function(name, told, takes, f"lambda {', '.join(takes)}: ...")
     runtime.log_idle_cores()
     tests = dict(evaluators or {})
+    for name, test in tests.items():
+        if not isinstance(test, Evaluator):
+            example = "fm.Evaluator(lambda key, state, data: fm.evaluate(method, key, state, data), data)"
+            raise TypeError(f"evaluators[{name!r}] must be an Evaluator, e.g. {example}, not {checks.shown(test)}")
     if store is None:
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=eval_every)
     else:

@@ -6,7 +6,10 @@ import os
 import pathlib
 
 import jax
+import numpy as np
 import pytest
+from jax._src import pjit
+from jax._src.interpreters import pxla
 
 from fedjax_meta import runtime
 
@@ -21,8 +24,20 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_enable_x64", True)
 runtime.use_all_cores()  # keeps the two devices, and turns the compilation cache on
+# Tests compile many programs of a tenth of a second, some of them in several processes: the environment is for those they start.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+jax.config.update(
+    "jax_persistent_cache_min_compile_time_secs", float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+)
 
 _finished = itertools.count(1)
+
+# JAX has no public name for its caches of lowered modules; a version that has others keeps what it lowers.
+LOWERED = [
+    getattr(module, name)
+    for module, name in ((pjit, "_pjit_lower"), (pxla, "_cached_lowering_to_hlo"))
+    if hasattr(getattr(module, name, None), "cache_clear")
+]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,12 +48,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Drops compiled programs when there are many: each takes memory maps, of which Linux gives a process 65,530.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests stay until the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
-    What a later test of the file needs is compiled again.
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers of one test: the same whichever tests run before it."""
+    return np.random.default_rng(17)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Keeps the costs of a compilation from growing with the number of programs that were compiled before.
+
+    JAX keeps the module of each program that it lowered, and thereby an MLIR context. Each context makes the next one slower:
+    after 2,000 programs the smallest compilation takes twice the time. Compiled programs stay, unless there are too many.
     """
+    if next(_finished) % 20:
+        return
+    for cache in LOWERED:
+        cache.cache_clear()
+    # A compiled program takes memory maps, of which Linux gives a process 65,530. What later tests need is compiled again.
     maps = pathlib.Path("/proc/self/maps")
-    if next(_finished) % 20 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
         gc.collect()

@@ -111,7 +111,7 @@ def main() -> None:
         checkpoint.lock(given.folder)
         print("begins", flush=True)
         path = given.folder / "metrics.json"
-        runs = report.load(path) if path.is_file() else []
+        runs = report.numbers_again(json.loads(path.read_text())["runs"]) if path.is_file() else []
         for name in given.names.split(","):
             if all(run["name"] != name for run in runs):
                 how = {"rounds": given.rounds, "every": given.every, "devices": given.devices}

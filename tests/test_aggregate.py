@@ -8,8 +8,10 @@ import pytest
 from fedjax_meta import aggregate
 from tests import problems
 
-RNG = np.random.default_rng(11)
-UPLOADS = [{"a": RNG.normal(size=(2, 3)), "b": {"c": RNG.normal(size=4), "d": RNG.normal()}} for _ in range(5)]
+UPLOADS = [
+    {"a": rng.normal(size=(2, 3)), "b": {"c": rng.normal(size=4), "d": rng.normal()}}
+    for rng in map(np.random.default_rng, range(5))
+]
 WEIGHTS = np.array([3.0, 0.0, 1.0, 7.0, 2.5])
 
 
@@ -91,8 +93,8 @@ def test_a_clients_weight_follows_the_weighting():
         aggregate.client_weight("size", data)
 
 
-def test_combine_gives_each_client_the_mixture_of_its_row():
-    matrix = RNG.dirichlet(np.ones(5), 5)
+def test_combine_gives_each_client_the_mixture_of_its_row(rng):
+    matrix = rng.dirichlet(np.ones(5), 5)
     stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *UPLOADS)
     mixed = aggregate.combine(jnp.asarray(matrix), stacked)
     for i in range(5):
@@ -100,10 +102,10 @@ def test_combine_gives_each_client_the_mixture_of_its_row():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_diverged_client_affects_only_the_rows_that_weigh_it(value):
-    matrix = RNG.dirichlet(np.ones(5), 5)
+def test_a_diverged_client_affects_only_the_rows_that_weigh_it(value, rng):
+    matrix = rng.dirichlet(np.ones(5), 5)
     matrix[:3, 2] = 0
-    stacked = {"a": RNG.normal(size=(5, 2, 3)), "b": RNG.normal(size=5)}
+    stacked = {"a": rng.normal(size=(5, 2, 3)), "b": rng.normal(size=5)}
     whole = aggregate.combine(jnp.asarray(matrix), jax.tree.map(jnp.asarray, stacked))
     stacked["a"][2, 1, 0] = value
     mixed = aggregate.combine(jnp.asarray(matrix), jax.tree.map(jnp.asarray, stacked))
@@ -113,8 +115,8 @@ def test_a_diverged_client_affects_only_the_rows_that_weigh_it(value):
 
 
 @pytest.mark.parametrize("returned", [[1, 1, 1, 1, 1, 1, 1], [3, 0, 2, 9, 1, -1, np.nan], [0, 0, 1, 0, 0, 0, 0]], ids=str)
-def test_robust_aggregators_are_numpys_over_the_clients_that_returned(returned):
-    weights, stacked = np.array(returned, float), {"a": RNG.normal(size=(7, 3)), "b": RNG.normal(size=7)}
+def test_robust_aggregators_are_numpys_over_the_clients_that_returned(returned, rng):
+    weights, stacked = np.array(returned, float), {"a": rng.normal(size=(7, 3)), "b": rng.normal(size=7)}
     there = weights > 0
     inside = jax.tree.map(lambda leaf: leaf[there], stacked)
     # Uploads of clients that did not return may hold anything.
@@ -129,8 +131,8 @@ def test_robust_aggregators_are_numpys_over_the_clients_that_returned(returned):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("aggregator", [aggregate.median, aggregate.trimmed_mean(0.4)], ids=["median", "trimmed"])
-def test_two_of_five_clients_cannot_move_the_result_beyond_the_range_of_the_others(aggregator, value):
-    honest = RNG.normal(size=(3, 4)).astype(np.float32)
+def test_two_of_five_clients_cannot_move_the_result_beyond_the_range_of_the_others(aggregator, value, rng):
+    honest = rng.normal(size=(3, 4)).astype(np.float32)
     got = aggregator(jnp.asarray(np.vstack([np.full((2, 4), value, np.float32), honest])), jnp.ones(5))
     assert got.dtype == jnp.float32
     assert np.all((honest.min(0) <= got) & (got <= honest.max(0)))
@@ -146,8 +148,8 @@ def test_robust_aggregators_of_no_client_are_zero_and_bad_arguments_are_refused(
             aggregate.trimmed_mean(share)
 
 
-def test_combine_with_the_identity_changes_nothing_and_uses_full_precision():
-    stacked = {"w": jnp.asarray(RNG.normal(size=(5, 3)), jnp.float32)}
+def test_combine_with_the_identity_changes_nothing_and_uses_full_precision(rng):
+    stacked = {"w": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
     assert problems.leaves_equal(aggregate.combine(jnp.eye(5), stacked), stacked)
     # Accelerators round the factors of a product by default. A CPU does not, so the test reads the program.
     text = str(jax.make_jaxpr(aggregate.combine)(jnp.eye(5), stacked))

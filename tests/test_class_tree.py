@@ -2,18 +2,46 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from fedjax_meta.class_tree import build_tree
+from fedjax_meta.class_tree import at_most, build_tree
 
 
 def test_the_tree_halves_the_classes_by_their_means():
     means = jnp.asarray([[0.0, 0], [9.0, 0], [0.5, 0], [9.5, 1], [4.0, 4]])
     tree = build_tree(means, jnp.asarray([True, True, True, True, False]))
-    member, left = np.asarray(tree.member), np.asarray(tree.left)
-    assert not member[:, 4].any() and member.sum(1).tolist().count(0) == 1
-    pairs = {
-        frozenset([frozenset(np.flatnonzero(a)), frozenset(np.flatnonzero(m & ~a))]) for m, a in zip(member, left, strict=True)
-    }
+    assert tree.node.shape == tree.left.shape == (4, 5) and int(tree.depth) == 2
+    none = at_most(5)
     one, other = frozenset({0, 2}), frozenset({1, 3})
-    singles = {frozenset([frozenset({0}), frozenset({2})]), frozenset([frozenset({1}), frozenset({3})])}
-    assert pairs - {frozenset([frozenset()])} == {frozenset([one, other])} | singles
+    assert branches(tree, 0) == {frozenset([one, other])}
+    assert branches(tree, 1) == {frozenset([frozenset({0}), frozenset({2})]), frozenset([frozenset({1}), frozenset({3})])}
+    assert np.all(np.asarray(tree.node)[:, 4] == none) and np.all(np.asarray(tree.node)[2:] == none)
+
+
+def branches(tree, level):
+    """The two sets of classes of each node of a level."""
+    node, left = np.asarray(tree.node[level]), np.asarray(tree.left[level])
+    numbers = sorted(set(node[node < at_most(len(node))].tolist()))
+    assert numbers == list(range(len(numbers)))
+    sides = [(frozenset(np.flatnonzero((node == n) & left)), frozenset(np.flatnonzero((node == n) & ~left))) for n in numbers]
+    return {frozenset(pair) for pair in sides}
+
+
+@pytest.mark.parametrize("present", [[], [2], [0, 3], list(range(7))])
+def test_every_class_ends_alone(present):
+    """Leaves are single classes: K - 1 nodes, each of two branches with classes, whose classes are one branch of a node above."""
+    means = jnp.asarray(np.random.default_rng(len(present)).normal(size=(7, 3)))
+    tree = build_tree(means, jnp.asarray(np.isin(np.arange(7), present)))
+    above, splits = {frozenset(present)}, 0
+    for level in range(int(tree.depth)):
+        nodes = branches(tree, level)
+        assert nodes and all(all(pair) and frozenset().union(*pair) in above for pair in nodes)
+        above, splits = {side for pair in nodes for side in pair}, splits + len(nodes)
+    assert splits == max(len(present) - 1, 0)
+
+
+def test_distant_outliers_make_a_chain():
+    """Means 1, 10, 100, ...: each level splits off the farthest, so that there are as many levels as nodes."""
+    tree = build_tree(10.0 ** jnp.arange(5)[:, None], jnp.ones(5, bool))
+    assert int(tree.depth) == 4
+    assert branches(tree, 0) == {frozenset([frozenset({4}), frozenset({0, 1, 2, 3})])}

@@ -2,8 +2,10 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import zlib
@@ -11,6 +13,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fedjax_meta as fm
@@ -78,6 +82,57 @@ def test_first_order_is_off_by_what_the_page_computes(pages):
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
 
 
+def given():
+    """What blocks of other pages take for granted: data, a task, a method, a federation and a key."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(120, 4)).astype(np.float32), rng.integers(0, 3, 120)
+    order, sizes = np.arange(120), np.full(12, 10)
+    task, data = fm.models.logistic(4, 3), fm.from_partition(x, y, order, sizes, views=fm.train_test_views(sizes))
+    return {
+        **{"x": x, "y": y, "order": order, "sizes": sizes, "task": task, "data": data, "method": fm.fedper(task)},
+        **{"federation": fm.Federation(cohort_size=2), "key": jax.random.key(0), "P": jax.sharding.PartitionSpec},
+    }
+
+
+SHORTER = {
+    "fm.use_all_cores()": "()",  # comes before anything is computed, and tests have computed
+    "cohort_size=100": "cohort_size=4",
+    "rounds=100": "rounds=2",
+    '"/scratch/run"': '"store"',
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_runs_of_the_page_on_scaling(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    block = re.findall(r"```python\n(.*?)```", TEXTS["distributed.md"], flags=re.DOTALL)[number]
+    for long, short in SHORTER.items():
+        block = block.replace(long, short)
+    with jax.enable_x64(False):
+        exec(block, {"fm": fm, **given()})
+
+
+def test_the_sharded_meta_gradient_of_the_page_on_scaling_is_the_mean_over_clients():
+    block = re.findall(r"```python\n(.*?)```", TEXTS["distributed.md"], flags=re.DOTALL)[3]
+    names = {"jax": jax, "fm": fm, "P": jax.sharding.PartitionSpec, "loss": lambda w, batch: jnp.mean((batch @ w - 1) ** 2)}
+    exec(block, names)
+    w, batches = jnp.arange(3.0), jax.random.normal(jax.random.key(0), (2, jax.device_count(), 5, 3))
+    found = names["sharded"](w, *batches)
+    each = [names["maml"](names["loss"], w, *batches[:, i]).gradient for i in range(jax.device_count())]
+    assert jnp.allclose(found, sum(each) / len(each), rtol=1e-5)
+
+
+def test_the_federations_of_other_pages_can_be_made():
+    names = given()
+    for page in ("privacy", "robustness"):
+        block = re.search(r"```python\n(.*?)```", TEXTS[f"{page}.md"], flags=re.DOTALL)[1]
+        exec(block, names)
+        assert isinstance(names["federation"], fm.Federation)
+    names |= {"traffic": fm.costs.traffic(names["method"], names["data"]), "flops": 1e6}
+    exec(re.search(r"```python\n(.*?)```", TEXTS["architecture.md"], flags=re.DOTALL)[1], names)
+    assert names["federation"].cohort_size == 10
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_runs_exists(page):
     for name in re.findall(r"fedjax-meta (?:run|show) (\w+)\b(?!\.yaml|/)", TEXTS[page]):
@@ -85,6 +140,15 @@ def test_what_a_page_runs_exists(page):
     commands = re.findall(r"python (?:-m )?(experiments|benchmarks)[./](\w+)", TEXTS[page])
     for folder, name in commands if page != "migration.md" else []:  # which names commands of earlier versions
         assert name == "NAME" or (ROOT / folder / f"{name}.py").is_file(), name
+    for name, word in (
+        re.findall(r"python -m experiments\.([a-z]\w*)(?: ([a-z_]+))?", TEXTS[page]) if page != "migration.md" else []
+    ):
+        source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+        subcommands = re.findall(r"^@app\.command\(\)\ndef (\w+)", source, flags=re.MULTILINE)
+        if "program(" in source:
+            assert not word, f"experiments.{name} has no command {word}"
+        elif len(subcommands) > 1:
+            assert word in {one.replace("_", "-") for one in subcommands} | set(subcommands), f"experiments.{name} {word}"
     for name in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", TEXTS[page]):
         made = name.startswith("api/")  # by the build of the site
         folder = ROOT if page == "README.md" else DOCS
@@ -183,13 +247,17 @@ def test_every_public_name_is_on_a_page_of_the_api(site):
     assert not [name for name in fm.__all__ if f"<code>{name}</code>" not in index]
 
 
+MAY_BE_BLANK = ("Cost of a round", "Our number")
+"""What the gallery says only of methods that were measured."""
+
+
 def test_the_gallery_says_all_of_every_method(site):
     page = (site / "methods.html").read_text(encoding="utf-8")
     for name in fm.METHODS:
         section = page.split(f'<h2 id="{name}">')[1].split("<h2 ")[0]
         said = dict(re.findall(r"<strong>([^<]+)</strong>: (.*?)</li>", section, flags=re.DOTALL))
         wanted = ("Paper", "Personal", "A new client", "Travels", "Cost of a round", "Run it", "Our number", "Options", "File")
-        assert tuple(said) == wanted and all(said.values()), name
+        assert tuple(said) == wanted and all(said[word] for word in wanted if word not in MAY_BE_BLANK), name
     text = {
         name: page.split(f'<h2 id="{name}">')[1].split("<h2 ")[0] for name in ("fedavg", "fedper", "scaffold", "local_only")
     }
@@ -197,3 +265,8 @@ def test_the_gallery_says_all_of_every_method(site):
     assert "<strong>Personal</strong>: the head" in text["fedper"]
     assert "2.00 down, 2.00 up" in text["scaffold"]
     assert "0.00 down, 0.00 up" in text["local_only"]
+    rows = json.loads((DOCS / "results" / "fedmeta_per_published_cohorts.json").read_text(encoding="utf-8"))["rows"]
+    (scores,) = (row["known"]["accuracy_mean"] for row in rows if row["system"] == "fedmeta_metasgd")
+    number = f"{statistics.mean(scores):.2f} ±{statistics.stdev(scores):.2f} %"
+    assert f"<strong>Our number</strong>: {number}" in page.split('<h2 id="fedmeta_metasgd">')[1].split("<h2 ")[0]
+    assert re.search(r"<strong>Our number</strong>:\s*</li>", page.split('<h2 id="scaffold">')[1].split("<h2 ")[0])

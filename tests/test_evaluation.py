@@ -16,7 +16,6 @@ from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from tests import problems
 
-RNG = np.random.default_rng(17)
 KEY = jax.random.key(9)
 K = 5
 
@@ -26,8 +25,8 @@ def _matrix(true, predicted, classes=K):
 
 
 def _clients(count=4):
-    sizes = RNG.integers(16, 60, count)
-    return [(RNG.normal(size=(n, K)), RNG.integers(0, K, n)) for n in sizes]
+    rng = np.random.default_rng(17)
+    return [(rng.normal(size=(n, K)), rng.integers(0, K, n)) for n in rng.integers(16, 60, count)]
 
 
 PAIRS = _clients()
@@ -37,7 +36,7 @@ STATE = State(
     optimizer=(),
     extra=(),
     aggregation=Aggregation((), ()),
-    personal=jnp.asarray(RNG.normal(size=(4, K))),
+    personal=jnp.asarray(np.random.default_rng(18).normal(size=(4, K))),
     memory=(),
     residual=(),
     seen=jnp.ones(4, bool),

@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import jax
+import pytest
 
 import fedjax_meta as fm
+from fedjax_meta import masks
 from tests import problems
+from tests.methods.common import FULL, gradient, of, step
 
 DOCS = Path(__file__).parents[1] / "docs"
 FEDERATION = fm.Federation(cohort_size=5, devices=1)
@@ -39,8 +42,51 @@ def test_the_skeleton_is_a_method_that_reduces_as_it_says():
     assert problems.distance(one.model, rounds(module.skeleton(problems.task()), 3).model) > 1e-6
 
 
+def blocks():
+    """The guide's code: a method with personal leaves, and a test."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / "new_method.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def test_the_round_by_hand_holds():
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "new_method.md").read_text(), flags=re.DOTALL)
     names: dict = {}
-    exec(block, names)
+    exec(blocks()[1], names)
     names["test_one_round_written_out"]()
+
+
+@pytest.fixture(scope="module")
+def fading():
+    names: dict = {}
+    exec(blocks()[0], names)
+    return names["fading"]
+
+
+def test_the_method_with_an_own_head_is_written_out(fading):
+    """Step s of a client: w <- w - lr (grad f + mu gamma^s (w - w^t)), the second term on the shared leaves alone."""
+    method = fading(problems.task(), lr=0.1, prox_weight=0.7, decay=0.4, epochs=3, batch_size=FULL["batch_size"])
+    algorithm, data = fm.federate(method, fm.Federation(cohort_size=7, devices=1)), problems.data()
+    state = algorithm.init(jax.random.key(3), data)
+    own, sizes = masks.resolve("head", problems.task()), data.size["train"]
+    trained = []
+    for i in range(7):
+        w = state.model
+        for s in range(3):
+            pull = jax.tree.map(lambda mine, a, b, s=s: (not mine) * 0.7 * 0.4**s * (a - b), own, w, state.model)
+            w = step(w, 0.1, jax.tree.map(lambda g, p: g + p, gradient(w, i), pull))
+        trained.append(w)
+    after, _ = jax.jit(algorithm.round)(jax.random.key(0), state, data)
+    mean = jax.tree.map(lambda *leaves: sum(n * w for n, w in zip(sizes, leaves, strict=True)) / sum(sizes), *trained)
+    assert problems.distance(masks.split(after.model, own)[1], masks.split(mean, own)[1]) < 1e-12
+    assert problems.distance(of(after.personal, 4), masks.split(trained[4], own)[0]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "other", "of_other"),
+    [
+        ({"prox_weight": 0.0}, "fedper", {}),
+        ({"decay": 1.0, "personal": "none"}, "fedprox", {"prox_weight": 0.1, "epochs": 1, "batch_size": 32}),
+    ],
+)
+def test_the_method_with_an_own_head_reduces_as_the_page_says(fading, options, other, of_other):
+    one = rounds(fading(problems.task(), **options), 2)
+    two = rounds(fm.METHODS[other](problems.task(), lr=0.1, **of_other), 2)
+    assert problems.distance((one.model, one.personal), (two.model, two.personal)) < 1e-12

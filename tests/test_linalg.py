@@ -11,10 +11,9 @@ from jax.test_util import check_grads
 
 from fedjax_meta import linalg
 
-rng = np.random.default_rng(0)
-ROOTS = rng.normal(size=(2, 3, 5, 5))
+ROOTS = np.random.default_rng(0).normal(size=(2, 3, 5, 5))
 MATRICES = ROOTS @ ROOTS.swapaxes(-1, -2) + np.eye(5)
-SIDES = rng.normal(size=(2, 3, 5, 4))
+SIDES = np.random.default_rng(1).normal(size=(2, 3, 5, 4))
 
 
 def test_factors_and_solves_of_nested_batches_are_those_of_numpy():

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from fedjax_meta import local
-from fedjax_meta.data import from_partition
+from fedjax_meta.data import Batches, from_partition
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task, weighted_mean
 from tests import problems
@@ -133,3 +133,12 @@ def test_the_loss_of_the_parameters_alone_holds_the_buffers():
     gradient = jax.grad(local.parameter_loss(task, buffers))(parameters, (batch, KEY))
     np.testing.assert_allclose(gradient["w"], 3 * (3 * np.array(START["w"]) - X[:3].mean(0)), rtol=1e-12)
     assert gradient["frozen"] is gradient["mean"] is None
+
+
+def test_numbered_batches_know_their_step_and_weigh_chunks_by_real_samples():
+    """Two chunks of 2 and 1 real samples: the mean of (value + 10 step) is ((2 v_0 + v_1) / 3) + 10 step."""
+    weights, values = jnp.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), jnp.array([3.0, 6.0])
+    batches = Batches(lambda step, chunk: Batch(values[chunk], values[chunk], weights[chunk]), steps=3, max_steps=3, chunks=2)
+    for step in (0, 2):
+        found = batches.numbered().mean(lambda pair: pair[0].x + 10.0 * pair[1], step)
+        assert float(found) == pytest.approx(4 + 10 * step)

@@ -10,22 +10,21 @@ import sklearn.metrics
 
 from fedjax_meta import metrics
 
-RNG = np.random.default_rng(17)
 K = 5
 
 
-def _draw(own, size=60, classes=K):
+def _draw(seed, own, size=60, classes=K):
     """Labels of the client's own classes, all present, and predictions of any class, about half of them random."""
-    own = np.asarray(own)
-    true = np.concatenate([own, RNG.choice(own, size - own.size)])
-    return true, np.where(RNG.random(size) < 0.5, true, RNG.integers(0, classes, size))
+    own, rng = np.asarray(own), np.random.default_rng(seed)
+    true = np.concatenate([own, rng.choice(own, size - own.size)])
+    return true, np.where(rng.random(size) < 0.5, true, rng.integers(0, classes, size))
 
 
 def _matrix(true, predicted, classes=K):
     return sklearn.metrics.confusion_matrix(true, predicted, labels=np.arange(classes))
 
 
-CLIENTS = [_draw(own) for own in ([0, 1], [1, 4], [0, 2, 3], [3], range(K))]
+CLIENTS = [_draw(seed, own) for seed, own in enumerate(([0, 1], [1, 4], [0, 2, 3], [3], range(K)))]
 CONFUSION = jnp.asarray(np.stack([_matrix(*client) for client in CLIENTS]), jnp.int32)
 
 
@@ -90,8 +89,8 @@ def test_a_client_of_one_class_keeps_its_predictions():
     np.testing.assert_array_equal(metrics.within_own_classes(CONFUSION)[3], CONFUSION[3])
 
 
-def test_the_summary_has_population_deviations():
-    loss = RNG.random(len(CLIENTS))
+def test_the_summary_has_population_deviations(rng):
+    loss = rng.random(len(CLIENTS))
     numbers = metrics.summary(CONFUSION, loss)
     each = np.asarray(metrics.accuracy(CONFUSION))
     f1 = [sklearn.metrics.f1_score(t, _postprocessed(t, p), average="macro") for t, p in CLIENTS]

@@ -58,7 +58,7 @@ def test_identity(case):
     federation = fm.Federation(cohort_size=5, devices=1)
     one, two = (fm.federate(method, federation) for method in methods)
     first = one.init(KEY, problems.data())
-    a, b = rounds(one, 3), rounds(two, 3)
+    a, b = rounds(one, 3, first), rounds(two, 3)
     assert problems.distance(_variables(a.model), _variables(b.model)) < 1e-12
     tests = [
         jax.jit(lambda state, one=one: one.predict(one.personalize(KEY, state, _support(), 2), _inputs()))(state)

@@ -16,7 +16,6 @@ from fedjax_meta.aggregate import Rule, as_rule
 from tests import problems
 
 KEY = jax.random.key(4)
-RNG = np.random.default_rng(5)
 
 
 @cache
@@ -127,8 +126,8 @@ def test_a_rule_is_that_of_brute_force_over_the_clients_that_returned(rule, miss
     np.testing.assert_allclose(flat(jax.tree.map(lambda leaf: leaf[None], got))[0], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_an_upload_that_is_not_finite_counts_as_one_that_did_not_return(rule):
-    uploads, weight = RNG.normal(size=(11, 5)), np.ones(11)
+def test_an_upload_that_is_not_finite_counts_as_one_that_did_not_return(rule, rng):
+    uploads, weight = rng.normal(size=(11, 5)), np.ones(11)
     uploads[2, 3], uploads[7] = np.nan, np.inf
     expected = rule[1]([row for row in uploads if np.isfinite(row).all()])
     np.testing.assert_allclose(use(rule[0], uploads, weight)[0], expected, rtol=1e-10)
@@ -167,8 +166,8 @@ def test_a_common_shift_and_scale_of_the_uploads_is_one_of_the_result(name, seed
 
 @pytest.mark.parametrize("value", [-1e3, 1e10, 3e38])
 @pytest.mark.parametrize("name", [name for name in RULES if not name.startswith("norm_bounding") and "of_4" not in name])
-def test_two_of_eleven_attackers_cannot_move_the_result_far_from_the_others(name, value):
-    honest = RNG.normal(size=(9, 6)).astype(np.float32)
+def test_two_of_eleven_attackers_cannot_move_the_result_far_from_the_others(name, value, rng):
+    honest = rng.normal(size=(9, 6)).astype(np.float32)
     uploads = np.vstack([np.full((2, 6), value, np.float32), honest])
     got = use(RULES[name][0], uploads, np.ones(11))[0]
     spread = max(np.linalg.norm(a - b) for a, b in itertools.combinations(honest, 2))
@@ -176,13 +175,13 @@ def test_two_of_eleven_attackers_cannot_move_the_result_far_from_the_others(name
     assert np.linalg.norm(got - honest.mean(0)) < spread
 
 
-def test_bulyan_withstands_the_hidden_vulnerability_of_krum():
+def test_bulyan_withstands_the_hidden_vulnerability_of_krum(rng):
     """El Mhamdi et al. 2018, section 3: one coordinate can be moved by about the distance of two honest uploads.
 
     The attacker sends the honest mean but for one coordinate, in which it is off by less than honest uploads are apart in high
     dimension, so that Krum takes it.
     """
-    honest = RNG.normal(size=(9, 400))
+    honest = rng.normal(size=(9, 400))
     lie = honest.mean(0)
     lie[17] += 15
     uploads = np.vstack([honest, lie, lie])
@@ -191,17 +190,17 @@ def test_bulyan_withstands_the_hidden_vulnerability_of_krum():
     assert honest[:, 17].min() <= by_bulyan <= honest[:, 17].max()
 
 
-def test_krum_and_bulyan_have_the_breakdown_that_their_bounds_say():
+def test_krum_and_bulyan_have_the_breakdown_that_their_bounds_say(rng):
     def result(rule, attackers):
-        uploads = np.vstack([np.full((attackers, 2), 1e6), RNG.normal(size=(11 - attackers, 2))])
+        uploads = np.vstack([np.full((attackers, 2), 1e6), rng.normal(size=(11 - attackers, 2))])
         return np.abs(use(rule, uploads, np.ones(11))[0]).max()
 
     assert result(aggregate.krum(4), 4) < 10 and result(aggregate.krum(4), 7) == 1e6
     assert result(aggregate.bulyan(2), 2) < 10 and result(aggregate.bulyan(2), 8) > 1e5
 
 
-def test_the_geometric_median_has_the_least_sum_of_distances():
-    uploads = np.vstack([RNG.normal(size=(7, 3)), [[40, 0, 0], [0, -60, 2]]])
+def test_the_geometric_median_has_the_least_sum_of_distances(rng):
+    uploads = np.vstack([rng.normal(size=(7, 3)), [[40, 0, 0], [0, -60, 2]]])
     total = lambda point: np.linalg.norm(uploads - point, axis=1).sum()  # noqa: E731
     best = scipy.optimize.minimize(total, uploads.mean(0), method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
     got = use(aggregate.geometric_median(300), uploads, np.ones(9))[0]
@@ -211,11 +210,11 @@ def test_the_geometric_median_has_the_least_sum_of_distances():
 
 
 @pytest.mark.parametrize("radius", [None, 1.5])
-def test_centered_clipping_follows_its_recursion_from_the_last_aggregate(radius):
+def test_centered_clipping_follows_its_recursion_from_the_last_aggregate(radius, rng):
     """v <- v + 1/n sum_i (x_i - v) min(1, radius / |x_i - v|), two steps a round, over rounds with missing clients."""
     rule, memory, centre = aggregate.centered_clipping(radius, iterations=2), None, np.zeros(5)
     for t in range(4):
-        uploads, there = 3 * RNG.normal(size=(6, 5)), np.arange(6) != t
+        uploads, there = 3 * rng.normal(size=(6, 5)), np.arange(6) != t
         for _ in range(2):
             apart = uploads[there] - centre
             most = np.median(np.linalg.norm(apart, axis=1)) if radius is None else radius
@@ -226,16 +225,17 @@ def test_centered_clipping_follows_its_recursion_from_the_last_aggregate(radius)
     assert nobody.tolist() == [0] * 5 and problems.leaves_equal(after, memory)
 
 
-def test_norm_bounding_and_centered_clipping_move_by_no_more_than_an_attackers_share_of_the_bound():
-    honest = RNG.normal(size=(8, 3))
+def test_norm_bounding_and_centered_clipping_move_by_no_more_than_an_attackers_share_of_the_bound(rng):
+    honest = rng.normal(size=(8, 3))
     for rule in (aggregate.norm_bounding(0.5), aggregate.centered_clipping(0.5)):
         got = [use(rule, np.vstack([honest, attack * np.ones((2, 3))]), np.ones(10))[0] for attack in (0, 1e9)]
         assert 0 < np.linalg.norm(got[1] - got[0]) <= 0.5 * 2 / 10 + 1e-12
 
 
-def test_fltrust_is_the_mean_by_trust_of_uploads_of_the_servers_norm():
+def test_fltrust_is_the_mean_by_trust_of_uploads_of_the_servers_norm(rng):
     """Cao et al., Algorithm 2: sum_i TS_i |g_0| / |g_i| g_i / sum_i TS_i with TS_i = max(0, cos(g_i, g_0))."""
-    uploads, reference = RNG.normal(size=(7, 6)), RNG.normal(size=6)
+    uploads, reference = rng.normal(size=(7, 6)), rng.normal(size=6)
+    uploads[:2] *= np.sign(uploads[:2] @ reference)[:, None] * [[1], [-1]]  # one that is trusted and one that is not
     there = np.arange(7) != 2
     cosine = uploads @ reference / np.linalg.norm(uploads, axis=1) / np.linalg.norm(reference)
     trust = np.maximum(cosine, 0) * there
@@ -273,8 +273,8 @@ def test_bucketing_hands_over_means_of_random_buckets_that_hold_each_client_once
     assert use(aggregate.bucketing(aggregate.median, 2), np.full(5, np.nan), np.zeros(5))[0] == 0
 
 
-def test_a_bucket_of_one_and_no_attackers_to_mix_out_change_nothing_or_everything():
-    uploads, weight = RNG.normal(size=(9, 4)), np.array([1, 1, 0, 1, 1, 1, 1, 0, 1])
+def test_a_bucket_of_one_and_no_attackers_to_mix_out_change_nothing_or_everything(rng):
+    uploads, weight = rng.normal(size=(9, 4)), np.array([1, 1, 0, 1, 1, 1, 1, 0, 1])
     mean = uploads[weight > 0].mean(0)
     np.testing.assert_allclose(
         use(aggregate.bucketing(aggregate.median, 1), uploads, weight)[0], np.median(uploads[weight > 0], 0), rtol=1e-12
@@ -294,9 +294,9 @@ def test_wrappers_keep_the_memory_and_the_reference_of_the_rule_inside():
 
 
 @pytest.mark.parametrize("clients", [1, 2, 3, 6, 7, 20, 33, 64, 65])
-def test_the_sorting_network_sorts(clients):
-    values = RNG.normal(size=(clients, 40)).round(1)
-    values[RNG.uniform(size=values.shape) < 0.1] = np.nan
+def test_the_sorting_network_sorts(clients, rng):
+    values = rng.normal(size=(clients, 40)).round(1)
+    values[rng.uniform(size=values.shape) < 0.1] = np.nan
     expected = np.sort(np.nan_to_num(values, nan=np.inf), 0)
     np.testing.assert_array_equal(aggregate.ranks.sort_clients(jnp.asarray(values)), expected)
     # Every row of zeros and ones, where there are few: a network that sorts these sorts everything (0-1 principle).
@@ -353,9 +353,9 @@ def test_what_a_rule_refuses(make, message):
         make()
 
 
-def test_every_registered_rule_can_be_made_from_text():
+def test_every_registered_rule_can_be_made_from_text(rng):
     options = {"trimmed_mean": ":share=0.2", "krum": ":f=1", "multi_krum": ":f=1,m=3", "bulyan": ":f=1"}
-    uploads = RNG.normal(size=(9, 3))
+    uploads = rng.normal(size=(9, 3))
     for name, entry in aggregate.RULES.items():
         rule = aggregate.parse(name + options.get(name, ""))
         assert "\n" not in entry.says and np.isfinite(use(rule, uploads, np.ones(9))[0]).all()

@@ -212,6 +212,11 @@ def test_a_method_runs_in_the_default_federation_or_in_a_given_one():
     assert problems.leaves_equal(one, two)
     small, _ = simulate(method, data, key=KEY, rounds=1, federation=fm.Federation(cohort_size=2))
     assert int(jnp.sum(small.seen)) == 2
+    for wrong, what in (({"test": fm.evaluate}, "evaluate"), ({"test": 3}, "3")):
+        with pytest.raises(TypeError, match=rf"evaluators\['test'\] must be an Evaluator, e.g. fm.Evaluator\(lambda.*{what}"):
+            simulate(method, data, key=KEY, rounds=1, evaluators=wrong)
+    with pytest.raises(ValueError, match=r"data must be a FederatedData, e.g. fm.from_clients\(...\), not \[1, 2\]"):
+        simulate(method, [1, 2], key=KEY, rounds=1)
     with pytest.raises(TypeError, match="this is an algorithm, which has its federation already"):
         simulate(fm.federate(method), data, key=KEY, rounds=1, federation=fm.Federation())
     with pytest.raises(TypeError, match=r"federate takes a method such as fm.fedavg\(task\), not fedavg"):

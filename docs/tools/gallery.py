@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 import fedjax_meta as fm
+from experiments import _standing
 from fedjax_meta import costs, masks
 from fedjax_meta.study import catalogue, files
 
@@ -34,7 +35,7 @@ class Entry(NamedTuple):
       travels: download and upload, in models.
       cost: of a round, in rounds of FedAvg.
       command: how it is run.
-      results: where it was measured.
+      results: what was measured, empty where nothing was.
     """
 
     name: str
@@ -168,9 +169,9 @@ def _measured() -> dict[str, dict[str, Any]]:
 
 
 def cost(name: str) -> str:
-    """Time of a round relative to FedAvg, from the committed rows of `benchmarks/systems.py`."""
+    """Time of a round relative to FedAvg, from the committed rows of `benchmarks/systems.py`; nothing where there is none."""
     row = _measured().get(name)
-    return "not measured" if row is None else f"{row['ratio']:.2f} of FedAvg's (arithmetic {row['arithmetic']:.1f})"
+    return "" if row is None else f"{row['ratio']:.2f} of FedAvg's (arithmetic {row['arithmetic']:.1f})"
 
 
 @functools.cache
@@ -193,36 +194,31 @@ def command(name: str) -> str:
     return f"`fm.{name}(task)`, or `method: {name}` in a study"
 
 
-def _plain(words: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", words.lower())
-
-
 @functools.cache
-def _rows() -> list[tuple[str, list[str], list[str]]]:
-    """(heading, column names, cells) of every row of the tables of docs/results.md."""
-    heading, columns, found = "", None, []
-    for line in (ROOT / "docs" / "results.md").read_text().splitlines():
-        if line.startswith("#"):
-            heading, columns = line.lstrip("# "), None
-        elif line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if columns is None:
-                columns = cells
-            elif not set("".join(cells)) <= set(":- "):
-                found.append((heading, columns, cells))
-        else:
-            columns = None
+def _extracts() -> list[tuple[str, str, dict[str, Any]]]:
+    """(method, title of the run, row) of every system in docs/results/*.json, in the order of experiments/reproduce.yaml."""
+    found = []
+    for run in _standing.read_list():
+        path = ROOT / "docs" / "results" / f"{run.name}.json"
+        if path.is_file():
+            systems = run.load().systems
+            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            found += [(systems[row["system"]].method, run.title, row) for row in rows]
     return found
 
 
 def results(name: str) -> str:
-    """The first row of docs/results.md whose system is this method."""
-    titles = {_plain(title) for _, _, title, method in _systems() if method == name and _plain(name) in _plain(title)}
-    titles.add(_plain(name))
-    for heading, columns, cells in _rows():
-        if _plain(cells[0].split("(best")[0]) in titles and len(cells) > 1 and cells[1]:
-            return f"{cells[1]} ({columns[1]}; {heading}), see [results](results.md)"
-    return "none"
+    """The method's first system in docs/results/*.json; nothing where none was measured."""
+    for method, title, row in _extracts():
+        values = row.get("known", {}).get("accuracy_mean")
+        if method == name and values:
+            spread = f" ±{np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+            seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
+            return (
+                f"{np.mean(values):.2f}{spread} % mean accuracy over known clients ({title}; {seeds}), "
+                "see [results](results.md)"
+            )
+    return ""
 
 
 def entry(name: str) -> Entry:

@@ -7,6 +7,7 @@
 - links to files outside of docs/ (`../fedjax_meta/...`) lead to the API page of the module, or become plain text.
 """
 
+import ast
 import base64
 import json
 import re
@@ -39,6 +40,22 @@ def modules() -> dict[str, list[str]]:
     return found
 
 
+def own_members(dotted: str) -> str:
+    """Options for a package: what its `__init__.py` defines and not what it takes from its modules, which stand below it."""
+    path = ROOT.joinpath(*dotted.split(".")) / "__init__.py"
+    if not path.is_file():
+        return ""
+    names = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [one.id for one in targets if isinstance(one, ast.Name)]
+    public = [one for one in names if not one.startswith("_")]
+    return f"    options:\n      members: {json.dumps(public) if public else 'false'}\n"
+
+
 def on_config(config: Any) -> Any:
     """Lists the API pages in the menu."""
     for entry in config["nav"]:
@@ -50,7 +67,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated pages."""
     for name, dotted in modules().items():
-        text = f"# {name}\n\n" + "\n".join(f"::: {one}\n" for one in dotted)
+        text = f"# {name}\n\n" + "\n".join(f"::: {one}\n{own_members(one)}" for one in dotted)
         files.append(File.generated(config, f"api/{name}.md", content=text))
     files.append(File.generated(config, "api/index.md", content=_index()))
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):

@@ -66,6 +66,17 @@ class Batches:
 
         return dataclasses.replace(self, get=get, samples=samples)
 
+    def numbered(self) -> "Batches":
+        """The same batches as pairs (batch, step), for a loss that changes from step to step; the first step is 0."""
+
+        def get(step: Scalar, chunk: Scalar = 0) -> tuple[PyTree, Scalar]:
+            return self.get(step, chunk), step
+
+        def samples(pair: tuple[PyTree, Scalar]) -> jax.Array:
+            return self.samples(pair[0])
+
+        return dataclasses.replace(self, get=get, samples=samples)
+
     def as_one_step(self, steps: int = 1, *, equal_weights: bool = False) -> "Batches":
         """All batches together as one step, repeated `steps` times.
 

@@ -1,15 +1,17 @@
 """Ways to divide a data set among clients, by name: rules for one array of labels, the protocols of papers, and generators."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.data import npz, partition, protocols, sources, synthetic
+from fedjax_meta.data import npz, partition, protocols, sources, synthetic, targets
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.sources import Source
+from fedjax_meta.data.targets import Targets
 
 
 def _shards(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> Partition:
@@ -84,13 +86,20 @@ def _synthetic(
     return Protocol(protocols.on_device(data), None, f"synthetic({model_spread:g}, {data_spread:g})")
 
 
-GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic}
+def _sinusoids(*, size: int = 40, noise: float = 0.0, num_clients: int = 100, seed: int = 1) -> Protocol:
+    """A sine of its own for each client: few-shot regression (Finn, Abbeel, Levine 2017); no data set is needed."""
+    data, _, _ = synthetic.sinusoids(num_clients, seed=seed, size=size, noise=noise)
+    one_column = dataclasses.replace(data, y=data.y[:, None])
+    return Protocol(protocols.on_device(one_column), None, f"sinusoids, {size} points each")
+
+
+GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic, "sinusoids": _sinusoids}
 """Clients that are generated, `(*, seed, num_clients, ...) -> Protocol`, by the name of the data set."""
 
 
 def natural(
     path: str | os.PathLike, *, by: str = "client", min_samples: int = 1
-) -> tuple[Source, np.ndarray, np.ndarray, Partition]:
+) -> tuple[Source | Targets, np.ndarray, np.ndarray, Partition]:
     """The clients that an .npz file itself names, in a third array beside x and y.
 
     Args:
@@ -99,7 +108,7 @@ def natural(
       min_samples: clients with fewer are left out.
 
     Returns:
-      (the data set, its inputs `[M, ...]`, its labels `[M]`, the clients).
+      (the data set, its inputs `[M, ...]`, its labels `[M]` or other targets `[M, d]`, the clients).
 
     Raises:
       ValueError: another kind of data set, no such array, and whatever `partition.natural` refuses.
@@ -107,13 +116,16 @@ def natural(
     shown = repr(os.fspath(path))
     if not os.fspath(path).endswith(".npz"):
         raise ValueError(f"partition 'natural' needs an .npz that names the client of each sample, not the data set {shown}")
-    source, arrays = sources.read_npz(path), npz.read(path)
+    other, arrays = targets.read(path), npz.read(path)
     if not {"x", "y", by} <= set(arrays):
         raise ValueError(f"{shown} holds {', '.join(arrays)}; by={by!r} needs x, y and {by}")
-    x, y, owner = arrays["x"], arrays["y"], arrays[by]
-    if owner.shape != y.shape:
+    x, y, owner = arrays["x"], arrays["y"] if other is None else other.y, arrays[by]
+    if owner.shape != y.shape[:1]:
         raise ValueError(
-            f"{by} has shape {list(owner.shape)} in {shown}, but y has {list(y.shape)}: it needs one entry a sample"
+            f"{by} has shape {list(owner.shape)} in {shown}, but y has {list(arrays['y'].shape)}: it needs one entry a sample"
         )
+    if other is not None:
+        return other, other.x, y, partition.natural(owner, min_samples=min_samples)
     # A source sorts its samples, but x, y and owner agree only in the order of the file.
+    source = sources.read_npz(path)
     return source, x.reshape(-1, *source.x_train.shape[1:]), y, partition.natural(owner, min_samples=min_samples)

@@ -160,8 +160,9 @@ def mocha(
     checks.count("capacity", capacity)
     classes, width = features.head_shape(task, "mocha")
 
-    def samples(variables: Variables, view: ClientView, count: int) -> tuple[jax.Array, jax.Array]:
-        """(features with a 1 appended, 0 for padding, labels) of the first `count` places of a view."""
+    def samples(variables: Variables, view: ClientView) -> tuple[jax.Array, jax.Array]:
+        """(features with a 1 appended, 0 for padding, labels) of as many places as the largest client's view has."""
+        count = max(view.max_size, 1)
         real = jnp.arange(count) < view.size
         batch = view.take(jnp.arange(count), real)
         z = extract(variables, batch.x)
@@ -169,32 +170,42 @@ def mocha(
         return jnp.where(real[:, None], z, 0), batch.y
 
     def solve(
-        key: Key, model: Model, dual: jax.Array, view: ClientView, passes: int, step: Scalar, needed: Any = True
+        key: Key,
+        weights: jax.Array,
+        dual: jax.Array,
+        view: ClientView,
+        xy: Any,
+        passes: int,
+        step: Scalar,
+        needed: Any = True,
     ) -> tuple[jax.Array, jax.Array]:
-        """(dual variables after `passes` over a view, their map)."""
-        x, y = samples(model.variables, view, len(dual))
+        """(dual variables after `passes` over the samples of a view, their map)."""
+        x, y = xy
         index = jnp.arange(len(dual), dtype=jnp.int32)
         order = permute(permutation_keys(tagged(key, "order")), index, view.size)
         steps = jnp.where(needed, view.epochs(tagged(key, "steps"), 1, passes).steps, 0)
-        dual = ascend(dual, model.weights, x, y, view.size, order, steps, step / regularisation)
+        dual = ascend(dual, weights, x, y, view.size, order, steps, step / regularisation)
         return dual, dual.T @ x / jnp.maximum(view.size, 1)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         view, model, own = data["train"], received.model, received.memory
         if view.max_size > capacity:
             raise ValueError(f"a client's train view has up to {view.max_size} samples, more than capacity={capacity}")
-        dual, mapped = solve(key, model, own.dual, view, epochs, own.step)
-        x, y = samples(model.variables, view, capacity)
+        x, y = samples(model.variables, view)
+        count = len(x)
+        dual, mapped = solve(key, model.weights, own.dual[:count], view, (x, y), epochs, own.step)
         sign = jnp.where(y[:, None] == jnp.arange(classes)[None], 1, -1)
         hinge = jnp.sum(jnp.maximum(1 - sign * (x @ model.weights.T), 0), 1)
-        loss = jnp.sum(jnp.where(jnp.arange(capacity) < view.size, hinge, 0)) / jnp.maximum(view.size, 1)
-        return Trained(model, {"loss": loss}, memory=own._replace(dual=dual, map=mapped), stacked=mapped)
+        loss = jnp.sum(jnp.where(jnp.arange(count) < view.size, hinge, 0)) / jnp.maximum(view.size, 1)
+        return Trained(
+            model, {"loss": loss}, memory=own._replace(dual=own.dual.at[:count].set(dual), map=mapped), stacked=mapped
+        )
 
     def personalize(key: Key, received: Received, support: ClientView) -> Model:
         model, seen, scale = received.model, received.seen, received.memory.step
-        start = jnp.zeros((max(support.max_size, 1), classes), model.weights.dtype)
-        alone = model._replace(weights=jnp.zeros_like(model.weights))
-        mapped = solve(key, alone, start, support, new_client_epochs, scale, ~jnp.asarray(seen))[1]
+        xy, alone = samples(model.variables, support), jnp.zeros_like(model.weights)
+        start = jnp.zeros((len(xy[1]), classes), model.weights.dtype)
+        mapped = solve(key, alone, start, support, xy, new_client_epochs, scale, ~jnp.asarray(seen))[1]
         return model._replace(weights=jnp.where(seen, model.weights, scale * mapped / regularisation))
 
     def predict(variables: Model, x: PyTree) -> jax.Array:

@@ -10,6 +10,7 @@ from jax import lax
 from fedjax_meta import checks
 from fedjax_meta.layers import INITS, Dense, dense
 from fedjax_meta.models import functional
+from fedjax_meta.models.images import check_outputs
 from fedjax_meta.models.linen import from_linen
 from fedjax_meta.task import Task, cross_entropy
 
@@ -138,7 +139,7 @@ def sensor_cnn(
     """
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window={checks.shown(window)} must be (samples in time, channels)")
-    checks.count("classes", classes, least=2)
+    check_outputs(classes, loss)
     checks.one_of("init", init, INITS)
     length = window[0]
     for extent in window:
@@ -241,7 +242,7 @@ def resnet18(
         raise ValueError(f"image={checks.shown(image)} must be (height, width, channels)")
     for extent in image:
         checks.count("image", extent)
-    checks.count("classes", classes, least=2)
+    check_outputs(classes, loss)
     checks.count("groups", groups)
     checks.count("width", width)
     if width % groups:

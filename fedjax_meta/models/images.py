@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.layers import FORMS, INITS, BatchNorm, Conv, Dense
+from fedjax_meta.models.functional import Criterion
 from fedjax_meta.models.linen import from_linen
-from fedjax_meta.task import Task
+from fedjax_meta.task import Task, cross_entropy
 
 # All of these are non-decreasing, so they commute with max-pooling: they run on the pooled images only.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -108,9 +109,10 @@ def _network_task(
     form: str | None = None,
     norm: str = "after",
     convs: tuple[tuple[int, int, int], ...] = (),
+    loss: Criterion = cross_entropy,
     **layout: Any,
 ) -> Task:
-    checks.count("classes", classes, least=2)
+    check_outputs(classes, loss)
     if convs and len(sample_shape) != 3:
         raise ValueError(f"image={checks.shown(sample_shape)} must be (height, width, channels)")
     for extent in sample_shape:
@@ -130,7 +132,12 @@ def _network_task(
             if height < 1 or width < 1:
                 raise ValueError(f"image={sample_shape} is too small for the convolutions and poolings of this network")
     module = Network(sample_shape, classes, convs=convs, start=init, dtype=dtype, form=form, norm=norm, **layout)
-    return from_linen(module, sample_shape, layers=module.layers, features="features", head="head")
+    return from_linen(module, sample_shape, layers=module.layers, features="features", head="head", loss=loss)
+
+
+def check_outputs(classes: Any, loss: Criterion) -> None:
+    """Raises `ValueError` for fewer than two outputs of a classifier, or fewer than one of a model with another loss."""
+    checks.count("classes", classes, least=2 if loss is cross_entropy else 1)
 
 
 def _is_float(dtype: Any) -> bool:
@@ -155,6 +162,7 @@ def mlp(
     *,
     init: str = "torch",
     dtype: DTypeLike | None = None,
+    loss: Criterion = cross_entropy,
 ) -> Task:
     """Multi-layer perceptron with ReLU; by default the MNIST network of FedMeta-Per (Nguyen and Cao), 79,510 parameters.
 
@@ -164,11 +172,12 @@ def mlp(
       classes: outputs K of the `head`.
       init: `"torch"` (weights and biases uniform within ±1/sqrt(fan in); published step sizes assume it) or `"lecun"`.
       dtype: dtype of the matrix products, e.g. `jnp.bfloat16`; parameters stay in full precision.
+      loss: see `from_linen`; with another than cross-entropy one output will do.
 
     Raises:
       ValueError: a size below 1, or an unknown `init` or `dtype`.
     """
-    return _network_task((inputs,), classes, hidden=_tuple("hidden", hidden), init=init, dtype=dtype)
+    return _network_task((inputs,), classes, hidden=_tuple("hidden", hidden), init=init, dtype=dtype, loss=loss)
 
 
 def lenet(
@@ -178,6 +187,7 @@ def lenet(
     init: str = "torch",
     dtype: DTypeLike | None = None,
     form: str | None = None,
+    loss: Criterion = cross_entropy,
 ) -> Task:
     """LeNet: 6 and 16 convolutions of 5x5, dense layers of 120 and 84; the CIFAR-10 network of FedMeta-Per (Nguyen and Cao).
 
@@ -186,10 +196,12 @@ def lenet(
     Args:
       image: height, width and channels of a sample.
       form: form of the convolutions, see `layers.convolution`; `None` for the default of the current backend.
-      classes, init, dtype: see `mlp`.
+      classes, init, dtype, loss: see `mlp`.
     """
     convs = ((6, 5, 0), (16, 5, 0))
-    return _network_task(_tuple("image", image), classes, convs=convs, hidden=(120, 84), init=init, dtype=dtype, form=form)
+    return _network_task(
+        _tuple("image", image), classes, convs=convs, hidden=(120, 84), init=init, dtype=dtype, form=form, loss=loss
+    )
 
 
 def fedpac_cnn(
@@ -199,6 +211,7 @@ def fedpac_cnn(
     init: str = "torch",
     dtype: DTypeLike | None = None,
     form: str | None = None,
+    loss: Criterion = cross_entropy,
 ) -> Task:
     """The networks of FedPAC (Xu, Tong and Huang, ICLR 2023), with leaky ReLU and 128 features.
 
@@ -208,12 +221,18 @@ def fedpac_cnn(
     shape = _tuple("image", image)
     convs = ((16, 5, 0), (32, 5, 1), (64, 3, 1))[: 2 if shape[-1:] == (1,) else 3]
     return _network_task(
-        shape, classes, convs=convs, hidden=(128,), activation="leaky_relu", init=init, dtype=dtype, form=form
+        shape, classes, convs=convs, hidden=(128,), activation="leaky_relu", init=init, dtype=dtype, form=form, loss=loss
     )
 
 
 def mtfl_mlp(
-    inputs: int = 784, classes: int = 10, *, norm: str = "after", init: str = "torch", dtype: DTypeLike | None = None
+    inputs: int = 784,
+    classes: int = 10,
+    *,
+    norm: str = "after",
+    init: str = "torch",
+    dtype: DTypeLike | None = None,
+    loss: Criterion = cross_entropy,
 ) -> Task:
     """The "2NN" of MTFL (Mills, Hu and Min, arXiv 2007.09236): 784-200-200-10 with a batch norm on the first layer.
 
@@ -221,9 +240,9 @@ def mtfl_mlp(
 
     Args:
       norm: `"after"` the activation, as in the authors' code, or `"before"` it.
-      inputs, classes, init, dtype: see `mlp`.
+      inputs, classes, init, dtype, loss: see `mlp`.
     """
-    return _network_task((inputs,), classes, hidden=(200, 200), normed=("fc1",), norm=norm, init=init, dtype=dtype)
+    return _network_task((inputs,), classes, hidden=(200, 200), normed=("fc1",), norm=norm, init=init, dtype=dtype, loss=loss)
 
 
 def mtfl_cnn(
@@ -234,6 +253,7 @@ def mtfl_cnn(
     init: str = "torch",
     dtype: DTypeLike | None = None,
     form: str | None = None,
+    loss: Criterion = cross_entropy,
 ) -> Task:
     """The CIFAR-10 network of MTFL (Mills, Hu and Min, arXiv 2007.09236): 32 and 64 convolutions of 3x3, a dense layer of 512.
 
@@ -241,7 +261,7 @@ def mtfl_cnn(
 
     Args:
       norm: `"after"` activation and pooling, as in the authors' code, or `"before"` both, as in the paper's text.
-      image, classes, init, dtype, form: see `lenet`.
+      image, classes, init, dtype, form, loss: see `lenet`.
     """
     convs = ((32, 3, 0), (64, 3, 0))
     return _network_task(
@@ -254,20 +274,35 @@ def mtfl_cnn(
         init=init,
         dtype=dtype,
         form=form,
+        loss=loss,
     )
 
 
-def elu_mlp(inputs: int = 784, classes: int = 10, *, init: str = "torch", dtype: DTypeLike | None = None) -> Task:
+def elu_mlp(
+    inputs: int = 784,
+    classes: int = 10,
+    *,
+    init: str = "torch",
+    dtype: DTypeLike | None = None,
+    loss: Criterion = cross_entropy,
+) -> Task:
     """The network of Per-FedAvg-Reptile (Xia and Cui 2022): d-80-60-10 with ELU.
 
     It has 68,270 parameters for MNIST and 251,310 for flattened CIFAR-10 (`inputs=3072`). Arguments as for `mlp`.
     """
-    return _network_task((inputs,), classes, hidden=(80, 60), activation="elu", init=init, dtype=dtype)
+    return _network_task((inputs,), classes, hidden=(80, 60), activation="elu", init=init, dtype=dtype, loss=loss)
 
 
-def logistic(inputs: int = 60, classes: int = 10, *, init: str = "torch", dtype: DTypeLike | None = None) -> Task:
+def logistic(
+    inputs: int = 60,
+    classes: int = 10,
+    *,
+    init: str = "torch",
+    dtype: DTypeLike | None = None,
+    loss: Criterion = cross_entropy,
+) -> Task:
     """Multinomial logistic regression; by default the model for synthetic(δ, θ) data, with 610 parameters.
 
     Arguments as for `mlp`.
     """
-    return _network_task((inputs,), classes, init=init, dtype=dtype)
+    return _network_task((inputs,), classes, init=init, dtype=dtype, loss=loss)

@@ -1,17 +1,17 @@
 """Reports of a run: compact records of every client at every evaluation, tables and figures.
 
-What is not finite counts as NaN in every score, and tables and figures mark it. matplotlib and rich are imported only when they
-are needed. Axis letters: E evaluations, N clients, K classes.
+What is not finite counts as NaN in every score, and tables and figures mark it. matplotlib, pandas and rich are imported only
+when they are needed. Axis letters: E evaluations, N clients, K classes.
 """
 
 from fedjax_meta.report.figure import COLORS, GRID, INK, MUTED, save_figure
+from fedjax_meta.report.frames import load, load_clients
 from fedjax_meta.report.records import (
     Kind,
     MainScore,
     compact,
     diverged,
     joined,
-    load,
     main_score,
     numbers_again,
     score_names,
@@ -34,6 +34,7 @@ __all__ = [
     "diverged",
     "joined",
     "load",
+    "load_clients",
     "main_score",
     "markdown_table",
     "marked",

@@ -1,9 +1,7 @@
 """Compact records of every client at every evaluation, as JSON values; and the score that a report shows of them."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,7 +237,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def strict(value: Any) -> Any:
-    """A JSON value without numbers that are not finite, which JSON does not know: they become strings, as `load` reads them.
+    """A JSON value without numbers that are not finite, which JSON does not know: they become strings, see `numbers_again`.
 
     Example:
       >>> strict({"loss": [0.5, float("nan"), float("-inf")]})
@@ -250,21 +248,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: strict(part) for name, part in value.items()}
     return [strict(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def load(path: str | Path) -> list[dict[str, Any]]:
-    """The parts of a `metrics.json`: for each its `name`, `config` and `result`, the rows of `compact` for a training run.
-
-    The file is strict JSON. Its strings "NaN", "Infinity" and "-Infinity" are numbers, and become numbers here.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: it is no such file.
-    """
-    try:
-        return numbers_again(json.loads(Path(path).read_text(encoding="utf-8"))["runs"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no metrics file: {error}") from error
 
 
 def numbers_again(value: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta.report.records import diverged, main_score
+from fedjax_meta.report.records import compact, diverged, main_score
+from fedjax_meta.simulation import Record
 
 
 class Series(NamedTuple):
@@ -42,15 +43,20 @@ class Series(NamedTuple):
 
 
 def series(
-    title: str, clients: str, seed: int, rows: Sequence[Mapping[str, Any]], test: str, score: str | None = None
+    title: str,
+    clients: str,
+    seed: int,
+    rows: Sequence[Mapping[str, Any] | Record],
+    test: str,
+    score: str | None = None,
 ) -> Series:
-    """The series of one evaluator in the rows of a run (see `compact`).
+    """The series of one evaluator in a run.
 
     Args:
       title: name of the method.
       clients: which clients the evaluator tested, e.g. "local" or "new".
       seed: of the run.
-      rows: one for each evaluation, in order.
+      rows: one for each evaluation, in order: the records of `simulate`, or what `compact` makes of them.
       test: name of the evaluator.
       score: name of the main score; that of `score_names` when not given.
 
@@ -59,9 +65,10 @@ def series(
     """
     if not rows:
         raise ValueError(f"rows is empty: there is no evaluation of {title} to report")
-    if test not in rows[-1]["tests"]:
-        raise ValueError(f"test={test!r} is not a test of this run; it has {', '.join(rows[-1]['tests'])}")
-    tests = [row["tests"][test] for row in rows]
+    found = [compact(row) if isinstance(row, Record) else row for row in rows]
+    if test not in found[-1]["tests"]:
+        raise ValueError(f"test={test!r} is not a test of this run; it has {', '.join(found[-1]['tests'])}")
+    tests = [row["tests"][test] for row in found]
     last, main = tests[-1]["scores"], main_score(tests[-1], score)
     whole = {
         f"{name}_{what}" for name, one in tests[-1].get("metrics", {}).items() if not one["share"] for what in ("mean", "std")
@@ -71,11 +78,11 @@ def series(
         title,
         clients,
         seed,
-        np.array([row["round"] for row in rows]),
+        np.array([row["round"] for row in found]),
         np.array([main_score(one, score).overall for one in tests]),
         main.values,
         {name: value if name in whole else 100 * value for name, value in last.items()},
-        diverged(rows, test),
+        diverged(found, test),
         main.name,
         main.share,
         main.higher_is_better,

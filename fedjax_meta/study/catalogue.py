@@ -171,12 +171,19 @@ def summary(thing: Any) -> str:
     return re.split(r"(?:[.:;]|, )\s+(?=[A-Z`a-z])", text.split("\n\n")[0].replace("\n", " "))[0].rstrip(".")
 
 
-def lines(entries: dict[str, tuple[str, str]], *, width: int = WIDTH) -> list[str]:
-    """One line for each entry, (words, citation) by name; what does not fit is cut after a whole word."""
+def lines(entries: dict[str, tuple[str, str]], *, width: int = WIDTH, wrap: bool = False) -> list[str]:
+    """One line for each entry, (words, citation) by name.
+
+    Args:
+      entries: what to list.
+      width: of the longest line.
+      wrap: whether words that do not fit go on below; else they are cut after a whole word.
+    """
     first = max(map(len, entries), default=0) + 2
     made = []
     for name, (words, source) in entries.items():
         room = width - first - (len(source) + 2 if source else 0)
-        fitting = textwrap.shorten(words, room, placeholder=" ...")
-        made.append(f"{name:<{first}}{fitting:<{room}}{f'  {source}' if source else ''}".rstrip())
+        fitting = textwrap.wrap(words, room) if wrap else [textwrap.shorten(words, room, placeholder=" ...")]
+        made.append(f"{name:<{first}}{fitting[0]:<{room}}{f'  {source}' if source else ''}".rstrip())
+        made += [f"{'':<{first}}{more}" for more in fitting[1:]]
     return made

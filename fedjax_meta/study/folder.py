@@ -327,7 +327,7 @@ def _line(where: Where, trial: Trial, row: Mapping[str, Json]) -> tuple[tuple[An
 
 
 def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.ndarray]) -> None:
-    """The results of each client after the last round: `PATH.npz`, which `results.load_clients` reads.
+    """The results of each client after the last round: `PATH.npz`, which `report.load_clients` reads.
 
     It holds `seeds [S]`, and for each group of clients `GROUP_SCORE [S, N]` of every score (shares in [0, 1]) and
     `GROUP_samples [N]`; where some clients alone were scored, also `GROUP_ids [N]`.

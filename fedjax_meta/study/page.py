@@ -61,7 +61,7 @@ def write(
       OSError: the file cannot be written.
     """
     found = results.tables(study, built, outcomes) if found is None else found
-    body = [f'<p class="muted">{text(results.explanation(study))}</p>']
+    body = [f'<p class="muted">{text(results.explanation(study, found))}</p>']
     body += [f"<p>{text(note)}</p>" for note in study.notes]
     for one in summary.tables(study, outcomes):
         body += [f"<h2>{text(one.title)}</h2>", table(one.headings, one.rows, _numbers(study))]

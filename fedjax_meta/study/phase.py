@@ -446,6 +446,8 @@ def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
     trials, content = read_trials(path)
     odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
     if odd is not None:
-        raise ValueError(f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now")
+        raise ValueError(
+            f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now; give another folder"
+        )
     # A run of other rounds is continued from its last state.
     return trials if content["rounds"] == phase.rounds else {}

@@ -39,6 +39,13 @@ class Preset(NamedTuple):
     metric: str
     facts: Mapping[str, Json]
 
+    @property
+    def commit(self) -> str:
+        """Where it comes from, for a list: the commit of the package, or its version where it was installed."""
+        found = (self.facts.get("git") or {}).get("package") or {}
+        version = (self.facts.get("versions") or {}).get("fedjax_meta", "unknown")
+        return f"commit {found['commit'][:8]}" if "commit" in found else f"version {version}"
+
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value:g}" for name, value in self.chosen.items())
         metric, percent, _ = self.metric.partition(", %")

@@ -1,22 +1,18 @@
-"""What a study found: a table of systems, its text, and the lines of a run's folder as a data frame."""
+"""What a study found: a table of systems, its text, and its reports."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_meta import costs, escape, report
+from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, promise, summary, tuning
 from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
-
-if TYPE_CHECKING:
-    import pandas
-
 
 Spread = tuple[float, float]
 """A mean over seeds and its sample standard deviation, NaN for one seed."""
@@ -36,6 +32,7 @@ class Line(NamedTuple):
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
       remark: "diverged at round R", "best at the end of its grid", or nothing.
+      trials: how many runs its grid took.
       others: the other scores, means over known and over new clients, by "NAME" and "NAME, new"; shares in percent.
     """
 
@@ -49,11 +46,9 @@ class Line(NamedTuple):
     up: float
     seconds: float
     remark: str
+    trials: int = 0
     others: Mapping[str, tuple[report.Kind, Spread]] = {}
 
-
-USER_ACCURACY = "user_accuracy"
-"""The metric of a round that `Study.user_accuracy` records."""
 
 LOCAL = "local_only"
 """The method that the others are held against, where a study has it."""
@@ -76,7 +71,9 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
         new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
         worst = (known.kind.worst_tenth(known.values), nan)
         others = _others(study, {group: [test] for group, test in groups.items()})
-        table.append(Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, "no training", others))
+        table.append(
+            Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, "no training", others=others)
+        )
     return table
 
 
@@ -101,6 +98,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
+        trials=len(outcome.tuning),
         others=_others(study, _last_tests(outcome.final), outcome.final),
     )
 
@@ -109,7 +107,10 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
-    remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
+    if outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
+        remarks.append("all points of its grid scored the same")
+    else:
+        remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
     if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
     if system.pooled:
@@ -192,7 +193,7 @@ class Table(NamedTuple):
 SCORES = ("system", "known", "worst 10 %", "new", "behind local")
 """The columns of scores; the others say how a system was run, in a table of their own on a terminal."""
 
-HOW = ("system", "upload", "chosen", "remark")
+HOW = ("system", "upload", "trials", "chosen", "remark")
 
 
 def table(lines: Sequence[Line]) -> Table:
@@ -205,6 +206,7 @@ def table(lines: Sequence[Line]) -> Table:
             line.kind.spread(*line.new),
             "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
             "" if np.isnan(line.up) else f"{line.up / 1e3:.4g} kB",
+            str(line.trials or ""),
             line.numbers,
             line.remark,
         ]
@@ -317,7 +319,7 @@ def markdown(
       figures: files to show, as paths from the report.
     """
     found = tables(study, built, outcomes) if found is None else found
-    text = [f"# {escape.markdown(study.title)}", "", explanation(study), ""]
+    text = [f"# {escape.markdown(study.title)}", "", explanation(study, found), ""]
     for scenario, clients in built.items():
         text += [f"## {scenario}: {escape.markdown(clients.title)}", "", heading(found[scenario]), ""]
         text += [report.markdown_table(*table(found[scenario])), ""]
@@ -346,7 +348,7 @@ def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequen
         shown = table(found[scenario]).only(SCORES)
         lines = [[escape.latex(cell) for cell in row] for row in (shown.headings, *shown.rows)]
         rows = [" & ".join(row) + r" \\" for row in lines]
-        caption = f"{study.title}: {clients.title}. {heading(found[scenario])} {explanation(study)}"
+        caption = f"{study.title}: {clients.title}. {heading(found[scenario])} {explanation(study, found)}"
         parts += [
             r"\begin{table}",
             r"\centering",
@@ -380,73 +382,14 @@ def gains_words(kind: report.Kind) -> str:
     return f"Gain in {kind.points}{'' if kind.higher_is_better else ' (how much lower)'}, mean over seeds"
 
 
-def explanation(study: Study) -> str:
-    """What the numbers of a table mean; the one place that says what ± is."""
+def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
+    """What the numbers of the tables of a study mean, see `tables`; the one place that says what ± is."""
     text = f"After round {study.rounds}"
     text += f"; ± is the sample standard deviation over {len(study.seeds)} seeds." if len(study.seeds) > 1 else " (one seed)."
-    text += f" {tuning.words(study)}".rstrip()
+    text += f" {tuning.words(study, [lines[0].kind.name for lines in found.values()])}".rstrip()
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text
-
-
-def load(folder: str | Path) -> "pandas.DataFrame":
-    """Every evaluation of a run: one row for each scenario, system, phase, member, round and group of clients.
-
-    A run that was stopped may have evaluated a round twice; the last line counts.
-
-    Raises:
-      OSError: the folder holds no `metrics.jsonl`.
-      ValueError: a line that is no JSON.
-    """
-    import pandas
-
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    path = Path(folder) / "metrics.jsonl"
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            line = report.numbers_again(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
-        numbers = line["numbers"]
-        for group, test in line["tests"].items():
-            row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round", "seconds")}
-            key = (*row.values(), tuple(numbers.items()), group)
-            found[key] = {**row, **numbers, "clients": group, **test["scores"]}
-            if group == KNOWN and USER_ACCURACY in line["train"]:
-                found[key][USER_ACCURACY] = line["train"][USER_ACCURACY][-1]
-    return pandas.DataFrame(list(found.values()))
-
-
-def load_clients(folder: str | Path) -> "pandas.DataFrame":
-    """Every client of a run after the last round: one row for each scenario, system, seed, group and client.
-
-    Raises:
-      OSError: the folder holds no finished results.
-    """
-    import pandas
-
-    frames = []
-    for path in sorted((Path(folder) / "results").glob("*/*.clients.npz")):
-        with np.load(path) as arrays:
-            seeds = arrays["seeds"]
-            for group in [name.removesuffix("_samples") for name in arrays.files if name.endswith("_samples")]:
-                samples = arrays[f"{group}_samples"]
-                scores = {
-                    name.removeprefix(f"{group}_"): arrays[name] for name in arrays.files if name.startswith(f"{group}_")
-                }
-                facts = {"scenario": path.parent.name, "system": path.name.removesuffix(".clients.npz")}
-                rows = {
-                    "seed": np.repeat(seeds, len(samples)),
-                    "clients": group,
-                    "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
-                    "samples": np.tile(samples, len(seeds)),
-                }
-                flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}
-                frames.append(pandas.DataFrame({**rows, **flat}).assign(**facts))
-    if not frames:
-        raise FileNotFoundError(f"{folder} has no finished results")
-    return pandas.concat(frames, ignore_index=True)
 
 
 def _over_seeds(values: np.ndarray) -> Spread:

@@ -5,8 +5,9 @@ A run's folder holds `study.yaml` (every field filled in), `run.json` (versions,
 report.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -199,8 +200,15 @@ def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) 
 
 def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
     """Raises before anything is trained or written."""
-    try:
+    with named(study, scenario, name):
         _check_system(study, scenario, name, clients)
+
+
+@contextlib.contextmanager
+def named(study: Study, scenario: str, name: str) -> Iterator[None]:
+    """Errors begin with the scenario and the system, where a study has several."""
+    try:
+        yield
     except ValueError as error:
         said, many = str(error).partition("\n")[0], len(study.systems) > 1 or len(study.scenarios) > 1
         raise ValueError(f"{scenario}, {name}: {said}" if many else said) from None

@@ -12,8 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks, models
-from fedjax_meta.data import ClientData, FederatedData, from_partition, holdout, sources, train_test_views, transforms
+from fedjax_meta import checks, models, tasks
+from fedjax_meta.data import (
+    ClientData,
+    FederatedData,
+    from_partition,
+    holdout,
+    sources,
+    targets,
+    train_test_views,
+    transforms,
+)
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
@@ -88,8 +97,9 @@ class Scenario:
     """A data set, its clients and their model.
 
     Attributes:
-      dataset: name for `data.sources.load`, the path of an .npz file, or a name in `natural_sets.NATURAL`, whose clients are
-        given, or in `GENERATED`, whose clients are generated.
+      dataset: name for `data.sources.load`, the path of an .npz file (with real targets or several labels too, see
+        `data.targets.read`), or a name in `natural_sets.NATURAL`, whose clients are given, or in `GENERATED`, whose clients are
+        generated.
       partition: name in `PARTITIONS`, "natural" (the clients of `NATURAL`, or those that an .npz names), or a paper's protocol in
         `PAPERS`; not for generated clients.
       options: of the partition, of the natural clients, or of the generator.
@@ -234,16 +244,18 @@ class Scenario:
     def _of_partition(self, data_dir: str | None) -> tuple[Protocol, ClientData | None]:
         """The clients, and the samples of the server."""
         if self.rule == "natural":
+            source: sources.Source | targets.Targets
             source, x, y, held = natural(self.dataset, **self.options)
             own = np.zeros(0, int)
             if self.clients is not None:
                 raise ValueError(f"clients={self.clients}, but the partition 'natural' takes the clients of {self.dataset}")
         else:
-            source = sources.load(self.dataset, data_dir=data_dir)
+            source = self._source(data_dir)
             x, y = source.pooled()
             count = 20 if self.clients is None else self.clients
             own, rest = self._server_first(len(y))
-            held = PARTITIONS[self.rule](y[rest], count, **{"seed": self.seed, **self.options})
+            labels = y if y.ndim == 1 else np.zeros(len(y), int)
+            held = PARTITIONS[self.rule](labels[rest], count, **{"seed": self.seed, **self.options})
             held = held._replace(order=rest[held.order])
         order, sizes = held.shuffled(self.seed)
         if sizes.min() < 4:
@@ -263,6 +275,18 @@ class Scenario:
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
         server = cut(own, np.array([self.server])).client(0) if self.server else None
         return Protocol(train, new, title, source.note), server
+
+    def _source(self, data_dir: str | None) -> sources.Source | targets.Targets:
+        """The samples that a partition divides."""
+        other = targets.read(self.dataset) if self.dataset.endswith(".npz") else None
+        if other is None:
+            return sources.load(self.dataset, data_dir=data_dir)
+        if self.rule not in targets.FREE_OF_CLASSES:
+            raise ValueError(
+                f"partition {self.rule} divides samples by their class, but {self.dataset} has {other.note}: take one of "
+                f"{', '.join(targets.FREE_OF_CLASSES)}"
+            )
+        return other
 
     def _server_first(self, samples: int) -> tuple[np.ndarray, np.ndarray]:
         """(the samples of the server, those of the clients)."""
@@ -288,11 +312,30 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any])
     takes = inspect.signature(build).parameters
     if "vocabulary" in takes:
         return build(vocabulary=data.num_classes, length=shape[0], **options)
+    if not data.num_classes:
+        return _of_targets(name, data, options)
+    return build(**_form(takes, shape), classes=data.num_classes, **options)
+
+
+def _form(takes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """The shape of one sample, in the words of a builder."""
     if "window" in takes:
-        return build(window=shape, classes=data.num_classes, **options)
+        return {"window": shape}
     if "inputs" in takes:
-        return build(inputs=math.prod(shape), classes=data.num_classes, **options)
-    return build(image=shape if len(shape) == 3 else (*shape, 1), classes=data.num_classes, **options)
+        return {"inputs": math.prod(shape)}
+    return {"image": shape if len(shape) == 3 else (*shape, 1)}
+
+
+def _of_targets(name: str, data: FederatedData, options: Mapping[str, Any]) -> Task:
+    """A model with an output for each target `[S, d]`, the loss that they ask for, and what is measured of it."""
+    build, y = models.MODELS[name], data.y
+    if getattr(y, "ndim", 0) != 2:
+        raise ValueError(f"model={name!r} takes targets [S, d] where there are no classes, not {checks.shown(y)}")
+    several = targets.kind(y) == targets.LABELS
+    loss = tasks.sigmoid_cross_entropy if several else tasks.squared_error()
+    metrics = ("label_accuracy", "f1") if several else ("mae", "rmse", "r2")
+    form = _form(inspect.signature(build).parameters, data.x.shape[1:])
+    return build(**form, classes=y.shape[1], loss=loss, **options)._replace(metrics=metrics)
 
 
 def fingerprint(*populations: FederatedData | None) -> str:

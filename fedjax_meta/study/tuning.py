@@ -177,6 +177,11 @@ def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int, 
     return [point is not None and tuple(point.items()) in kept for point in points]
 
 
+def told_apart(trials: Sequence[Trial], tuning: Tuning) -> bool:
+    """Whether the points of a grid differ in their score; those of local training do not on clients that were held out."""
+    return len({one.score for one in scores(trials, tuning)}) > 1
+
+
 def at_edge(points: Sequence[Point], chosen: Point) -> list[str]:
     """Names of the numbers that have several values, of which the chosen one is the least or the largest."""
     values = {name: {point[name] for point in points} for name in chosen}
@@ -208,8 +213,13 @@ def next_points(points: Sequence[Point], chosen: Point, system: System, clients:
     return made
 
 
-def words(study: Study) -> str:
-    """One or two sentences on how the grids of a study were searched; empty if there are none."""
+def words(study: Study, main: Sequence[str]) -> str:
+    """A few sentences on how the grids of a study were searched; empty if there are none.
+
+    Args:
+      study: what was run.
+      main: the main scores of its scenarios.
+    """
     sizes = {name: len(points_of(system)) for name, system in study.systems.items()}
     if max(sizes.values()) == 1:
         return ""
@@ -219,8 +229,13 @@ def words(study: Study) -> str:
         "clients": f"known clients that were held out ({tuning.clients:g} of them)",
         "both": f"train samples that were held back and on known clients that were held out ({tuning.clients:g} of them)",
     }
-    metric, rounds = study.tuned_by.metric or "the main score", tuning.rounds or study.rounds
-    text = f"Grids were searched by {metric} on {where[tuning.validation]}, after {rounds} rounds."
+    metric, rounds = study.tuned_by.metric, tuning.rounds or study.rounds
+    if metric is None or metric.endswith("_mean"):
+        names = main if metric is None else [metric.removesuffix("_mean")]
+        by = f"{' and '.join(dict.fromkeys(name.replace('_', ' ') for name in names))} (mean over clients)"
+    else:
+        by = f"{metric.replace('_', ' ')} (over all samples)"
+    text = f"Grids were searched by {by} on {where[tuning.validation]}, after {rounds} rounds."
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."
     if tuning.extend:

@@ -465,8 +465,7 @@ def _entries(**entries):
     return file.getvalue()
 
 
-RNG = np.random.default_rng(0)
-WHOLE = _npz(x=RNG.normal(size=(100, 30)), y=np.arange(100) % 3)
+WHOLE = _npz(x=np.random.default_rng(0).normal(size=(100, 30)), y=np.arange(100) % 3)
 FILES = {
     "an empty file": (b"", "is not an .npz of plain arrays, or it is damaged: File is not a zip file"),
     "text": (b"x,y\n1,2\n", "is not an .npz of plain arrays"),

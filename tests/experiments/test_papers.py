@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from fedjax_meta import report
 from fedjax_meta.study import files, load
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -93,9 +94,8 @@ def test_a_row_as_logged_adapts_an_untrained_network(tmp_path):
     words = ["--quick", "--systems", "logged_maml-1", "--rounds", 2, "--set", "eval_every=1", "--out", tmp_path / "run"]
     done = invoke(imaml.app, *words)
     assert done.exit_code == 0, done.output
-    from fedjax_meta.study import results
 
-    frame = results.load(tmp_path / "run")
+    frame = report.load(tmp_path / "run")
     losses = frame[frame["clients"] == "new"].sort_values("round")
     assert len(losses) == 2 and losses["accuracy_mean"].iloc[0] == pytest.approx(losses["accuracy_mean"].iloc[1], abs=0.03)
 

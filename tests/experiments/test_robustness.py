@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import aggregate, attacks
+from fedjax_meta import aggregate, attacks, report
 from fedjax_meta.simulation import run_keys
-from fedjax_meta.study import compare, from_tree, load, parts, results, run, summary
+from fedjax_meta.study import compare, from_tree, load, parts, run, summary
 from tests.study.common import TREE, Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -96,7 +96,7 @@ def test_the_summary_has_a_column_for_each_attack(finished):
 
 def test_the_clients_of_a_file_have_their_ids(finished):
     *_, folder = finished
-    found = results.load_clients(folder)
+    found = report.load_clients(folder)
     liars = set(np.flatnonzero(attacks.backdoor(0.25).members(8)).tolist())
     for scenario, out in (("pairs-none", set()), ("pairs-backdoor", liars)):
         mine = found[(found["scenario"] == scenario) & (found["clients"] == "known")]

@@ -8,7 +8,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.keys import tagged
-from fedjax_meta.methods.fedgp import JITTER
+from fedjax_meta.methods.fedgp import JITTER, halves_of
 from tests.whole_rounds.world import (
     BODY,
     CLASSES,
@@ -26,8 +26,6 @@ from tests.whole_rounds.world import (
     task,
     view,
 )
-
-RNG = np.random.default_rng(1)
 
 
 def normal(z):
@@ -155,8 +153,27 @@ def test_clients_test_with_the_process_of_their_support_set(who):
     near(np.exp(algorithm.predict(classifier, queries)), expected, 1e-7)
 
 
-def test_a_client_of_one_class_predicts_it_and_trains_nothing():
-    x = RNG.normal(size=(10, 3))
+@pytest.mark.parametrize("held_out", [0.1, 0.5, 0.75])
+@pytest.mark.parametrize("classes", [2, 7])
+def test_halves_lose_no_sample(held_out, classes):
+    """The first of each class are asked, rounded down, the rest fitted; short halves hold all of them, as long ones do."""
+    rng = np.random.default_rng(classes)
+    for real in (np.ones(30, bool), rng.random(30) < 0.6, np.arange(30) < 1):
+        label = rng.integers(0, classes, 30)
+        asked = np.zeros(30, bool)
+        for k in range(classes):
+            places = np.flatnonzero((label == k) & real)
+            asked[places[: int(held_out * len(places) + 1e-9)]] = True
+        number = np.bincount(label[real], minlength=classes)
+        given = jnp.asarray(label), jnp.asarray(real), jnp.asarray(number)
+        for halves in (halves_of(*given, held_out), jax.jit(halves_of)(*given, held_out)):
+            assert sorted(np.asarray(halves.fit)[np.asarray(halves.fits)]) == np.flatnonzero(real & ~asked).tolist()
+            assert sorted(np.asarray(halves.ask)[np.asarray(halves.asks)]) == np.flatnonzero(asked).tolist()
+        assert len(halves_of(*given, held_out).ask) <= held_out * 30 + 1
+
+
+def test_a_client_of_one_class_predicts_it_and_trains_nothing(rng):
+    x = rng.normal(size=(10, 3))
     zero, ten = np.array([0]), np.array([10])
     alone = fm.from_clients(
         [(x, np.full(10, 1))], num_classes=CLASSES, views={"train": (zero, ten), "test_support": (zero, ten)}

@@ -17,8 +17,8 @@ from fedjax_meta.methods.fedem import responsibilities
 from fedjax_meta.task import Batch, LogitsLoss, cross_entropy, require_parts, weighted_mean
 from tests import problems
 from tests.methods.common import KEY
+from tests.test_contract import FEDERATION, NEEDS_BATCH_NORM, build, run
 
-NEEDS_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
 OPAQUE_IS_REFUSED = ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "fedgp", "mocha", "moon")
 OWN_LOSS = {"fedgp": "a predictive loss", "mocha": "a hinge loss"}
 CRITERION_IS_REFUSED = ("fedrod",)
@@ -43,18 +43,15 @@ def with_criterion(task, criterion):
     return task._replace(loss=dataclasses.replace(task.loss, criterion=criterion))
 
 
-def rounds(make_method, *arguments, count=3):
-    """Everything that the server and the clients hold after some rounds of a method that may depend on traced arguments."""
+def held(state):
+    """Everything that the server and the clients hold."""
+    return state.model, state.personal, state.memory
 
-    @jax.jit
-    def run(*arguments):
-        algorithm = fm.federate(make_method(*arguments), fm.Federation(cohort_size=3, devices=1, lanes=1))
-        data, state = problems.data(), algorithm.init(KEY, problems.data())
-        step = lambda _, state: algorithm.round(jax.random.fold_in(KEY, state.round), state, data)[0]  # noqa: E731
-        state = jax.lax.fori_loop(0, count, step, state)
-        return state.model, state.personal, state.memory
 
-    return [run(*one) for one in arguments]
+def rounds(method, count=3):
+    """What is held after some rounds."""
+    algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1))
+    return held(run(jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, problems.data()), count))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.METHODS])
@@ -71,10 +68,15 @@ def test_a_method_sees_the_loss_of_its_task(name):
         task = plain
         if name not in CRITERION_IS_REFUSED:
             task = with_criterion(task, lambda logits, batch: smoothed(logits, batch, smoothing))
-        return builder(noised(task, noise))
+        return builder(noised(task, noise), **NEEDS_BATCH_NORM.get(name, {}))
 
-    (as_is,) = rounds(lambda: builder(plain), ())
-    identity, augmented, smooth = rounds(method, (0.0, 0.0), (0.5, 0.0), (0.0, 0.3))
+    @jax.jit
+    def changed(noise, smoothing, *arguments):
+        return fm.federate(method(noise, smoothing), fm.Federation(**FEDERATION, devices=1, lanes=1)).round(*arguments)
+
+    _, step, start = build(name)
+    steps = (step, partial(changed, 0.0, 0.0), partial(changed, 0.5, 0.0), partial(changed, 0.0, 0.3))
+    as_is, identity, augmented, smooth = (held(run(step, start, 3)) for step in steps)
     assert problems.distance(as_is, identity) < 1e-9
     assert problems.distance(identity, augmented) > 1e-7
     if name in CRITERION_IS_REFUSED:
@@ -120,7 +122,7 @@ def dropping(rate=0.5):
 
 @pytest.mark.parametrize("name", ["apfl_outputs", "fedem", "fedpac", "moon"])
 def test_dropout_of_the_loss_is_honoured(name):
-    with_dropout, without = (rounds(lambda rate=rate: fm.METHODS[name](dropping(rate)), ())[0] for rate in (0.5, 0.0))
+    with_dropout, without = (rounds(fm.METHODS[name](dropping(rate))) for rate in (0.5, 0.0))
     assert problems.distance(with_dropout, without) > 1e-4
 
 
@@ -192,7 +194,7 @@ def test_responsibilities_follow_the_criterion():
     """A loss that is scaled by 3 makes them sharper: q is proportional to pi exp(-3 l)."""
     task = problems.task()
     scaled = with_criterion(task, lambda logits, batch: 3 * cross_entropy(logits, batch))
-    plain, sharp = (rounds(lambda task=task: fm.fedem(task), ())[0] for task in (task, scaled))
+    plain, sharp = (rounds(fm.fedem(task)) for task in (task, scaled))
     assert problems.distance(plain, sharp) > 1e-4
     losses, share = jnp.array([[1.0, 2.0]]), jnp.array([0.5, 0.5])
     np.testing.assert_allclose(responsibilities(3 * losses, share)[0, 0], 1 / (1 + np.exp(-3)), rtol=1e-12)

@@ -195,3 +195,18 @@ def test_a_client_of_too_many_samples_is_refused():
     with pytest.raises(ValueError, match="more than capacity=20"):
         _, state, step = one_round(fm.mocha(task(), capacity=20))
         step(KEY, state, data())
+
+
+def test_features_are_those_of_the_samples_and_not_of_the_capacity():
+    """A round asks for the features of as many places as the largest client has, once, however large `capacity` is."""
+    base, seen = task(), []
+
+    def recorded(variables, x):
+        seen.append(len(x))
+        return base.features(variables, x)
+
+    algorithm = fm.federate(fm.mocha(base._replace(features=recorded), capacity=700), fm.Federation(cohort_size=N, devices=1))
+    state = jax.eval_shape(algorithm.init, KEY, data())
+    seen.clear()
+    jax.eval_shape(algorithm.round, KEY, state, data())
+    assert set(seen) == {max(TRAIN)}

@@ -6,9 +6,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import fedjax_meta as fm
+from fedjax_meta import models
 from fedjax_meta.cli import app
+from fedjax_meta.data.natural_sets import NATURAL
+from fedjax_meta.data.prepared import PREPARED
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, from_tree, to_tree
+from fedjax_meta.study import catalogue, from_tree, short, system, to_tree
+from fedjax_meta.study.scenario import SHIFTS
 from tests.study.common import TREE, study
 
 runner = CliRunner()
@@ -67,6 +73,9 @@ def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypa
     # Two points for three rounds, and four rounds with two seeds.
     assert " 14" in text
     assert sorted(tmp_path.rglob("*")) == before
+    # Logistic regression of 64 inputs: the server's model, what a client is sent, what it keeps.
+    counts = {" ".join(line.split()[:4]) for line in text.splitlines()}
+    assert "fedavg 650 650 0" in counts and "Local only 650 0" in counts
     assert "FLOPs" in text and "a round" in text and "minutes in all on 2 devices" in " ".join(text.split())
     assert all(len(line) <= 80 for line in text.splitlines())
 
@@ -98,6 +107,37 @@ def test_list_names_everything_in_one_line_each(what):
         assert [line.split()[0] for line in found] == list(METHODS)
 
 
+def test_every_name_of_a_study_is_listed_whole():
+    """No name is missing or invented, and none of the lines is cut."""
+    parts = {
+        f"{option}: {name}"
+        for option, registry in (
+            ("estimator", system.ESTIMATORS),
+            ("optimizer", system.OPTIMIZERS),
+            ("aggregator", system.AGGREGATORS),
+            ("attack", system.ATTACKS),
+            ("schedule", system.SCHEDULES),
+            ("participation", system.PARTICIPATION),
+            ("uploads", system.UPLOADS),
+        )
+        for name in registry
+    }
+    datasets = {"mnist_small", "digits", "PATH.npz", *PREPARED, *NATURAL, *GENERATED}
+    for known, names in (
+        (short.PARTITIONS, {*PARTITIONS, "natural", *PAPERS}),
+        (short.MODELS, set(models.MODELS)),
+        (short.SHIFTS, set(SHIFTS)),
+        (short.PARTS, parts),
+        (short.DATASETS, datasets),
+        (catalogue.MASKS, set(catalogue.MASKS)),
+    ):
+        assert set(known) == names
+        entries = {name: (words, "") if isinstance(words, str) else words for name, words in known.items()}
+        assert not [line for line in catalogue.lines(entries) if "..." in line]
+    code, text = said("list", "studies")
+    assert code == 0 and "Eight systems, tuned alike, on digits of two classes a client" in " ".join(text.split())
+
+
 def test_every_method_is_cited_as_its_file_cites_it():
     for name, builder in METHODS.items():
         source = catalogue.citation(name)
@@ -110,11 +150,12 @@ def test_every_method_is_cited_as_its_file_cites_it():
 
 
 BAD = {
-    "no such file": (["run", "missing.yaml"], "No such file"),
+    "no such file": (["run", "missing.yaml"], "No such file or directory: missing.yaml; `fedjax-meta list studies` has"),
     "a field that is not there": (["run", "FILE", "--set", "round=3"], "study has no field 'round' (did you mean 'rounds'?)"),
     "no override": (["show", "FILE", "--set", "rounds"], "must read field.field=value"),
     "a data set that is not there": (["run", "FILE", "--set", "scenarios.pairs.dataset=mnixt"], "mnixt"),
     "nothing to list": (["list", "people"], "what to list='people' is unknown"),
+    "a value of a grid": (["run", "FILE", "--set", "systems.fedavg.grid.lr=[-1,2]"], "pairs, fedavg: lr=-1.0 must be finite"),
     "a cohort that is too large": (
         ["run", "FILE", "--set", "federation.cohort_size=99"],
         "cohort_size=99 is more than the N=8",
@@ -129,6 +170,10 @@ def test_bad_input_gets_one_line_and_leaves_nothing(words, message, file, tmp_pa
     assert result.exit_code == 1
     assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_version_is_that_of_the_package():
+    assert said("--version") == (0, f"fedjax_meta {fm.__version__}\n")
 
 
 @pytest.mark.parametrize("words", [[], ["run"], ["show"], ["list"]])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
-from fedjax_meta import disk
+from fedjax_meta import disk, report
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study import from_tree, results, run
+from fedjax_meta.study import from_tree, run
 from tests.study.common import TREE, Silent, study, tree
 
 
@@ -44,12 +44,12 @@ def test_every_client_is_in_npz_and_in_a_data_frame(finished):
         np.testing.assert_allclose(found["known_accuracy"], mine, rtol=1e-6)
         sizes = study().scenarios["pairs"].build().train.size["test"]
         np.testing.assert_array_equal(found["known_samples"], sizes)
-    table = results.load_clients(folder)
+    table = report.load_clients(folder)
     assert len(table) == 2 * 2 * (8 + 2) and set(table.columns) >= {"scenario", "client", "samples", "accuracy", "f1", "loss"}
     mean = table[(table.system == "fedavg") & (table.clients == "known") & (table.seed == 2)].accuracy.mean()
     assert mean == pytest.approx(fedavg.final[1].rows[-1]["tests"]["known"]["scores"]["accuracy_mean"])
     with pytest.raises(OSError, match="no finished results"):
-        results.load_clients(folder.parent)
+        report.load_clients(folder.parent)
 
 
 def test_two_changes_that_contradict_a_run_are_refused_with_both_values_of_each(finished):

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import fedjax_meta as fm
+from fedjax_meta import report
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import Scenario, System, from_tree, load, results, run, to_tree, to_yaml
 from tests.study.common import TREE, Silent, study, tree
@@ -89,7 +90,7 @@ def test_a_stopped_study_goes_on_to_the_same_end(finished, tmp_path):
             run.run(study(), tmp_path, watcher=Silent(stop_at=stop))
     again = run.run(study(), tmp_path, watcher=Silent())
     assert without_clocks(again) == without_clocks(expected)
-    frame, whole = results.load(tmp_path), results.load(finished[0])
+    frame, whole = report.load(tmp_path), report.load(finished[0])
     order = ["scenario", "system", "phase", "seed", "round", "lr", "clients"]
     first, second = (table.sort_values(order, ignore_index=True).drop(columns="seconds") for table in (frame, whole))
     assert first.equals(second)
@@ -137,7 +138,7 @@ def test_metrics_are_strict_json_and_a_data_frame(finished):
 
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
-    frame = results.load(folder)
+    frame = report.load(folder)
     assert set(frame["clients"]) == {"known", "new", "validation"}
     assert len(frame[(frame.system == "fedavg") & (frame.phase == "final") & (frame.clients == "known")]) == 2 * 3
 
@@ -317,7 +318,7 @@ def test_user_accuracy_is_that_of_the_round_s_clients_before_they_train(tmp_path
         expected.append(np.asarray(fm.metrics.accuracy(found.confusion))[counted].mean())
         state = after
     np.testing.assert_allclose(mine, expected, atol=0.02)
-    frame = results.load(tmp_path)
+    frame = report.load(tmp_path)
     known = frame[(frame.system == "fedper") & (frame.clients == "known")]
     np.testing.assert_allclose(known["user_accuracy"], [mine[0], mine[1], mine[2]])
     with pytest.raises(ValueError, match="user_accuracy was 'support' when .* and is 'train' now"):

@@ -173,11 +173,11 @@ def test_comparisons_differences_targets_and_the_index(made, tmp_path):
 
 def test_clients_and_evaluations_are_data_frames(made):
     chosen, built, outcomes, place, score, *_ = made
-    table = results.load_clients(place)
+    table = report.load_clients(place)
     known = table[(table.system == "fedavg") & (table.clients == "known") & (table.seed == 2)]
     np.testing.assert_allclose(known[score], by_hand(outcomes[0], "known", score)[1], rtol=1e-5)
     np.testing.assert_array_equal(known["samples"], built["pairs"].train.size["test"])
-    assert f"{score}_mean" in results.load(place)
+    assert f"{score}_mean" in report.load(place)
     assert chosen.score in (None, score)
 
 

@@ -121,10 +121,23 @@ def test_what_a_grid_cannot_move_on_to():
 
 def test_the_text_says_how_it_was_tuned_and_that_grids_differ():
     systems = {**TREE["systems"], "ditto": {"method": "ditto", "grid": {"lr": [0.1, 0.2, 0.3]}}}
-    text = tuning.words(study(systems=systems, tuning={"validation": "both", "halving": 2, "extend": 3, "rounds": 7}))
-    for words in ("held out (0.2 of them)", "after 7 rounds", "best 1/2 went on", "up to 3 times", "fedavg 2, ditto 3"):
+    text = tuning.words(
+        study(systems=systems, tuning={"validation": "both", "halving": 2, "extend": 3, "rounds": 7}), ["accuracy"]
+    )
+    for words in (
+        "searched by accuracy (mean over clients) on",
+        "held out (0.2 of them)",
+        "after 7 rounds",
+        "best 1/2 went on",
+        "up to 3 times",
+        "fedavg 2, ditto 3",
+    ):
         assert words in text
-    assert tuning.words(study(systems={"local": TREE["systems"]["local"]})) == ""
+    assert tuning.words(study(systems={"local": TREE["systems"]["local"]}), ["accuracy"]) == ""
+    by_metric = study(systems=systems, tuning={"metric": "accuracy"})
+    assert "by accuracy (over all samples) on" in tuning.words(by_metric, ["f1"])
+    several = tuning.words(study(systems=systems), ["token_accuracy", "rmse", "rmse"])
+    assert "by token accuracy and rmse (mean over clients) on" in several
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""The folder of a run of a study as data frames of pandas, which is imported only here."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedjax_meta.report.records import numbers_again
+
+if TYPE_CHECKING:
+    import pandas
+
+USER_ACCURACY = "user_accuracy"
+"""The metric of a round that `Study.user_accuracy` records."""
+
+
+def load(folder: str | Path) -> "pandas.DataFrame":
+    """Every evaluation of a run: one row for each scenario, system, phase, member, round and group of clients.
+
+    A run that was stopped may have evaluated a round twice; the last line counts.
+
+    Raises:
+      OSError: the folder holds no `metrics.jsonl`.
+      ValueError: a line that is no JSON.
+    """
+    import pandas
+
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    path = Path(folder) / "metrics.jsonl"
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = numbers_again(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+        numbers = line["numbers"]
+        for group, test in line["tests"].items():
+            row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round", "seconds")}
+            key = (*row.values(), tuple(numbers.items()), group)
+            found[key] = {**row, **numbers, "clients": group, **test["scores"]}
+            if group == "known" and USER_ACCURACY in line["train"]:
+                found[key][USER_ACCURACY] = line["train"][USER_ACCURACY][-1]
+    return pandas.DataFrame(list(found.values()))
+
+
+def load_clients(folder: str | Path) -> "pandas.DataFrame":
+    """Every client of a run after the last round: one row for each scenario, system, seed, group and client.
+
+    Raises:
+      OSError: the folder holds no finished results.
+    """
+    import pandas
+
+    frames = []
+    for path in sorted((Path(folder) / "results").glob("*/*.clients.npz")):
+        with np.load(path) as arrays:
+            seeds = arrays["seeds"]
+            for group in [name.removesuffix("_samples") for name in arrays.files if name.endswith("_samples")]:
+                samples = arrays[f"{group}_samples"]
+                scores = {
+                    name.removeprefix(f"{group}_"): arrays[name] for name in arrays.files if name.startswith(f"{group}_")
+                }
+                facts = {"scenario": path.parent.name, "system": path.name.removesuffix(".clients.npz")}
+                rows = {
+                    "seed": np.repeat(seeds, len(samples)),
+                    "clients": group,
+                    "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
+                    "samples": np.tile(samples, len(seeds)),
+                }
+                flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}
+                frames.append(pandas.DataFrame({**rows, **flat}).assign(**facts))
+    if not frames:
+        raise FileNotFoundError(f"{folder} has no finished results")
+    return pandas.concat(frames, ignore_index=True)
