@@ -17,7 +17,20 @@ from fedjax_meta import __version__, checks, costs, escape, export, loggers, rep
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
-from fedjax_meta.study import catalogue, comparison, draws, estimate, files, flags, page, presets, promise, results, short, summary
+from fedjax_meta.study import (
+    catalogue,
+    comparison,
+    draws,
+    estimate,
+    files,
+    flags,
+    page,
+    presets,
+    promise,
+    results,
+    short,
+    summary,
+)
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
