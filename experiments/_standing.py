@@ -126,11 +126,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
       OSError: it holds none.
     """
     study = run.load()
-    wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
-    tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
-    for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
-        if wanted[field] != made[field]:
-            raise ValueError(f"{folder} holds another study than {run.name} of the list: {field} differs")
+    check_same(run, folder)
     content = folders.read_run(folder)
     commits = content["git"]["package"] or {"commit": "unknown", "dirty": False}
     rows, seconds = [], 0.0
@@ -139,8 +135,6 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
             path = folder / "results" / scenario / f"{system}.final.json"
             if not path.is_file():
                 continue
-            if wanted["systems"][system] != made["systems"].get(system):
-                raise ValueError(f"{folder} holds another study than {run.name} of the list: system {system} differs")
             row, spent = _row(path, _orders(study, scenario))
             rows.append({"scenario": scenario, "system": system, **row})
             seconds += spent
@@ -156,6 +150,21 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
         "hours": round(seconds / 3600, 3),
         "rows": rows,
     }
+
+
+def check_same(run: Run, folder: Path) -> None:
+    """Raises `ValueError` where a folder holds another study than the list's; systems that it has no results of may differ."""
+    study = run.load()
+    wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
+    tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
+    for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
+        if wanted[field] != made[field]:
+            raise ValueError(f"{folder} holds another study than {run.name} of the list: {field} differs")
+    for scenario in study.scenarios:
+        for system in study.systems_on(scenario):
+            there = (folder / "results" / scenario / f"{system}.final.json").is_file()
+            if there and wanted["systems"][system] != made["systems"].get(system):
+                raise ValueError(f"{folder} holds another study than {run.name} of the list: system {system} differs")
 
 
 def _orders(study: Study, scenario: str) -> int:

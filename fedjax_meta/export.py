@@ -224,7 +224,7 @@ def of_run(
     if client is not None and study.systems[system].pooled:
         raise ValueError(f"client={client}, but {system} is central training, which knows no clients: leave client out")
     found_phase = run.final_phase(study, place, system, clients)
-    member, state = _restored(found_phase, folder, seed, clients)
+    member, state = restored(found_phase, folder, seed, clients)
     algorithm = sweeps.member_algorithm(found_phase.build, member)
     name = study.scenarios[place].model or model_name(None, clients.train)
 
@@ -287,8 +287,18 @@ def _inputs(data: FederatedData) -> dict[str, Json]:
     return {**shape, "offset": offset, "scale": scale}
 
 
-def _restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> tuple[Member, State]:
-    """The member of a seed in the final runs, and its state."""
+def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> tuple[Member, State]:
+    """The member of a seed in the final runs of a finished system, and its state.
+
+    Args:
+      final: of the system, see `run.final_phase`.
+      folder: of the run.
+      seed: of the study.
+      clients: of the scenario.
+
+    Raises:
+      ValueError: no finished results, no such seed, other clients, or no checkpoint.
+    """
     scenario, system = final.scenario, final.system
     path = folder / "results" / scenario / f"{system}.final.json"
     if not path.is_file():

@@ -267,6 +267,12 @@ def renewed_centroids(state: Any, mean: PyTree, weight: PyTree, num_clients: int
     return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
 
 
+def nearness(z: jax.Array, centroids: Centroids) -> jax.Array:
+    """Minus the squared distance of features `[B, d]` to each centroid, `[B, K]`; a class without one is furthest away."""
+    near = -jnp.sum((z[:, None] - centroids.mean) ** 2, -1)
+    return jnp.where(centroids.known, near, jnp.min(jnp.where(centroids.known, near, jnp.inf), 1, keepdims=True) - 1)
+
+
 def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> jax.Array:
     """Number of samples of each class in a view, `[K]`."""
     # XLA removes the unused inputs, so only labels are read.
@@ -277,3 +283,14 @@ def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> j
         return counts.at[batch.y].add(batch.weight.astype(counts.dtype))
 
     return loops.fori_loop(batches.steps, step, jnp.zeros(classes))
+
+
+def class_shares(view: ClientView, classes: int) -> jax.Array:
+    """The share of each class in a view, `[K]`; 0 where the view is empty."""
+    return class_counts(view, classes) / jnp.maximum(view.size, 1)
+
+
+def unit_rows(z: jax.Array) -> jax.Array:
+    """The rows of `[B, d]` scaled to length 1; a row of zeros stays, without a gradient."""
+    square = jnp.sum(z**2, -1, keepdims=True)
+    return jnp.where(square > 0, z * jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)

@@ -212,6 +212,77 @@ def test_training_lowers_the_loss_of_those_who_train(name):
     assert after < before
 
 
+ALONE, NARROW = 0, 1
+
+
+@cache
+def odd_clients() -> fm.FederatedData:
+    """The data when client ALONE has one sample in each view and client NARROW one class; compiled programs take them too."""
+    data = problems.data()
+    size = {view: jnp.asarray(sizes).at[ALONE].set(1) for view, sizes in data.size.items()}
+    first = int(sum(problems.SIZES[:NARROW]))
+    y = jnp.asarray(data.y).at[first : first + int(problems.SIZES[NARROW])].set(1)
+    return dataclasses.replace(data, size=size, y=y)
+
+
+def round_of_both(algorithm: fm.Algorithm, state: fm.State) -> jax.Array:
+    """A key with which both odd clients are in the next cohort."""
+    drawn = ((key, algorithm.cohort(key, state.round, 7)) for key in map(jax.random.key, range(50)))
+    return next(key for key, ids in drawn if {ALONE, NARROW} <= set(np.asarray(ids).tolist()))
+
+
+def finite(tree) -> bool:
+    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def kept_by(state: fm.State, ids) -> list:
+    """The personal leaves and the memories of some clients."""
+    return [jax.tree.map(lambda leaf: leaf[np.asarray(ids)], part) for part in (state.personal, state.memory)]
+
+
+KEEPS_NOTHING_NEW = {"cfl": "its cluster, until that is split", "ifca": "its cluster, where the nearest is the same"}
+"""Methods in which a round may leave a client with what it had, and what that is."""
+
+
+def test_clients_of_one_sample_or_of_one_class_train_and_change_nothing_for_others(name):
+    (algorithm, step, start), data, odd = build(name), problems.data(), odd_clients()
+    before = run(step, start, 1)
+    key = round_of_both(algorithm, before)
+    (usual, _), (after, info) = step(key, before, data), step(key, before, odd)
+    assert finite(after) and bool(jnp.all(info.returned)) and bool(jnp.all(info.faults.clients < 0))
+    if jax.tree.leaves(kept_by(before, [ALONE])) and name not in KEEPS_NOTHING_NEW:
+        for client in (ALONE, NARROW):
+            assert problems.distance(kept_by(after, [client]), kept_by(before, [client])) > 1e-9
+    if method_of(name).collaborate is None:  # else clients get something of each other on purpose
+        others = np.setdiff1d(np.arange(7), [ALONE, NARROW])
+        assert problems.leaves_equal(kept_by(after, others), kept_by(usual, others))
+    for known in (True, False):
+        for client in (ALONE, NARROW):
+            variables, logits, loss = adaptation(name, known)(after, odd, client)
+            assert finite((variables, loss)) and bool(jnp.all(jnp.isfinite(logits)))
+
+
+AS_IT_IS = {"fedavg", "fedavg_adam", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "fednova", "feddyn", "scaffold"}
+AS_IT_IS |= {"moon", "qfedavg", "afl", "fedper", "fedbn", "mtfl", "mtfl_fedavg_adam", "lg_fedavg", "local_only"}
+AS_IT_IS |= {"fedala", "feddbe", "fedcac", "fedrod", "pfedsim", "cfl"}
+"""Methods in which a new client does by default nothing with its support set; CFL as long as there is one cluster."""
+
+
+def test_a_new_client_adapts_to_its_support_set_or_gets_what_the_server_has(name):
+    (_, step, start), data, adapt = build(name), problems.data(), adaptation(name, False)
+    state, x = run(step, start, 2), np.array(data.x)
+    for first, size in zip(data.start["test_support"], data.size["test_support"], strict=True):
+        x[first : first + size] *= -1
+    mirrored, same = dataclasses.replace(data, x=jnp.asarray(x)), []
+    for client in (2, 3):
+        variables, logits, _ = adapt(state, data, client)
+        same.append(problems.leaves_equal(logits, adapt(state, mirrored, client)[1]))
+    assert all(same) == (name in AS_IT_IS)
+    model = state.extra if name in ("afl", "fedcac") else state.model
+    if name in AS_IT_IS - {"cfl"} and jax.tree.structure(variables) == jax.tree.structure(model):
+        assert problems.leaves_equal(variables, model)
+
+
 def test_clients_count_as_the_method_says(name):
     """An aggregator sees the weights of the cohort: they are those of the declared weighting, and of nothing else."""
     method, data = method_of(name), problems.data()

@@ -19,6 +19,7 @@ TOOLS = [
     "data",
     "fedpac_figures",
     "figures",
+    "leaderboard",
     "mtfl_tables",
     "published_cohorts",
     "reproduce",

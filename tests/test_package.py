@@ -14,7 +14,7 @@ LAYERS = (
     ("checks", "runtime", "keys", "config", "disk", "escape", "loops", "hardware", "fitting", "linalg"),
     ("task", "tasks", "measures", "masks", "layers", "models", "lora", "simplex", "metrics", "gaussian_process", "class_tree"),
     ("data",),
-    ("local", "features", "trajectory", "meta", "implicit", "multistep"),
+    ("local", "features", "clusters", "trajectory", "meta", "implicit", "multistep"),
     ("participation", "asynchronous", "schedules", "uploads", "privacy"),
     ("aggregate",),
     ("attacks",),

@@ -32,6 +32,7 @@ class Entry(NamedTuple):
       idea: one or two sentences of its docstrings.
       personal: what stays with a client.
       new_client: what a client does that never took part.
+      statistics: who has the running statistics of batch norms.
       travels: download and upload, in models.
       cost: of a round, in rounds of FedAvg.
       command: how it is run.
@@ -44,6 +45,7 @@ class Entry(NamedTuple):
     idea: str
     personal: str
     new_client: str
+    statistics: str
     travels: str
     cost: str
     command: str
@@ -155,6 +157,16 @@ def new_client(name: str) -> str:
     return "It starts from the server's model and does on its support set what the method's test does."
 
 
+def statistics(name: str) -> str:
+    """Who has the running statistics of batch norms."""
+    try:
+        roles = fm.METHODS[name](_networks()[1]).roles
+    except ValueError:
+        return "models with batch norms are refused"
+    found = {role for path, role in jax.tree_util.tree_leaves_with_path(roles) if "batch_stats" in masks.path_names(path)}
+    return "a client's own" if found == {masks.Role.PERSONAL} else "averaged"
+
+
 def travels(name: str) -> str:
     """Download and upload of a round, in models of FedAvg."""
     task, method = _built(name)
@@ -230,6 +242,7 @@ def entry(name: str) -> Entry:
         idea(name),
         personal(name),
         new_client(name),
+        statistics(name),
         travels(name),
         cost(name),
         command(name),
@@ -255,6 +268,7 @@ def page() -> str:
             ("Paper", e.paper),
             ("Personal", e.personal),
             ("A new client", e.new_client),
+            ("Running statistics", e.statistics),
             ("Travels", e.travels),
             ("Cost of a round", e.cost),
             ("Run it", e.command),

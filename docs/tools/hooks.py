@@ -3,6 +3,7 @@
 - `methods.md` gets the gallery of all methods (`gallery`);
 - `api/` gets a page for each module of the package, filled by mkdocstrings;
 - `notebooks/` gets a page for each notebook, with its committed outputs;
+- rows of `leaderboard.md` that later code may have changed get a mark;
 - links to notebooks lead to their pages;
 - links to files outside of docs/ (`../fedjax_meta/...`) lead to the API page of the module, or become plain text.
 """
@@ -23,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # MkDocs takes them away
 import gallery  # noqa: E402
 
 import fedjax_meta as fm  # noqa: E402
+from experiments import _board_page  # noqa: E402
 
 PLACE = "<!-- the methods -->"
 """Where docs/methods.md wants the gallery."""
@@ -85,6 +87,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     del config, files
     if PLACE in markdown:
         markdown = markdown.replace(PLACE, gallery.page())
+    if page.file.src_uri == "leaderboard.md":
+        markdown = _board_page.marked(markdown)
     return markdown if "/" in page.file.src_uri else mended(markdown)  # pages in folders are made here
 
 

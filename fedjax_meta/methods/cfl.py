@@ -13,8 +13,9 @@ fl_devices.py 62-151 and clustered_federated_learning.ipynb 221-266.
 | c_1, c_2 | `bipartition` | bool `[C]` |
 
 Differs from the code: at most `clusters` of them, a split acts from the next round on (there in its own round), the first part
-keeps the number, and a member that is not in the cohort when its cluster splits stays with that part. A server optimiser other
-than the default moves the model of a new cluster from the initial model in its first round.
+keeps the number, and a member that is not in the cohort when its cluster splits stays with that part; optimisers start afresh in
+each round (there they go on, with momentum 0.9 and each time 0.99 of the rate before). A server optimiser other than the default
+moves the model of a new cluster from the initial model in its first round.
 """
 
 from collections.abc import Callable
@@ -23,15 +24,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import per_unit
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
+from fedjax_meta.clusters import bipartition, check_clusters, losses
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.methods.ifca import check_clusters, losses
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
@@ -41,25 +43,6 @@ class Place(NamedTuple):
 
     cluster: jax.Array
     parent: jax.Array
-
-
-def bipartition(similarity: jax.Array, members: jax.Array) -> jax.Array:
-    """The members that complete linkage puts apart from the first of them when two clusters are left; bool `[C]`."""
-    count = len(members)
-    pairs = members[:, None] & members[None, :] & ~jnp.eye(count, dtype=bool)
-
-    def join(_: Any, carry: Any) -> Any:
-        distance, label = carry
-        heads = members & (label == jnp.arange(count))
-        one, other = jnp.divmod(jnp.argmin(distance), count)
-        far = jnp.maximum(distance[one], distance[other]).at[one].set(jnp.inf)
-        joined = distance.at[one].set(far).at[:, one].set(far).at[other].set(jnp.inf).at[:, other].set(jnp.inf)
-        goes_on = jnp.sum(heads) > 2
-        return jnp.where(goes_on, joined, distance), jnp.where(goes_on & (label == other), one, label)
-
-    start = jnp.where(pairs, -similarity, jnp.inf), jnp.arange(count)
-    label = jax.lax.fori_loop(0, max(count - 2, 0), join, start)[1]
-    return members & (label != label[jnp.argmax(members)])
 
 
 @method_builder
@@ -112,7 +95,7 @@ def cfl(  # over 80 lines: the split is one function with its five thresholds
         passes = {"epochs": epochs, "batch_size": batch_size}
         model, loss = local.train_epochs(key, task.loss, start, data["train"], optimizer(lr), everything, **passes)
         models = jax.tree.map(lambda all_, one: all_.at[cluster].set(one), received.model, model)
-        update = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(optax.tree.sub(model, start))])
+        update = ravel_pytree(optax.tree.sub(model, start))[0]
         metrics, membership = {"loss": loss, "cluster": cluster}, jax.nn.one_hot(cluster, clusters)
         return Trained(models, metrics, memory=Place(cluster, parent), statistics=membership, stacked=update)
 
@@ -141,7 +124,6 @@ def cfl(  # over 80 lines: the split is one function with its five thresholds
         check_clusters("clusters", clusters, model, data)
         return jnp.arange(clusters) == 0
 
-    nowhere = Place(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
     return Method(
         init=lambda key: jax.tree.map(lambda leaf: jnp.stack([leaf] * clusters), task.init(key)),
         client=client,
@@ -149,7 +131,7 @@ def cfl(  # over 80 lines: the split is one function with its five thresholds
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), everything),
         weighting="uniform",
-        init_memory=lambda key, model, num_clients: nowhere,
+        init_memory=lambda key, model, num_clients: Place(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
         init_extra=init_extra,
         update_extra=lambda state, membership, weight, num_clients: state.extra | (membership > 0),
         # The server knows the clusters, and sends each client the model of its own.

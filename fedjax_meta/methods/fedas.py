@@ -12,7 +12,9 @@ authors' code, xiyuanyang45/FedAS, system/flcore/clients/clientas.py 48-120 and 
 
 Before training, the body takes steps of SGD on the sum over the classes of a batch of the mean squared distance between features
 and local prototype. After it, `fisher` is the sum over batches of the squared norm of the gradient of the loss. Differs from the
-code: the gradient is that of the task's loss (there the cross-entropy), and a client without a last body does not align.
+code: each client aligns a copy of the server's body (there the server's own, clientas.py 212-227, so that a client starts from
+the alignments of those before it), the gradient is that of the task's loss (there the cross-entropy), and a client without a last
+body does not align.
 """
 
 from collections.abc import Callable
@@ -22,26 +24,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, loops, masks
+from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
-
-
-def fisher_trace(task: Task, key: Key, model: Variables, view: ClientView, batch_size: int) -> jax.Array:
-    """Sum over the batches of a pass of |gradient of the loss|^2, of all trainable leaves."""
-    parameters, buffers = masks.split(model, task.trainable(model))
-    batches, slope = view.in_order(batch_size).keyed(key), jax.grad(local.parameter_loss(task, buffers))
-
-    def step(t: Scalar, total: jax.Array) -> jax.Array:
-        square = optax.tree.norm(slope(parameters, batches.get(t, 0)), squared=True)
-        return total + square.astype(total.dtype)
-
-    return loops.fori_loop(batches.steps, step, jnp.zeros(()))
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
 @method_builder
@@ -79,11 +69,12 @@ def fedas(
     own, trainable = masks.resolve(head, task, name="head"), task.trainable(masks.variables_shape(task))
     body, moves_head = masks.intersection(masks.complement(own), trainable), masks.intersection(own, trainable)
 
+    def kept(model: Variables) -> PyTree:
+        return masks.split(model, own)[1] if align_epochs else ()
+
     def align(key: Key, received: Received, view: ClientView) -> Variables:
-        mine = features.class_sums(
-            task, masks.merge(received.memory, masks.split(received.model, masks.complement(own))[1]), view
-        )
-        wanted = mine.mean()
+        last = masks.merge(received.memory, masks.split(received.model, own)[0])
+        wanted = features.class_sums(task, last, view).mean()
 
         def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
             away = jnp.mean((extract(variables, batch.x) - wanted[batch.y]) ** 2, -1)
@@ -99,18 +90,13 @@ def fedas(
         view, passes = data["train"], {"epochs": epochs, "batch_size": batch_size}
         start = align(tagged(key, "align"), received, view) if align_epochs else received.model
         model, loss = local.train_epochs(key, task.loss, start, view, optimizer(lr), trainable, **passes)
-        amount = fisher_trace(task, tagged(key, "fisher"), model, view, batch_size) if fisher else jnp.ones(())
+        amount = local.fisher_trace(task, tagged(key, "fisher"), model, view, batch_size) if fisher else jnp.ones(())
         fell = jax.tree.map(lambda w, x: amount.astype(w.dtype) * (w - x), received.model, model)
-        kept = masks.split(model, masks.complement(own))[0] if align_epochs else ()
-        return Trained(model, {"loss": loss, "fisher": amount}, memory=kept, pseudo_gradient=fell, statistics=amount)
+        return Trained(model, {"loss": loss, "fisher": amount}, memory=kept(model), pseudo_gradient=fell, statistics=amount)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         passes = {"epochs": new_client_epochs, "batch_size": batch_size, "needed": ~received.seen}
         return local.train_epochs(key, task.loss, received.model, support, optimizer(lr), moves_head, **passes)[0]
-
-    def init_memory(key: Key, model: Variables, num_clients: int) -> PyTree:
-        del key, num_clients
-        return masks.split(model, masks.complement(own))[0] if align_epochs else ()
 
     return Method(
         init=task.init,
@@ -119,7 +105,7 @@ def fedas(
         predict=task.predict,
         roles=masks.roles(own, trainable),
         weighting="uniform",
-        init_memory=init_memory,
+        init_memory=lambda key, model, num_clients: kept(model),
         direction=lambda state, fell, amount, weight, num_clients: (per_unit(fell, amount), ()),
         needs_classes=True,
     )

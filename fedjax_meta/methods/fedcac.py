@@ -22,29 +22,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
+from fedjax_meta.aggregate.ranks import kth_largest
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Trained
-from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.methods.fedamp import keep_mean
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
-
-
-def kth_largest(values: jax.Array, number: int) -> jax.Array:
-    """The `number`-th largest of values >= 0, `[n]`, bit by bit: bits are in the order of values, and a sort takes far longer."""
-    width = 8 * values.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{width}"))
-
-    def step(i: Any, low: jax.Array) -> jax.Array:
-        trial = low | jnp.left_shift(jnp.ones((), bits.dtype), (width - 1 - i).astype(bits.dtype))
-        return jnp.where(jnp.sum(bits >= trial) >= number, trial, low)
-
-    # The first bit is the sign.
-    return jax.lax.bitcast_convert_type(jax.lax.fori_loop(1, width, step, jnp.zeros((), bits.dtype)), values.dtype)
 
 
 def critical(before: jax.Array, after: jax.Array, share: float) -> jax.Array:
@@ -116,19 +105,14 @@ def fedcac(
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         del key, data
-        leaves = jax.tree.leaves(masks.split(cohort.memory, trainable)[0])
-        marks = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1)
+        marks = jax.vmap(lambda memory: ravel_pytree(masks.split(memory, trainable)[0])[0])(cohort.memory)
         matrix = partners(overlaps(marks), cohort.returned, (state.round + 1.0) / patience)
         return combine(matrix, cohort.personal), cohort.memory, {"partners": jnp.sum(matrix > 0, 1)}
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        del key, support
-        return begin(received)
 
     return Method(
         init=task.init,
         client=client,
-        personalize=personalize,
+        personalize=lambda key, received, support: begin(received),
         predict=task.predict,
         roles=masks.roles(masks.everything(task), trainable),
         weighting=weighting,

@@ -1,7 +1,7 @@
 """FedNova: FedAvg whose clients send their update per local step, so that those who take more steps do not count for more.
 
 Wang, Liu, Liang, Joshi, Poor: "Tackling the objective inconsistency problem in heterogeneous federated optimization", NeurIPS
-2020, arXiv 2007.07481; the steps are those of the authors' code, JYWa/FedNova, distoptim/FedNova.py 104-205.
+2020, arXiv 2007.07481; the steps are those of the authors' code, JYWa/FedNova, distoptim/FedNova.py 104-210.
 
 | paper | here | shape |
 |---|---|---|
@@ -12,9 +12,10 @@ Wang, Liu, Liang, Joshi, Poor: "Tackling the objective inconsistency problem in 
 | rho, mu, eta | `momentum`, `prox_weight`, `lr` | scalars |
 
 x <- x - tau_eff sum_i p_i d_i, the rate eta inside d_i. tau_eff is the mean of |a_i|, or with `prox_weight` that of the steps.
-Differs from the paper: nothing. Differs from the authors' code: with momentum and a proximal term together, |a_i| is the sum
-of the weights that gradients have in an update (there, line 157 discounts it twice); the server's momentum is
-`Federation(server_optimizer=...)`. Buffers are averaged.
+Differs from the paper: nothing. Differs from the authors' code, with momentum and a proximal term together alone: there the pull
+goes into the momentum too (line 139 writes into its buffer), and a step makes |a_i| (a + c)(1 - eta mu) + 1 of a (lines 152-159),
+here the sum of the weights that gradients have in an update. The server's momentum is `Federation(server_optimizer=...)`.
+Buffers are averaged.
 """
 
 from typing import Any

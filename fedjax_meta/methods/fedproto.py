@@ -100,14 +100,11 @@ def fedproto(
         return Predictor(model, received.extra)
 
     def predict(variables: Predictor, x: Any) -> jax.Array:
-        z, (mean, known) = extract(variables.model, x), variables.prototypes
+        z = extract(variables.model, x)
         logits = head(variables.model, z)
         if predicts_with == "head":
             return logits
-        # A class without a prototype is less likely than any other.
-        near = -jnp.sum((z[:, None] - mean) ** 2, -1)
-        near = jnp.where(known, near, jnp.min(jnp.where(known, near, jnp.inf), 1, keepdims=True) - 1)
-        return jnp.where(jnp.any(known), near, logits)
+        return jnp.where(jnp.any(variables.prototypes.known), features.nearness(z, variables.prototypes), logits)
 
     return Method(
         init=task.init,

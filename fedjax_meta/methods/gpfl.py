@@ -27,7 +27,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, cross_entropy, require_parts
-from fedjax_meta.types import Key, Params, PyTree, Rate, Updates, Variables
+from fedjax_meta.types import Key, Params, PyTree, Rate, Variables
 
 
 class Parts(NamedTuple):
@@ -55,12 +55,6 @@ def conditional(layer: Params, condition: jax.Array) -> jax.Array:
 def modulated(parts: Parts, z: jax.Array, condition: jax.Array) -> jax.Array:
     """CoV: ReLU of z (1 + gamma) + beta, `[B, d]`."""
     return jax.nn.relu(z * (conditional(parts.gamma, condition) + 1) + conditional(parts.beta, condition))
-
-
-def unit_rows(z: jax.Array) -> jax.Array:
-    """Rows of length 1; a row of zeros stays, without a gradient."""
-    square = jnp.sum(z**2, -1, keepdims=True)
-    return jnp.where(square > 0, z * jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
 
 
 @method_builder
@@ -104,10 +98,7 @@ def gpfl(  # over 80 lines: the loss has three terms that share two conditions
     shapes = jax.eval_shape(init, jax.random.key(0))
     nothing, everything = (jax.tree.map(lambda _, flag=flag: flag, shapes) for flag in (False, True))
     personal = nothing._replace(model=own)
-
-    def decayed(gradient: Updates, parts: Params) -> Updates:
-        added = jax.tree.map(lambda g, w: g + decay * w, gradient, parts)
-        return added._replace(model=gradient.model)
+    step = optax.chain(optax.add_decayed_weights(decay, mask=everything._replace(model=False)), optax.sgd(lr))
 
     def train(
         key: Key, start: Parts, share: jax.Array, view: ClientView, moves: PyTree, count: int, needed: Any = True
@@ -120,25 +111,21 @@ def gpfl(  # over 80 lines: the loss has three terms that share two conditions
             z = extract(parts.model, batch.x)
             value = criterion.criterion(top(parts.model, modulated(parts, z, own_condition)), batch)
             shared = modulated(parts, z, generic)
-            value += cross_entropy(unit_rows(shared) @ unit_rows(parts.embedding).T, batch)
+            value += cross_entropy(features.unit_rows(shared) @ features.unit_rows(parts.embedding).T, batch)
             square = jnp.sum(jnp.where(batch.weight[:, None] > 0, shared - received[batch.y], 0) ** 2)
             away = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
             return value + embedding_weight * away, parts
 
         passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
-        step = optax.chain(optax.stateless(decayed), optax.sgd(lr))
         return local.train_epochs(key, loss, start, view, step, moves, **passes)
 
-    def share_of(view: ClientView) -> jax.Array:
-        return features.class_counts(view, classes) / jnp.maximum(view.size, 1)
-
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        share = share_of(data["train"])
+        share = features.class_shares(data["train"], classes)
         parts, loss = train(key, received.model, share, data["train"], everything, epochs)
         return Trained(parts, {"loss": loss}, memory=share)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Predictor:
-        share = jnp.where(received.seen, received.memory, share_of(support))
+        share = jnp.where(received.seen, received.memory, features.class_shares(support, classes))
         parts, _ = train(key, received.model, share, support, personal, new_client_epochs, ~received.seen)
         return Predictor(parts, share @ received.model.embedding)
 

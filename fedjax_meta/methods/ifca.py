@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, loops, masks
+from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
+from fedjax_meta.clusters import check_clusters, losses
 from fedjax_meta.contract import Method, Received, Reduction, Trained
-from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
@@ -36,26 +37,6 @@ from fedjax_meta.types import Key, PyTree, Rate, Variables
 def draw(task: Task, clusters: int, key: Key) -> PyTree:
     """Leaves `[M, ...]`: independent initial models; a single one is that of `task.init(key)`."""
     return jax.vmap(task.init)(key[None] if clusters == 1 else jax.random.split(key, clusters))
-
-
-def losses(task: Task, key: Key, models: PyTree, view: ClientView, needed: Any = True) -> jax.Array:
-    """The loss of each model on all samples of a view, `[M]`; 0 where it is not needed."""
-    whole = view.in_chunks().as_one_step().keyed(key)
-    whole = whole if needed is True else whole.only_if(needed)
-
-    def step(t: Any, total: jax.Array) -> jax.Array:
-        of_one = lambda model, pair: task.loss(model, *pair)[0].astype(total.dtype)  # noqa: E731
-        return total + whole.mean(lambda pair: jax.vmap(of_one, (0, None))(models, pair), t)
-
-    return loops.fori_loop(whole.steps, step, jnp.zeros(len(jax.tree.leaves(models)[0])))
-
-
-def check_clusters(name: str, clusters: int, model: PyTree, data: FederatedData) -> PyTree:
-    """A `Method.init_extra` of nothing that raises `ValueError` for more clusters than clients."""
-    del model
-    if clusters > data.total_clients:
-        raise ValueError(f"{name}={clusters} is more than the N={data.total_clients} clients there are")
-    return ()
 
 
 @method_builder

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
-from fedjax_meta.data import ClientData, ClientView, FederatedData
+from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
@@ -50,9 +51,8 @@ def mixture(heads: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.
     norm = jnp.sqrt(jnp.sum(heads**2, 1))
     unit = heads / jnp.where(norm > 0, norm, 1)[:, None]
     cosine = jnp.clip(jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST), 0, most)
-    myself = jnp.eye(len(heads), dtype=bool)
     weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-cosine), 0)
-    weight = jnp.where(myself, -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
+    weight = jnp.where(jnp.eye(len(heads), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
     return weight / jnp.sum(weight, 1, keepdims=True)
 
 
@@ -81,6 +81,7 @@ def pfedsim(
     """
     checks.count("warmup", warmup, least=0)
     own, trainable = masks.resolve(head, task, name="head"), task.trainable(masks.variables_shape(task))
+    trainable_head = masks.intersection(own, trainable)
 
     def choose(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
@@ -96,23 +97,16 @@ def pfedsim(
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         del key, state, data
-        heads, _ = masks.split(cohort.stacked, own)
-        leaves = jax.tree.leaves(masks.split(heads, trainable_head)[0])
-        matrix = mixture(jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1), cohort.returned)
-        bodies = combine(matrix, masks.split(cohort.stacked, own)[1])
-        memory = cohort.memory._replace(start=masks.merge(heads, bodies))
+        heads, bodies = masks.split(cohort.stacked, own)
+        compared = jax.vmap(lambda model: ravel_pytree(masks.split(model, trainable_head)[0])[0])(cohort.stacked)
+        matrix = mixture(compared, cohort.returned)
+        memory = cohort.memory._replace(start=masks.merge(heads, combine(matrix, bodies)))
         return cohort.personal, memory, {"own_share": jnp.diagonal(matrix)}
-
-    trainable_head = masks.split(masks.intersection(own, trainable), own)[0]
-
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        del key, support
-        return choose(received.memory.personal, received.memory.model, received.model)
 
     return Method(
         init=task.init,
         client=client,
-        personalize=personalize,
+        personalize=lambda key, received, support: choose(received.memory.personal, received.memory.model, received.model),
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,

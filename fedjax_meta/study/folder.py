@@ -240,11 +240,12 @@ def environment() -> dict[str, Json]:
         "machine": {"system": platform.platform(), "cores": runtime.cores(), "name": platform.node()},
         "environment": chosen,
         "x64": bool(jax.numpy.zeros(0).dtype == np.float64),
-        "git": {"package": _package_commit(), "working folder": commit(Path.cwd())},
+        "git": {"package": package_commit(), "working folder": commit(Path.cwd())},
     }
 
 
-def _package_commit() -> dict[str, Json] | None:
+def package_commit() -> dict[str, Json] | None:
+    """The commit of the package's own repository, see `commit`; `None` where it is installed without one."""
     root = Path(__file__).resolve().parents[2]
     return commit(root) if (root / ".git").exists() else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from fedjax_meta import aggregate, attacks, checks, implicit, meta, participation, privacy, schedules, uploads
+from fedjax_meta import aggregate, attacks, checks, implicit, meta, multistep, participation, privacy, schedules, uploads
 from fedjax_meta.aggregate.registry import name_and_options
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods.fedopt import adaptive
@@ -19,6 +19,7 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "first_order": meta.first_order,
     "hessian_free": meta.hessian_free,
     "implicit": implicit.implicit_gradient,
+    "multi_step": multistep.multi_step,
     "reptile": meta.reptile_gradient,
 }
 
@@ -122,6 +123,7 @@ PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
     "attack": (ATTACKS, False),
     "participation": (PARTICIPATION, False),
     "schedule": (SCHEDULES, False),
+    "step_weights": ({"annealed": multistep.annealed}, False),
 }
 """Options that name a part: its registry, and whether the option wants the part as a factory that is called later."""
 

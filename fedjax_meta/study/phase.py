@@ -18,6 +18,7 @@ from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import State
 from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
+from fedjax_meta.study import made
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.folder import Metrics, read_trials, save_clients
 from fedjax_meta.study.study import Tuning
@@ -142,6 +143,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
     finished = _finished(path, phase)
     left = [member for member in members if str(member) not in finished]
     known = [finished[str(member)] for member in members if str(member) in finished]
+    makers = _makers(path, phase) if left else []
     if phase.name == "final":
         desk.metrics.keep_numbers(_where(phase), members[0].numbers)
     desk.metrics.align(_where(phase), known)
@@ -152,7 +154,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         trained = _train(phase, some, desk)
         finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
         lines = {label: trial._asdict() for label, trial in finished.items()}
-        content = report.strict({"config": phase.config, "rounds": phase.rounds, "trials": lines})
+        content = report.strict({"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines})
         checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
@@ -433,6 +435,13 @@ class _Wave:
 
 def _where(phase: Phase) -> tuple[str, str, str]:
     return phase.scenario, phase.system, phase.name
+
+
+def _makers(path: Path, phase: Phase) -> list[Json]:
+    """By which code the trials of a file are made, see `made`: a list, since others may have been trained before."""
+    before = json.loads(path.read_text(encoding="utf-8")).get("made", []) if path.is_file() else []
+    now = made.made(phase.config["system"]["method"])
+    return [*(one for one in before if one != now), now]
 
 
 def _finished(path: Path, phase: Phase) -> dict[str, Trial]:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 READ = {}
-"""Sources by the name of the test that was written from them."""
+"""Sources by (module, name) of the test that was written from them."""
 
 
 class Source(NamedTuple):
@@ -18,7 +18,7 @@ def written_from(repository, commit, *places):
     """Decorator of a test; `places` are "file:first-last". The tables in docs/authors_code.md must name every source."""
 
     def note(test):
-        READ.setdefault(test.__name__, []).append(Source(repository, commit, places))
+        READ.setdefault((test.__module__, test.__name__), []).append(Source(repository, commit, places))
         return test
 
     return note

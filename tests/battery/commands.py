@@ -134,6 +134,21 @@ CALLS = [
         "fedavg(uploads=[{name: clip, norm: 1.0}, {name: noise, epsilon: 1, multiplier: 1}])",
         "noise takes a multiplier or an epsilon, one of them",
     ),
+    ("ifca(clusters=99)", "clusters=99 is more than the N=8 clients there are"),
+    ("feddyn(alpha=0)", "alpha=0 must be finite and above 0"),
+    ("feddyn(lr=[0.1, 0])", "lr=0.0 must be finite and above 0"),
+    ("fednova(lr=0.1, prox_weight=10)", "lr * prox_weight=1 must be below 1"),
+    ("scaffold(lr=0)", "lr=0 must be finite and above 0"),
+    ("mamlpp(step_weights=anealed)", "step_weights='anealed' is unknown (did you mean 'annealed'?)"),
+    ("mamlpp(step_weights=annealed)", "step_weights annealed needs rounds"),
+    (
+        "fedavg(cohort_size=1, schedule={name: fedasync, most_stale: 3, seconds: [1, 9], rounds: 30, concurrency: 2})",
+        "most_stale=3 is too few: an update of round",
+    ),
+    (
+        "fedavg(cohort_size=1, schedule={name: fedasync, most_stale: 30, seconds: [1, 9], rounds: 30, concurrency: 2})",
+        "fedasync was made for N=2 clients and a buffer of 1, but there are N=8",
+    ),
 ]  # fmt: skip
 
 FLAGS = [
@@ -283,6 +298,8 @@ STUDY = [
         ("--set", "federation.uploads=[{{name: clip, norm: 1.0}}, {{name: noise, epsilon: 1.0e-300}}]"),
         "target=1e-300 must lie between 1e-6 and 1e12",
     ),
+    (("--set", "systems.fedavg={{method: cfl, options: {{clusters: 99}}}}"), "clusters=99 is more than the N=8 clients"),
+    (("--set", "systems.fedavg={{method: feddyn, options: {{alpha: 0}}}}"), "alpha=0 must be finite and above 0"),
 ]  # fmt: skip
 
 COMMAND = [

@@ -1,4 +1,4 @@
-"""Clients of one sample, and models with buffers: what the newer methods do with them."""
+"""Models with buffers: which methods average them, leave them with their client or refuse them, and how one sample moves them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,37 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta.masks import Role, path_names
 from tests import problems
 
 KEY = jax.random.key(3)
-WITH_BUFFERS = ("afl", "anil", "fedas", "fedcac", "feddyn", "fednova", "fedproto", "mamlpp", "pfedsim", "qfedavg")
-WITHOUT = ("cfl", "feddbe", "gpfl", "ifca")
+REFUSED = {"apfl_outputs", "cfl", "feddbe", "fedem", "fedgp", "fedrod", "gpfl", "ifca", "mocha", "pfedhn", "pfedhn_pc"}
+OWN = {"fedbn", "mtfl", "mtfl_fedavg_adam", "fedamp", "heur_fedamp", "fedcac", "fedfomo", "fedproto", "l2gd"}
+OWN |= {"lg_fedavg", "local_only"}
+"""Methods in which a client keeps its running statistics; all others average them."""
+FAST = {"afl", "anil", "fedas", "fedcac", "feddyn", "fednova", "fedproto", "mamlpp", "pfedsim", "qfedavg"}
+
+
+def of_statistics(tree) -> dict:
+    """The leaves that are running statistics, by their paths."""
+    found = {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {"/".join(names[-3:]): leaf for names, leaf in found.items() if "batch_stats" in names and "slots" not in names}
+
+
+def finite(tree):
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", fm.METHODS)
+def test_running_statistics_are_averaged_or_a_clients_own_or_refused(name):
+    task = problems.normed_task()
+    if name in REFUSED:
+        with pytest.raises(ValueError, match="is for models without buffers"):
+            fm.METHODS[name](task)
+        return
+    found = of_statistics(fm.METHODS[name](task).roles)
+    assert len(found) == 2 and set(found.values()) == {Role.PERSONAL if name in OWN else Role.BUFFER}
 
 
 def tiny():
@@ -21,33 +47,23 @@ def tiny():
     return fm.from_clients(pools, num_classes=3, views={name: (np.zeros(3, int), np.array(n)) for name, n in sizes.items()})
 
 
-def finite(tree):
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in leaves)
-
-
-@pytest.mark.parametrize("name", WITH_BUFFERS + WITHOUT)
-def test_a_client_of_one_sample_trains_and_tests(name):
-    """Models with batch norms where the method takes them: their statistics move, by one sample too."""
-    task = problems.task() if name in WITHOUT else problems.normed_task()
-    method = fm.METHODS[name](task, **({"clusters": 2} if name in ("cfl", "ifca") else {}))
-    algorithm, data = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1)), tiny()
-    step, state = jax.jit(algorithm.round), algorithm.init(KEY, data)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS if name not in REFUSED],
+)
+def test_running_statistics_move_by_one_sample_too(name):
+    method, data = fm.METHODS[name](problems.normed_task()), tiny()
+    algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1))
+    step = jax.jit(algorithm.round)
+    start = state = algorithm.init(KEY, data)
     for _ in range(2):
         state, info = step(jax.random.fold_in(KEY, state.round), state, data)
         assert finite(state) and bool(jnp.all(info.returned))
+    # Those of client 0 where they are its own.
+    before, after = (of_statistics((one.model, jax.tree.map(lambda leaf: leaf[0], one.personal))) for one in (start, state))
+    own = of_statistics(jax.tree.map(lambda leaf: leaf[0], state.personal))
+    assert set(own) == (set(before) if name in OWN else set())
+    assert all(problems.distance(before[leaf], after[leaf]) > 1e-6 for leaf in before)
     for client in (0, None):
         variables = algorithm.personalize(KEY, state, data.client(0)["test_support"], client)
-        assert finite(algorithm.predict(variables, jnp.ones((2, 5))))
-    if name in WITH_BUFFERS:
-        fixed = jax.tree.map(lambda moves: not moves, task.trainable(fm.masks.variables_shape(task)))
-        before = fm.masks.split(task.init(KEY), fixed)[0]
-        tested = variables[0] if name == "fedproto" else variables
-        after = fm.masks.split(tested.params if hasattr(tested, "params") else tested, fixed)[0]
-        assert jax.tree.leaves(after) and problems.forms(before) == problems.forms(after)
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_a_method_for_models_without_buffers_says_so(name):
-    with pytest.raises(ValueError, match=f"{name} is for models without buffers"):
-        fm.METHODS[name](problems.normed_task())
+        assert finite(variables) and finite(algorithm.predict(variables, jnp.ones((2, 5))))

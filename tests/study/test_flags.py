@@ -135,6 +135,7 @@ COMPOSITIONS = {
     "reptile(personal=bn, weighting=samples, server_optimizer=momentum, server_lr=0.1)": (NORMED, "bn"),
     "perfedavg_exact(learned_rates=true, personal=head, personal_rates=all)": (problems.task(), "head"),
     "imaml(personal=head)": (problems.task(), "head"),
+    "mamlpp(step_weights={name: annealed, rounds: 20}, inner_steps=2, personal=head)": (problems.task(), "head"),
 }
 
 

@@ -13,8 +13,9 @@ import pytest
 from scipy.cluster import hierarchy
 
 import fedjax_meta as fm
-from fedjax_meta.methods.cfl import bipartition
+from fedjax_meta.clusters import bipartition
 from tests import problems
+from tests.authors.source import written_from
 from tests.methods.common import FULL, build, mean, of, run, step
 from tests.methods.common import gradient as problem_gradient
 from tests.methods.common import start as begin
@@ -49,6 +50,7 @@ def library_order(models):
     return np.concatenate([models[:, begin:end].ravel() for begin, end in ((0, 12), (12, 15), (15, 27))])
 
 
+@written_from("jichan3751/ifca", "61e44b8", "mnist/train_cluster_mnist.py:299-350", "mnist/train_cluster_mnist.py:370-402")
 def test_two_rounds_of_ifca():
     library = Library(fm.ifca(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH), server_lr=SERVER)
     models, own, visited = stacked(library.start.model), {}, set()
@@ -79,6 +81,9 @@ def apart(updates):
 
 
 @pytest.mark.parametrize("splits", [True, False])
+@written_from(
+    "felisat/clustered-federated-learning", "23a1c38", "fl_devices.py:62-151", "clustered_federated_learning.ipynb:221-266"
+)
 def test_two_rounds_of_cfl(splits):
     """With these thresholds a cluster of three is split after its first round, or never."""
     bounds = {"mean_norm": 1e3 if splits else 1e-9, "client_norm": 1e-3, "first_split": 0}

@@ -14,6 +14,7 @@ import fedjax_meta as fm
 from fedjax_meta import participation
 from fedjax_meta.methods.fednova import normaliser
 from tests import problems
+from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     COHORTS,
     KEY,
@@ -35,6 +36,7 @@ from tests.whole_rounds.world import (
 RATE, BATCH, SERVER = 0.15, 4, 0.7
 
 
+@written_from("alpemreacar/FedDyn", "48a19fa", "utils_methods.py:373-401", "utils_general.py:190-225")
 def test_two_rounds_of_feddyn():
     alpha = 0.3
     library = Library(fm.feddyn(task(), lr=RATE, alpha=alpha, epochs=2, batch_size=BATCH), server_lr=SERVER)
@@ -55,6 +57,7 @@ def test_two_rounds_of_feddyn():
 
 
 @pytest.mark.parametrize(("momentum", "pull"), [(None, None), (0.6, None), (None, 0.8), (0.6, 0.8)])
+@written_from("JYWa/FedNova", "47b4e09", "distoptim/FedNova.py:104-210")
 def test_two_rounds_of_fednova(momentum, pull):
     rho, mu = momentum or 0.0, pull or 0.0
     options = {"lr": RATE, "momentum": momentum, "prox_weight": pull, "epochs": 2, "batch_size": BATCH}

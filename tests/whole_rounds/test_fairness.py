@@ -12,6 +12,7 @@ from scipy import optimize
 
 import fedjax_meta as fm
 from fedjax_meta.methods.afl import projected
+from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     COHORTS,
     KNOWN,
@@ -36,6 +37,7 @@ RATE, BATCH, SERVER = 0.15, 4, 0.7
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 2.0])
+@written_from("litian96/fair_flearn", "f097971", "flearn/trainers/qffedavg.py:48-65", "flearn/trainers/fedbase.py:170-187")
 def test_two_rounds_of_qfedavg(q):
     library = Library(fm.qfedavg(task(), lr=RATE, q=q, epochs=2, batch_size=BATCH), server_lr=SERVER)
     w = library.w
@@ -59,6 +61,7 @@ def nearest(values, mass):
 
 
 @pytest.mark.parametrize("average", [True, False])
+@written_from("litian96/fair_flearn", "f097971", "flearn/trainers/afl.py:38-60", "flearn/trainers/fedbase.py:152-167")
 def test_two_rounds_of_afl(average):
     gamma = 0.9
     options = {"lr": RATE, "weight_lr": gamma, "batch_size": BATCH, "average": average}

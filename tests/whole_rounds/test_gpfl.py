@@ -10,6 +10,7 @@ import numpy as np
 
 import fedjax_meta as fm
 from fedjax_meta.keys import tagged
+from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     CLASSES,
     COHORTS,
@@ -92,7 +93,10 @@ def share_of(i, name):
     return np.bincount(view(i, name)[1], minlength=CLASSES) / len(view(i, name)[1])
 
 
-def test_two_rounds():
+@written_from(
+    "TsingZ0/GPFL", "ed7a7fe", "system/flcore/clients/clientgp.py:68-126", "system/flcore/servers/servergp.py:240-284"
+)
+def test_two_rounds_of_gpfl():
     options = {"lr": RATE, "embedding_weight": LAMBDA, "decay": MU, "epochs": 1, "batch_size": BATCH}
     library = Library(fm.gpfl(task(), **options, new_client_epochs=2), server_lr=SERVER)
     v, own, shares, everywhere = library.w, {}, {}, np.ones(ALL, bool)

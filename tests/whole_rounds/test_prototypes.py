@@ -15,6 +15,7 @@ import fedjax_meta as fm
 from fedjax_meta.features import Centroids
 from fedjax_meta.keys import tagged
 from fedjax_meta.methods.fedproto import Predictor
+from tests.authors.source import written_from
 from tests.whole_rounds.test_fedpac import class_means
 from tests.whole_rounds.world import (
     BODY,
@@ -57,6 +58,7 @@ def through_features(w, x, dz):
 
 
 @pytest.mark.parametrize("by_samples", [True, False])
+@written_from("yuetan031/FedProto", "97e42e2", "lib/update.py:137-205", "lib/utils.py:205-240")
 def test_two_rounds_of_fedproto(by_samples):
     pull = 0.8
     options = {"lr": RATE, "prototype_weight": pull, "by_samples": by_samples, "epochs": 2, "batch_size": BATCH}
@@ -104,6 +106,7 @@ def test_a_class_without_prototype_is_the_least_likely_and_without_any_the_head_
 
 
 @pytest.mark.parametrize("momentum", [1.0, 0.3])
+@written_from("TsingZ0/DBE", "193f435", "system/flcore/clients/clientDBE.py:39-98", "system/flcore/servers/serverDBE.py:14-35")
 def test_two_rounds_of_feddbe(momentum):
     kappa = 5.0
     options = {"lr": RATE, "regularisation": kappa, "momentum": momentum, "epochs": 2, "batch_size": BATCH}
@@ -141,6 +144,13 @@ def test_two_rounds_of_feddbe(momentum):
 
 
 @pytest.mark.parametrize("fisher", [True, False])
+@written_from(
+    "xiyuanyang45/FedAS",
+    "1a4f5fd",
+    "system/flcore/clients/clientas.py:48-120",
+    "system/flcore/clients/clientas.py:171-232",
+    "system/flcore/servers/serveras.py:44-59",
+)
 def test_two_rounds_of_fedas(fisher):
     options = {"lr": RATE, "align_lr": 0.4, "align_epochs": 2, "align_batch_size": 6, "epochs": 2, "batch_size": BATCH}
     library = Library(fm.fedas(task(), **options, new_client_epochs=3, fisher=fisher), server_lr=SERVER)

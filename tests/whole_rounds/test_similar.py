@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.methods.fedcac import kth_largest
+from fedjax_meta.aggregate.ranks import kth_largest
+from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     COHORTS,
     HEAD,
@@ -35,6 +36,7 @@ LEAVES = (slice(0, 12), slice(12, 15), slice(15, 27))
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2])
+@written_from("KarhouTam/FL-bench", "06e658b", "src/server/pfedsim.py:38-148")
 def test_two_rounds_of_pfedsim(warmup):
     options = {"lr": RATE, "warmup": warmup, "epochs": 2, "batch_size": BATCH}
     library = Library(fm.pfedsim(task(), **options), server_lr=SERVER)
@@ -82,6 +84,9 @@ def test_the_kth_largest_is_that_of_a_sort(dtype):
 
 
 @pytest.mark.parametrize(("share", "patience"), [(0.5, 3.0), (0.9, 1.0)])
+@written_from(
+    "TsingZ0/PFLlib", "d832e76", "system/flcore/clients/clientcac.py:59-121", "system/flcore/servers/servercac.py:72-118"
+)
 def test_two_rounds_of_fedcac(share, patience):
     options = {"lr": RATE, "share": share, "patience": patience, "epochs": 2, "batch_size": BATCH}
     library = Library(fm.fedcac(task(), **options), server_lr=SERVER)

@@ -1,0 +1,298 @@
+"""What the leaderboard found: a line of raw numbers for each system and seed, read from the folders of runs."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from experiments import _standing as standing
+from fedjax_meta import checkpoint, report
+from fedjax_meta.methods import METHODS
+from fedjax_meta.study import Study, baselines, compare, estimate, load, tuning
+from fedjax_meta.study import folder as folders
+
+HERE = Path(__file__).parent
+LIST = HERE / "leaderboard_runs.yaml"
+RAW = HERE.parent / "docs" / "leaderboard"
+LOCAL = "local_only"
+"""The system that sets the target, and says who would do better alone."""
+
+NAN = math.nan
+
+
+class Line(NamedTuple):
+    """A system with a seed on a scenario; scores in percent where they are shares, NaN where the run diverged or has none.
+
+    Attributes:
+      scenario, system, method, seed: what was run; rows without training have no method.
+      chosen: the point of the grid, as in `lr=0.1`; tried: how many points there were; edge: the numbers of which
+        the least or the largest of at least three values was chosen.
+      rounds: of the run.
+      known, worst, new: means over known clients, over the tenth of them with the worst scores, and over new clients.
+      behind: share of the known clients that do worse than by local training, in percent; of the mean over seeds.
+      bytes: of a client in a round, down and up; flops: of a client in a round, matrix products and convolutions.
+      target: what the known clients should reach, the last mean of local training; reached: the round of the first evaluation at
+        which they do, infinity if never.
+      diverged: the round from which on; empty if it did not.
+      score, higher, share: the name of the score, whether higher is better, whether it is a share.
+      data: the fingerprint of the clients; run: the entry of the list.
+      commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
+        imports, and runner: of the rest, see `fedjax_meta.study.made`.
+      versions, device: of the run. command: that trains this system alone.
+    """
+
+    scenario: str
+    system: str
+    method: str
+    seed: int
+    chosen: str = ""
+    tried: int = 0
+    edge: str = ""
+    rounds: int = 0
+    known: float = NAN
+    worst: float = NAN
+    new: float = NAN
+    behind: float = NAN
+    bytes: float = NAN
+    flops: float = NAN
+    target: float = NAN
+    reached: float = NAN
+    diverged: str = ""
+    score: str = "accuracy"
+    higher: bool = True
+    share: bool = True
+    data: str = ""
+    run: str = ""
+    commit: str = ""
+    made: str = ""
+    runner: str = ""
+    versions: str = ""
+    device: str = ""
+    command: str = ""
+
+    @property
+    def kind(self) -> report.Kind:
+        """What the score is."""
+        return report.Kind(self.score, self.higher, self.share)
+
+
+def unlisted(listed: Sequence[standing.Run]) -> list[str]:
+    """The methods of the package that no run of the list has."""
+    return sorted(set(METHODS) - {system.method for run in listed for system in run.load().systems.values()})
+
+
+# From run folders to lines.
+
+
+class Cell(NamedTuple):
+    """A finished system of a run's folder."""
+
+    run: standing.Run
+    folder: Path
+    study: Study
+    system: str
+    found: compare.Finished
+
+
+def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
+    """The lines of each scenario of the runs that `root` holds, its finished systems with rows that take no training.
+
+    Raises:
+      ValueError: a folder that holds another study than the list, or nothing that is finished.
+    """
+    cells: dict[str, list[Cell]] = {}
+    for run in runs:
+        for cell in cells_of(run, root / run.name):
+            cells.setdefault(cell.found.scenario, []).append(cell)
+    if not cells:
+        raise ValueError(f"{root} holds no results of {', '.join(run.name for run in runs)}")
+    return {scenario: _lines(some, data_dir) for scenario, some in cells.items()}
+
+
+def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
+    """The finished systems in a run's folder; none where there is no run.
+
+    Raises:
+      ValueError: the folder holds another study than the list.
+    """
+    if not (folder / "run.json").is_file():
+        return []
+    standing.check_same(run, folder)
+    study = load(folder / "study.yaml")
+    names = [
+        name
+        for scenario in study.scenarios
+        for name in study.systems
+        if (folder / "results" / scenario / f"{name}.final.json").is_file()
+    ]
+    found = compare.finished([folder]) if names else []
+    return [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
+
+
+def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
+    """Lines of one scenario."""
+    if len({cell.found.fingerprint for cell in cells}) > 1:
+        raise ValueError(
+            f"the runs of {cells[0].found.scenario} have different clients: {', '.join(c.run.name for c in cells)}"
+        )
+    systems = [cell.found for cell in cells]
+    local = next((cell.found for cell in cells if cell.found.method == LOCAL), None)
+    target = None
+    if local is not None:
+        target = compare.Target(float(np.mean([scores.mean() for scores in local.by_client(compare.KNOWN).values()])))
+        target = target if math.isfinite(target.value) else None
+    lines = []
+    for cell, row in zip(cells, compare.compared(systems, target=target), strict=True):
+        lines += _of_cell(cell, row, NAN if target is None else target.value)
+    return [*lines, *_untrained(cells[0], data_dir)]
+
+
+def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
+    scenario, kind = row.system.scenario, row.system.kind
+    content = folders.read_run(cell.folder)
+    path = cell.folder / "results" / scenario / f"{cell.system}.final.json"
+    makers = json.loads(path.read_text(encoding="utf-8"))["made"]
+    points = tuning.points_of(cell.study.systems[cell.system])
+    counted = _read_flops(cell.folder).get(scenario, {}).get(cell.system, NAN)
+    lines = []
+    for number, trial in enumerate(row.system.trials):
+        reached = NAN if row.reached is None else float(row.reached.rounds[number])
+        lines.append(
+            Line(
+                scenario=scenario,
+                system=cell.system,
+                method=row.system.method,
+                seed=trial.seed,
+                chosen=" ".join(f"{name}={value:g}" for name, value in trial.numbers.items()),
+                tried=len(points),
+                edge=" ".join(_at_edge(points, trial.numbers)),
+                rounds=trial.rows[-1]["round"],
+                known=float(row.known[number]),
+                worst=float(row.worst[number]),
+                new=float(row.new[number]) if row.new.size else NAN,
+                behind=row.behind.get(LOCAL, NAN),
+                bytes=row.system.traffic,
+                flops=counted,
+                target=target,
+                reached=reached,
+                diverged="" if trial.diverged is None else str(trial.diverged),
+                **_kind_fields(kind),
+                **_where(cell, content),
+                commit="+".join((one["commit"] or "unknown") + "*" * bool(one["dirty"]) for one in makers),
+                made=makers[-1]["method"],
+                runner=makers[-1]["runner"],
+                command=command(cell.run, cell.system),
+            )
+        )
+    return lines
+
+
+def _at_edge(points: Sequence[tuning.Point], chosen: tuning.Point) -> list[str]:
+    """As `tuning.at_edge`, of numbers with at least three values: with two there is nothing but ends."""
+    return [name for name in tuning.at_edge(points, chosen) if len({point[name] for point in points}) > 2]
+
+
+def _kind_fields(kind: report.Kind) -> dict[str, Any]:
+    return {"score": kind.name, "higher": kind.higher_is_better, "share": kind.share}
+
+
+def _where(cell: Cell, content: Mapping[str, Any]) -> dict[str, Any]:
+    versions = " ".join(f"{name}={content['versions'][name]}" for name in ("python", "jax", "optax", "numpy"))
+    return {"data": cell.found.fingerprint, "run": cell.run.name, "versions": versions, "device": str(content["device"])}
+
+
+def command(run: standing.Run, system: str) -> str:
+    """The command that tunes and trains one system of a run, with the same numbers."""
+    words = ["fedjax-meta run", run.study, *(word for one in run.variants for word in ("--variant", one))]
+    return " ".join([*words, "--systems", system, "--out", f"runs/{run.name}-{system}"])
+
+
+def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
+    """The rows that take no training."""
+    study, scenario = cell.study, cell.found.scenario
+    clients = study.scenarios[scenario].build(data_dir)
+    lines = []
+    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics).items():
+        known, new = (report.main_score(groups[g], study.score) if g in groups else None for g in (compare.KNOWN, compare.NEW))
+        lines.append(
+            Line(
+                scenario=scenario,
+                system=title,
+                method="",
+                seed=study.seeds[0],
+                known=known.mean,
+                worst=known.kind.worst_tenth(known.values),
+                new=NAN if new is None else new.mean,
+                **_kind_fields(known.kind),
+                **_where(cell, folders.read_run(cell.folder)),
+            )
+        )
+    return lines
+
+
+# FLOPs, which need a round of each system.
+
+
+def count_flops(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
+    """Runs a round of each finished system that has none yet, and writes its FLOPs for a client to `flops.json` of the folder."""
+    known, built = _read_flops(folder), {}
+    for cell in cells_of(run, folder):
+        scenario, system = cell.found.scenario, cell.study.system(cell.system, cell.found.scenario)
+        mine = known.setdefault(scenario, {})
+        if cell.system in mine or system.pooled:
+            continue
+        if scenario not in built:
+            built[scenario] = cell.study.scenarios[scenario].build(data_dir)
+        clients = built[scenario]
+        algorithm = system.build(clients, **cell.found.trials[0].numbers)
+        cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
+        mine[cell.system] = estimate.measured_round(algorithm, clients.train)[0] / cohort
+        checkpoint.write_text(folder / "flops.json", json.dumps(known, indent=1) + "\n")
+
+
+def _read_flops(folder: Path) -> dict[str, dict[str, float]]:
+    path = folder / "flops.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+# Lines as files.
+
+
+def to_csv(lines: Iterable[Line]) -> str:
+    """Lines with a heading; a NaN is empty."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(Line._fields)
+    for line in lines:
+        writer.writerow([_cell(value) for value in line])
+    return file.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else f"{value:.6g}"
+
+
+def from_csv(text: str) -> list[Line]:
+    """The lines that `to_csv` wrote."""
+    read = {float: lambda cell: float(cell) if cell else NAN, bool: lambda cell: cell == "True", int: int, str: str}
+    kinds = Line.__annotations__
+    return [Line(**{name: read[kinds[name]](cell) for name, cell in row.items()}) for row in csv.DictReader(io.StringIO(text))]
+
+
+def read_lines(folder: Path = RAW) -> dict[str, list[Line]]:
+    """The committed lines by scenario."""
+    return {path.stem: from_csv(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
+
+
+def target(lines: Sequence[Line]) -> compare.Target | None:
+    """What the known clients of a scenario should reach; `None` without local training."""
+    known = [line.target for line in lines if not math.isnan(line.target)]
+    return compare.Target(known[0]) if known else None

@@ -1,0 +1,145 @@
+"""New clients with fewer samples to adapt on, and with other numbers of steps: finished models are tested, none is trained."""
+
+import csv
+import dataclasses
+import inspect
+import io
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import _board as board
+from experiments import _standing as standing
+from fedjax_meta import checkpoint, export, report, sweeps
+from fedjax_meta.data import FederatedData
+from fedjax_meta.evaluation import evaluate
+from fedjax_meta.keys import tagged
+from fedjax_meta.methods import METHODS
+from fedjax_meta.simulation import Record, run_keys
+from fedjax_meta.study import run as runner
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.system import keywords
+
+SAMPLES = (1, 2, 5, 10, 20, 50)
+"""Numbers of samples that a new client adapts on, beside all that it has; those that no client has are left out."""
+
+STEPS = (1, 2, 5, 10, 20)
+"""Passes or steps of its adaptation."""
+
+TAKEN_BY = ("finetune_epochs", "new_client_epochs", "test_steps", "test_epochs", "inner_epochs", "inner_steps")
+"""The options that say how long a new client adapts; of a method, the first that it takes and that is above 0."""
+
+
+class Tested(NamedTuple):
+    """A test of new clients.
+
+    Attributes:
+      system, seed: what was tested.
+      samples: that a client adapts on at most; 0 for all.
+      option, steps: the option that says how long it adapts and its value; "" and 0 as in the run.
+      score: mean over new clients, in percent if it is a share.
+    """
+
+    system: str
+    seed: int
+    samples: int
+    option: str
+    steps: int
+    score: float
+
+
+def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
+    """Tests the new clients of each finished system that has no such tests yet, for `new_clients.csv` of the folder."""
+    found, built = read(folder), {}
+    known = {one.system for one in found}
+    for cell in board.cells_of(run, folder):
+        scenario = cell.found.scenario
+        if cell.system in known:
+            continue
+        if scenario not in built:
+            built[scenario] = cell.study.scenarios[scenario].build(data_dir)
+        if built[scenario].new is not None:
+            found += tests(cell, built[scenario])
+            checkpoint.write_text(folder / "new_clients.csv", to_csv(found))
+
+
+def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
+    """All tests of a system's new clients; those with all samples and no option repeat what the run found."""
+    final = runner.final_phase(cell.study, cell.found.scenario, cell.system, clients)
+    option = adapts_by(cell)
+    made = []
+    for trial in cell.found.trials:
+        member, state = export.restored(final, cell.folder, trial.seed, clients)
+        key = tagged(run_keys(jax.random.key(trial.seed))[2], runner.NEW, state.round)
+        measured = partial(_score, cell, key=key, state=state)
+        plain = jax.jit(_test(sweeps.member_algorithm(final.build, member), cell.study.metrics))
+        sizes = np.asarray(clients.new.sizes("support"))
+        for most in (0, *(number for number in SAMPLES if number < sizes.max())):
+            made.append(Tested(cell.system, trial.seed, most, "", 0, measured(plain, data=fewer(clients.new, most))))
+        for steps in STEPS if option else ():
+            other = dataclasses.replace(
+                cell.study.system(cell.system, cell.found.scenario), tested_with={option: steps}
+            ).tested()
+            algorithm = sweeps.alone(*other.parts(clients, **trial.numbers))
+            scored = measured(jax.jit(_test(algorithm, cell.study.metrics)), data=clients.new)
+            made.append(Tested(cell.system, trial.seed, 0, option, steps, scored))
+    return made
+
+
+def adapts_by(cell: board.Cell) -> str:
+    """The option of a system that says how long its new clients adapt; empty if they do not."""
+    system = cell.study.systems[cell.system]
+    takes = keywords(METHODS[system.method])
+    if system.pooled:
+        return ""
+    resolved = {**_defaults(system.method), **system.options}
+    return next((name for name in TAKEN_BY if name in takes and resolved[name]), "")
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    return {name: one.default for name, one in inspect.signature(METHODS[method]).parameters.items()}
+
+
+def fewer(data: FederatedData, most: int) -> FederatedData:
+    """The clients with at most so many samples in the view "support", the first ones; 0 leaves all."""
+    if not most:
+        return data
+    return dataclasses.replace(data, size={**data.size, "support": jnp.minimum(data.size["support"], most)})
+
+
+def _test(algorithm: Any, metrics: Sequence[str]) -> Any:
+    return partial(
+        evaluate, algorithm, support="support", query="query", known=False, metrics=tuple(metrics) or None, devices=1
+    )
+
+
+def _score(cell: board.Cell, test: Any, *, key: Any, state: Any, data: FederatedData) -> float:
+    found = jax.tree.map(np.asarray, test(key, state, data))
+    row = report.compact(Record(0, {}, {"it": found}, 0.0, 0.0, ()))["tests"]["it"]
+    return report.main_score(row, cell.study.score).mean
+
+
+def to_csv(tested: Iterable[Tested]) -> str:
+    """Tests with a heading."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(Tested._fields)
+    writer.writerows([*one[:-1], f"{one.score:.6g}"] for one in tested)
+    return file.getvalue()
+
+
+def from_csv(text: str) -> list[Tested]:
+    """The tests that `to_csv` wrote."""
+    kinds = Tested.__annotations__
+    return [Tested(**{name: kinds[name](cell) for name, cell in row.items()}) for row in csv.DictReader(io.StringIO(text))]
+
+
+def read(folder: Path) -> list[Tested]:
+    """The tests in a run's folder."""
+    path = folder / "new_clients.csv"
+    return from_csv(path.read_text(encoding="utf-8")) if path.is_file() else []

@@ -1,0 +1,277 @@
+"""The page of the leaderboard, docs/leaderboard.md, which is made of the committed raw results alone."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments import _board as board
+from experiments import _board_new as newcomers
+from experiments import _standing as standing
+from experiments._board import LOCAL, NAN, Line
+from experiments._board_new import Tested
+from fedjax_meta import checkpoint, metrics, report
+from fedjax_meta.study import compare, comparison, made
+
+PAGE = board.HERE.parent / "docs" / "leaderboard.md"
+NEW = board.RAW / "new_clients"
+REFERENCE = "fedavg_ft"
+"""The system that differences are taken to."""
+
+
+def write(
+    chosen: Sequence[standing.Run], listed: Sequence[standing.Run], root: Path, data_dir: str | None = None
+) -> list[str]:
+    """Writes raw results and reports of the scenarios of some runs, and the page of all; says what became of each.
+
+    Args:
+      chosen: the runs whose folders are read. A scenario is written anew as a whole.
+      listed: all runs of the list.
+      root: folder of the run folders.
+      data_dir: where data sets are.
+    """
+    touched = {scenario for run in chosen for scenario in run.load().scenarios}
+    runs = [run for run in listed if touched & set(run.load().scenarios)]
+    said = []
+    for scenario, lines in board.extract(runs, root, data_dir).items():
+        checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
+        names = dict.fromkeys(line.run for line in lines)
+        groups = compare.by_scenario(
+            [one for one in compare.finished([root / name for name in names]) if one.scenario == scenario]
+        )
+        comparison.write(board.RAW / f"{scenario}.html", groups, target=board.target(lines))
+        tested = [one for name in names for one in newcomers.read(root / name)]
+        if tested:
+            checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tested))
+        said.append(f"{scenario}: {len({line.system for line in lines})} rows")
+    text = PAGE.read_text(encoding="utf-8")
+    checkpoint.write_text(PAGE, standing.with_generated(text, page(listed, board.read_lines(), read_tested())))
+    return [*said, f"written: {PAGE}"]
+
+
+def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
+    """The committed tests of new clients by scenario."""
+    return {path.stem: newcomers.from_csv(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
+
+
+# Rows that later code may have changed.
+
+
+def changed_rows(lines: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Which rows were made by other code than that of this folder, in words, and by what."""
+    said = []
+    for scenario, some in lines.items():
+        for system, (first, *_) in _by_system(some).items():
+            if first.method and _changed(first):
+                said.append(f"{scenario}, {system}: {_changed(first)} changed since {first.commit[:12]}")
+    return said
+
+
+def _changed(line: Line) -> str:
+    now = made.digests(line.method)
+    own, rest = line.made != now["method"], line.runner != now["runner"]
+    return " and ".join(["the method's files"] * own + ["the runner"] * rest)
+
+
+def marked(markdown: str) -> str:
+    """The page with a dagger at rows whose method's files have changed since they were made, and a line on the runner's."""
+    lines = board.read_lines()
+    rows = {
+        (scenario, system)
+        for scenario, some in lines.items()
+        for system, (one, *_) in _by_system(some).items()
+        if one.method and made.digests(one.method)["method"] != one.made
+    }
+    return standing.with_generated(markdown, page(standing.read_list(board.LIST), lines, read_tested(), changed=rows))
+
+
+# The page.
+
+
+def _by_system(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.system, []).append(line)
+    return found
+
+
+def page(
+    listed: Sequence[standing.Run],
+    lines: Mapping[str, Sequence[Line]],
+    tested: Mapping[str, Sequence[Tested]] | None = None,
+    *,
+    changed: Iterable[tuple[str, str]] = (),
+) -> str:
+    """The generated part of docs/leaderboard.md.
+
+    Args:
+      listed: all runs of the list.
+      lines, tested: of each scenario.
+      changed: scenario and system of rows that get a mark.
+    """
+    order = [scenario for run in listed for scenario in run.load().scenarios]
+    text: list[str] = []
+    for scenario in dict.fromkeys(one for one in order if one in lines):
+        marks = {system for where, system in changed if where == scenario}
+        text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], marks)
+        text += _new_clients((tested or {}).get(scenario, ()), lines[scenario][0].kind)
+    text += _not_run(listed, lines)
+    return "\n".join(text)
+
+
+def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line], marks: set[str]) -> list[str]:
+    systems = _by_system(lines)
+    kind = lines[0].kind
+    trained = {system: some for system, some in systems.items() if some[0].method}
+    means = {system: float(np.mean([line.known for line in some])) for system, some in systems.items()}
+    worth = {
+        system: (mean if kind.higher_is_better else -mean) if math.isfinite(mean) else -math.inf
+        for system, mean in means.items()
+    }
+    ranked = [*sorted(trained, key=lambda system: -worth[system]), *(system for system in systems if system not in trained)]
+    text = [f"## {runs[0].title}", "", _facts(trained), ""]
+    scores = [[_title(system, marks), *_scores(systems[system], systems.get(REFERENCE, ()))] for system in ranked]
+    headings = [
+        "system",
+        f"known{kind.direction}",
+        "worst 10 %",
+        "new",
+        f"known, minus {REFERENCE}",
+        f"new, minus {REFERENCE}",
+        "behind local",
+    ]
+    text += [_table(headings, scores), ""]
+    costs = [[_title(system, marks), *_costs(systems[system])] for system in ranked if system in trained]
+    headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
+    target = board.target(lines)
+    goal = (
+        ""
+        if target is None
+        else f" The target is {kind.text(target.value)}{' %' if kind.share else ''}, the last mean of {LOCAL}."
+    )
+    text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
+    text += ["† The files that this method imports have changed since.", ""] if marks else []
+    place = f"leaderboard/{scenario}"
+    text += [f"Every number: [{scenario}.csv]({place}.csv); curves and clients: [{scenario}.html]({place}.html).", ""]
+    return text
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    used = [column for column in range(len(headings)) if column == 0 or any(row[column] for row in rows)]
+    return report.markdown_table(
+        [headings[c] for c in used], [[row[c] for c in used] for row in rows], text_columns=text_columns
+    )
+
+
+def _title(system: str, marks: Iterable[str]) -> str:
+    return f"{system} †" if system in marks else system
+
+
+def _facts(trained: Mapping[str, Sequence[Line]]) -> str:
+    lines = [line for some in trained.values() for line in some]
+    first = next(iter(trained.values()))
+    seeds = ", ".join(str(line.seed) for line in first)
+    commits = ", ".join(
+        f"`{one.rstrip('*')[:12]}`{' with changes' if one.endswith('*') else ''}"
+        for one in dict.fromkeys(c for line in lines for c in line.commit.split("+"))
+    )
+    rounds = ", ".join(dict.fromkeys(str(line.rounds) for line in lines if line.system != "centralised"))
+    tried = ", ".join(dict.fromkeys(str(line.tried) for line in lines))
+    versions = "; ".join(dict.fromkeys(f"{line.versions} on {line.device}" for line in lines))
+    edge = sum(bool(some[0].edge) for some in trained.values())
+    command = first[0].command.replace(first[0].system, "SYSTEM")
+    return (
+        f"{len(trained)} systems, {tried} points each, {rounds} rounds, seeds {seeds}; commit {commits}; {versions}. "
+        f"{edge} systems chose a value at the end of their grid. A row by itself: `{command}`."
+    )
+
+
+def _scores(lines: Sequence[Line], reference: Sequence[Line]) -> list[str]:
+    kind = lines[0].kind
+    cells = [kind.spread(*_spread([getattr(line, name) for line in lines])) for name in ("known", "worst", "new")]
+    cells[0] = cells[0] or "diverged"
+    cells += [_difference(lines, reference, name) for name in ("known", "new")]
+    return [*cells, "" if math.isnan(lines[0].behind) else f"{lines[0].behind:.0f} %"]
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
+
+
+def _difference(lines: Sequence[Line], reference: Sequence[Line], name: str) -> str:
+    """The mean difference on the same seeds with its 95 % confidence interval."""
+    other = {line.seed: getattr(line, name) for line in reference}
+    if not lines[0].method or (reference and lines[0].system == reference[0].system):
+        return ""
+    gaps = np.array([getattr(line, name) - other[line.seed] for line in lines if line.seed in other])
+    if not gaps.size or not np.isfinite(gaps).all():
+        return ""
+    kind, mean, margin = lines[0].kind, float(gaps.mean()), metrics.confidence_margin(gaps)
+    interval = "" if math.isnan(margin) else f" [{kind.text(mean - margin, sign=True)}, {kind.text(mean + margin, sign=True)}]"
+    return kind.text(mean, sign=True) + interval
+
+
+def _costs(lines: Sequence[Line]) -> list[str]:
+    first = lines[0]
+    rounds = np.array([line.reached for line in lines])
+    missed = int(np.isinf(rounds).sum())
+    if first.method == LOCAL or np.isnan(rounds).any():
+        to_target = ["", "", ""]
+    elif missed:
+        to_target = ["never" if missed == len(lines) else f"never in {missed} of {len(lines)}", "", ""]
+    else:
+        each = (1.0, first.bytes / 1e6, first.flops / 1e9)
+        to_target = ["" if math.isnan(unit) else f"{rounds.mean() * unit:.3g}" for unit in each]
+    diverged = [line.diverged for line in lines if line.diverged]
+    remarks = [f"{len(diverged)} of {len(lines)} seeds diverged"] if diverged else []
+    remarks += [f"{name} at the end of its grid" for name in first.edge.split()]
+    numbers = ["" if math.isnan(value) else f"{value:.4g}" for value in (first.bytes / 1e3, first.flops / 1e6)]
+    return [first.chosen, *numbers, *to_target, "; ".join(remarks)]
+
+
+def _new_clients(tested: Sequence[Tested], kind: report.Kind) -> list[str]:
+    """Tables of new clients by their samples and by how long they adapt; none if they were not tested so."""
+    if not tested:
+        return []
+    systems = list(dict.fromkeys(one.system for one in tested))
+    counts = [*sorted({one.samples for one in tested if one.samples}), 0]
+    rows = [[system, *(_mean_of(tested, kind, system, count, "", 0) for count in counts)] for system in systems]
+    text = ["New clients by the number of samples that they adapt on:", ""]
+    text += [_table(["system", *(str(count) if count else "all" for count in counts)], rows), ""]
+    options = {one.system: one.option for one in tested if one.option}
+    steps = sorted({one.steps for one in tested if one.option})
+    rows = [
+        [system, name, *(_mean_of(tested, kind, system, 0, name, number) for number in steps)]
+        for system, name in options.items()
+    ]
+    text += ["New clients by how long they adapt on all of these samples:", ""]
+    return [*text, _table(["system", "option", *map(str, steps)], rows, text_columns=2), ""] if rows else text
+
+
+def _mean_of(tested: Sequence[Tested], kind: report.Kind, system: str, samples: int, option: str, steps: int) -> str:
+    wanted = (system, samples, option, steps)
+    values = [one.score for one in tested if (one.system, one.samples, one.option, one.steps) == wanted]
+    return kind.text(float(np.mean(values))) if values and np.isfinite(values).all() else ""
+
+
+def _not_run(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
+    rows = []
+    for run in listed:
+        study = run.load()
+        wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
+        missing = [system for scenario, system in wanted if system not in {line.system for line in lines.get(scenario, ())}]
+        if missing:
+            some = "all" if len(missing) == len(wanted) else ", ".join(missing)
+            rows.append([run.name, run.title, some, run.cost, f"{run.hours:g}"])
+    if not rows:
+        return []
+    words = "`python -m experiments.leaderboard --data-dir DIR` runs them in this order; hours of a whole entry on two cores."
+    return [
+        "## Not run yet",
+        "",
+        words,
+        "",
+        report.markdown_table(["run", "title", "systems", "cost by", "hours"], rows, text_columns=4),
+        "",
+    ]

@@ -1,0 +1,79 @@
+"""The leaderboard: runs in order of priority, their raw results, and docs/leaderboard.md made of these.
+
+`experiments/leaderboard_runs.yaml` is the list, `experiments/leaderboard.yaml` the study. `--list` says what is done, `--hours`
+runs what is missing, `--new-clients` and `--count-flops` measure what is finished, `--write-docs` makes docs/leaderboard/ and the
+page, and `--changed` names the rows that the code has changed since.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments import _board as board
+from experiments import _board_new as newcomers
+from experiments import _board_page as pages
+from experiments import _standing as standing
+from experiments import reproduce
+from fedjax_meta import report
+from fedjax_meta.process import console, one_line_errors
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def main(
+    runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/leaderboard"),
+    list_: Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")] = False,
+    only: Annotated[str | None, typer.Option(help="Only these runs of the list, separated by commas.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="Stop after this many hours; what was reached is saved.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Where data sets are.")] = None,
+    count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of a round of what is finished, and stop.")] = False,
+    new_clients: Annotated[
+        bool, typer.Option(help="Test new clients of what is finished with fewer samples and other steps, and stop.")
+    ] = False,
+    write_docs: Annotated[bool, typer.Option(help="Write the results of the finished runs into docs/ and stop.")] = False,
+    changed: Annotated[
+        bool, typer.Option(help="Name the rows of the page that the code has changed since, and stop.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Runs the list one after the other; the same command goes on where it was stopped.
+
+    `python -m experiments.leaderboard --list`
+
+    `python -m experiments.leaderboard --data-dir DIR --hours 3 --only mnist_small,uci_har`
+
+    `python -m experiments.leaderboard --data-dir DIR --count-flops --new-clients`
+
+    `python -m experiments.leaderboard --data-dir DIR --write-docs`
+    """
+    with one_line_errors(debug):
+        listed = standing.read_list(board.LIST)
+        chosen = reproduce.pick(listed, only)
+        if list_:
+            table = [[run.name, f"{run.hours:g}", run.cost, reproduce.state(run, runs), run.title] for run in chosen]
+            console.print(report.rich_table("Runs", ["name", "hours", "cost by", "state", "title"], table, text_columns=1))
+            missing = board.unlisted(listed)
+            if missing:
+                console.print(f"in no run: {', '.join(missing)}", soft_wrap=True, markup=False)
+        elif changed:
+            for line in pages.changed_rows(board.read_lines()):
+                console.print(line, soft_wrap=True, markup=False)
+        elif count_flops or new_clients:
+            for run in chosen:
+                if count_flops:
+                    board.count_flops(run, runs / run.name, data_dir)
+                if new_clients:
+                    newcomers.measure(run, runs / run.name, data_dir)
+        elif write_docs:
+            for line in pages.write(chosen, listed, runs, data_dir):
+                console.print(line, soft_wrap=True, markup=False)
+        else:
+            raise typer.Exit(reproduce.run_all(chosen, runs, data_dir, hours))
+
+
+if __name__ == "__main__":
+    app()
