@@ -1,5 +1,6 @@
-"""Figures of docs/ from runs of the studies `robustness` and `privacy`; `python -m experiments.figures --help` lists them."""
+"""Figures and tables of docs/ from runs of the studies `robustness` and `privacy`; `--help` lists them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +9,15 @@ import numpy as np
 import typer
 
 from fedjax_meta import process, report
-from fedjax_meta.study import Study, load
+from fedjax_meta.study import Study, load, summary
 from fedjax_meta.study.compare import Finished, finished
+from fedjax_meta.study.folder import read_run
+from fedjax_meta.study.run import Outcome
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
+
+PAGE = Path(__file__).parent.parent / "docs" / "robustness.md"
+BLOCK = re.compile(r"<!-- run: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of the study.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
@@ -19,7 +25,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole trace
 
 @app.callback()
 def main() -> None:
-    """Draws the figures of docs/robustness.md and docs/privacy.md from runs of these studies.
+    """Draws the figures of docs/robustness.md and docs/privacy.md from runs of these studies, and writes the tables of the first.
 
     `python -m experiments.figures robustness runs/robustness`
 
@@ -62,6 +68,86 @@ def accuracies(study: Study, found: Sequence[Finished]) -> tuple[list[str], list
     for one in found:
         values[titles.index(one.title), scenarios.index(one.scenario)] = known(one).mean()
     return titles, scenarios, values
+
+
+@app.command()
+def shares(run: RunArgument, debug: DebugOption = False) -> None:
+    """Draws RUN/robustness_shares.png: accuracy of honest clients against the share of attackers, a line for each system.
+
+    `python -m experiments.figures shares runs/shares`
+
+    `python -m experiments.figures shares runs/quick --debug`
+    """
+    with process.one_line_errors(debug):
+        lines = by_share(load(run / "study.yaml"), finished([run]))
+        methods, rules = (list(dict.fromkeys(words)) for words in zip(*(title.split(", ", 1) for title in lines), strict=True))
+        figure, axis = _axis(8.2, 3.8)
+        for title, points in lines.items():
+            method, rule = title.split(", ", 1)
+            style = {"color": report.COLORS[rules.index(rule)], "linestyle": ("-", "--", ":", "-.")[methods.index(method) % 4]}
+            axis.plot(*zip(*points, strict=True), marker="o", label=title, **style)
+        axis.set(xlabel="clients that attack, percent", ylabel="accuracy of honest clients, percent", ylim=(0, 100))
+        figure.legend(fontsize=8, frameon=False, loc="outside right upper")
+        _save(figure, run / "robustness_shares.png")
+
+
+def by_share(study: Study, found: Sequence[Finished]) -> dict[str, list[tuple[float, float]]]:
+    """(share of attackers, mean accuracy of known clients) of each system in both percent, by title.
+
+    Raises:
+      ValueError: fewer than two shares, or several attacks of one share.
+    """
+    names = {study.title_of(name): name for name in study.systems}
+    lines: dict[str, dict[float, float]] = {}
+    for one in found:
+        attack = study.system(names[one.title], one.scenario).federation.get("attack")
+        share = 0.0 if attack is None else 100 * attack["attackers"]
+        points = lines.setdefault(one.title, {})
+        if share in points:
+            raise ValueError(f"{one.title} has several scenarios with {share:g} % attackers: give a run of --variant shares")
+        points[share] = float(known(one).mean())
+    if any(len(points) < 2 for points in lines.values()) or not lines:
+        raise ValueError("this run has one share of attackers: give a run of --variant shares")
+    return {title: sorted(points.items()) for title, points in lines.items()}
+
+
+@app.command()
+def tables(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of the runs that the page names.")],
+    page: Annotated[Path, typer.Argument(help="Has lines `<!-- run: NAME -->` and `<!-- end -->`.")] = PAGE,
+    debug: DebugOption = False,
+) -> None:
+    """Writes the tables of docs/robustness.md: between `<!-- run: NAME -->` and `<!-- end -->`, those of RUNS/NAME.
+
+    `python -m experiments.figures tables runs/robustness`
+
+    `python -m experiments.figures tables runs/robustness docs/robustness.md`
+    """
+    with process.one_line_errors(debug):
+        text = page.read_text(encoding="utf-8")
+        there = [name for name in BLOCK.findall(text) if (runs / name[0] / "run.json").is_file()]
+        if not there:
+            raise ValueError(f"{runs} holds no run that {page} names")
+        page.write_text(BLOCK.sub(lambda block: written(block, runs / block[1]), text), encoding="utf-8")
+        process.console.print(f"tables: {', '.join(name for name, _ in there)}", soft_wrap=True, markup=False)
+
+
+def written(block: re.Match[str], run: Path) -> str:
+    """A block of the page with the tables of a run; as it is where there is no such run."""
+    if not (run / "run.json").is_file():
+        return block[0]
+    study, content = load(run / "study.yaml"), read_run(run)
+    names = {study.title_of(name): name for name in study.systems}
+    outcomes = [Outcome(one.scenario, names[one.title], [], {}, [], one.trials) for one in finished([run])]
+    parts = []
+    for table in summary.tables(study, outcomes):
+        attacks = [name.partition("-")[2].replace("_", " ") or name for name in table.headings[1:]]
+        title = table.title.replace(" in all scenarios", "")
+        parts += [f"{title}:", report.markdown_table(["system", *attacks], table.rows)]
+    command = re.sub(r" --(out|data-dir) \S+", "", content["command"]).replace("python -m fedjax_meta", "fedjax-meta")
+    commit = (content["git"]["package"] or {"commit": "unknown"})["commit"][:10]
+    parts.append(f"    {command}  # commit {commit}")
+    return f"<!-- run: {block[1]} -->\n\n" + "\n\n".join(part.rstrip() for part in parts) + "\n\n<!-- end -->"
 
 
 @app.command()

@@ -354,7 +354,7 @@ def options(function_name: str, given: Iterable[str], allowed: Collection[str], 
         hint = ""
         if name in elsewhere:
             hint = f", which belongs to {elsewhere[name]}"
-        elif near := difflib.get_close_matches(name, [*allowed, *elsewhere], 1):
+        elif near := difflib.get_close_matches(str(name), [*allowed, *elsewhere], 1):
             owner = f", which belongs to {elsewhere[near[0]]}" if near[0] in elsewhere else ""
             hint = f" (did you mean {near[0]!r}{owner}?)"
         raise TypeError(f"{function_name}() takes no {name!r}{hint}; allowed are {', '.join(allowed) or 'none'}")

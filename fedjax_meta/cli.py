@@ -26,6 +26,7 @@ from fedjax_meta.study import (
     flags,
     page,
     presets,
+    promise,
     results,
     short,
     summary,
@@ -181,7 +182,7 @@ def run(
         folder = out or Path("runs") / f"{study.stem if study else 'systems'}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
         configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
-        with loggers.of_study(_Lines(chosen), folder, makes, configs) as watcher:
+        with loggers.of_study(_Lines(chosen, built), folder, makes, configs) as watcher:
             outcomes = _train(chosen, folder, built, command, watcher)
         built, outcomes = draws.pooled(chosen, built, outcomes)
         found = results.tables(chosen, built, outcomes)
@@ -418,6 +419,10 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
+        for name in study.systems_on(scenario):
+            said = promise.said(study, scenario, name, clients, study.rounds)
+            if said:
+                console.print(escape.console(f"{study.title_of(name)}: {said} in {study.rounds} rounds"), soft_wrap=True)
 
 
 def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
@@ -495,25 +500,29 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
 class _Lines(runs.Watcher):
     """One line for each sweep in progress, renewed in place on a terminal; one line for each evaluation elsewhere."""
 
-    def __init__(self, study: Study) -> None:
-        self._study = study
+    def __init__(self, study: Study, built: Mapping[str, Clients]) -> None:
+        self._study, self._built = study, built
         self._what, self._rounds, self._started, self._first, self._members = "", 0, 0.0, 0, 0
-        self._shown = 0.0
+        self._shown, self._system, self._spent = 0.0, ("", ""), ""
 
     def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
         self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} runs)"
         self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
+        self._system, self._spent = (scenario, system) if phase == "final" else ("", ""), ""
         self._say(f"{self._what}: compiling")
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
         pace = (time.perf_counter() - self._started) / max(done - self._first, 1)
         loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
-        self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left")
+        self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left{self._spent}")
 
     def record(self, done: int, records: Sequence[Record]) -> None:
+        scenario, system = self._system
+        said = promise.said(self._study, scenario, system, self._built[scenario], done) if system else ""
+        self._spent = f"; after round {done}: {said}" if said else ""
         if not console.is_terminal:
             fewer = f", {len(records)} left" if len(records) < self._members else ""
-            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}"))
+            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}{f'; {said}' if said else ''}"))
 
     def end(self, outcome: runs.Outcome) -> None:
         found = results.by_client(outcome.final, runs.KNOWN, self._study.score)

@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checkpoint, checks, disk, report, sweeps
+from fedjax_meta import checkpoint, checks, disk, sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import phase, run
+from fedjax_meta.study.folder import read_trials
 from fedjax_meta.study.scenario import Clients, model_name
 from fedjax_meta.study.study import DRAW, Study
 from fedjax_meta.study.study import load as load_study
@@ -302,8 +303,7 @@ def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> t
     path = folder / "results" / scenario / f"{system}.final.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no finished results of {system} on {scenario}")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    trials = {label: run.Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()}
+    trials, _ = read_trials(path)
     chosen = next(((label, trial) for label, trial in trials.items() if trial.seed == seed), None)
     if chosen is None:
         raise ValueError(f"seed={seed} was not run; {system} has the seeds {', '.join(str(t.seed) for t in trials.values())}")

@@ -1,6 +1,7 @@
 """What a command-line program needs around its work: signals, errors in one line, and its own command."""
 
 import contextlib
+import io
 import os
 import shlex
 import signal
@@ -48,8 +49,12 @@ class Interrupted(KeyboardInterrupt):
 def one_line_errors(debug: bool) -> Iterator[None]:
     """Turns errors that a user can correct into one line on stderr and exit code 1.
 
-    Ctrl-C (SIGINT) and SIGTERM end with one line and exit code 130 or 143.
+    Ctrl-C (SIGINT) and SIGTERM end with one line and exit code 130 or 143. Letters that a terminal cannot show are shown as
+    question marks: a table must not be lost to a sign in it.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         with signals(_interrupt), _nothing_swallows_interrupts():
             yield
@@ -62,6 +67,11 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         if debug:
             raise
         errors.print(Text(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except RuntimeError as error:  # what JAX raises for JAX_PLATFORMS; every other one is a fault of the program
+        if debug or not str(error).startswith("Unable to initialize backend"):
+            raise
+        errors.print(Text(f"error: {str(error).splitlines()[0]}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 

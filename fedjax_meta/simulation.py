@@ -211,6 +211,17 @@ def simulate(  # over 80 lines: half of them explain the arguments
     checks.prng_key("key", key)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
+    if not isinstance(evaluators or {}, Mapping):
+        raise ValueError(
+            f"evaluators={checks.shown(evaluators)} must be a mapping of names to functions, e.g. simulation.Evaluator"
+        )
+    for name, told, takes in (
+        ("on_record", on_record, ("state", "record")),
+        ("on_progress", on_progress, ("round", "metrics")),
+        ("should_stop", should_stop, ()),
+    ):
+        if told is not None:
+            checks.function(name, told, takes, f"lambda {', '.join(takes)}: ...")
     runtime.log_idle_cores()
     tests = dict(evaluators or {})
     for name, test in tests.items():

@@ -19,7 +19,6 @@ from fedjax_meta.study import files
 ROOT = Path(__file__).parent.parent
 STUDIES = ["fedmeta_per", "fedpac", "imaml", "mtfl", "privacy", "quickstart", "reptile", "robustness", "shakespeare"]
 TOOLS = [
-    "attackers_figure",
     "data",
     "fedpac_figures",
     "figures",

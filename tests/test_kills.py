@@ -167,13 +167,14 @@ def test_two_processes_in_one_folder(tmp_path):
     while checkpoint.latest_round(tmp_path / "run" / "state" / "fedavg") is None:
         assert time.monotonic() < until
         time.sleep(0.05)
-    before = sorted(path for path in (tmp_path / "run").rglob("*") if path.suffix != ".ckpt")
+    first.send_signal(signal.SIGSTOP)  # what changes now, the second has changed
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     second = start(tmp_path / "run", 1, "--rounds", "100", "--every", "50", "--names", "fedavg")
     _, said = second.communicate(timeout=120)
     assert second.returncode == 1
     assert said.count("\n") == 1
     assert f"run is in use by process {first.pid}" in said
-    assert sorted(path for path in (tmp_path / "run").rglob("*") if path.suffix != ".ckpt") == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     first.kill()
     first.communicate()
     finish(tmp_path / "run", 1, "--rounds", "4000", "--every", "50", "--names", "fedavg")

@@ -68,13 +68,15 @@ def bucketing(rule: Aggregator | Rule, size: int = 2) -> Rule:
       size: s, at least 1.
 
     Raises:
-      ValueError: a size below 1; what the rule refuses.
+      ValueError: a size below 1, or, on use, above C; what the rule refuses.
     """
     checks.count("size", size)
     inner = as_rule(rule)
 
     def combine(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, reference: PyTree) -> tuple[PyTree, PyTree]:
         clients = len(weight)
+        if size > clients > 1:
+            raise ValueError(f"size={size} of a bucket is more than the C={clients} clients of a cohort")
         there = present(stacked, weight)
         clean, buckets = cleaned(stacked, there), -(-clients // size)
         # Those that returned come first, in random order, so that their buckets are full.

@@ -81,12 +81,16 @@ class Attack:
         """Bool `[N]`, who attacks.
 
         Raises:
-          ValueError: an id that is not one of the N clients.
+          ValueError: an id that is not one of the N clients, a share above 0 that is less than half a client.
         """
         chosen = np.zeros(num_clients, bool)
         if isinstance(self.attackers, (float, np.floating)):
-            order = np.random.default_rng(self.seed).permutation(num_clients)
-            chosen[order[: round(self.attackers * num_clients)]] = True
+            count = round(self.attackers * num_clients)
+            if count == 0 and not self.nobody:
+                raise ValueError(
+                    f"attackers={self.attackers:g} of the N={num_clients} clients is nobody: give a larger share, ids, or 0.0"
+                )
+            chosen[np.random.default_rng(self.seed).permutation(num_clients)[:count]] = True
             return chosen
         ids = np.asarray(self.attackers, np.int64)
         if ids.max(initial=-1) >= num_clients:

@@ -76,7 +76,7 @@ def backdoor(
       boost: what attackers multiply their changes by.
 
     Raises:
-      ValueError: an option out of range; on use, a target that is not one of the K classes.
+      ValueError: an option out of range; on use, a target that is not one of the K classes, a pattern larger than the image.
     """
     checks.count("target", target, least=0)
     checks.count("size", size)
@@ -147,6 +147,8 @@ def _pattern(shape: tuple[int, ...], size: int) -> np.ndarray:
     """Bool, like one sample: where the pattern of a backdoor is."""
     here = np.zeros(shape, bool)
     if len(shape) > 1:
+        if size > min(shape[:2]):
+            raise ValueError(f"size={size} of the pattern is more than an image of shape {shape} has rows or columns")
         here[-size:, -size:] = True
     else:
         here[-size * size :] = True

@@ -56,6 +56,8 @@ def length(tree: PyTree) -> int:
 
 
 def _array(name: str, values: ArrayLike) -> np.ndarray:
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise ValueError(f"{name} is a masked array, whose masked numbers would count: fill them, or leave these samples out")
     try:
         return np.asarray(values)
     except (TypeError, ValueError):

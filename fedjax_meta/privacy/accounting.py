@@ -251,6 +251,10 @@ def noise_for(target: float, rounds: int, delta: float, sampling: Sampling, *, a
 
     checks.positive("target", target)
     checks.count("rounds", rounds)
+    if not 1e-6 <= target <= 1e12:
+        raise ValueError(
+            f"target={target:g} must lie between 1e-6 and 1e12: beyond, an epsilon says nothing and has no accountant"
+        )
 
     def excess(log_noise: float) -> float:
         found = epsilon(math.exp(log_noise), rounds, delta, sampling, accountant=accountant).epsilon
@@ -277,16 +281,20 @@ def gaussian_delta(epsilon: Any, noise: float) -> Any:
     from scipy import special
 
     move = 1 / noise
-    return np.maximum(
-        np.exp(special.log_ndtr(move / 2 - epsilon / move)) - np.exp(epsilon + special.log_ndtr(-move / 2 - epsilon / move)),
-        0,
-    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        other = np.exp(epsilon + special.log_ndtr(-move / 2 - epsilon / move))
+        return np.maximum(np.exp(special.log_ndtr(move / 2 - epsilon / move)) - other, 0)
 
 
 def gaussian_epsilon(delta: float, noise: float) -> float:
-    """The exact epsilon of the Gaussian mechanism, see `gaussian_delta`; 0 where delta is large enough without it."""
+    """The exact epsilon of the Gaussian mechanism, see `gaussian_delta`; 0 where delta is large enough without it.
+
+    Infinity where the noise is less than 1e-100 times its sensitivity.
+    """
     from scipy import optimize
 
+    if noise < 1e-100:
+        return math.inf
     if gaussian_delta(0.0, noise) <= delta:
         return 0.0
     # log(delta) < -t^2 / 2 for the upper end: Phi(-t) < exp(-t^2 / 2).

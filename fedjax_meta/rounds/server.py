@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import masks
+from fedjax_meta import checks, masks
 from fedjax_meta.aggregate import WeightedSum, mean, sum_clients, weigh
 from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Cohort
@@ -62,10 +62,20 @@ def _aggregate(
         combined, renewed = upload, kept
         if jax.tree.leaves(upload):
             combined, renewed = rule.combine(tagged(key, "aggregator", i), upload, weight, kept, reference)
+            _check_combined(rule.name, combined, upload)
         result.append(combined)
         memory.append(renewed)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
     return jax.tree.unflatten(structure, result), total, tuple(memory)
+
+
+def _check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
+    """Raises `ValueError` unless a rule gave a tree like one upload."""
+    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
+    structures: list[Any] = [jax.tree.structure(combined), jax.tree.structure(wanted)]
+    wrong = structures[0] != structures[1]
+    if wrong or [jnp.shape(leaf) for leaf in jax.tree.leaves(combined)] != [leaf.shape for leaf in jax.tree.leaves(wanted)]:
+        raise ValueError(f"aggregator {name} must give a tree like one client's upload: {checks.mismatch(combined, wanted)}")
 
 
 def _sum(uploads: PyTree, weights: PyTree) -> WeightedSum:
@@ -76,6 +86,12 @@ def _sum(uploads: PyTree, weights: PyTree) -> WeightedSum:
 def _reference(setting: Setting, key: Key, state: State, data: FederatedData) -> PyTree:
     """The upload of the server itself, from its root samples."""
     assert setting.rule is not None and setting.rule.root is not None
+    view = next(iter(setting.rule.root.views.values()))
+    mine, theirs = (jax.tree.map(lambda leaf: leaf.shape[1:], (one.x, one.y)) for one in (view, data))
+    if mine != theirs:
+        raise ValueError(
+            f"{setting.rule.name}: samples of the server have the shape {mine[0]}, but those of clients {theirs[0]}"
+        )
     key = tagged(key, "root")
     received = receive_fresh(setting, key, state.model, state.extra, state.round, data.total_clients)
     trained = setting.method.client(tagged(key, "train"), received, setting.rule.root)

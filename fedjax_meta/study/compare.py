@@ -13,6 +13,7 @@ import numpy as np
 
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.study import results, targets
+from fedjax_meta.study.folder import read_run, read_trials
 from fedjax_meta.study.run import KNOWN, NEW, Trial
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.targets import Target
@@ -133,15 +134,19 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
 
     Raises:
       OSError: a folder that cannot be read.
-      ValueError: a folder without a run, or without finished results; a run without that score.
+      ValueError: a folder without a run, or without finished results, one that is named twice; a run without that score, a
+        damaged file.
     """
     found: list[tuple[Finished, str]] = []
+    places = [Path(folder).resolve() for folder in folders]
     for folder in map(Path, folders):
+        if places.count(folder.resolve()) > 1:
+            raise ValueError(f"{folder} is named twice: it would be compared with itself")
         if not (folder / "run.json").is_file():
             raise ValueError(f"{folder} holds no run (no run.json)")
         study = load(folder / "study.yaml")
         score = study.score if score is None else score
-        traffic = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("traffic", {})
+        traffic = read_run(folder).get("traffic", {})
         before = len(found)
         for scenario in study.scenarios:
             for name in study.systems:
@@ -164,8 +169,7 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
 
 
 def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float) -> Finished:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    trials = [Trial(**trial) for trial in report.numbers_again(content["trials"]).values()]
+    trials, content = read_trials(path)
     federation = study.system(name, scenario).federation
     cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
     cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}
@@ -173,7 +177,7 @@ def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float
         study.title_of(name),
         scenario,
         content["config"]["data"],
-        trials,
+        list(trials.values()),
         study.systems[name].method,
         json.dumps(cohorts, sort_keys=True),
         traffic,

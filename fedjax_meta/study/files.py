@@ -12,6 +12,9 @@ import yaml
 
 from fedjax_meta import checks
 
+DEEPEST = 20
+"""Dots in the path of a field; no study has so many."""
+
 Tree = dict[str, Any]
 """Nested mappings, lists and plain values, as YAML holds them."""
 
@@ -63,7 +66,7 @@ def read(path: str | Path) -> Tree:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-5 as a number, as YAML 1.2 does (PyYAML wants 1.0e-5), and refuses a field that stands there twice."""
+    """Reads 1e-5 as a number, and 010 and 1:30 as words, as YAML 1.2 does; refuses a field that stands there twice."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """A mapping of the file, before what it takes over by `<<` is in it."""
@@ -75,8 +78,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
 )
 
 
@@ -136,8 +147,8 @@ def override(tree: Tree, text: str) -> None:
       ValueError: no field, no value, or a field of what is no mapping.
     """
     path, equals, value = text.partition("=")
-    if not equals or not all(path.split(".")):
-        raise ValueError(f"{text!r} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
+    if not equals or not all(path.split(".")) or path.count(".") > DEEPEST:
+        raise ValueError(f"{checks.shown(text)} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
     try:
         put(tree, path, parsed(value))
     except (yaml.YAMLError, RecursionError) as error:
@@ -187,7 +198,8 @@ def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:
             made[name] = entry
             continue
         each, rest = entry["each"], {key: value for key, value in entry.items() if key != "each"}
-        if not isinstance(each, Mapping) or not each or not all(isinstance(v, list) and v for v in each.values()):
+        paths = isinstance(each, Mapping) and all(isinstance(path, str) for path in each)
+        if not paths or not each or not all(isinstance(values, list) and values for values in each.values()):
             raise ValueError(f"{kind}.{name}: each must be a mapping of lists, e.g. options.epochs: [1, 5], not {each!r}")
         for values in itertools.product(*each.values()):
             one, words, called = copy.deepcopy(rest), {}, []
@@ -221,10 +233,11 @@ def _named(value: Any) -> tuple[str, Any]:
 def _filled(where: str, title: str, words: Mapping[str, Any]) -> str:
     if "{" not in title:
         return f"{title}, {', '.join(f'{key} {value}' for key, value in words.items())}"
-    try:
-        return title.format(**words)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"{where}: title {title!r} may name {', '.join(words)} in braces, not {error}") from None
+    names = re.findall(r"\{([^{}]*)\}", title)
+    odd = [name for name in names if name not in words] or ["{"] * (len(names) != title.count("{"))
+    if odd:
+        raise ValueError(f"{where}: title {title!r} may name {', '.join(words)} in braces, not {odd[0]!r}")
+    return re.sub(r"\{([^{}]*)\}", lambda found: str(words[found[1]]), title)
 
 
 def published(rows: Iterable[Any]) -> list[Any]:
@@ -243,6 +256,8 @@ def published(rows: Iterable[Any]) -> list[Any]:
             continue
         rest = {key: value for key, value in table.items() if key not in ("rows", "scores", "notes")}
         scores, notes = table.get("scores", ["accuracy"]), table.get("notes") or {}
+        if not isinstance(scores, list) or not isinstance(notes, Mapping) or not isinstance(table["rows"], Mapping):
+            raise ValueError("published: a table has scores, a list, and rows (and notes), mappings of systems")
         for system, given in table["rows"].items():
             values = given if isinstance(given, list) else [given]
             if len(values) != len(scores):
@@ -271,7 +286,9 @@ def notes(given: Iterable[Any], systems: Collection[str]) -> list[str]:
         if isinstance(note, str):
             lines.append(note)
         elif isinstance(note, Mapping) and set(note) == {"text", "systems"}:
-            lines += [note["text"]] if set(note["systems"]) & set(systems) else []
+            if not isinstance(note["text"], str) or not isinstance(note["systems"], list):
+                raise ValueError(f"notes: {checks.shown(note)} must have a text, and a list of systems")
+            lines += [note["text"]] if any(name in systems for name in note["systems"]) else []
         else:
             raise ValueError(f"notes must be lines, or mappings with text and systems, not {checks.shown(note)}")
     return lines
@@ -297,11 +314,17 @@ def only(tree: Tree, systems: Sequence[str]) -> Tree:
         if not any(meant(entry, name) for entry in entries):
             checks.one_of("system", name, entries)
     kept = {label: entry for label, entry in entries.items() if any(meant(label, name) for name in systems)}
-    used = [entry.get("scenarios") for entry in kept.values()]
+    said = [entry.get("scenarios") if isinstance(entry, Mapping) else None for entry in kept.values()]
+    used = [names if isinstance(names, list) else [] for names in said]
     scenarios = expanded("scenarios", tree.get("scenarios") or {})
     if all(used):
         scenarios = {name: entry for name, entry in scenarios.items() if any(name in names for names in used)}
-    rows = [row for row in published(tree.get("published") or ()) if row["system"] in kept and row["scenario"] in scenarios]
+    rows = published(tree.get("published") or ())
+    rows = [
+        row
+        for row in rows
+        if not isinstance(row, Mapping) or (row.get("system") in kept and row.get("scenario", "") in {*scenarios, ""})
+    ]
     made = {**tree, "systems": kept, "scenarios": scenarios, "published": rows}
     if isinstance(tree.get("user_accuracy"), Mapping):
         made["user_accuracy"] = {name: view for name, view in tree["user_accuracy"].items() if name in kept}

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, costs, disk, report, runtime
+from fedjax_meta import checkpoint, checks, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.privacy import Guarantee
+from fedjax_meta.study import promise
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
@@ -76,6 +78,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
             for scenario in reversed(list(built))
             for name in study.systems_on(scenario)
         },
+        "privacy": _promised(study, built),
         "rounds": rounds,
         "fixed": fixed,
     }
@@ -84,8 +87,52 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
 
 
 def read_run(folder: Path) -> dict[str, Json]:
-    """What `run.json` says."""
-    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    """What `run.json` says.
+
+    Raises:
+      ValueError: it is damaged.
+      OSError: it cannot be read.
+    """
+    return read_json(folder / "run.json", ("fixed", "command"))
+
+
+def read_json(path: Path, needs: Sequence[str]) -> dict[str, Json]:
+    """A JSON object of a run's folder, with NaN and infinity as numbers again.
+
+    Args:
+      path: of the file.
+      needs: keys that it must have.
+
+    Raises:
+      ValueError: no JSON, no object, or one without these keys; the message names the file.
+      OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {checks.first_line(error)}") from None
+    missing = [key for key in needs if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"{path} is damaged: it must be an object with {', '.join(needs)}")
+    return content
+
+
+def read_trials(path: Path) -> tuple[dict[str, Trial], dict[str, Json]]:
+    """(the trials of a results file by label, all that it says).
+
+    Raises:
+      ValueError: it is damaged.
+      OSError: it cannot be read.
+    """
+    content = read_json(path, ("trials", "config"))
+    try:
+        trials = {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()}
+        whole = bool(trials) and all(trial.rows[-1]["tests"] for trial in trials.values())
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__} ({checks.first_line(error)})") from None
+    if not whole:
+        raise ValueError(f"{path} is damaged: it holds no tests")
+    return trials, content
 
 
 def close_run(folder: Path) -> None:
@@ -132,6 +179,19 @@ def _first(system: System, clients: Clients) -> Algorithm:
 def resolved(system: System, clients: Clients) -> dict[str, Json]:
     """Every hyper-parameter of a system, defaults included; a list where it has a grid."""
     return {**_first(system, clients).config, "grid": {name: list(values) for name, values in system.grid.items()}}
+
+
+def _promised(study: Study, built: Mapping[str, Clients]) -> dict[str, Json]:
+    """By scenario and system with noise: what all rounds guarantee, and the epsilon of one round by itself."""
+    found: dict[str, Json] = {}
+    for scenario, clients in built.items():
+        for name in study.systems_on(scenario):
+            whole, one = (promise.of_system(study, scenario, name, clients, rounds) for rounds in (study.rounds, 1))
+            if isinstance(whole, str):
+                found.setdefault(scenario, {})[name] = whole
+            elif isinstance(one, Guarantee) and whole is not None:
+                found.setdefault(scenario, {})[name] = {**whole.config, "epsilon of a round": one.config["epsilon"]}
+    return found
 
 
 def _begun(folder: Path) -> set[str]:
@@ -332,8 +392,8 @@ def _run(folder: Path) -> Run:
     for scenario in study.scenarios:
         names, means, kind = [], [], None
         for path in sorted((folder / "results" / scenario).glob("*.final.json")):
-            trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
-            found = [report.main_score(trial["rows"][-1]["tests"][KNOWN], study.score) for trial in trials]
+            trials, _ = read_trials(path)
+            found = [report.main_score(trial.rows[-1]["tests"][KNOWN], study.score) for trial in trials.values()]
             means.append(float(np.mean([one.mean for one in found])))
             names.append(path.name.removesuffix(".final.json"))
             kind = found[0].kind

@@ -191,7 +191,7 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> di
 
     Args:
       federation: as a study has them.
-      attackers: share of the clients that attack; that of the attack when not given.
+      attackers: share of the clients that attack, where the attack does not say it.
 
     Raises:
       ValueError: the word, or an attack, without a share.
@@ -200,7 +200,7 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> di
     attack = None if found.get("attack") is None else _mapping(found["attack"])
     if attack is not None:
         own = attack.get(ATTACKERS, attackers)
-        attackers = own if attackers is None and isinstance(own, float) else attackers
+        attackers = own if isinstance(own, float) else attackers
         checks.one_of("attack", attack.get("name"), ATTACKS)
         if own is None:
             raise ValueError(f"attack {attack.get('name')} needs attackers: give it, or the scenario, a share, attackers=0.2")

@@ -20,7 +20,7 @@ from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
 from fedjax_meta.study import made
 from fedjax_meta.study import tuning as choice
-from fedjax_meta.study.folder import Metrics, save_clients
+from fedjax_meta.study.folder import Metrics, read_trials, save_clients
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.targets import Target, is_reached
 from fedjax_meta.study.tuning import Trial
@@ -467,16 +467,15 @@ def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
     """The trials that an earlier run saved.
 
     Raises:
-      ValueError: they were found with other options.
+      ValueError: they were found with other options, or the file is damaged.
     """
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    trials, content = read_trials(path)
     odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
     if odd is not None:
         raise ValueError(
             f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now; give another folder"
         )
     # A run of other rounds is continued from its last state.
-    same = content["rounds"] == phase.rounds
-    return {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()} if same else {}
+    return trials if content["rounds"] == phase.rounds else {}

@@ -58,6 +58,7 @@ def find(name: str) -> Preset:
     Raises:
       ValueError: there is none; the message has the nearest one that there is.
     """
+    checks.word("preset", name)
     scenario, _, system = name.rpartition("/")
     for path in (Path(f"{scenario}.yaml"), HERE / f"{scenario}.yaml", PACKAGED / f"{scenario}.yaml"):
         if scenario and path.is_file():
@@ -90,16 +91,22 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
             name: Preset(
                 f"{scenario}/{name}",
                 one["method"],
-                one["options"],
-                one["chosen"],
-                one["score"],
+                dict(one["options"]),
+                {option: _number(value) for option, value in one["chosen"].items()},
+                _number(one["score"]),
                 one.get("metric", "accuracy, %"),
                 {**shared, "federation": one["federation"], "at the end of its grid": one["at the end of its grid"]},
             )
             for name, one in tree["systems"].items()
         }
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of presets: {' '.join(str(error).split())}") from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{checks.shown(value)} is no number")
+    return value
 
 
 def write(path: Path, tree: Mapping[str, Json]) -> None:
@@ -131,8 +138,11 @@ def save(run: Path, to: Path, name: str | None = None) -> list[Path]:
         raise ValueError(f"{run} holds no tuned values: it must be a finished run of a study with grids")
     if name is not None and len(found) > 1:
         raise ValueError(f"{run} has the scenarios {', '.join(path.stem for path in found)}: one name does not do for all")
+    if name is not None and not name.replace("-", "_").isidentifier():
+        raise ValueError(f"name={checks.shown(name)} must be made of letters, digits, _ and -")
     made = []
     for path in found:
+        read(path, path.stem)
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         made.append(to / f"{name or '{}-{}'.format(Path(tree['scenario']['dataset']).stem, path.stem)}.yaml")
         write(made[-1], tree)

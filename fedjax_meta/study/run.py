@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import host_store as stores
 from fedjax_meta import sweeps
+from fedjax_meta.aggregate import as_rule
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.attacks import stamped
 from fedjax_meta.contract import Method
@@ -164,7 +166,8 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
 def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
     """Raises where a scenario's task has no such scores."""
     found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
-    for name in (study.score, study.tuned_by.metric):
+    said = [row.score.removeprefix("raw_").removesuffix("_std") for row in study.published if row.scenario == scenario]
+    for name in (study.score, study.tuned_by.metric, *said):
         base = None if name is None else name.removesuffix("_mean")
         if base is not None and base not in found:
             raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
@@ -228,15 +231,26 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             algorithm.cohort(jax.random.key(0), 0, data.num_clients)
         promise.words(study, algorithm, clients.train.num_clients)
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
-    if system.federation.get("aggregator") is not None:
-        # A rule says only in a round how many attackers are too many.
-        jax.eval_shape(algorithm.round, jax.random.key(0), state, clients.train)
+    _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
     if system.pooled and (jax.tree.leaves((state.personal, state.memory)) or view is not None):
         raise ValueError("pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
     if view is not None:
         check_view(view, clients.train.views)
         if len(clients.noisy) == clients.train.num_clients:
             raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
+
+
+def _check_defence(federation: Federation, model: Any, data: FederatedData) -> None:
+    """Raises what a rule says only in a round, of too many attackers, and an attack, of samples that it cannot change."""
+    if federation.aggregator is not None:
+        rule, cohort = as_rule(federation.aggregator), federation.cohort_size
+        stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort, *leaf.shape), leaf.dtype), model)
+        given = (jax.random.key(0), stacked, jax.ShapeDtypeStruct((cohort,), np.float32), jax.eval_shape(rule.init, model))
+        jax.eval_shape(rule.combine, *given, None if rule.root is None else model)
+    attack = federation.attack
+    if attack is not None and attack.poison is not None:
+        poisoned = attack.poisoned(data.client(0), jnp.zeros((), jnp.int32), jnp.array(True), data.num_classes)
+        jax.eval_shape(next(iter(poisoned.views.values())).take, jnp.zeros(1, jnp.int32), jnp.ones(1))
 
 
 def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Phase:

@@ -17,6 +17,7 @@ from fedjax_meta.study.system import System
 STORES = ("device", "host", "disk")
 ON_DIVERGENCE = ("continue", "stop")
 
+LONGEST_NAME = 100
 DRAW = "@"
 """Between the name of a scenario and the seed of a draw of it."""
 
@@ -77,6 +78,13 @@ class Published:
     clients: str = "known"
     score: str = "accuracy"
     note: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("system", "scenario", "score"):
+            checks.word(name, getattr(self, name))
+        checks.finite("value", self.value)
+        if not isinstance(self.note, str):
+            raise ValueError(f"note={checks.shown(self.note)} must be text")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +157,8 @@ class Study:
             for name in getattr(self, kind):
                 if not isinstance(name, str) or not name.replace("-", "_").replace(DRAW, "_", 1).isidentifier():
                     raise ValueError(f"{kind}: {name!r} must be made of letters, digits, _ and -")
+                if len(name) > LONGEST_NAME:  # files are called so
+                    raise ValueError(f"{kind}: {checks.shown(name)} must have {LONGEST_NAME} letters at most")
         checks.word("title", self.title)
         titles = [self.title_of(name) for name in self.systems]
         for title in titles:

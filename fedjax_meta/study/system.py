@@ -114,8 +114,8 @@ class System:
             numbers = isinstance(values, (list, tuple)) and values and all(_is_number(value) for value in values)
             if not numbers or len(set(values)) < len(values):
                 raise ValueError(f"grid of {name} must be a list of different numbers, not {values!r}")
-        if self.scenarios is not None and not isinstance(self.scenarios, (list, tuple)):
-            raise ValueError(f"scenarios={self.scenarios!r} must be a list of names")
+        if self.scenarios is not None and (not isinstance(self.scenarios, (list, tuple)) or not self.scenarios):
+            raise ValueError(f"scenarios={self.scenarios!r} must be a list of names; leave it out for all")
         if self.projection is not None:
             checks.count("projection", self.projection)
         checks.flag("pooled", self.pooled)

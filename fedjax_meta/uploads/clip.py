@@ -66,6 +66,7 @@ def adaptive_clip(
     checks.between("quantile", quantile, 0, 1)
     checks.not_negative("rate", rate)
     checks.not_negative("bit_noise", bit_noise)
+    checks.flag("reproducible", reproducible)
 
     def init_server(key: Key, upload: PyTree) -> PyTree:
         secret = () if reproducible else init_secret(key, upload)

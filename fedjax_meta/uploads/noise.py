@@ -47,6 +47,7 @@ def noise(multiplier: Scalar, *, reproducible: bool = False, tree: int | None = 
       ValueError: a negative multiplier; on `init`, several processes without `reproducible`.
     """
     checks.not_negative("multiplier", multiplier)
+    checks.flag("reproducible", reproducible)
     if tree is not None:
         checks.count("tree", tree)
 

@@ -19,6 +19,8 @@ SMALL_FEDPAC = tuple(
 )
 OWN = ("--dataset", "{own}", "--partition", "dirichlet_classes(concentration=5)", "--clients", "10", "--rounds", "1")
 
+EACH = ("--set", "systems.fedavg.options.lr=null", "--set", "systems.fedavg.each={{options.lr: [0.1]}}")
+
 CALLS = [
     ("fedmetta", "--systems='fedmetta' is unknown (did you mean 'fedmeta'?)"),
     ("", "give a study, or --systems with methods to compare, e.g. --systems fedper,fedavg"),
@@ -259,6 +261,43 @@ STUDY = [
     (("--set", "scenarios.own.model=lenet"), "image=(8, 8, 1) is too small for the convolutions"),
     (("--set", "scenarios.own.shift=nois"), "shift='nois' is unknown (did you mean 'noise'?)"),
     (("--log", "tensorbord"), "logger='tensorbord' is unknown (did you mean 'tensorboard'?)"),
+    (("--set", "rounds=1:30"), "rounds='1:30' must be an integer"),
+    (("--set", "rounds=010"), "rounds='010' must be an integer"),
+    (("--set", "rounds=yes"), "rounds=True must be an integer"),
+    (("--set", "rounds=2020-01-01"), "rounds=datetime.date(2020, 1, 1) must be an integer"),
+    (("--set", ".".join("a" * 1200) + "=3"), "must read field.field=value"),
+    (("--set", "__class__=3"), "study has no field '__class__'"),
+    (("--set", "seeds.9=3"), "'seeds.9': 9 must be a place in a list"),
+    (("--set", "systems.fedavg.scenarios=[]"), "systems.fedavg: scenarios=[] must be a list of names; leave it out for all"),
+    (("--set", "systems.fedavg.preset=3"), "systems.fedavg: preset=3 must be a word"),
+    (("--set", "systems.fedavg.each={{3: [1, 2]}}"), "systems.fedavg: each must be a mapping of lists"),
+    (
+        ("--set", "systems.fedavg.title='{{lr.__class__}}'", *EACH),
+        "may name lr in braces, not 'lr.__class__'",
+    ),
+    (
+        ("--set", "systems.fedavg.title='{{lr:>99999999999}}'", *EACH),
+        "may name lr in braces, not 'lr:>99999999999'",
+    ),
+    (("--set", "published=[{{rows: 3}}]"), "published: a table has scores, a list, and rows"),
+    (("--set", "published=[{{rows: {{fedavg: 1}}, scores: 3}}]"), "published: a table has scores, a list, and rows"),
+    (("--set", "published=[{{system: fedavg, scenario: own, value: x}}]"), "published[0]: value='x' must be a finite number"),
+    (("--set", "published=[{{system: fedavg, scenario: own, value: .nan}}]"), "published[0]: value=nan must be a finite number"),
+    (("--set", "published=[{{system: fedavg, scenario: own, value: 1, note: 3}}]"), "published[0]: note=3 must be text"),
+    (("--set", "notes=[{{text: a, systems: 3}}]"), "must have a text, and a list of systems"),
+    (("--set", "notes=[{{text: 3, systems: [fedavg]}}]"), "must have a text, and a list of systems"),
+    (("--set", "scenarios.own.options={{3: 4}}"), "scenarios.own: partition iid takes no 3"),
+    (("--set", "scenarios.own.dataset=/"), "data set '/' is a path, but not that of an .npz"),
+    (("--set", "scenarios.own.dataset=../../etc"), "data set '../../etc' is a path, but not that of an .npz"),
+    (("--set", "federation.attack={{name: sign_flip, attackers: 0.01}}"), "attackers=0.01 of the N=8 clients is nobody"),
+    (("--set", "federation.attack={{name: sign_flip, attackers: true}}"), "attackers=True must be distinct client ids"),
+    (("--set", "federation.attack={{name: label_flip, attackers: [1], mapping: [1, 2]}}"), "a class for each of the K=10"),
+    (("--set", "federation.attack={{name: backdoor, attackers: [1], size: 99}}"), "size=99 of the pattern is more than an image"),
+    (("--set", "federation.aggregator=bucketing:size=9+median"), "size=9 of a bucket is more than the C=3 clients"),
+    (
+        ("--set", "federation.uploads=[{{name: clip, norm: 1.0}}, {{name: noise, epsilon: 1.0e-300}}]"),
+        "target=1e-300 must lie between 1e-6 and 1e12",
+    ),
     (("--set", "systems.fedavg={{method: cfl, options: {{clusters: 99}}}}"), "clusters=99 is more than the N=8 clients"),
     (("--set", "systems.fedavg={{method: feddyn, options: {{alpha: 0}}}}"), "alpha=0 must be finite and above 0"),
 ]  # fmt: skip
@@ -279,6 +318,27 @@ COMMAND = [
     (("export", "{tmp}", "--system", "x", "--out", "a"), "holds no run (no study.yaml)"),
     (("runs", "{taken}"), "there is no folder {taken}"),
     (("preset", "{tmp}"), "holds no tuned values"),
+    (("preset", "{presets}", "--name", "../../evil"), "name='../../evil' must be made of letters, digits, _ and -"),
+    (("preset", "{presets}"), "presets/a.yaml is no file of presets: 'list' object has no attribute 'items'"),
+    (("run", "{study_itself}"), "study_itself is nested too deeply for a study"),
+    (("run", "{study_long}"), "must have 100 letters at most"),
+    (("compare", "{cut}"), "cut/run.json is damaged: Unterminated string starting at"),
+    (("compare", "{odd}"), "odd/run.json is damaged: it must be an object with fixed, command"),
+    (("compare", "{torn}"), "fedavg.final.json is damaged: IndexError"),
+    (("compare", "{torn}", "{torn}"), "torn is named twice: it would be compared with itself"),
+    (("runs", "{cut}"), "cut/run.json is damaged"),
+    (
+        (
+            "run",
+            "{study}",
+            "--out",
+            "{tmp}/run",
+            "--set",
+            "published=[{{system: fedavg, scenario: own, value: 1, score: acuracy}}]",
+        ),
+        "scenario own: the score 'acuracy' is not measured; there are accuracy, f1, loss",
+    ),
+    (("compare", "{tmp}", "--target", "nan"), "target=nan must be a finite number"),
     (("list", "[bold]"), "what to list='[bold]' is unknown"),
 ]
 
@@ -328,6 +388,8 @@ OTHERS = {
     "figures": [
         (("robustnes", "{tmp}"), "No such command"),
         (("privacy", "{tmp}/none"), "study.yaml"),
+        (("shares", "{tmp}/none"), "study.yaml"),
+        (("tables", "{tmp}"), "holds no run that"),
     ],
 }  # fmt: skip
 

@@ -49,6 +49,8 @@ BUILDERS = {
     **rows(fm.from_partition, GOOD, [
         ("x", None, "inputs must be one numeric array"),
         ("x", "x", "inputs must be one numeric array", "dtype <U1"),
+        ("x", np.ma.masked_array(X, mask=X > 0), "x is a masked array, whose masked numbers would count"),
+        ("y", np.ma.masked_array(LABELS, mask=LABELS > 2), "y is a masked array, whose masked numbers would count"),
         ("x", [[1], [1, 2]], "x is not one array [M, ...]"),
         ("x", X.astype(complex), "inputs must be one numeric array [M, ...], not dtype complex128"),
         ("x", X.astype(object), "not dtype object (images of mixed shape?)"),

@@ -281,6 +281,33 @@ RULES = {
         ("text", "krum:f=__import__('os')", "must read NAME or NAME:OPTION=VALUE"),
     ]),
     "Krum with too many attackers": Row(lambda: _round(aggregator=aggregate.krum(1)), ("f=1 is too many for krum",)),
+    "a bucket larger than the cohort": Row(
+        lambda: _round(aggregator=aggregate.bucketing(aggregate.median, 9)), ("size=9 of a bucket is more than the C=", "clients")
+    ),
+    "a rule that returns a number": Row(
+        lambda: _round(aggregator=lambda stacked, weights: 3.0), ("aggregator rule must give a tree like one client's upload",)
+    ),
+    "a rule that returns all uploads": Row(
+        lambda: _round(aggregator=lambda stacked, weights: stacked),
+        ("aggregator rule must give a tree like one client's upload", "['body']['b'] is", "[3, 4], not float"),
+    ),
+    "a rule that returns nothing": Row(
+        lambda: _round(aggregator=lambda stacked, weights: None), ("must give a tree like one client's upload", "is missing")
+    ),
+    "samples of the server of another shape": Row(
+        lambda: _round(aggregator=aggregate.fltrust(fm.from_clients([(np.ones((20, 9)), np.arange(20) % 3)]).client(0))),
+        ("fltrust: samples of the server have the shape (9,), but those of clients (5,)",),
+    ),
+    "a share of the clients that is nobody": Row(
+        lambda: _round(attack=attacks.sign_flip(0.01)), ("attackers=0.01 of the N=7 clients is nobody: give a larger share",)
+    ),
+    "a backdoor larger than the image": Row(
+        lambda: attacks.stamped(fm.from_clients([(np.ones((20, 8, 6, 1)), np.arange(20) % 3)]), "test", size=7),
+        ("size=7 of the pattern is more than an image of shape (8, 6, 1) has rows or columns",),
+    ),
+    "labels flipped to halves": Row(
+        lambda: _round(attack=attacks.label_flip(0.5, mapping=(0.5, 0, 1))), ("must give a class for each of the K=3 classes",)
+    ),
     "NNM with too many attackers": Row(
         lambda: _round(aggregator=aggregate.nearest_neighbours(aggregate.median, 2)), ("f=2 is too many for nearest_neighbours",)
     ),
@@ -326,7 +353,15 @@ PRIVACY = {
     **rows(privacy.noise_for, {"target": 1.0, "rounds": 10, "delta": 1e-5, "sampling": POISSON}, [
         ("target", 0, "target=0 must be finite and above 0"),
         ("target", NAN, "target=nan must be finite"),
+        ("target", 1e-300, "target=1e-300 must lie between 1e-6 and 1e12"),
+        ("target", 1e300, "target=1e+300 must lie between 1e-6 and 1e12"),
+        ("target", float("inf"), "target=inf must be finite"),
     ]),
+    **rows(fm.uploads.noise, {"multiplier": 1.0}, [
+        ("reproducible", "no", "reproducible='no' must be True or False"),
+        ("tree", 1.5, "tree=1.5 must be an integer"),
+    ]),
+    **rows(fm.uploads.adaptive_clip, {"norm": 1.0}, [("reproducible", 1, "reproducible=1 must be True or False")]),
     **rows(privacy.Poisson, {"rate": 0.1}, [
         ("rate", 2, "rate=2 must lie between 0 and 1"),
         ("capacity", 5, "num_clients and capacity of Poisson sampling go together"),

@@ -205,6 +205,16 @@ RUNS = {
     "simulate(rounds beyond 32 bits)": Row(lambda: _simulate(rounds=2**40), ("rounds=1099511627776 must be at most",)),
     "simulate(eval_every=0)": Row(lambda: _simulate(eval_every=0), ("eval_every=0 must be an integer",)),
     "simulate(key=0)": Row(lambda: _simulate(key=0), ("key=0 must be a JAX PRNG key",)),
+    **{
+        f"simulate({name}) {words}": Row(lambda name=name, value=value: _simulate(**{name: value}), (f"{name}{words}",))
+        for name, value, words in [
+            ("on_record", 3, "=3 must be a function (state, record)"),
+            ("on_record", lambda state: None, " must be a function (state, record), but <lambda> takes (state)"),
+            ("on_progress", "bar", "='bar' must be a function (round, metrics)"),
+            ("should_stop", True, "=True must be a function ()"),
+            ("evaluators", [1], "=[1] must be a mapping of names to functions"),
+        ]
+    },
     "simulate(data=None)": Row(lambda: _simulate(data=None), ("data must be a FederatedData",)),
     "simulate(a name for a method)": Row(
         lambda: fm.simulate("fedavg", problems.data(), key=jax.random.key(0), rounds=1), ("federate takes a method such as",)

@@ -49,6 +49,8 @@ STUDY_FILES = {
     "study_extends": "extends: 3",
     "study_deep": "[" * 5000,
     "study_twice": STUDY + "rounds: 3\n",
+    "study_itself": "extends: ITSELF\n",
+    "study_long": STUDY.replace("systems: {fedavg:", f"systems: {{{'a' * 101}:"),
     "study_python": "!!python/object/apply:os.getcwd []",
     "study_bomb": "a: &a [0, 0]\n"
     + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)),
@@ -70,7 +72,17 @@ def places(tmp_path_factory):
     (folder / "blocked").chmod(0o500)
     (folder / "tmp").mkdir()
     for name, text in {**ROW_FILES, **STUDY_FILES, "study": STUDY}.items():
-        (folder / name).write_text(text.replace("OWN", str(folder / "own.npz")))
+        (folder / name).write_text(
+            text.replace("OWN", str(folder / "own.npz")).replace("ITSELF", str(folder / "study_itself"))
+        )
+    (folder / "presets" / "presets").mkdir(parents=True)
+    (folder / "presets" / "presets" / "a.yaml").write_text("- 1\n")
+    torn = {"trials": {"a": {"numbers": {}, "seed": 1, "rows": [], "diverged": None}}, "config": {"data": ""}}
+    for name, text in {"cut": '{"fixed": "', "odd": "[]", "torn": '{"fixed": {}, "command": ""}'}.items():
+        (folder / name / "results" / "own").mkdir(parents=True)
+        (folder / name / "run.json").write_text(text)
+        (folder / name / "study.yaml").write_text(STUDY.replace("OWN", str(folder / "own.npz")))
+        (folder / name / "results" / "own" / "fedavg.final.json").write_text(json.dumps(torn))
     (folder / "study_binary").write_bytes(b"\0\1\xff")
     yield {
         "own": folder / "own.npz",
@@ -79,7 +91,10 @@ def places(tmp_path_factory):
         "tmp": folder / "tmp",
         # Root may write into any folder but those of the kernel.
         "blocked": folder / "blocked" if os.geteuid() else Path("/proc/blocked"),
-        **{name: folder / name for name in ("full", "study", "study_binary", *ROW_FILES, *STUDY_FILES)},
+        **{
+            name: folder / name
+            for name in ("full", "presets", "cut", "odd", "torn", "study", "study_binary", *ROW_FILES, *STUDY_FILES)
+        },
     }
     (folder / "blocked").chmod(0o700)
 
@@ -145,3 +160,20 @@ def test_the_same_as_a_process(name, places):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     for word in words:
         assert word.format(**places) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "code", "words"),
+    [
+        ({"PYTHONIOENCODING": "ascii"}, ("list", "partitions"), 0, "dirichlet_clients"),
+        ({"JAX_PLATFORMS": "abacus"}, ("run", "quickstart", "--quick"), 1, "error: Unable to initialize backend 'abacus'"),
+    ],
+    ids=["a terminal without Greek letters", "a platform that is not there"],
+)
+def test_odd_surroundings_end_in_no_traceback(variables, arguments, code, words, tmp_path):
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "fedjax_meta", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == code
+    assert not list(tmp_path.iterdir())

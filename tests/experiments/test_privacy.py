@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from fedjax_meta import privacy
+from fedjax_meta import cli, privacy
 from fedjax_meta.data import sources
-from fedjax_meta.study import compare, from_tree, load, parts, results, run
+from fedjax_meta.study import compare, from_tree, load, parts, promise, results, run
+from fedjax_meta.study import folder as folders
 from tests.study.common import Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -53,8 +54,33 @@ def test_a_run_meets_its_epsilon_and_the_table_says_so(finished):
         )
         spent = privacy.epsilon(noise["multiplier"], 4, delta, privacy.Poisson(0.3, CLIENTS, 30)).epsilon
         assert 7.5 < spent <= 8
-        assert f"epsilon {spent:.3g}, delta {delta:.2g}" in lines[title].remark
+        means = "add or remove one client; Poisson sampling with rate 0.3 of N=40 clients into C=30 slots"
+        assert f"epsilon {spent:.3g}, delta {delta:.2g} ({means})" in lines[title].remark
     assert "epsilon" not in lines["no clipping, no noise"].remark
+
+
+def test_the_record_and_every_line_say_what_epsilon_means(finished, dataset, tmp_path):
+    study, built, _, folder = finished
+    promised = folders.read_run(folder)["privacy"]["digits"]
+    assert set(promised) == {"fixed-8", "adaptive-8"}
+    whole, multiplier = promised["fixed-8"], privacy.noise_for(8.0, 4, CLIENTS**-1.1, privacy.Poisson(0.3, CLIENTS, 30))
+    by_rounds = [privacy.epsilon(multiplier, n, CLIENTS**-1.1, privacy.Poisson(0.3, CLIENTS, 30)) for n in (1, 2, 4)]
+    assert (whole["epsilon of a round"], whole["epsilon"]) == (by_rounds[0].epsilon, by_rounds[2].epsilon)
+    assert (whole["relation"], whole["sampling"]) == (by_rounds[0].relation, by_rounds[0].sampling)
+    assert promise.said(study, "digits", "none", built["digits"], 2) == ""
+    command = ["privacy", "--systems", "fixed-8", "--rounds", "4", "--set", "eval_every=2", "--seeds", "1"]
+    command += [
+        "--set",
+        f"scenarios.digits.clients={CLIENTS}",
+        "--set",
+        f"scenarios.digits.dataset={dataset}",
+        "--set",
+        "federation.schedule.rate=0.3",
+    ]
+    command += ["--set", "federation.cohort_size=30", "--out", str(tmp_path / "run")]
+    said = typer_testing.CliRunner().invoke(cli.app, ["run", *command], env={"COLUMNS": "400"}).output
+    for found, where in ((by_rounds[1], "round 2/4; {}"), (by_rounds[2], "round 4/4; {}"), (by_rounds[2], "{} in 4 rounds")):
+        assert where.format(promise.text(found)) in said
 
 
 def test_delta_and_rounds_change_the_noise(dataset):

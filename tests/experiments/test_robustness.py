@@ -1,5 +1,9 @@
 """Attacks and aggregators in studies: what a scenario tells its systems, who is scored, and the numbers of a run."""
 
+import re
+import shlex
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -107,6 +111,39 @@ def test_the_figure_is_made_of_the_folder(finished):
     assert (folder / "robustness.png").stat().st_size > 5000
 
 
+def test_the_page_gets_the_tables_of_the_folder(finished, tmp_path):
+    *_, folder = finished
+    page = tmp_path / "page.md"
+    page.write_text(f"a\n<!-- run: {folder.name} -->\nold\n<!-- end -->\nb\n<!-- run: other -->\nkept\n<!-- end -->\n")
+    done = typer_testing.CliRunner().invoke(figures.app, ["tables", str(folder.parent), str(page)])
+    text = page.read_text()
+    assert done.exit_code == 0 and "old" not in text and "\nkept\n" in text and text.startswith("a\n")
+    known = summary.tables(finished[0], list(finished[2].values()))[0]
+    assert f"| trimmed | {' | '.join(known.rows[0][1:])} |" in text and "| system | none | backdoor |" in text
+    refused = typer_testing.CliRunner().invoke(figures.app, ["tables", str(tmp_path), str(page)])
+    assert refused.exit_code == 1 and "holds no run that" in refused.output and refused.output.count("\n") == 1
+
+
+def test_curves_by_the_share_of_attackers():
+    tree = {**SMALL, "scenarios": {"pairs": {**SMALL["scenarios"]["pairs"]}}}
+    tree["scenarios"]["pairs"]["each"] = {
+        "federation.attack": [{"none": None}, {"some": "ipm:attackers=0.25"}, {"more": "ipm:attackers=0.4"}]
+    }
+    study = from_tree(tree)
+    trials = [
+        types.SimpleNamespace(rows=[{"tests": {"known": {"scores": {"accuracy_mean": value}}}}]) for value in (0.9, 0.7, 0.5)
+    ]
+    ones = [
+        types.SimpleNamespace(title="trimmed", scenario=name, trials=[trial])
+        for name, trial in zip(study.scenarios, trials, strict=True)
+    ]
+    (found,) = figures.by_share(study, ones[::-1]).values()
+    assert found == [(0.0, pytest.approx(90)), (25.0, pytest.approx(70)), (40.0, pytest.approx(50))]
+    for wrong, words in ((ones[:1], "one share of attackers"), ([*ones, ones[1]], "several scenarios with 25 % attackers")):
+        with pytest.raises(ValueError, match=words):
+            figures.by_share(study, wrong)
+
+
 def test_the_server_shares_no_sample_with_the_clients(finished):
     _, clients, *_ = finished
     place = clients["pairs-none"]
@@ -150,10 +187,33 @@ def test_the_study_of_the_package_is_whole():
     rules = {name.partition("-")[2] for name in every.systems}
     used = {str(every.system(f"fedavg-{rule}", "iid-none").federation["aggregator"]) for rule in rules}
     assert len(used) == 14
-    shares = load("robustness", variants=["shares"])
-    assert shares.system(
-        "fedavg-Multi_Krum", "iid-alie-0_4" if "iid-alie-0_4" in shares.scenarios else "iid-0_4-alie"
-    ).federation["aggregator"] == {"name": "multi_krum", "f": 8}
+    shares = load("robustness", variants=["shares", "dirichlet"])
+    told = [shares.system("fedavg-NNM_trimmed_mean", name).federation["aggregator"] for name in shares.scenarios]
+    wanted = ((4, 0.2), (2, 0.1), (4, 0.2), (6, 0.3), (8, 0.4))  # with nobody attacking, as with a fifth
+    assert told == [f"nearest_neighbours:f={f}+trimmed_mean:share={share}" for f, share in wanted]
+    assert {place.dataset for place in load("robustness", variants=["fashion"]).scenarios.values()} == {"fashion_mnist"}
+
+
+def test_every_table_of_the_page_is_that_of_a_command():
+    """The commands run; where a table was written from a run, its systems and scenarios are those of its command."""
+    blocks = figures.BLOCK.findall(figures.PAGE.read_text(encoding="utf-8"))
+    assert {name for name, _ in blocks} >= {"rules", "dirichlet", "shares", "fashion"}
+    for name, text in blocks:
+        ((command, commit),) = re.findall(
+            r"^    fedjax-meta run robustness (.*?)(  # commit [0-9a-f]{10})?$", text, re.MULTILINE
+        )
+        words = shlex.split(command)
+        given = {key: [words[i + 1] for i, word in enumerate(words) if word == f"--{key}"] for key in ("variant", "systems")}
+        study = load("robustness", variants=given["variant"], systems=given["systems"][0] if given["systems"] else None)
+        known, *others = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        if not commit:
+            continue
+        attacks_ = [one.partition("-")[2].replace("_", " ") for one in study.scenarios]
+        assert known.splitlines()[0] == f"| {' | '.join(['system', *attacks_])} |", name
+        for table in (known, *others):
+            _, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+            assert [row[0] for row in rows] == [study.title_of(one) for one in study.systems], name
+            assert all(re.fullmatch(r"\d+(\.\d+)?( ±\d+(\.\d+)?)?|diverged", cell) for row in rows for cell in row[1:]), name
 
 
 @pytest.mark.parametrize(
