@@ -94,19 +94,23 @@ def _posterior_forward(gram: jax.Array, signs: jax.Array, omega: jax.Array, cros
     s, lower, seen, target = _solved(gram, signs, omega, cross)
     left = variance - jnp.sum(seen**2, 0)
     found = cross.T @ signs - seen.T @ target, jnp.maximum(left, _LEAST)
-    return found, (s, lower, seen, target, signs, left > _LEAST)
+    return found, (s, lower, seen, target, signs, left > _LEAST, (gram[:0], cross[:0], variance[:0]))
 
 
-def _posterior_backward(kept: tuple[jax.Array, ...], given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
+def _posterior_backward(kept: tuple[Any, ...], given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
     # With C = cross, R = (K + 1 / omega)^-1 C and w = (K + 1 / omega)^-1 signs / omega:
     # d mean = dC' w - R' dK w, d variance = dv - diag(2 R' dC - R' dK R).
-    s, lower, seen, target, signs, free = kept
+    s, lower, seen, target, signs, free, forms = kept
     to_mean, to_variance = given[0], jnp.where(free, given[1], 0)
     sides = jnp.concatenate([seen, target[:, None]], 1)
     sides = s[:, None] * linalg.solve_triangular(lower, sides, transpose=True)
     solved, weights = sides[:, :-1], signs - sides[:, -1]
     to_gram = solved @ (to_variance[:, None] * solved.T - to_mean[:, None] * weights[None])
     to_cross = weights[:, None] * to_mean[None] - 2 * solved * to_variance[None]
+    # Covariances in half precision have slopes in it.
+    to_gram, to_cross, to_variance = (
+        slope.astype(form.dtype) for slope, form in zip((to_gram, to_cross, to_variance), forms, strict=True)
+    )
     return to_gram, None, None, to_cross, to_variance
 
 

@@ -72,6 +72,7 @@ PARTS: dict[str, Entry] = {
     "estimator: first_order": ("constants inside", "Finn et al. 1703.03400"),
     "estimator: hessian_free": ("differences", "Fallah et al. 2002.07948"),
     "estimator: implicit": ("at the solution", "Rajeswaran et al. 1909.04630"),
+    "estimator: multi_step": ("after every step", "Antoniou et al. 1810.09502"),
     "estimator: reptile": ("to the adapted", "Nichol et al. 1803.02999"),
     "optimizer: sgd": ("gradient descent", ""),
     "optimizer: momentum": ("gradient descent with momentum", ""),
