@@ -97,7 +97,8 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
         "step_flops": step.cost.flops,
         "step_roofline_seconds": step.cost.seconds(rates.flops, rates.bandwidth),
         "loops": [[loop.depth, loop.cost.kernels, loop.cost.bytes, loop.cost.flops, loop.steps] for loop in loops],
-        "waits": sum(loop.steps is None for loop in loops),
+        # The loops of a TPU run without its host.
+        "waits": sum(loop.steps is None for loop in loops) if rates.platform == "cuda" else 0,
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "lower_seconds": round(middle - begin, 2),
