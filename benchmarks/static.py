@@ -87,6 +87,8 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
     loops = _hlo.Program(compiled.as_text()).loops()
     step = max(loops[1:] or loops, key=lambda loop: loop.cost.bytes)
     rates = TARGETS[target]
+    # For a TPU, XLA writes products of several clients as convolutions over them, most of which is zeros.
+    counts = rates.platform == "cuda"
     return {
         "benchmark": "static",
         "target": target,
@@ -94,9 +96,11 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
         "cohort": cohort,
         "kernels": step.cost.kernels,
         "step_bytes": step.cost.bytes,
-        "step_flops": step.cost.flops,
-        "step_roofline_seconds": step.cost.seconds(rates.flops, rates.bandwidth),
-        "loops": [[loop.depth, loop.cost.kernels, loop.cost.bytes, loop.cost.flops, loop.steps] for loop in loops],
+        "step_flops": step.cost.flops if counts else None,
+        "step_roofline_seconds": step.cost.seconds(rates.flops, rates.bandwidth) if counts else None,
+        "loops": [
+            [loop.depth, loop.cost.kernels, loop.cost.bytes, loop.cost.flops if counts else None, loop.steps] for loop in loops
+        ],
         # The loops of a TPU run without its host.
         "waits": sum(loop.steps is None for loop in loops) if rates.platform == "cuda" else 0,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -139,10 +143,10 @@ def main(
         for count in cohort or COHORTS:
             row = measure(name, count, target, lanes=lanes)
             write_row(output, {**row, **about})
-            numbers = (row["step_bytes"] / 1e6, row["step_flops"] / 1e9, 1e6 * row["step_roofline_seconds"])
+            scaled = ((row["step_bytes"], 1e-6), (row["step_flops"], 1e-9), (row["step_roofline_seconds"], 1e6))
             shown = (
                 str(row["waits"]),
-                *(f"{number:.4g}" for number in numbers),
+                *("-" if number is None else f"{number * unit:.4g}" for number, unit in scaled),
                 f"{row['temp_bytes'] / 1e6:.4g}",
                 f"{row['compile_seconds']:.1f}",
             )
