@@ -97,21 +97,26 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _nothing_swallows_interrupts() -> Iterator[None]:
-    """Sends a signal again if its exception was raised where Python drops exceptions: in a callback of the garbage collector,
-    of which JAX has one, or in a destructor."""
-    before = sys.unraisablehook
+    """Sends a signal again if its exception was raised where Python drops exceptions.
+
+    That is in a callback of the garbage collector, of which JAX has one, or in a destructor.
+    """
+    before, sent = sys.unraisablehook, list[threading.Timer]()
 
     def again(dropped: Any) -> None:
         if not isinstance(dropped.exc_value, Interrupted):
             return before(dropped)
         # Raised here, it would be dropped again.
-        threading.Timer(0.1, os.kill, (os.getpid(), dropped.exc_value.number)).start()
+        sent.append(threading.Timer(0.1, os.kill, (os.getpid(), dropped.exc_value.number)))
+        sent[-1].start()
 
     sys.unraisablehook = again
     try:
         yield
     finally:
         sys.unraisablehook = before
+        for timer in sent:
+            timer.cancel()  # what is left of the program handles signals in its own way
 
 
 def command_line(folder: Path) -> str:
