@@ -189,6 +189,13 @@ def head_shape(task: Task, method: str) -> tuple[int, int]:
     raise ValueError(f"{method} finds no number of features that the task's head accepts")
 
 
+def class_rows(task: Task, variables: Variables) -> jax.Array:
+    """The weights of each class's logit in a linear head, whatever the layout of its leaves: `[K, d]`, its slopes at 0."""
+    _, head = require_features(task, "the rows of a head")
+    width = head_shape(task, "the rows of a head")[1]
+    return jax.jacrev(lambda z: head(variables, z[None])[0])(jnp.zeros(width))
+
+
 def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int, int]:
     """`feature_shape` on the inputs of a federated data set."""
     return feature_shape(task, variables, data.client(0)[data.views[0]])
