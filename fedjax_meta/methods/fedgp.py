@@ -131,7 +131,7 @@ def fedgp(  # over 80 lines: half of them explain twelve options
 
     def init_extra(model: Variables, data: FederatedData) -> PyTree:
         if features.shape_in(task, model, data)[0] < 2:
-            raise ValueError("fedgp: a Gaussian-process classifier needs at least 2 classes, and the task has one")
+            raise ValueError("fedgp: a Gaussian-process classifier needs at least 2 classes, but the task has one output")
         return ()
 
     return Method(

@@ -12,8 +12,9 @@ system/flcore/clients/clientgp.py 68-126 and servers/servergp.py 240-284.
 | lambda, mu | `embedding_weight`, `decay` | scalars |
 
 Loss: that of the head on CoV(z, p), the cross-entropy of the cosines of CoV(z, g) and the embeddings, and lambda times the
-Euclidean norm over the batch of CoV(z, g) minus the received embedding of its class. Differs from the code: g and p come from the
-received embeddings (there, line 114, from the client's old ones, and are 0 in the first round).
+Euclidean norm over the batch of CoV(z, g) minus the received embedding of its class. Differs from the paper, as the code does: p
+is not divided by the number of classes (equation 7). Differs from the code: g and p come from the received embeddings (there,
+line 114, from the client's old ones, and are 0 in the first round).
 """
 
 from typing import Any, NamedTuple

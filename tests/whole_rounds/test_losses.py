@@ -16,6 +16,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.keys import tagged
+from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     CLASSES,
     HEAD,
@@ -97,6 +98,7 @@ def test_two_rounds_of_moon():
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@written_from("omarfoq/FedEM", "996fadd", "client.py:91-116", "learners/learner.py:173-194")
 def test_two_rounds_of_fedem(keep):
     """As in the paper; or as in omarfoq/FedEM at 996fadd, whose clients keep their optimisers, here with momentum 0.6."""
     count, steps, momentum = 3, 4, 0.6 if keep else 0.0
