@@ -36,7 +36,7 @@ def test_every_system_has_a_grid_of_the_same_size(listed):
     study = listed.load()
     assert {len(points_of(system)) for system in study.systems.values()} == {6}
     assert len(study.seeds) == 3 and not set(study.seeds) & set(study.tuning.seeds)
-    assert study.tuning.rounds in (None, study.rounds)
+    assert study.tuning.rounds in (None, study.rounds) and study.tuning.eval_every >= study.rounds > study.eval_every
     assert study.tuning.validation == "both"
     assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith("_others")
 
