@@ -178,7 +178,8 @@ ROWS = (
         r"python benchmarks/peers\.py( --case W1 --case W4)?( --rounds 10)?",
         "--peer fedjax_meta --case W4 --rounds 3 --no-compare",
     ),
-    Row(r"python benchmarks/scaling\.py( --axis \w+)?", "--axis store --max-clients 1000 --repeats 3"),
+    Row(r"python benchmarks/scaling\.py", "--axis skew --max-clients 1000 --repeats 3"),
+    Row(r"python benchmarks/scaling\.py --axis \w+", "--max-clients 1000 --repeats 3"),
     Row(r"python benchmarks/second_order\.py .*", "--steps 1 --support 4 --query 4 --repeats 1 --no-peers"),
     Row(r"python benchmarks/inner_length\.py", "--steps 1,4 --hidden 8"),
     Row(
@@ -192,7 +193,7 @@ ROWS = (
     Row(r"python benchmarks/published\.py", "--case A --rounds 1"),
     Row(r"python benchmarks/accelerator\.py.*", "--limit 120 --part numbers --rows 2"),
     Row(r"python -m benchmarks\.model_forms", "--part dense --repeats 1"),
-    Row(r"python -m pytest tests/test_contract\.py .*"),
+    Row(r"python -m pytest tests/.*"),
 )
 
 
@@ -209,8 +210,8 @@ def reason(command):
 # What commands find when they start.
 
 WORDS = {"STUDY": "study.yaml", "SYSTEM": "fedavg", "NAME": "fedper", "FILE": "client.safetensors"}
-WORDS |= {"...": "study.yaml", "<name>": "local_only"}
-"""Words that stand for one of the reader's: data folders, a run, a study, a system, a file, a method."""
+WORDS |= {"...": "study.yaml"}
+"""Words that stand for one of the reader's: data folders, a run, a study, a system, a file; `<name>` is a method."""
 
 
 def study():
@@ -272,7 +273,7 @@ class Shelf:
         """(finished process, folder) of a command, as short as its row says."""
         if command not in self.done:
             folder, row = self.folder(command), row_of(command)
-            words = [WORDS.get(word) or word for word in shlex.split(f"{command} {row.more}")]
+            words = [WORDS.get(word) or word for word in shlex.split(f"{command} {row.more}".replace("<name>", "local_only"))]
             words = [str(data_folder()) if word in ("DIR", "DATA") else word for word in words]
             if row.after and "RUN" in words:
                 words[words.index("RUN")] = str(next((folder / "runs").iterdir()))
