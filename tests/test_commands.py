@@ -192,7 +192,7 @@ ROWS = (
     Row(r"python benchmarks/sweeps\.py", "--rates 2 --seeds 1 --rounds 2 --samples 40"),
     Row(r"python benchmarks/published\.py", "--case A --rounds 1"),
     Row(r"python benchmarks/accelerator\.py.*", "--limit 120 --part numbers --rows 2"),
-    Row(r"python -m benchmarks\.model_forms", "--part dense --repeats 1"),
+    Row(r"python benchmarks/model_forms\.py", "--part dense --repeats 1"),
     Row(r"python -m pytest tests/.*"),
 )
 
