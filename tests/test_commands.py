@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
+from fedjax_meta import cli
 from fedjax_meta.data.sources import data_folder
 
 ROOT = Path(__file__).parents[1]
@@ -128,9 +131,9 @@ ROWS = (
     Row(r"fedjax-meta run fedmeta_per_cifar10 .*", f"--systems fedavg {TINY}", "cifar10"),
     Row(r"fedjax-meta run fedmeta_per_sweeps( .*)?", f"--systems maml_clients-2 {TINY}", "mnist"),
     Row(
-        r"python -m experiments\.round_costs imaml( --data-dir DIR)?", "--variant quick --systems maml-1,imaml-1-5 --repeats 1"
+        r"python -m experiments\.round_costs imaml( --data-dir DIR)?", "--variant quick --systems maml-1,imaml-5-1 --repeats 1"
     ),
-    Row(r"fedjax-meta run imaml( --systems .*)?", f"--quick --systems maml-1,imaml-1-5 {TINY}"),
+    Row(r"fedjax-meta run imaml( --systems .*)?", f"--quick --systems maml-1,imaml-5-1 {TINY}"),
     Row(r"fedjax-meta run imaml --data-dir DIR", f"--systems maml-1 {TINY}", "mnist"),
     Row(r"(fedjax-meta run|python -m) (experiments\.)?reptile( .*)?", f"--quick --systems reptile,fedavg {TINY}"),
     Row(r"(fedjax-meta run|python -m) (experiments\.)?fedpac", f"--quick --systems fedavg,fedpac {TINY}", "cifar10"),
@@ -273,13 +276,15 @@ class Shelf:
         """(finished process, folder) of a command, as short as its row says."""
         if command not in self.done:
             folder, row = self.folder(command), row_of(command)
-            words = [WORDS.get(word) or word for word in shlex.split(f"{command} {row.more}".replace("<name>", "local_only"))]
-            words = [str(data_folder()) if word in ("DIR", "DATA") else word for word in words]
-            if row.after and "RUN" in words:
-                words[words.index("RUN")] = str(next((folder / "runs").iterdir()))
             self.provide(command, folder)
-            self.done[command] = called(words, folder), folder
+            self.done[command] = called(self.words(command, folder, row.more), folder), folder
         return self.done[command]
+
+    def words(self, command, folder, more):
+        """A command and what makes it small, with words that exist in place of those that stand for the reader's own."""
+        words = [WORDS.get(word) or word for word in shlex.split(f"{command} {more}".replace("<name>", "local_only"))]
+        words = [str(data_folder()) if word in ("DIR", "DATA") else word for word in words]
+        return [str(next((folder / "runs").iterdir())) if word == "RUN" else word for word in words]
 
     def provide(self, command, folder):
         """Writes what a command reads: a study, arrays, a finished run, rows of benchmarks."""
@@ -294,7 +299,7 @@ class Shelf:
             rows.parent.mkdir(parents=True)
             shutil.copy(ROOT / "benchmarks" / "results" / "cpu.jsonl", rows)
         if command.split()[1] in ("compare", "export", "preset", "runs"):
-            names = {one for one in words if one.startswith("runs/")} or {"RUN" if "RUN" in words else "runs/first"}
+            names = {one for one in words if one.startswith("runs/")} or {"runs/first"}
             for name in names:
                 shutil.copytree(self.small_run(), folder / name)
 
@@ -336,6 +341,34 @@ def test_a_command_runs_or_says_why_not():
         )
     for one in [*NOT_RUN, *(row.command for row in ROWS)]:
         assert any(re.fullmatch(one, command) for command in CASES), f"no page has {one}"
+
+
+STUDIES = [one for one in CASES if re.match(r"fedjax-meta run|python -m experiments\.\w+", one) and (reason(one) is None)]
+STUDIES = [
+    one for one in STUDIES if " run " in one or (ROOT / "fedjax_meta" / "studies" / f"{one.split()[2][12:]}.yaml").is_file()
+]
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["as it stands", "made small"])
+def test_the_studies_of_the_commands_are_read(more, tmp_path, monkeypatch):
+    """All that a command says of a study fits, as it stands and made small; nothing is trained."""
+
+    def build(*_):
+        raise typer.Exit(0)
+
+    monkeypatch.setattr(cli.runs, "build", build)
+    shelf, wrong = Shelf(tmp_path), {}
+    for number, command in enumerate(STUDIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shelf.provide(command, folder)
+        (folder / "experiments").symlink_to(ROOT / "experiments")
+        words = shelf.words(command, folder, row_of(command).more if more else "")
+        words = ["run", words[2].partition(".")[2], *words[3:]] if words[0] == "python" else words[1:]
+        with contextlib.chdir(folder):
+            done = CliRunner().invoke(cli.app, words)
+        wrong |= {command: done.output} if done.exit_code else {}
+    assert not wrong
 
 
 def the_command_runs(command, shelf):
