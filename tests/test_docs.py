@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 import fedjax_meta as fm
-from fedjax_meta.study import files
+from fedjax_meta.study import files, load
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -131,6 +132,27 @@ def test_the_federations_of_other_pages_can_be_made():
     names |= {"traffic": fm.costs.traffic(names["method"], names["data"]), "flops": 1e6}
     exec(re.search(r"```python\n(.*?)```", TEXTS["architecture.md"], flags=re.DOTALL)[1], names)
     assert names["federation"].cohort_size == 10
+
+
+YAML = [(page, block) for page, text in TEXTS.items() for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
+WHOLE = next(block for page, block in YAML if page == "studies.md")
+"""The study that other blocks are laid over."""
+
+
+@pytest.mark.parametrize(("page", "block"), [pytest.param(*one, id=f"{one[0]}: {one[1].splitlines()[0]}") for one in YAML])
+def test_a_part_of_a_study_fits_into_a_study(page, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_package").mkdir()
+    close = "fm.measures.mean('close', lambda outputs, y: abs(outputs - y) < 0.1, share=True)"
+    Path("my_package/scores.py").write_text(f"import fedjax_meta as fm\nclose = {close}\n", encoding="utf-8")
+    Path("runs/first/presets").mkdir(parents=True)
+    found = (Path(fm.__file__).parent / "study" / "presets" / "mnist_small-pairs.yaml").read_text(encoding="utf-8")
+    Path("runs/first/presets/pairs.yaml").write_text(found, encoding="utf-8")
+    fields = yaml.safe_load(block)
+    Path("study.yaml").write_text(yaml.safe_dump(yaml.safe_load(WHOLE) | fields), encoding="utf-8")
+    study = load("study.yaml")
+    assert study.systems and set(fields.get("scenarios", {})) <= {name.partition("-")[0] for name in study.scenarios}
 
 
 @pytest.mark.parametrize("page", TEXTS)
