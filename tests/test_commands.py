@@ -309,7 +309,10 @@ class Shelf:
             place = self.place / "finished"
             place.mkdir()
             (place / "study.yaml").write_text(yaml.safe_dump(study()), encoding="utf-8")
-            done = called(shlex.split(f"fedjax-meta run study.yaml --out run --dataset digits {TINY}"), place)
+            done = called(
+                shlex.split(f"fedjax-meta run study.yaml --out run --dataset digits --model logistic --clients 10 {TINY}"),
+                place,
+            )
             assert done.returncode == 0, done.stderr[-2000:]
             self.finished = place / "run"
         return self.finished

@@ -144,7 +144,15 @@ def test_the_success_of_a_backdoor_on_the_page_is_a_share_of_marked_samples():
     assert len(others) == 8 and names["success"] == pytest.approx(others[..., 0].sum() / others.sum())
 
 
-ELSEWHERE = {"README.md": 3, "deployment.md": 3, "models.md": 6, "new_method.md": 2, "reports.md": 1, "studies.md": 1, "tasks.md": 4}
+ELSEWHERE = {
+    "README.md": 3,
+    "deployment.md": 3,
+    "models.md": 6,
+    "new_method.md": 2,
+    "reports.md": 1,
+    "studies.md": 1,
+    "tasks.md": 4,
+}
 """Blocks that test_readme, test_guide, test_tasks, models/test_docs and study/test_docs run."""
 HERE = {"architecture.md": 1, "distributed.md": 4, "privacy.md": 1, "robustness.md": 2}
 """Blocks that run above; the third of distributed.md starts a cluster, which test_launch does."""
