@@ -368,7 +368,7 @@ class _Step:
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
     ) -> Phase:
         build: sweeps.Build = partial(self._system.parts, self._clients)
-        every = self._study.eval_every
+        every = (self._study.tuning.eval_every if name == "tuning" else None) or self._study.eval_every
         if self._system.pooled:
             share = passes(self._system, self._clients, data)
             rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
