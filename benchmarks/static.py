@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import engine, models
+from fedjax_meta import checks, engine, models
 from fedjax_meta.data import train_test_views
 
 WORKLOADS = ("W1", "W2", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
@@ -131,8 +131,7 @@ def main(
     check_outputs(output)
     chosen = [*WORKLOADS, *METHODS] if case is None else case
     for name in chosen:
-        if name not in (*WORKLOADS, *METHODS):
-            raise ValueError(f"--case {name}: allowed are {', '.join((*WORKLOADS, *METHODS))}")
+        checks.one_of("--case", name, (*WORKLOADS, *METHODS))
     described(target)
     # A program from the cache would say nothing of the compiler.
     jax.config.update("jax_enable_compilation_cache", False)

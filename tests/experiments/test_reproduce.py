@@ -237,7 +237,7 @@ def invoke(*arguments):
 
 def test_mistakes_are_met_with_one_line(tmp_path):
     found = invoke("--only", "nothing", "--list")
-    assert found.exit_code == 1 and "error: the list has no run 'nothing'; it has fedmeta_per" in found.output
+    assert found.exit_code == 1 and "error: run='nothing' is unknown; allowed are fedmeta_per" in found.output
     found = invoke("--write-docs", tmp_path)
     assert found.exit_code == 1 and "holds no results of fedmeta_per" in found.output.replace("\n", " ")
 
