@@ -53,7 +53,7 @@ def test_families_share_their_rates():
     for listed in LISTED:
         systems = listed.load().systems.values()
         assert len({tuple(system.grid["lr"]) for system in systems if "lr" in system.grid}) <= 5
-        assert len({tuple(system.grid["inner_lr"]) for system in systems if "inner_lr" in system.grid}) <= 2
+        assert len({tuple(system.grid["inner_lr"]) for system in systems if "inner_lr" in system.grid}) <= 4
 
 
 @cache
