@@ -1,6 +1,7 @@
 """What the leaderboard found: a line of raw numbers for each system and seed, read from the folders of runs."""
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -16,6 +17,7 @@ from fedjax_meta import checkpoint, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, estimate, load, tuning
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study.study import to_tree
 
 HERE = Path(__file__).parent
 LIST = HERE / "leaderboard_runs.yaml"
@@ -43,7 +45,7 @@ class Line(NamedTuple):
       score, higher, share: the name of the score, whether higher is better, whether it is a share.
       data: the fingerprint of the clients; run: the entry of the list.
       commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
-        imports, and runner: of the rest, see `fedjax_meta.study.made`.
+        imports, and runner: of the rest, see `fedjax_meta.study.made`; said: of what the study says of the system, see `said`.
       versions, device: of the run. command: that trains this system alone.
     """
 
@@ -72,6 +74,7 @@ class Line(NamedTuple):
     commit: str = ""
     made: str = ""
     runner: str = ""
+    said: str = ""
     versions: str = ""
     device: str = ""
     command: str = ""
@@ -85,6 +88,15 @@ class Line(NamedTuple):
 def unlisted(listed: Sequence[standing.Run]) -> list[str]:
     """The methods of the package that no run of the list has."""
     return sorted(set(METHODS) - {system.method for run in listed for system in run.load().systems.values()})
+
+
+def said(study: Study, scenario: str, system: str) -> str:
+    """The digest of what a study says of a system on a scenario, as far as its numbers depend on it."""
+    tree = to_tree(study)
+    parts = [tree[name] for name in ("rounds", "seeds", "federation", "tuning")]
+    own = {name: value for name, value in tree["systems"][system].items() if name != "title"}
+    text = json.dumps([*parts, tree["scenarios"][scenario], own], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # From run folders to lines.
@@ -187,6 +199,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 commit="+".join((one["commit"] or "unknown") + "*" * bool(one["dirty"]) for one in makers),
                 made=makers[-1]["method"],
                 runner=makers[-1]["runner"],
+                said=said(cell.study, scenario, cell.system),
                 command=command(cell.run, cell.system),
             )
         )

@@ -16,6 +16,7 @@ import numpy as np
 from experiments import _board as board
 from experiments import _standing as standing
 from fedjax_meta import checkpoint, export, report, sweeps
+from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
 from fedjax_meta.evaluation import evaluate
 from fedjax_meta.keys import tagged
@@ -23,7 +24,7 @@ from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record, run_keys
 from fedjax_meta.study import run as runner
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.system import keywords
+from fedjax_meta.study.system import System, keywords
 
 SAMPLES = (1, 2, 5, 10, 20, 50)
 """Numbers of samples that a new client adapts on, beside all that it has; those that no client has are left out."""
@@ -31,8 +32,9 @@ SAMPLES = (1, 2, 5, 10, 20, 50)
 STEPS = (1, 2, 5, 10, 20)
 """Passes or steps of its adaptation."""
 
-TAKEN_BY = ("finetune_epochs", "new_client_epochs", "test_steps", "test_epochs", "inner_epochs", "inner_steps")
-"""The options that say how long a new client adapts; of a method, the first that it takes and that is above 0."""
+TAKEN_BY = ("finetune_epochs", "new_client_epochs", "new_client_steps", "test_steps", "test_epochs")
+"""The options that say how long a new client adapts; of a system, the first of its `tested_with`, or else the first of these that
+its method takes and that is above 0."""
 
 
 class Tested(NamedTuple):
@@ -70,38 +72,42 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
 
 def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
     """All tests of a system's new clients; those with all samples and no option repeat what the run found."""
+    assert clients.new is not None
     final = runner.final_phase(cell.study, cell.found.scenario, cell.system, clients)
-    option = adapts_by(cell)
-    made = []
-    for trial in cell.found.trials:
-        member, state = export.restored(final, cell.folder, trial.seed, clients)
-        key = tagged(run_keys(jax.random.key(trial.seed))[2], runner.NEW, state.round)
-        measured = partial(_score, cell, key=key, state=state)
-        plain = jax.jit(_test(sweeps.member_algorithm(final.build, member), cell.study.metrics))
-        sizes = np.asarray(clients.new.sizes("support"))
-        for most in (0, *(number for number in SAMPLES if number < sizes.max())):
-            made.append(Tested(cell.system, trial.seed, most, "", 0, measured(plain, data=fewer(clients.new, most))))
-        for steps in STEPS if option else ():
-            other = dataclasses.replace(
-                cell.study.system(cell.system, cell.found.scenario), tested_with={option: steps}
-            ).tested()
-            algorithm = sweeps.alone(*other.parts(clients, **trial.numbers))
-            scored = measured(jax.jit(_test(algorithm, cell.study.metrics)), data=clients.new)
-            made.append(Tested(cell.system, trial.seed, 0, option, steps, scored))
+    trials, option = cell.found.trials, adapts_by(cell.study.systems[cell.system])[0]
+    restored = [export.restored(final, cell.folder, trial.seed, clients) for trial in trials]
+    made: list[Tested] = []
+
+    def add(algorithm: Algorithm, data: FederatedData, samples: Sequence[int], option: str = "", steps: int = 0) -> None:
+        # One program for all seeds, which have the same numbers, and for all numbers of samples.
+        test = jax.jit(_test(algorithm, cell.study.metrics))
+        for most in samples:
+            for trial, (_, state) in zip(trials, restored, strict=True):
+                key = tagged(run_keys(jax.random.key(trial.seed))[2], runner.NEW, state.round)
+                found = test(key, state, fewer(data, most))
+                made.append(Tested(cell.system, trial.seed, most, option, steps, _score(cell, found)))
+
+    most = int(np.asarray(clients.new.sizes("support")).max())
+    plain = sweeps.member_algorithm(final.build, restored[0][0])
+    add(plain, clients.new, [0, *(number for number in SAMPLES if number < most)])
+    system = cell.study.system(cell.system, cell.found.scenario)
+    for steps in STEPS if option else ():
+        other = dataclasses.replace(system, tested_with={**system.tested_with, option: steps}).tested()
+        add(sweeps.alone(*other.parts(clients, **trials[0].numbers)), clients.new, [0], option, steps)
     return made
 
 
-def adapts_by(cell: board.Cell) -> str:
-    """The option of a system that says how long its new clients adapt; empty if they do not."""
-    system = cell.study.systems[cell.system]
-    takes = keywords(METHODS[system.method])
-    if system.pooled:
-        return ""
-    resolved = {**_defaults(system.method), **system.options}
-    return next((name for name in TAKEN_BY if name in takes and resolved[name]), "")
+def adapts_by(system: System) -> tuple[str, int]:
+    """The option of a system that says how long its new clients adapt, and its value; "" and 0 if they do not."""
+    takes = () if system.pooled else keywords(METHODS[system.method])
+    resolved = {**defaults(system.method), **system.options, **system.tested_with}
+    return next(
+        ((name, resolved[name]) for name in (*system.tested_with, *TAKEN_BY) if name in takes and resolved[name]), ("", 0)
+    )
 
 
-def _defaults(method: str) -> dict[str, Any]:
+def defaults(method: str) -> dict[str, Any]:
+    """The options of a method and their defaults."""
     return {name: one.default for name, one in inspect.signature(METHODS[method]).parameters.items()}
 
 
@@ -118,8 +124,8 @@ def _test(algorithm: Any, metrics: Sequence[str]) -> Any:
     )
 
 
-def _score(cell: board.Cell, test: Any, *, key: Any, state: Any, data: FederatedData) -> float:
-    found = jax.tree.map(np.asarray, test(key, state, data))
+def _score(cell: board.Cell, evaluation: Any) -> float:
+    found = jax.tree.map(np.asarray, evaluation)
     row = report.compact(Record(0, {}, {"it": found}, 0.0, 0.0, ()))["tests"]["it"]
     return report.main_score(row, cell.study.score).mean
 

@@ -1,7 +1,7 @@
 """The page of the leaderboard, docs/leaderboard.md, which is made of the committed raw results alone."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
 from fedjax_meta import checkpoint, metrics, report
-from fedjax_meta.study import compare, comparison, made
+from fedjax_meta.study import Study, compare, comparison, made
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
 NEW = board.RAW / "new_clients"
@@ -58,32 +58,37 @@ def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
 # Rows that later code may have changed.
 
 
-def changed_rows(lines: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Which rows were made by other code than that of this folder, in words, and by what."""
-    said = []
-    for scenario, some in lines.items():
-        for system, (first, *_) in _by_system(some).items():
-            if first.method and _changed(first):
-                said.append(f"{scenario}, {system}: {_changed(first)} changed since {first.commit[:12]}")
-    return said
+def changed_rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Which rows were made by other code or another study than that of this folder, in words, and by what."""
+    return [
+        f"{first.scenario}, {first.system}: {' and '.join(_changed(first, study))} changed since {first.commit[:12]}"
+        for first, study in _firsts(listed, lines)
+        if _changed(first, study)
+    ]
 
 
-def _changed(line: Line) -> str:
+def _firsts(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, Study]]:
+    """The first line of each system that was trained, and the study that has it now."""
+    studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
+    for some in lines.values():
+        for first, *_ in _by_system(some).values():
+            if first.method:
+                yield first, studies[first.run]
+
+
+def _changed(line: Line, study: Study) -> list[str]:
     now = made.digests(line.method)
-    own, rest = line.made != now["method"], line.runner != now["runner"]
-    return " and ".join(["the method's files"] * own + ["the runner"] * rest)
+    there = line.scenario in study.scenarios and line.system in study.systems
+    same = [line.made == now["method"], line.runner == now["runner"]]
+    same.append(there and line.said == board.said(study, line.scenario, line.system))
+    return [what for what, one in zip(("the method's files", "the runner", "the study"), same, strict=True) if not one]
 
 
 def marked(markdown: str) -> str:
-    """The page with a dagger at rows whose method's files have changed since they were made, and a line on the runner's."""
-    lines = board.read_lines()
-    rows = {
-        (scenario, system)
-        for scenario, some in lines.items()
-        for system, (one, *_) in _by_system(some).items()
-        if one.method and made.digests(one.method)["method"] != one.made
-    }
-    return standing.with_generated(markdown, page(standing.read_list(board.LIST), lines, read_tested(), changed=rows))
+    """The page with a dagger at rows whose method's files or study have changed since they were made."""
+    listed, lines = standing.read_list(board.LIST), board.read_lines()
+    rows = {(one.scenario, one.system) for one, study in _firsts(listed, lines) if set(_changed(one, study)) - {"the runner"}}
+    return standing.with_generated(markdown, page(listed, lines, read_tested(), changed=rows))
 
 
 # The page.
@@ -151,7 +156,7 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
         else f" The target is {kind.text(target.value)}{' %' if kind.share else ''}, the last mean of {LOCAL}."
     )
     text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
-    text += ["† The files that this method imports have changed since.", ""] if marks else []
+    text += ["† The files that this method imports, or what the study says of it, have changed since.", ""] if marks else []
     place = f"leaderboard/{scenario}"
     text += [f"Every number: [{scenario}.csv]({place}.csv); curves and clients: [{scenario}.html]({place}.html).", ""]
     return text

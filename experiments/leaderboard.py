@@ -60,7 +60,7 @@ def main(
             if missing:
                 console.print(f"in no run: {', '.join(missing)}", soft_wrap=True, markup=False)
         elif changed:
-            for line in pages.changed_rows(board.read_lines()):
+            for line in pages.changed_rows(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
         elif count_flops or new_clients:
             for run in chosen:

@@ -30,6 +30,12 @@ ON_DARK = {"#3b6ea8": "#6aa0e0", "#7b4fa3": "#b088d8", "#1f3b63": "#8fb3e8", "#8
 """What takes the place of a line colour that is hard to see on a dark page."""
 
 
+ON_PAGE = 12
+"""On a page of more systems, only so many have a picture of their own, and dots of clients are left to the files of a run."""
+
+_ELSEWHERE = "in the files of the folder figures of each run."
+
+
 class Shown(NamedTuple):
     """A system as figures show it.
 
@@ -88,9 +94,11 @@ def color_of(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def all_of(systems: Sequence[Shown]) -> list[Figure]:
-    """Every figure that these systems have the numbers for."""
-    made = [by_round(systems), by_client(systems), gains(systems), against(systems), tuning(systems), confusion(systems)]
+def all_of(systems: Sequence[Shown], *, of_page: bool = False) -> list[Figure]:
+    """Every figure that these systems have the numbers for; those of a page are smaller where the systems are many."""
+    few = not of_page or len(systems) <= ON_PAGE
+    made = [by_round(systems), by_client(systems, dots=few), gains(systems), against(systems), tuning(systems)]
+    made.append(confusion(systems, most=None if few else ON_PAGE))
     return [figure for figure in made if figure.panels]
 
 
@@ -118,8 +126,8 @@ def by_round(systems: Sequence[Shown]) -> Figure:
     )
 
 
-def by_client(systems: Sequence[Shown]) -> Figure:
-    """The distribution of the main score over clients after the last round."""
+def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
+    """The distribution of the main score over clients after the last round, with a dot for each client or without."""
     kind = _kind(systems)
 
     def panel(group: str) -> Panel:
@@ -133,7 +141,10 @@ def by_client(systems: Sequence[Shown]) -> Figure:
                 y = place + jitter.uniform(-0.26, 0.26, values.size)
                 # Many dots are a picture, which keeps the page small.
                 many = values.size > 2000
-                axis.scatter(values, y, s=9, color=color_of(one.color), alpha=0.5, linewidth=0, rasterized=many)
+                if dots:
+                    axis.scatter(values, y, s=9, color=color_of(one.color), alpha=0.5, linewidth=0, rasterized=many)
+                elif values.size:
+                    axis.plot([values.min(), values.max()], [place, place], color=color_of(one.color), linewidth=1)
                 if values.size:
                     low, middle, high = np.percentile(values, [25, 50, 75])
                     axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
@@ -147,7 +158,8 @@ def by_client(systems: Sequence[Shown]) -> Figure:
 
         return Panel(draw, height=1.0 + 0.42 * len(mine))
 
-    words = "A dot is a client of one seed; the bar spans the quartiles, the stroke is the median."
+    all_ = "A dot is a client of one seed" if dots else f"A line spans all clients and seeds, whose dots are {_ELSEWHERE[:-1]}"
+    words = f"{all_}; the bar spans the quartiles, the stroke is the median."
     return Figure("clients", "Every client after the last round", words, [panel(group) for group in _groups(systems)], False)
 
 
@@ -241,8 +253,8 @@ def tuning(systems: Sequence[Shown]) -> Figure:
     return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names])
 
 
-def confusion(systems: Sequence[Shown]) -> Figure:
-    """Confusion matrices of the known clients, all clients and seeds together."""
+def confusion(systems: Sequence[Shown], *, most: int | None = None) -> Figure:
+    """Confusion matrices of the known clients, all clients and seeds together; of the first `most` systems, or of all."""
 
     def panel(one: Shown) -> Panel:
         def draw(axis: "Axes") -> None:
@@ -253,7 +265,7 @@ def confusion(systems: Sequence[Shown]) -> Figure:
             image = np.empty((*total.shape, 4))
             image[..., :3] = to_rgb(color_of(one.color))
             image[..., 3] = total / np.maximum(total.sum(1, keepdims=True), 1)
-            axis.imshow(image, interpolation="nearest")
+            axis.imshow(image, interpolation="none")
             axis.set_title(escape.label(textwrap.shorten(one.title, 28, placeholder="…")), fontsize=9)
             ticks = range(0, len(total), -(-len(total) // 10))
             axis.set_xticks(ticks)
@@ -265,6 +277,8 @@ def confusion(systems: Sequence[Shown]) -> Figure:
 
     shown = [one for one in systems if all("confusion" in trial.rows[-1]["tests"][KNOWN] for trial in one.final)]
     words = "Known clients, all seeds. Rows are true classes, columns predicted ones; full colour is all samples of a class."
+    if most is not None:
+        shown, words = shown[:most], f"{words} Of the first {most} systems; the others are {_ELSEWHERE}"
     return Figure("confusion", "Confusion by class", words, [panel(one) for one in shown], False)
 
 
@@ -301,6 +315,9 @@ def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Se
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     # Names of groups repeat from figure to figure, which a page does not allow; those that are referred to differ.
     drawn = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", drawn)
+    # Matplotlib repeats a long list of fonts with every word, and writes points to a millionth.
+    drawn = re.sub(r"font-family: [^;\"]*sans-serif", "font-family: sans-serif", drawn)
+    drawn = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), drawn)
     drawn = drawn.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--line)")
     for number, color in enumerate(COLORS):
         drawn = drawn.replace(color, f"var(--s{number})")

@@ -223,13 +223,19 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
         training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
     for data in training:
         counted(study, scenario, clients, data)
+    traced: set[tuple[Any, ...]] = set()
     for point in points:
         algorithm = system.build(clients, **point)
         if study.store != "device":
             stores.check_algorithm(algorithm)
-        for data in training:
-            algorithm.cohort(jax.random.key(0), 0, data.num_clients)
         promise.words(study, algorithm, clients.train.num_clients)
+        shape = tuple(point[name] for name in choice.shaping(system))
+        if shape in traced:
+            continue
+        # Points of one shape are one program. Cohorts are traced, since each that is drawn would be compiled.
+        traced.add(shape)
+        for data in training:
+            jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
     if system.pooled and (jax.tree.leaves((state.personal, state.memory)) or view is not None):
@@ -368,7 +374,7 @@ class _Step:
         self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
     ) -> Phase:
         build: sweeps.Build = partial(self._system.parts, self._clients)
-        every = self._study.eval_every
+        every = (self._study.tuning.eval_every if name == "tuning" else None) or self._study.eval_every
         if self._system.pooled:
             share = passes(self._system, self._clients, data)
             rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)

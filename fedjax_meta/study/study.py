@@ -27,7 +27,8 @@ class Tuning:
     """How a point of a system's grid is chosen, the same for all systems.
 
     Attributes:
-      rounds: of each trial; those of the study when not given.
+      rounds, eval_every: of each trial; those of the study when not given. Only the last evaluation counts: where tests cost more
+        than training, a large `eval_every` saves most of them.
       seeds: of the trials.
       metric: the score by which points are compared after the last round of a trial: the study's main one when not given, or
         another that is measured, by its name or with "_mean" ("accuracy" is over all samples, "accuracy_mean" over clients).
@@ -40,6 +41,7 @@ class Tuning:
     """
 
     rounds: int | None = None
+    eval_every: int | None = None
     seeds: Sequence[int] = (0,)
     metric: str | None = None
     validation: str = "samples"
@@ -48,8 +50,9 @@ class Tuning:
     extend: int = 0
 
     def __post_init__(self) -> None:
-        if self.rounds is not None:
-            checks.count("rounds", self.rounds)
+        for name in ("rounds", "eval_every"):
+            if getattr(self, name) is not None:
+                checks.count(name, getattr(self, name))
         _check_seeds("tuning.seeds", self.seeds)
         if self.metric is not None:
             checks.word("metric", self.metric)

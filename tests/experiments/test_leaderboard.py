@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -14,7 +14,9 @@ import yaml
 from fedjax_meta import metrics
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import load, made, run
+from fedjax_meta.study.parts import part
 from fedjax_meta.study.run import points_of
+from fedjax_meta.study.system import keywords
 from tests.study.common import Silent, tree
 
 pytest.importorskip("typer", reason="the command line needs typer")
@@ -34,7 +36,7 @@ def test_every_system_has_a_grid_of_the_same_size(listed):
     study = listed.load()
     assert {len(points_of(system)) for system in study.systems.values()} == {6}
     assert len(study.seeds) == 3 and not set(study.seeds) & set(study.tuning.seeds)
-    assert study.tuning.rounds in (None, study.rounds)
+    assert study.tuning.rounds in (None, study.rounds) and study.tuning.eval_every >= study.rounds > study.eval_every
     assert study.tuning.validation == "both"
     assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith("_others")
 
@@ -50,8 +52,82 @@ def test_families_share_their_rates():
     """Of one family, no method gets rates of its own: there are few different lists."""
     for listed in LISTED:
         systems = listed.load().systems.values()
-        assert len({tuple(system.grid["lr"]) for system in systems if "lr" in system.grid}) <= 4
-        assert len({tuple(system.grid["inner_lr"]) for system in systems if "inner_lr" in system.grid}) <= 2
+        assert len({tuple(system.grid["lr"]) for system in systems if "lr" in system.grid}) <= 5
+        assert len({tuple(system.grid["inner_lr"]) for system in systems if "inner_lr" in system.grid}) <= 4
+
+
+@cache
+def _systems():
+    """Every system of the list by name; all variants describe it alike, up to its grid."""
+    return {name: system for listed in LISTED for name, system in listed.load().systems.items()}
+
+
+ADAM = {"fedavg_adam", "mtfl_fedavg_adam"}
+"""Systems whose clients' optimiser is what they are."""
+
+OPTIMISER_OF_ITS_OWN = {"fedprox", "scaffold", "pfedme", "fednova", "gpfl", "mocha", "pfedhn", "pfedhn_pc"}
+"""Methods without the option: steps of plain gradient descent, MOCHA's dual coordinates, momentum 0.9 in pFedHN."""
+
+
+def test_local_training_is_plain_gradient_descent():
+    """Two steps of each resolved optimiser along one gradient: neither momentum, nor decay, nor scales."""
+    held = {}
+    for name, system in _systems().items():
+        resolved = {**newcomers.defaults(system.method), **system.options}
+        given = resolved.get("optimizer")
+        factory = given if callable(given) else part("optimizer", given)
+        if factory is None:
+            held[name] = {option: resolved.get(option) for option in ("inner_optimizer", "momentum")}
+            continue
+        optimizer, params, gradient = factory(0.1), np.array([3.0, -2.0]), np.array([1.0, 200.0])
+        state, plain = optimizer.init(params), []
+        for _ in range(2):
+            update, state = optimizer.update(gradient, state, params)
+            plain.append(np.allclose(update, -0.1 * gradient))
+        assert all(plain) != (name in ADAM), name
+    assert all(set(found.values()) == {None} for found in held.values())
+    meta = {name for name in held if "inner_lr" in keywords(METHODS[_systems()[name].method])}
+    assert set(held) - meta == OPTIMISER_OF_ITS_OWN
+
+
+NO_PASSES = {
+    "centralised",
+    "fedavg",
+    "fedprox",
+    "scaffold",
+    "fedavgm",
+    "fedadam",
+    "fedyogi",
+    "fedadagrad",
+    "fedavg_adam",
+    "feddyn",
+}
+NO_PASSES |= {
+    "fednova",
+    "moon",
+    "qfedavg",
+    "afl",
+    "ifca",
+    "cfl",
+    "fedala",
+    "fedrod",
+    "knn_per",
+    "fedfomo",
+    "lg_fedavg",
+    "fedcac",
+}
+NO_PASSES |= {"centralised", "feddbe", "pfedsim", "fedgp", "fedbn", "mtfl", "mtfl_fedavg_adam"}
+"""New clients of these make no passes of gradient steps: they take a model, mix some, or find neighbours."""
+
+
+def test_all_that_adapt_before_a_test_make_as_many_passes():
+    """Ten gradients of each sample; one where a method is that one pass or step."""
+    found = {name: newcomers.adapts_by(system) for name, system in _systems().items()}
+    assert {name for name, (option, _) in found.items() if not option} == NO_PASSES
+    passes = {name: number for name, (option, number) in found.items() if option}
+    passes["pfedme"] *= _systems()["pfedme"].options["inner_steps"]
+    assert {name for name, number in passes.items() if number != 10} == {"fedavg_meta", "fedavg_one_step"}
+    assert passes["fedavg_meta"] == passes["fedavg_one_step"] == 1
 
 
 # Raw results and the page.
@@ -133,7 +209,22 @@ def test_lines_say_by_which_code_they_were_made(lines):
             assert (line.made, line.runner) == (now["method"], now["runner"])
             assert line.commit and "jax=" in line.versions
             assert line.command.endswith(f"--systems {line.system} --out runs/digits-{line.system}")
-    assert pages.changed_rows({"pairs": lines}) == []
+
+
+def test_rows_of_this_code_and_study_have_not_changed(folder, lines):
+    listed, _ = folder
+    assert pages.changed_rows([listed], {"pairs": lines}) == []
+
+
+@pytest.mark.parametrize("change", ["systems.fedavg_ft.options.epochs=2", "systems.fedavg_ft.grid.lr=[0.1, 0.2, 0.3]"])
+def test_rows_of_another_study_are_named(folder, lines, change):
+    """A system that the study now describes otherwise, and no other."""
+    listed, _ = folder
+    other = replace(listed, settings=[change])
+    (told,) = pages.changed_rows([other], {"pairs": lines})
+    assert told.startswith("pairs, fedavg_ft: the study changed since")
+    assert len(pages.changed_rows([replace(listed, settings=["rounds=3"])], {"pairs": lines})) == 2
+    assert pages.changed_rows([replace(listed, settings=["systems.fedavg_ft.title=x"])], {"pairs": lines}) == []
 
 
 def test_a_file_of_lines_is_read_as_it_was_written(lines):
@@ -236,9 +327,9 @@ def test_the_page_has_new_clients_by_samples(folder, lines, tested):
 def test_a_row_that_other_code_made_is_marked(folder, lines, monkeypatch):
     listed, _ = folder
     changed = [line._replace(made="0" * 16) if line.system == "fedavg_ft" else line for line in lines]
-    (said,) = pages.changed_rows({"pairs": changed})
+    (said,) = pages.changed_rows([listed], {"pairs": changed})
     assert said.startswith("pairs, fedavg_ft: the method's files changed since")
-    (said, _) = pages.changed_rows({"pairs": [line._replace(runner="0" * 16) for line in lines]})
+    (said, _) = pages.changed_rows([listed], {"pairs": [line._replace(runner="0" * 16) for line in lines]})
     assert "the runner changed since" in said
     text = pages.page([listed], {"pairs": lines}, changed=[("pairs", "fedavg_ft")])
     assert "fedavg\\_ft †" in text and "local\\_only †" not in text

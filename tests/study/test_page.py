@@ -110,6 +110,31 @@ def test_figures_are_files_in_which_each_system_has_its_own_colour(made):
     assert not any(color in text for color in COLORS)
 
 
+def test_a_page_of_many_systems_stays_small(made):
+    """Each has a line in every figure, but only the first ones a picture; the page says where the others are."""
+    chosen, built, outcomes, _ = made
+    shown = page.systems(chosen, built["pairs"], outcomes)
+    many = [shown[n % len(shown)]._replace(title=f"system {n}", color=n) for n in range(65)]
+    few, all_of = ({one.name: one for one in figures.all_of(many, of_page=of_page)} for of_page in (True, False))
+    assert len(few["confusion"].panels) == figures.ON_PAGE and len(all_of["confusion"].panels) == 65
+    assert "Of the first 12 systems" in few["confusion"].words and "figures" in few["confusion"].words
+    assert "figures" in few["clients"].words and "figures" not in all_of["clients"].words
+    from matplotlib.figure import Figure
+
+    for one, lines, dots in ((few, 3, 0), (all_of, 2, 1)):
+        axis = Figure().subplots()
+        one["clients"].panels[0].draw(axis)
+        assert (len(axis.lines), len(axis.collections)) == (65 * lines, 65 * dots)
+    pair = {name: figures.svg(few[name].panels[:1], name) for name in ("clients", "confusion")}
+    assert len(pair["clients"]) < 90_000 and len(pair["confusion"]) < 12_000
+    for text in pair.values():
+        ET.fromstring(text)
+    # Of few systems a page has all.
+    assert [len(one.panels) for one in figures.all_of(shown, of_page=True)] == [
+        len(one.panels) for one in figures.all_of(shown)
+    ]
+
+
 def test_a_line_is_the_mean_over_seeds_and_its_band_one_deviation(made):
     chosen, built, outcomes, _ = made
     from matplotlib.figure import Figure

@@ -60,13 +60,15 @@ def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rou
     assert tuning.rungs(16, 40, 2) == {5: 8, 10: 4, 20: 2} and tuning.rungs(9, 30, 3) == {10: 3}
     assert tuning.rungs(2, 40, 2) == tuning.rungs(4, 40, None) == {} and tuning.rungs(4, 1, 2) == {}
     grid = {"lr": [1e-5, 0.003, 0.03, 0.1]}
-    _, whole = tuned(tmp_path / "whole", grid)
+    _, whole = tuned(tmp_path / "whole", grid, eval_every=100)
     _, halved = tuned(tmp_path / "halved", grid, halving=2)
     last = {trial.numbers["lr"]: trial.rows[-1]["round"] for trial in halved.tuning}
     score = {t.numbers["lr"]: next(r for r in t.rows if r["round"] == 4) for t in halved.tuning}
     by_score = sorted(score, key=lambda lr: -tuning.score(score[lr], study().tuning)[0])
     assert last == {lr: 8 if lr in by_score[:2] else 4 for lr in grid["lr"]}
-    # Those that go on are the runs that they would have been; an early end wins nothing.
+    # Those that go on are the runs that they would have been, however often these are evaluated; an early end wins nothing.
+    assert [row["round"] for row in whole.tuning[0].rows] == [1, 8]
+    assert [row["round"] for row in whole.final[0].rows] == [1, 2]
     ends = {t.numbers["lr"]: t.rows[-1]["tests"]["validation"]["accuracy"] for t in whole.tuning}
     for trial in halved.tuning:
         if trial.rows[-1]["round"] == 8:
