@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from fedjax_meta import runtime
+from fedjax_meta import checks, runtime
 
 # libtpu would otherwise ask a cloud's metadata server what machine this is, and let one process at a time load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -66,8 +66,7 @@ def described(name: str, count: int = 1) -> list[jax.Device]:
       ValueError: an unknown target, more than four devices, or a topology that the compiler does not know.
       RuntimeError: the compiler of that target is not installed.
     """
-    if name not in TARGETS:
-        raise ValueError(f"target {name!r} is unknown; allowed are {', '.join(TARGETS)}")
+    checks.one_of("target", name, TARGETS)
     if not 1 <= count <= 4:
         raise ValueError(f"count={count} must be from 1 to 4: a described machine has four devices")
     target = TARGETS[name]

@@ -28,7 +28,7 @@ import typer
 from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
 from rich.console import Console
 
-from fedjax_meta import layers, masks, models, runtime
+from fedjax_meta import checks, layers, masks, models, runtime
 from fedjax_meta.task import Batch, Task
 
 CASES = ("W1", "W2", "W3a-lenet-first", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
@@ -210,8 +210,7 @@ def main(
     """
     check_outputs(output)
     for name in part or ():
-        if name not in PARTS:
-            raise ValueError(f"--part {name}: allowed are {', '.join(PARTS)}")
+        checks.one_of("--part", name, PARTS)
     clock, console, about = Clock(limit), Console(), environment()
     console.print(f"{about['device']} x {about['devices']}, {limit:.0f} s", soft_wrap=True)
     done = 0

@@ -1,6 +1,6 @@
 """Times the alternative forms of convolution, pooling, dense layers and whole models that `fedjax_meta.layers` chooses from.
 
-`python -m benchmarks.model_forms` prints one table for each part; `--output FILE` also writes one JSON row for each case. The
+`python benchmarks/model_forms.py` prints one table for each part; `--output FILE` also writes one JSON row for each case. The
 cases of a part take turns, so that a busy machine affects all of them alike.
 """
 
@@ -198,8 +198,8 @@ def main(
 
     \b
     Examples:
-      python -m benchmarks.model_forms
-      python -m benchmarks.model_forms --part dense --repeats 5
+      python benchmarks/model_forms.py
+      python benchmarks/model_forms.py --part dense --repeats 5
     """
     fm.use_all_cores()
     chosen = part or list(PARTS)

@@ -194,10 +194,11 @@ def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, A
         tests = [trial["rows"][-1]["tests"].get(clients) for trial in trials]
         if tests[0] is None:
             continue
-        by_order = np.array([_scores(test, orders if clients == "new" else 1) for test in tests])  # [seeds, orders, scores]
-        row[clients] = {name: _rounded(by_order[:, :, i].mean(1)) for i, name in enumerate(SCORES)}
-        if by_order.shape[1] > 1:
-            row["orders"] = {name: _rounded(by_order[:, :, i].mean(0)) for i, name in enumerate(SCORES)}
+        scores = [_scores(test, orders if clients == "new" else 1) for test in tests]
+        by_order = {name: np.array([one[name] for one in scores]) for name in scores[0]}  # [seeds, orders]
+        row[clients] = {name: _rounded(values.mean(1)) for name, values in by_order.items()}
+        if clients == "new" and orders > 1:
+            row["orders"] = {name: _rounded(values.mean(0)) for name, values in by_order.items()}
     return row, spent
 
 
@@ -205,12 +206,20 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [round(100 * float(value), 3) if np.isfinite(value) else None for value in values]
 
 
-def _scores(test: Mapping[str, Any], orders: int) -> np.ndarray:
-    """`SCORES` of each order `[orders, 5]`; deviations are those of the population, as papers give them."""
+def _scores(test: Mapping[str, Any], orders: int) -> dict[str, np.ndarray]:
+    """Scores of each order `[orders]`: `SCORES`, or mean and deviation of each share that the study measures in their place.
+
+    Deviations are those of the population, as papers give them.
+    """
+    if "confusion" not in test:
+        shares = {name: one["values"] for name, one in test["metrics"].items() if one["share"]}
+        by_order = {name: np.array(values, float).reshape(orders, -1) for name, values in shares.items()}
+        words = {"mean": np.mean, "std": np.std}
+        return {f"{name}_{word}": over(values, 1) for name, values in by_order.items() for word, over in words.items()}
     accuracy, f1 = (np.array(test[name], float).reshape(orders, -1) for name in ("accuracy", "f1"))
     samples = np.array(test["confusion"]).sum((1, 2)).reshape(orders, -1)
     over_samples = (accuracy * samples).sum(1) / samples.sum(1)
-    return np.stack([over_samples, accuracy.mean(1), accuracy.std(1), f1.mean(1), f1.std(1)], axis=1)
+    return dict(zip(SCORES, (over_samples, accuracy.mean(1), accuracy.std(1), f1.mean(1), f1.std(1)), strict=True))
 
 
 def write_extract(found: Mapping[str, Any], path: Path) -> None:
@@ -373,7 +382,7 @@ def _others(
             cells = [
                 str(measured(row, clients, score)) if clients in row else ""
                 for clients in ("known", "new")
-                for score in ("accuracy_mean", "accuracy_std")
+                for score in _mean_and_deviation(row)
             ]
             chosen = ", ".join(f"{name} {value:g}" for name, value in row["chosen"].items())
             table.append([study.title_of(system), *cells, chosen])
@@ -384,6 +393,12 @@ def _others(
             lines += [f"### {scenario}, without a published number", ""]
             lines += [report.markdown_table([headings[c] for c in used], cells), ""]
     return lines
+
+
+def _mean_and_deviation(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The names of the scores that stand where nothing is published."""
+    name = next(score.removesuffix("_mean") for score in row["known"] if score.endswith("_mean"))
+    return f"{name}_mean", f"{name}_std"
 
 
 def _users(study: Study, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:

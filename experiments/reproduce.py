@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from experiments import _standing as standing
-from fedjax_meta import report
+from fedjax_meta import checks, report
 from fedjax_meta.process import console, one_line_errors
 from fedjax_meta.study import folder as folders
 
@@ -76,7 +76,7 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
     known = {run.name for run in listed}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"the list has no run {unknown[0]!r}; it has {', '.join(run.name for run in listed)}")
+        checks.one_of("run", unknown[0], [run.name for run in listed])
     return [run for run in listed if run.name in names]
 
 

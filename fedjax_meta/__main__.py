@@ -12,6 +12,9 @@ def main() -> None:
         from fedjax_meta.cli import app
     except ImportError as error:
         sys.exit(f"error: {error}; the command needs pip install 'fedjax_meta[experiments]'")
+    # As `python -m` does: a study may name a metric or a logger in a module that stands here.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         app(prog_name="fedjax-meta")
     except SystemExit as end:

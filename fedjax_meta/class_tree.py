@@ -20,6 +20,19 @@ class Tree(NamedTuple):
     depth: jax.Array
 
 
+class Level(NamedTuple):
+    """One level of a tree: the node and the branch of each class, `[K]`, and the number of the level."""
+
+    node: jax.Array
+    left: jax.Array
+    number: jax.Array
+
+
+def level_of(tree: Tree, number: Any) -> Level:
+    """A level; beyond the last one it has no nodes."""
+    return Level(tree.node[number], tree.left[number], jnp.asarray(number))
+
+
 def at_most(classes: int) -> int:
     """The largest number of nodes in a level: each has two classes or more."""
     return max(1, classes // 2)
@@ -63,3 +76,16 @@ def build_tree(means: jax.Array, present: jax.Array) -> Tree:
     of_class = here[:, :, None] & member[None]
     node = jnp.where(jnp.any(of_class, 1), jnp.sum(jnp.where(of_class, rank[:, :, None], 0), 1), at_most(count))
     return Tree(node, jnp.any(here[:, :, None] & left[None], 1), jnp.max(depth))
+
+
+def tree_of(z: jax.Array, label: jax.Array, real: jax.Array, classes: int) -> tuple[Tree, jax.Array]:
+    """(the tree of the classes' mean features, the number of samples of each class `[K]`).
+
+    Args:
+      z, label: features and labels, `[M, d]` and `[M]`.
+      real: bool `[M]`, false for padding; the features of padding are 0.
+      classes: K.
+    """
+    member = jax.nn.one_hot(label, classes) * real[:, None]
+    number = jnp.sum(member, 0)
+    return build_tree(member.T @ z / jnp.maximum(number, 1)[:, None], number > 0), number

@@ -112,11 +112,21 @@ def main(
     """
 
 
+def _folder(text: str | Path) -> Path:
+    """An empty text, most often a shell's variable that is not set, is not the current folder."""
+    if text == "":
+        raise typer.BadParameter("must name a folder, got an empty text")
+    return Path(text)
+
+
 @app.command()
 def run(
     study: StudyArgument = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; a run that is there goes on.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", parser=_folder, help="Folder of the run; a run that is there goes on.", show_default=False
+        ),
     ] = None,
     variant: VariantOption = None,
     quick: QuickOption = False,

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_meta import checks, fitting, hardware, loops, runtime
+from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.hardware import Devices, free_bytes
 from fedjax_meta.types import Key, PyTree
 
@@ -72,7 +73,7 @@ def _placed(mesh: Mesh, devices: Devices) -> bool:
 
 
 def place_shared(tree: PyTree, placed: Sharding) -> Any:
-    """A read-only tree on the devices of `placed`; the devices of a host share one copy of it.
+    """A read-only tree on the devices of `placed`, as `laid_out` for them; the devices of a host share one copy of it.
 
     Do not donate the result: on a CPU all of its buffers are the same memory.
     """
@@ -88,7 +89,18 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
         # With several processes, only host arrays that are equal in all of them can be put on all devices.
         return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
 
-    return jax.tree.map(once, tree)
+    return jax.tree.map(once, laid_out(tree, _platform(placed)))
+
+
+def laid_out(tree: PyTree, platform: str) -> Any:
+    """A tree whose `FederatedData` are stored as a platform likes it: on a TPU, a sample is a row of numbers."""
+    if platform != "tpu":
+        return tree
+
+    def is_data(part: Any) -> bool:
+        return isinstance(part, FederatedData)
+
+    return jax.tree.map(lambda part: part.flat() if is_data(part) else part, tree, is_leaf=is_data)
 
 
 def _platform(placed: Any) -> str:

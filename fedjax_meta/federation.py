@@ -205,12 +205,13 @@ def _check_task(task: Task, data: FederatedData) -> None:
 def _one_sample(data: FederatedData) -> tuple[PyTree, PyTree]:
     """Shapes of a batch of one sample, as the model gets it."""
 
-    def shape(leaf: Any, scale: Any = None) -> jax.ShapeDtypeStruct:
+    def form(leaf: Any, shape: tuple[int, ...], scale: Any = None) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype if scale is None else jnp.result_type(float)
-        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(dtype))
+        return jax.ShapeDtypeStruct((1, *shape), jax.dtypes.canonicalize_dtype(dtype))
 
-    x = jax.tree.map(shape, data.x) if data.scale is None else jax.tree.map(shape, data.x, data.scale)
-    return x, jax.tree.map(shape, data.y)
+    shapes = jax.tree.unflatten(jax.tree.structure(data.x), data.sample_shapes)
+    scales = () if data.scale is None else (data.scale,)
+    return jax.tree.map(form, data.x, shapes, *scales), jax.tree.map(lambda leaf: form(leaf, leaf.shape[1:]), data.y)
 
 
 def _form(samples: PyTree) -> str:

@@ -38,6 +38,41 @@ def fori_loop(count: Scalar, body: Callable[[Scalar, Carry], Carry], carry: Carr
     return _run(count, body, carry)
 
 
+def until_steady(
+    step: Callable[[jax.Array, Carry], tuple[Carry, jax.Array]],
+    carry: Carry,
+    *,
+    most: Scalar,
+    least: int,
+    window: int,
+    tolerance: Scalar,
+) -> tuple[Carry, jax.Array]:
+    """Steps until the values of the last `window` of them have a standard deviation below `tolerance`.
+
+    Args:
+      step: `(i, carry) -> (carry, value)`.
+      carry: what the first step gets.
+      most: no more steps than this, may be traced.
+      least: no fewer, unless `most` says so.
+      window, tolerance: when values are steady.
+
+    Returns:
+      (carry, number of steps).
+    """
+
+    def goes_on(state: tuple[Carry, jax.Array, jax.Array]) -> jax.Array:
+        _, recent, i = state
+        return (i < most) & ((i < least) | (jnp.std(recent) >= tolerance))
+
+    def one(state: tuple[Carry, jax.Array, jax.Array]) -> tuple[Carry, jax.Array, jax.Array]:
+        carry, recent, i = state
+        carry, value = step(i, carry)
+        return carry, recent.at[i % window].set(value), i + 1
+
+    carry, _, count = jax.lax.while_loop(goes_on, one, (carry, jnp.zeros(window), jnp.zeros((), jnp.int32)))
+    return carry, count
+
+
 def recorded_loop(
     count: Scalar, body: Callable[[Scalar, Carry], tuple[Carry, PyTree]], carry: Carry, entry: PyTree, most: int
 ) -> tuple[Carry, Callable[[Scalar], PyTree]]:

@@ -310,7 +310,8 @@ class Programs:
         self.devices, self.places, self.alone, self.prunes = mesh.size, mesh.size * share, lanes == 1, prunes
         self.split, self._whole = NamedSharding(mesh, P(MEMBERS)), NamedSharding(mesh, P())
         self.shapes = state_shapes(build, members, data, federation)
-        self._data, self._test_data = data, {name: test.data for name, test in tests.items()}
+        given = data, {name: test.data for name, test in tests.items()}
+        self._data, self._test_data = engine.laid_out(given, available.flat[0].platform)
 
         def each(function: Callable[..., Any]) -> Callable[..., Any]:
             """`function(algorithm, key, active, state, shared)` for all members, on all devices."""

@@ -132,5 +132,5 @@ def test_a_target_without_a_compiler_says_what_to_install():
         RuntimeError, match=r"no compiler for rocm is installed \(pip install 'fedjax_meta\[accelerator-aot\]'\)"
     ):
         topology(Target("rocm", "1x1x1", "", 1.0, 1.0))
-    with pytest.raises(ValueError, match="target 'h9' is unknown; allowed are h200, v5e, v6e"):
+    with pytest.raises(ValueError, match="target='h9' is unknown; allowed are h200, v5e, v6e"):
         described("h9")

@@ -277,7 +277,7 @@ def test_a_new_client_adapts_to_its_support_set_or_gets_what_the_server_has(name
     for client in (2, 3):
         variables, logits, _ = adapt(state, data, client)
         same.append(problems.leaves_equal(logits, adapt(state, mirrored, client)[1]))
-    assert all(same) == (name in AS_IT_IS)
+    assert all(same) == (name in AS_IT_IS), "AS_IT_IS names the methods in which a new client does nothing with its samples"
     model = state.extra if name in ("afl", "fedcac") else state.model
     if name in AS_IT_IS - {"cfl"} and jax.tree.structure(variables) == jax.tree.structure(model):
         assert problems.leaves_equal(variables, model)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 import fedjax_meta as fm
-from fedjax_meta.study import files
+from fedjax_meta.study import files, load
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -131,6 +132,57 @@ def test_the_federations_of_other_pages_can_be_made():
     names |= {"traffic": fm.costs.traffic(names["method"], names["data"]), "flops": 1e6}
     exec(re.search(r"```python\n(.*?)```", TEXTS["architecture.md"], flags=re.DOTALL)[1], names)
     assert names["federation"].cohort_size == 10
+
+
+def test_the_success_of_a_backdoor_on_the_page_is_a_share_of_marked_samples():
+    block = re.findall(r"```python\n(.*?)```", TEXTS["robustness.md"], flags=re.DOTALL)[1]
+    names = given() | {"fm": fm, "honest": np.arange(8)}
+    names["algorithm"] = fm.federate(names["method"], names["federation"])
+    names["state"] = names["algorithm"].init(names["key"], names["data"])
+    exec(block, names)
+    others = np.asarray(names["result"].confusion)[:, 1:]  # of 8 clients, the true classes 1 and 2
+    assert len(others) == 8 and names["success"] == pytest.approx(others[..., 0].sum() / others.sum())
+
+
+ELSEWHERE = {
+    "README.md": 3,
+    "deployment.md": 3,
+    "models.md": 6,
+    "new_method.md": 2,
+    "reports.md": 1,
+    "studies.md": 1,
+    "tasks.md": 4,
+}
+"""Blocks that test_readme, test_guide, test_tasks, models/test_docs and study/test_docs run."""
+HERE = {"architecture.md": 1, "distributed.md": 4, "privacy.md": 1, "robustness.md": 2}
+"""Blocks that run above; the third of distributed.md starts a cluster, which test_launch does."""
+
+
+def test_every_block_of_python_has_a_test():
+    counts = {page: text.count("```python\n") for page, text in TEXTS.items()}
+    found = {page: count for page, count in counts.items() if count and page.removesuffix(".md") not in PAGES}
+    assert found == ELSEWHERE | HERE
+
+
+YAML = [(page, block) for page, text in TEXTS.items() for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
+WHOLE = next(block for page, block in YAML if page == "studies.md")
+"""The study that other blocks are laid over."""
+
+
+@pytest.mark.parametrize(("page", "block"), [pytest.param(*one, id=f"{one[0]}: {one[1].splitlines()[0]}") for one in YAML])
+def test_a_part_of_a_study_fits_into_a_study(page, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_package").mkdir()
+    close = "fm.measures.mean('close', lambda outputs, y: abs(outputs - y) < 0.1, share=True)"
+    Path("my_package/scores.py").write_text(f"import fedjax_meta as fm\nclose = {close}\n", encoding="utf-8")
+    Path("runs/first/presets").mkdir(parents=True)
+    found = (Path(fm.__file__).parent / "study" / "presets" / "mnist_small-pairs.yaml").read_text(encoding="utf-8")
+    Path("runs/first/presets/pairs.yaml").write_text(found, encoding="utf-8")
+    fields = yaml.safe_load(block)
+    Path("study.yaml").write_text(yaml.safe_dump(yaml.safe_load(WHOLE) | fields), encoding="utf-8")
+    study = load("study.yaml")
+    assert study.systems and set(fields.get("scenarios", {})) <= {name.partition("-")[0] for name in study.scenarios}
 
 
 @pytest.mark.parametrize("page", TEXTS)

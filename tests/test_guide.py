@@ -1,5 +1,6 @@
 """The code of the guide to new methods runs as it stands."""
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -45,6 +46,16 @@ def test_the_skeleton_is_a_method_that_reduces_as_it_says():
 def blocks():
     """The guide's code: a method with personal leaves, and a test."""
     return re.findall(r"```python\n(.*?)```", (DOCS / "new_method.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_functions_that_the_page_names_exist():
+    page = re.sub(r"```.*?```", "", (DOCS / "new_method.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    modules = {"aggregate", "builders", "checks", "features", "keys", "local", "masks", "meta"}
+    named = set(re.findall(r"(?<![\w./])(\w+)\.([A-Za-z_]+)\b", " ".join(re.findall(r"`([^`]+)`", page))))
+    named = {(module, name) for module, name in named if module in modules and name != "py"}
+    assert len(named) > 15
+    for module, name in named:
+        assert hasattr(importlib.import_module(f"fedjax_meta.{module}"), name), f"{module}.{name}"
 
 
 def test_the_round_by_hand_holds():

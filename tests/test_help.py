@@ -1,6 +1,8 @@
 """What commands say: every help fits 80 columns and begins with two examples that exist; an unknown word gets the nearest one."""
 
 import importlib
+import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -66,10 +68,68 @@ def test_a_help_fits_80_columns_and_begins_with_two_examples(program, command):
         examples = [line.strip() for line in before.splitlines() if line.strip().startswith(start)]
         assert len(examples) >= 2, said
         if program != "fedjax-meta":
-            assert all(program.rpartition(".")[2] in one or "experiments.fedpac" in one for one in examples)
+            folder, name = program.split(".")
+            start = f"python -m experiments.{name}" if folder == "experiments" else f"python benchmarks/{name}.py"
+            assert all(one.startswith((start, "python -m experiments.fedpac")) for one in examples)
         else:
             known = set(commands(cli.app))
             assert all(one.split()[1] in known for one in examples)
+
+
+def test_no_program_is_forgotten():
+    """Every file of the folders that is started by itself, but those that only others start."""
+    started = {
+        f"{folder}.{path.stem}"
+        for folder in ("experiments", "benchmarks")
+        for path in (ROOT / folder).glob("[a-z]*.py")
+        if "__main__" in path.read_text(encoding="utf-8")
+    }
+    assert started == set(PROGRAMS)
+
+
+PLAIN = {
+    "python -m tests.mutation": "tests/mutation/__main__.py",
+    "python -m fedjax_meta.data.natural_sets": "fedjax_meta/data/natural_sets.py",
+    "python docs/tools/notebooks.py": "docs/tools/notebooks.py",
+    "python docs/tools/pictures.py": "docs/tools/pictures.py",
+    "python docs/tools/release_check.py": "docs/tools/release_check.py",
+    "python run.py": "docs/launch/run.py",
+}
+"""Programs without Typer, by how they are started."""
+
+
+def said_by_plain(program, arguments, monkeypatch, capsys):
+    """(exit code, what it says) of one of them."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", [PLAIN[program], *arguments])
+    spec = importlib.util.spec_from_file_location("plain", ROOT / PLAIN[program])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(SystemExit) as ended:
+        module.main(*([list(arguments)] if inspect.signature(module.main).parameters else []))
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out + printed.err
+
+
+@pytest.mark.parametrize("program", PLAIN)
+def test_the_help_of_other_programs_does_so_too(program, monkeypatch, capsys):
+    code, said = said_by_plain(program, ("--help",), monkeypatch, capsys)
+    assert code == 0 and max(map(len, said.splitlines())) <= 80
+    before = said.partition("\noptions:")[0]
+    examples = [line.strip() for line in before.splitlines() if line.startswith("  ") and "python " in line]
+    assert len(examples) >= 2 and all(program in one for one in examples), said
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "nearest"),
+    [
+        ("python -m tests.mutation", ("--files", "fedjax_meta/locl.py"), "fedjax_meta/local.py"),
+        ("python docs/tools/notebooks.py", ("speakrs",), "speakers"),
+    ],
+)
+def test_other_programs_name_the_nearest_word(program, arguments, nearest, monkeypatch, capsys):
+    code, said = said_by_plain(program, arguments, monkeypatch, capsys)
+    assert code == 2 and f"did you mean {nearest!r}?" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -104,6 +164,12 @@ def test_an_unknown_word_gets_the_nearest_one(arguments, nearest):
         ("experiments.data", ("--partition", "shrads"), "shards"),
         ("experiments.shakespeare", ("--systems", "fedvag"), "fedavg"),
         ("experiments.quickstart", ("--dry-rnu",), "--dry-run"),
+        ("experiments.leaderboard", ("--only", "mnist_smal"), "mnist_small"),
+        ("experiments.reproduce", ("--only", "mtf"), "mtfl"),
+        ("experiments.figures", ("tabels",), "tables"),
+        ("experiments.round_costs", ("quikstart",), "quickstart"),
+        ("benchmarks.static", ("--target", "h20"), "h200"),
+        ("benchmarks.accelerator", ("--part", "round"), "rounds"),
     ],
 )
 def test_a_program_names_the_nearest_word_too(program, arguments, nearest):

@@ -81,7 +81,7 @@ def test_every_method_and_the_core_have_tests():
         files = {path.stem for path in (PROJECT / "fedjax_meta" / package).glob("*.py")} - {"__init__", *left_out}
         wanted |= {f"fedjax_meta/{package}/{stem}.py" for stem in files}
     mapping = read_mapping()
-    assert set(mapping) == wanted
+    assert set(mapping) == wanted, f"tests/mutation/tests_of.toml: {sorted(set(mapping) ^ wanted)}"
     for path, calls in mapping.items():
         for argument in (argument for call in calls for argument in call if argument.endswith(".py")):
             assert (PROJECT / argument).exists(), f"{path} names {argument}"

@@ -3,7 +3,8 @@
     python run.py --out runs/first
     srun python run.py --distributed --out /shared/runs/first
 
-It saves its state every `--save-every` rounds, and at once when it is told to end (SIGTERM, Ctrl-C). The same command goes on.
+It saves its state every `--save-every` rounds, and at once when it is told to
+end (SIGTERM, Ctrl-C). The same command goes on.
 """
 
 import argparse
@@ -22,10 +23,12 @@ from fedjax_meta.data.synthetic import synthetic
 
 def main() -> None:
     """Trains FedPer on a synthetic federation; put your own data and method here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run, which all processes see")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=100, help="of the whole run (100)")
+    parser.add_argument("--save-every", type=int, default=20, help="rounds between two saved states (20)")
     parser.add_argument("--distributed", action="store_true", help="several processes: this script is started once for each")
     parser.add_argument("--address", help="of the first process, host:port; SLURM, Open MPI and TPU slices need none")
     parser.add_argument("--processes", type=int, help="how many; as for --address")

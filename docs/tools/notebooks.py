@@ -1,4 +1,4 @@
-"""Runs the notebooks of the documentation and keeps what they show: `python docs/tools/notebooks.py [NAME...]`."""
+"""Runs the notebooks of the documentation and keeps what they show."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,16 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+from fedjax_meta import checks
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
+HELP = """\
+Runs the notebooks of the documentation and keeps what they show.
+
+Examples:
+  python docs/tools/notebooks.py
+  python docs/tools/notebooks.py fedmeta_per speakers --to runs/notebooks
+"""
 
 
 def execute(path: Path, *, timeout: int = 1200) -> nbformat.NotebookNode:
@@ -31,10 +40,15 @@ def execute(path: Path, *, timeout: int = 1200) -> nbformat.NotebookNode:
 
 def main() -> None:
     """Runs those named, or all, and writes them."""
-    parser = argparse.ArgumentParser(description="Runs the notebooks of the documentation and keeps what they show.")
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=shape, allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="all when not given")
     parser.add_argument("--to", type=Path, default=FOLDER, help="folder to write to; their own when not given")
     given = parser.parse_args()
+    known = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    for name in given.names:
+        if name not in known:
+            parser.error(f"there is no notebook {name!r}{checks.nearest(name, known)}; there are {', '.join(known)}")
     for path in sorted(FOLDER.glob("*.ipynb")):
         if not given.names or path.stem in given.names:
             print(path.stem, flush=True)

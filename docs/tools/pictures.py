@@ -1,13 +1,20 @@
 """The drawings of the documentation, as SVG without a library, and two figures of the committed benchmark rows.
 
-python docs/tools/pictures.py writes docs/pictures. The drawings have a background of their own, so that they are read on dark
-pages as on light ones.
+The drawings have a background of their own, so that they are read on dark pages as on light ones.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+HELP = """\
+Draws the pictures of the documentation, figures of benchmark rows included.
+
+Examples:
+  python docs/tools/pictures.py
+  python docs/tools/pictures.py --to runs/pictures
+"""
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 
@@ -183,11 +190,15 @@ def speed(path: Path) -> None:
 
 def main() -> None:
     """Writes all of them."""
-    FOLDER.mkdir(exist_ok=True)
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=shape, allow_abbrev=False)
+    parser.add_argument("--to", type=Path, default=FOLDER, help="folder to write to; docs/pictures when not given")
+    folder = parser.parse_args().to
+    folder.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWINGS.items():
-        (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")
-    meta_gradients(FOLDER / "meta_gradients.png")
-    speed(FOLDER / "speed.png")
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    meta_gradients(folder / "meta_gradients.png")
+    speed(folder / "speed.png")
 
 
 if __name__ == "__main__":

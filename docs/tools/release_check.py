@@ -18,6 +18,13 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+HELP = """\
+Builds the package, installs it elsewhere and runs it there.
+
+Examples:
+  python docs/tools/release_check.py
+  python docs/tools/release_check.py --extras
+"""
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
@@ -75,7 +82,8 @@ def code(page: str) -> str:
 
 def main() -> None:
     """Runs all steps."""
-    parser = argparse.ArgumentParser(description="Builds the package, installs it elsewhere and runs it there.")
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=shape, allow_abbrev=False)
     parser.add_argument("--extras", action="store_true", help="also resolve every extra")
     wanted = parser.parse_args()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA", "JAX"))}

@@ -270,13 +270,23 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         checks.one_of(f"option of {name}", option, NATURAL[name].options)
 
 
+HELP = """\
+Writes a set whose clients are people in the form in which it is read.
+
+Examples:
+  python -m fedjax_meta.data.natural_sets uci_har har.zip uci_har/uci_har.npz
+  python -m fedjax_meta.data.natural_sets uci_har --help
+"""
+
+
 def main(arguments: list[str]) -> None:
     """The command `python -m fedjax_meta.data.natural_sets`."""
-    parser = argparse.ArgumentParser(prog="python -m fedjax_meta.data.natural_sets", description=__doc__)
+    prog, shape = "python -m fedjax_meta.data.natural_sets", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=HELP, formatter_class=shape, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     har = commands.add_parser("uci_har", help="write the .npz of UCI HAR from its archive")
-    har.add_argument("archive")
-    har.add_argument("out")
+    har.add_argument("archive", help="the .zip of the UCI repository")
+    har.add_argument("out", help="the .npz to write")
     given = parser.parse_args(arguments)
     try:
         convert_uci_har(given.archive, given.out)

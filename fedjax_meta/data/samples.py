@@ -91,7 +91,8 @@ def check_form(x: PyTree, y: PyTree, num_classes: int | None, *, who: str = "") 
     labels = has_labels(y, num_classes)
     for name, leaf in named("labels" if labels else "targets", values):
         if labels and not np.issubdtype(leaf.dtype, np.integer):
-            raise ValueError(f"{who}{name} must be integers, not dtype {leaf.dtype}")
+            real = "; give num_classes=0 if they are real targets" if np.issubdtype(leaf.dtype, np.floating) else ""
+            raise ValueError(f"{who}{name} must be integers, not dtype {leaf.dtype}{real}")
         if not (checks.is_real(leaf.dtype) or leaf.dtype == bool):
             raise ValueError(f"{who}{name} must be numbers, not dtype {leaf.dtype}")
     if is_tree(values) and num_classes:

@@ -32,6 +32,7 @@ class ClientView:
         `in_chunks` always cover the whole view, because evaluation and statistics are not training.
       order: `positions -> positions`, which sample stands where; as stored when `None`. With a smaller `size` it picks some.
       change: `(batch, positions) -> batch`, what becomes of samples when they are taken; nothing when `None`.
+      shapes: of one sample, for each leaf of `x`, where `x` holds rows of numbers; see `FederatedData.flat`.
     """
 
     x: PyTree
@@ -44,6 +45,7 @@ class ClientView:
     work: Scalar | None = None
     order: Callable[[jax.Array], jax.Array] | None = None
     change: Callable[[Batch, jax.Array], Batch] | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
 
     def _size(self) -> Scalar:
         """The number of samples; a Python int, if it is one, makes numbers of steps static."""
@@ -73,6 +75,9 @@ class ClientView:
             return x if offset is None else (x.astype(jnp.result_type(float)) - offset) * scale
 
         x = jax.tree.map(rows, self.x)
+        if self.shapes is not None:
+            shapes = jax.tree.unflatten(jax.tree.structure(x), self.shapes)
+            x = jax.tree.map(lambda leaf, shape: leaf.reshape(-1, *shape), x, shapes)
         if self.offset is not None:
             x = jax.tree.map(scaled, x, self.offset, self.scale)
         batch = Batch(x, jax.tree.map(rows, self.y), weight.astype(jnp.result_type(float)))

@@ -8,9 +8,8 @@ fl_devices.py 62-151 and clustered_federated_learning.ipynb 221-266.
 |---|---|---|
 | theta_c | a stacked model | leaves `[M, ...]` |
 | Delta theta_i | `Trained.stacked`, the update of all parameters | `[p]` |
-| alpha_ij | cosines of updates | `[C, C]` |
-| eps_1, eps_2 | `mean_norm`, `client_norm` | scalars |
-| c_1, c_2 | `bipartition` | bool `[C]` |
+| eps_1, eps_2 | `mean_norm`, `client_norm` of `Pull` | scalars |
+| alpha_ij, c_1 and c_2 | cosines of updates and their `bipartition`, in `split_all` | `[C, C]`, bool `[C]` |
 
 Differs from the code: at most `clusters` of them, a split acts from the next round on (there in its own round), the first part
 keeps the number, and a member that is not in the cohort when its cluster splits stays with that part; optimisers start afresh in
@@ -19,7 +18,7 @@ moves the model of a new cluster from the initial model in its first round.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import per_unit
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
-from fedjax_meta.clusters import bipartition, check_clusters, losses
+from fedjax_meta.clusters import Place, Pull, check_clusters, losses, split_all
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
@@ -38,15 +37,8 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
-class Place(NamedTuple):
-    """A client's memory: its cluster, and the cluster that this was split from; int32 scalars."""
-
-    cluster: jax.Array
-    parent: jax.Array
-
-
 @method_builder
-def cfl(  # over 80 lines: the split is one function with its five thresholds
+def cfl(
     task: Task,
     *,
     clusters: int = 4,
@@ -101,24 +93,10 @@ def cfl(  # over 80 lines: the split is one function with its five thresholds
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
         del key, data
-        updates, (now, parent) = cohort.stacked, cohort.memory
-        length = jnp.sqrt(jnp.sum(updates**2, 1))
-        product = jnp.dot(updates, updates.T, precision=jax.lax.Precision.HIGHEST)
-        similarity = product / (length[:, None] * length[None, :] + 1e-12)
-
-        def split(number: jax.Array, carry: Any) -> Any:
-            place, free = carry
-            members = cohort.returned & (now == number)
-            size = jnp.sum(members)
-            mean = jnp.linalg.norm(members @ updates) / jnp.maximum(size, 1)
-            apart = (mean < mean_norm) & (jnp.max(jnp.where(members, length, 0)) > client_norm)
-            apart &= (size >= least_size) & (state.round >= first_split) & (free < clusters)
-            leaves = bipartition(similarity, members) & apart
-            moved = Place(jnp.where(leaves, free, place.cluster), jnp.where(leaves, number, place.parent))
-            return moved, free + apart.astype(free.dtype)
-
-        free = 1 + jnp.maximum(jnp.max(jnp.where(state.seen, state.memory.cluster, 0)), jnp.max(now))
-        return cohort.personal, jax.lax.fori_loop(0, clusters, split, (Place(now, parent), free))[0]
+        now = cohort.memory
+        free = 1 + jnp.maximum(jnp.max(jnp.where(state.seen, state.memory.cluster, 0)), jnp.max(now.cluster))
+        due, pull = state.round >= first_split, Pull(mean_norm, client_norm, least_size)
+        return cohort.personal, split_all(now, cohort.stacked, cohort.returned, free, due, pull, clusters)
 
     def init_extra(model: PyTree, data: FederatedData) -> jax.Array:
         check_clusters("clusters", clusters, model, data)

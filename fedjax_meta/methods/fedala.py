@@ -15,13 +15,10 @@ arXiv 2212.01197, Algorithm 1.
 Differs from the paper: "until convergence" means that the mean losses of the last `window` passes have a standard deviation
 below `tolerance`, or `most_passes` passes. All passes of a round go over the same random samples. The first round of a client,
 in which it has no local model, is the paper's round 1, whenever it comes. Lower layers take all of the global model, buffers
-too. Differs from the authors' code, TsingZ0/FedALA and TsingZ0/PFLlib, whose system/utils/ALA.py are the same: there all
-clients are initialised in each round and tested with that model (serverALA.py 90-94), here those of the cohort, and those that
-are tested fit their weights to the support view instead of train samples; convergence is judged by the last batch of a pass,
-after more than `window` passes (lines 142-150; `converged_by="last_batch"`); the samples of the weights are a contiguous piece,
-rounded down (71-74); p counts weights and biases apart (line 95), so that p = 2 is our head. The two differ from each other in
-local training alone: FedALA's never shuffles (clientALA.py 63), PFLlib's does, as here (clientbase.py 59); both leave out the
-last partial batch.
+too. Differs from the authors' code (system/utils/ALA.py of TsingZ0/FedALA and TsingZ0/PFLlib): there all clients are initialised
+in each round and tested with that model, here those of the cohort, and those that are tested fit their weights to the support
+view instead of train samples; convergence is judged by the last batch of a pass (`converged_by="last_batch"`). Lines, and what
+the two repositories do differently, are in docs/authors_code.md.
 """
 
 from collections.abc import Callable
@@ -31,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, local, masks
+from fedjax_meta import checks, local, loops, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -116,18 +113,13 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
         moves = (jax.tree.map(lambda _: True, own.weights), *(False for _ in last))
         most = jnp.where(received.seen, jnp.where(own.converged, 1, most_passes), 0)
 
-        def goes_on(carry: Any) -> jax.Array:
-            _, recent, passes = carry
-            return (passes < most) & ((passes < window + by_last) | (jnp.std(recent) >= tolerance))
-
-        def one_pass(carry: Any) -> Any:
-            weights, recent, passes = carry
-            key = jax.random.fold_in(loss_key, passes)
+        def one_pass(number: jax.Array, weights: PyTree) -> tuple[PyTree, jax.Array]:
+            key = jax.random.fold_in(loss_key, number)
             (weights, *final), mean = local.train(key, loss, (weights, *last), batches, clipped_sgd(weight_lr), moves)
-            return weights, recent.at[passes % window].set(final[0] if by_last else mean), passes + 1
+            return weights, final[0] if by_last else mean
 
-        start = (own.weights, jnp.zeros(window), jnp.zeros((), jnp.int32))
-        weights, _, passes = jax.lax.while_loop(goes_on, one_pass, start)
+        steady = {"least": window + by_last, "window": window, "tolerance": tolerance}
+        weights, passes = loops.until_steady(one_pass, own.weights, most=most, **steady)
         return blend(weights), weights, passes
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:

@@ -78,10 +78,7 @@ def fedas(
 
         def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
             away = jnp.mean((extract(variables, batch.x) - wanted[batch.y]) ** 2, -1)
-            member = jax.nn.one_hot(batch.y, len(wanted)) * batch.weight[:, None]
-            # Each class of the batch counts as much as the others.
-            each = jnp.sum(member * (1 / jnp.maximum(jnp.sum(member, 0), 1)), 1)
-            return jnp.sum(jnp.where(batch.weight > 0, away * each, 0)), variables
+            return features.by_classes(away, batch, len(wanted)), variables
 
         passes = {"epochs": align_epochs, "batch_size": align_batch_size, "needed": received.seen}
         return local.train_epochs(key, loss, received.model, view, optax.sgd(align_lr), body, **passes)[0]

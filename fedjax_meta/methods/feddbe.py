@@ -13,7 +13,8 @@ servers/serverDBE.py 14-35.
 
 After the first round, which is one of FedAvg, the head sees features plus shift, and kappa / 2 times the mean squared distance of
 the running mean from the global one is added to the loss; its gradient goes through the last batch alone. Differs from the code:
-the models of the first round are averaged (there thrown away), and the global mean is that of its cohort (there of all clients).
+the models of the first round are averaged (there thrown away: `first_round="mean"`), and the global mean is that of its cohort
+(there of all clients).
 """
 
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def feddbe(
     lr: Rate = 0.005,
     regularisation: Rate = 50.0,
     momentum: Rate = 1.0,
+    first_round: str = "fedavg",
     epochs: int = 1,
     batch_size: int = 10,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -71,6 +73,7 @@ def feddbe(
       task: a classifier with features and head, without buffers and dropout.
       regularisation: kappa >= 0; may be traced, as `momentum`.
       momentum: mu in [0, 1], share of a batch in the running mean.
+      first_round: "fedavg", or "mean" (the authors' code): it finds the global mean, and the model stays as it is.
       lr, epochs, batch_size, optimizer, weighting: as in `fedavg`; the shift is trained with the model, at the same rate.
 
     Raises:
@@ -80,6 +83,7 @@ def feddbe(
     parts = require_parts(task, "feddbe", as_predicted=True)
     checks.not_negative("regularisation", regularisation)
     checks.share("momentum", momentum)
+    checks.one_of("first_round", first_round, ("fedavg", "mean"))
     width = features.head_shape(task, "feddbe")[1]
     everything = masks.everything(task)
 
@@ -99,7 +103,10 @@ def feddbe(
         moves: Mask = Local(everything, True, False)  # type: ignore[arg-type]
         passes = {"epochs": epochs, "batch_size": batch_size}
         trained, value = local.train_epochs(key, loss, start, data["train"], optimizer(lr), moves, **passes)
-        return Trained(trained.model, {"loss": value}, memory=trained.shift, statistics=trained.mean)
+        model = trained.model
+        if first_round == "mean":
+            model = jax.tree.map(lambda new, old: jnp.where(known, new, old), model, received.model)
+        return Trained(model, {"loss": value}, memory=trained.shift, statistics=trained.mean)
 
     def personalize(key: Key, received: Received, support: ClientView) -> tuple[Variables, jax.Array]:
         del key, support

@@ -12,7 +12,8 @@ Acar, Zhao, Matas, Mattina, Whatmough, Saligrama: "Federated learning based on d
 
 theta_k minimises L_k + alpha <theta_k, memory> + alpha/2 |theta_k - theta|^2, and the server sends the mean theta_k of the cohort
 plus the extra state. Differs from the paper: nothing. Differs from the authors' code: one alpha for all clients (there it is
-divided by a client's share of the samples, line 387) and no clipping of gradients (`optimizer` can clip). Buffers are averaged.
+divided by a client's share of the samples, line 387: `mean_samples`) and no clipping of gradients (there to norm 10, before alpha
+theta is added, utils_general.py 224: `clip`). Buffers are averaged.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,8 @@ def feddyn(
     *,
     lr: Rate = 0.1,
     alpha: Rate = 0.01,
+    mean_samples: Rate | None = None,
+    clip: Rate | None = None,
     epochs: int = 5,
     batch_size: int = 50,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -47,19 +50,33 @@ def feddyn(
 
     Args:
       task, lr, epochs, batch_size, optimizer: as in `fedavg`.
-      alpha: weight of the dynamic regulariser, above 0: the paper divides by it. May be traced.
+      alpha: weight of the dynamic regulariser, above 0: the paper divides by it. May be traced, as the next two.
+      mean_samples: the mean number of training samples of all N clients. If it is given, a client of n samples has alpha *
+        mean_samples / n, as in the authors' code; else all have one alpha (the paper).
+      clip: norm to which gradients are clipped, with alpha (memory - theta^t) but without alpha theta_k, as in the authors' code;
+        not at all when not given (the paper).
 
     Raises:
       ValueError: an option out of range.
     """
     checks.positive("alpha", alpha)
+    for name, value in (("mean_samples", mean_samples), ("clip", clip)):
+        if value is not None:
+            checks.positive(name, value)
     trainable = task.trainable(masks.variables_shape(task))
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         start = masks.split(received.model, trainable)[0]
 
+        # A client without samples does not train.
+        mine = alpha if mean_samples is None else alpha * mean_samples / jnp.maximum(data["train"].size, 1)
+
         def bend(gradient: Updates, theta: Params) -> Updates:
-            return jax.tree.map(lambda g, m, w, w0: g + alpha * (m + w - w0), gradient, received.memory, theta, start)
+            if clip is None:
+                return jax.tree.map(lambda g, m, w, w0: g + mine * (m + w - w0), gradient, received.memory, theta, start)
+            linear = jax.tree.map(lambda g, m, w0: g + mine * (m - w0), gradient, received.memory, start)
+            clipped = optax.clip_by_global_norm(clip).update(linear, optax.EmptyState())[0]
+            return jax.tree.map(lambda g, w: g + mine * w, clipped, theta)
 
         step, passes = optax.chain(optax.stateless(bend), optimizer(lr)), {"epochs": epochs, "batch_size": batch_size}
         model, loss = local.train_epochs(key, task.loss, received.model, data["train"], step, trainable, **passes)

@@ -6,12 +6,13 @@ Marfoq, Neglia, Bellet, Kameni, Vidal: "Federated multi-task learning under a mi
 | paper | here | shape |
 |---|---|---|
 | theta_m | `components`, a stacked model | leaves `[M, ...]` |
-| pi_t | a client's memory | `[M]` |
+| pi_t | `Own.share`, a client's memory | `[M]` |
 | q_t(s, m) | `responsibilities` | `[B, M]` |
 
 Differs from the paper: responsibilities are recomputed for each batch from the models that the client received, instead of
 being stored for all samples; they are the same numbers, unless the loss augments samples: then a batch has those of its augmented
-samples, and shares follow the samples as they are.
+samples, and shares follow the samples as they are. In the authors' code, omarfoq/FedEM, a client's optimisers live as long as the
+client, so that momentum goes on from round to round (learners/learner.py 173-194): `keep_optimizer=True`.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from fedjax_meta import checks, features, local, loops, masks
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate
 
@@ -39,6 +41,13 @@ class Mixture(NamedTuple):
 
     components: PyTree
     share: jax.Array
+
+
+class Own(NamedTuple):
+    """A client's memory: the weight of each component, `[M]`, and with `keep_optimizer` the slots of its optimiser."""
+
+    share: jax.Array
+    slots: PyTree
 
 
 def responsibilities(losses: jax.Array, share: jax.Array) -> jax.Array:
@@ -56,6 +65,7 @@ def fedem(
     batch_size: int = 128,
     test_steps: int = 10,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
+    keep_optimizer: bool = False,
     weighting: str = "samples",
 ) -> Method:
     """FedEM. A client that never took part finds its shares on its support set; the models do not move.
@@ -64,6 +74,7 @@ def fedem(
       task: a classifier without buffers.
       components: M.
       lr, epochs, batch_size, optimizer, weighting: as in `fedavg`. A round also takes one step of expectation and maximisation.
+      keep_optimizer: whether a client's optimiser goes on where its last round ended (the authors' code) or starts afresh.
       test_steps: steps of expectation and maximisation by which a client that never took part finds its shares.
 
     Raises:
@@ -93,27 +104,32 @@ def fedem(
         return jnp.where(view.size > 0, total / jnp.maximum(view.size, 1), share)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        start, share, everything = received.model, received.memory, masks.everything_like(received.model)
+        start, (share, slots), everything = received.model, received.memory, masks.everything_like(received.model)
 
         def loss(models: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
             batch, key = parts.prepare(batch, key)
             q = responsibilities(losses(start, batch), share)
             return weighted_mean(jnp.sum(q * training_losses(models, batch, key), -1), batch.weight), models
 
-        passes = {"epochs": epochs, "batch_size": batch_size}
-        models, value = local.train_epochs(key, loss, start, data["train"], optimizer(lr), everything, **passes)
-        return Trained(models, {"loss": value}, memory=renewed_share(start, share, data["train"]))
+        step, batches = optimizer(lr), data["train"].epochs(tagged(key, "order"), batch_size, epochs)
+        slots = slots if keep_optimizer else step.init(start)
+        models, slots, value = local.train_on(tagged(key, "loss"), loss, start, slots, batches, step, everything)
+        memory = Own(renewed_share(start, share, data["train"]), slots if keep_optimizer else ())
+        return Trained(models, {"loss": value}, memory=memory)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Mixture:
         del key
-        models, steps = received.model, jnp.where(received.seen, 0, test_steps)
-        return Mixture(models, loops.fori_loop(steps, lambda _, share: renewed_share(models, share, support), received.memory))
+        models, share, steps = received.model, received.memory.share, jnp.where(received.seen, 0, test_steps)
+        return Mixture(models, loops.fori_loop(steps, lambda _, share: renewed_share(models, share, support), share))
 
     def predict(variables: Mixture, x: Any) -> jax.Array:
         """The logarithm of the mixed probabilities, `[B, K]`."""
         probability = jax.nn.softmax(jax.vmap(task.predict, (0, None))(variables.components, x))
         mixed = jnp.tensordot(variables.share, probability, 1)
         return jnp.log(jnp.maximum(mixed, jnp.finfo(mixed.dtype).tiny))
+
+    def init_memory(key: Key, model: PyTree, num_clients: int) -> Own:
+        return Own(jnp.full(components, 1 / components), optimizer(lr).init(model) if keep_optimizer else ())
 
     return Method(
         init=lambda key: jax.vmap(task.init)(jax.random.split(key, components)),
@@ -122,6 +138,6 @@ def fedem(
         predict=predict,
         roles=masks.roles(masks.nothing(task), masks.everything(task)),
         weighting=weighting,
-        init_memory=lambda key, model, num_clients: jnp.full(components, 1 / components),
+        init_memory=init_memory,
         needs_classes=True,
     )

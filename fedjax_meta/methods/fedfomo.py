@@ -181,15 +181,21 @@ def fedfomo(
         def one(entry: tuple[jax.Array, Own]) -> tuple[PyTree, jax.Array]:
             place, memory = entry
             id_ = cohort.ids[place]
-            valid = cohort.returned & (jnp.arange(count) != place)
-            liked = memory.preference[cohort.ids]
-            chosen = downloaded(tagged(key, "downloads", id_), liked, valid, downloads, epsilon)
-            usable = valid[chosen] & cohort.returned[place]
-            own = jax.tree.map(lambda leaf: leaf[place], cohort.personal)
-            if keeps:
-                chosen, usable = jnp.append(chosen, place), jnp.append(usable, cohort.returned[place])
-            start = memory.before if keeps else own
-            models = jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
+            places = jnp.arange(count)
+            valid = cohort.returned & (places != place)
+            if count > 1 and (downloads is None or downloads >= count - 1):
+                # Nothing to choose: all others, and with `keeps` the own one.
+                chosen = places if keeps else places[:-1] + (places[:-1] >= place)
+                usable = (cohort.returned if keeps else valid)[chosen]
+            else:
+                liked = memory.preference[cohort.ids]
+                chosen = downloaded(tagged(key, "downloads", id_), liked, valid, downloads, epsilon)
+                usable = valid[chosen]
+                if keeps:
+                    chosen, usable = jnp.append(chosen, place), jnp.append(usable, True)
+            usable &= cohort.returned[place]
+            start = memory.before if keeps else jax.tree.map(lambda leaf: leaf[place], cohort.personal)
+            models = cohort.personal if chosen is places else jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
             view = data.client(cohort.places[place])[validation_view]
             weight, share = compare(task, tagged(key, "loss", id_), start, models, usable, view, 1, distance)
             row, stays = jnp.zeros(count).at[chosen].add(share), 1 - jnp.sum(share)

@@ -29,7 +29,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.features import Centroids
-from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
+from fedjax_meta.task import Batch, Task, require_parts
 from fedjax_meta.types import Key, Rate, Variables
 
 
@@ -80,8 +80,7 @@ def fedproto(
         key: Key, start: Variables, prototypes: Centroids, view: ClientView, count: int, needed: Any = True
     ) -> tuple[Variables, jax.Array]:
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            away = jnp.where(prototypes.known[batch.y], jnp.mean((z - prototypes.mean[batch.y]) ** 2, -1), 0)
-            return prototype_weight * weighted_mean(away, batch.weight)
+            return prototype_weight * features.to_centroids(z, batch, prototypes)
 
         loss = features.penalised(task, penalty, "fedproto")
         passes = {"epochs": count, "batch_size": batch_size, "needed": needed}

@@ -12,8 +12,9 @@ system/flcore/clients/clientgp.py 68-126 and servers/servergp.py 240-284.
 | lambda, mu | `embedding_weight`, `decay` | scalars |
 
 Loss: that of the head on CoV(z, p), the cross-entropy of the cosines of CoV(z, g) and the embeddings, and lambda times the
-Euclidean norm over the batch of CoV(z, g) minus the received embedding of its class. Differs from the code: g and p come from the
-received embeddings (there, line 114, from the client's old ones, and are 0 in the first round).
+Euclidean norm over the batch of CoV(z, g) minus the received embedding of its class. Differs from the paper, as the code does: p
+is not divided by the number of classes (equation 7). Differs from the code: g and p come from the received embeddings (there,
+line 114, from the client's old ones, and are 0 in the first round).
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, cross_entropy, require_parts
-from fedjax_meta.types import Key, Params, PyTree, Rate, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
 class Parts(NamedTuple):
@@ -46,15 +47,9 @@ class Predictor(NamedTuple):
     condition: jax.Array
 
 
-def conditional(layer: Params, condition: jax.Array) -> jax.Array:
-    """A dense layer, ReLU and layer normalisation of a condition `[d]`."""
-    a = jax.nn.relu(layer["kernel"] @ condition + layer["bias"])
-    return (a - jnp.mean(a)) * jax.lax.rsqrt(jnp.var(a) + 1e-5) * layer["scale"] + layer["shift"]
-
-
 def modulated(parts: Parts, z: jax.Array, condition: jax.Array) -> jax.Array:
     """CoV: ReLU of z (1 + gamma) + beta, `[B, d]`."""
-    return jax.nn.relu(z * (conditional(parts.gamma, condition) + 1) + conditional(parts.beta, condition))
+    return jax.nn.relu(z * (features.conditional(parts.gamma, condition) + 1) + features.conditional(parts.beta, condition))
 
 
 @method_builder
@@ -91,8 +86,7 @@ def gpfl(  # over 80 lines: the loss has three terms that share two conditions
 
     def init(key: Key) -> Parts:
         of_model, of_embedding, *of_layers = jax.random.split(key, 4)
-        ones = {"scale": jnp.ones(width), "shift": jnp.zeros(width)}
-        gamma, beta = (features.dense_layer(key, width, width) | ones for key in of_layers)
+        gamma, beta = (features.conditional_layer(key, width) for key in of_layers)
         return Parts(task.init(of_model), jax.random.normal(of_embedding, (classes, width)), gamma, beta)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -112,9 +106,8 @@ def gpfl(  # over 80 lines: the loss has three terms that share two conditions
             value = criterion.criterion(top(parts.model, modulated(parts, z, own_condition)), batch)
             shared = modulated(parts, z, generic)
             value += cross_entropy(features.unit_rows(shared) @ features.unit_rows(parts.embedding).T, batch)
-            square = jnp.sum(jnp.where(batch.weight[:, None] > 0, shared - received[batch.y], 0) ** 2)
-            away = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-            return value + embedding_weight * away, parts
+            away = jnp.where(batch.weight[:, None] > 0, shared - received[batch.y], 0)
+            return value + embedding_weight * features.norm(away), parts
 
         passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
         return local.train_epochs(key, loss, start, view, step, moves, **passes)

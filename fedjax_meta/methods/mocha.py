@@ -14,7 +14,7 @@ loss and the relations of the authors' code (opt/run_mocha.m).
 | Sigma = inverse of Omega | `Own.relation`, the client's row of it | `[N]` |
 | rho Sigma_tt, rho = sigma' | `Own.step` | scalar |
 | lambda | `regularisation` | scalar |
-| W = map Sigma / lambda | `_mix` | |
+| W = map Sigma / lambda | `primal` of `related_tasks.py` | `[N, K, d + 1]` |
 
 The problem is sum_t mean_i hinge(y_i w_t x_i) + lambda / 2 tr(W Omega W'). x are the features of the task's body, which stays
 as it was initialised, with a 1 appended; classes are told apart one against the rest, with the same relations.
@@ -24,7 +24,6 @@ Differs from the code: W is recomputed when Sigma changes, so that it stays the 
 sampled (in the paper all take part), those outside a cohort keep their model until they take part again.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +36,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Traine
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
+from fedjax_meta.related_tasks import ascend, hinge, primal, relations, safety
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
@@ -57,73 +57,8 @@ class Own(NamedTuple):
     step: jax.Array
 
 
-def relations(weights: jax.Array, smoothing: Scalar) -> jax.Array:
-    """Sigma = (W'W)^(1/2) / tr (W'W)^(1/2), mixed with the identity over N; that identity while W is 0.
-
-    Args:
-      weights: `[N, ...]`, the model of each client.
-      smoothing: share of the identity.
-
-    Returns:
-      `[N, N]`, symmetric, positive, of trace 1.
-    """
-    flat = weights.reshape(len(weights), -1)
-    values, vectors = jnp.linalg.eigh(flat @ flat.T)
-    root = (vectors * jnp.sqrt(jnp.maximum(values, 0))[None]) @ vectors.T
-    trace, even = jnp.trace(root), jnp.eye(len(flat)) / len(flat)
-    return jnp.where(trace > 0, (1 - smoothing) * root / jnp.where(trace > 0, trace, 1) + smoothing * even, even)
-
-
-def safety(relation: jax.Array) -> jax.Array:
-    """sigma' = max_t sum_t' |Sigma_tt'| / Sigma_tt, over rows that are not 0: no client's step overshoots that of all."""
-    own = jnp.diagonal(relation)
-    return jnp.max(jnp.where(own > 0, jnp.sum(jnp.abs(relation), 1) / jnp.where(own > 0, own, 1), 0), initial=0)
-
-
-def ascend(
-    dual: jax.Array,
-    weights: jax.Array,
-    x: jax.Array,
-    y: jax.Array,
-    size: Scalar,
-    order: jax.Array,
-    steps: Scalar,
-    scale: Scalar,
-) -> jax.Array:
-    """Coordinate ascent on the hinge loss's local dual: each step maximises it over one sample's variables.
-
-    Args:
-      dual: `[M, K]`.
-      weights: `[K, d]`, the model from before.
-      x, y: `[M, d]`, `[M]`.
-      size: number of samples n.
-      order: int `[n or more]`, samples in the order of the steps, again and again.
-      steps: number of steps, may be traced.
-      scale: sigma' Sigma_tt / lambda.
-
-    Returns:
-      the dual variables, `[M, K]`.
-    """
-    count = jnp.maximum(size, 1)
-
-    def step(t: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        dual, moved = carry
-        i = order[t % count]
-        sign = jnp.where(y[i] == jnp.arange(dual.shape[1]), 1, -1).astype(dual.dtype)
-        length = jnp.maximum(scale * jnp.sum(x[i] ** 2), jnp.finfo(dual.dtype).tiny)
-        best = sign * jnp.clip(count * (1 - sign * (moved @ x[i])) / length + dual[i] * sign, 0, 1)
-        return dual.at[i].set(best), moved + scale * (best - dual[i])[:, None] * x[i][None] / count
-
-    return jax.lax.fori_loop(0, steps, step, (dual, weights))[0]
-
-
-def primal(relation: jax.Array, maps: jax.Array, regularisation: Scalar) -> jax.Array:
-    """W = Sigma map / lambda, `[N, K, d]`."""
-    return jnp.tensordot(relation, maps, 1) / regularisation
-
-
 @method_builder
-def mocha(
+def mocha(  # over 80 lines: a client's part and the server's share seven options
     task: Task,
     *,
     regularisation: Rate = 0.01,
@@ -160,50 +95,29 @@ def mocha(
     checks.count("capacity", capacity)
     classes, width = features.head_shape(task, "mocha")
 
-    def samples(variables: Variables, view: ClientView) -> tuple[jax.Array, jax.Array]:
-        """(features with a 1 appended, 0 for padding, labels) of as many places as the largest client's view has."""
-        count = max(view.max_size, 1)
-        real = jnp.arange(count) < view.size
-        batch = view.take(jnp.arange(count), real)
-        z = extract(variables, batch.x)
-        z = jnp.concatenate([z, jnp.ones((count, 1), z.dtype)], 1)
-        return jnp.where(real[:, None], z, 0), batch.y
-
     def solve(
-        key: Key,
-        weights: jax.Array,
-        dual: jax.Array,
-        view: ClientView,
-        xy: Any,
-        passes: int,
-        step: Scalar,
-        needed: Any = True,
+        key: Key, weights: jax.Array, dual: jax.Array, view: ClientView, xy: Any, passes: int, step: Scalar, needed: Any = True
     ) -> tuple[jax.Array, jax.Array]:
         """(dual variables after `passes` over the samples of a view, their map)."""
-        x, y = xy
         index = jnp.arange(len(dual), dtype=jnp.int32)
         order = permute(permutation_keys(tagged(key, "order")), index, view.size)
         steps = jnp.where(needed, view.epochs(tagged(key, "steps"), 1, passes).steps, 0)
-        dual = ascend(dual, weights, x, y, view.size, order, steps, step / regularisation)
-        return dual, dual.T @ x / jnp.maximum(view.size, 1)
+        x, y = xy
+        return ascend(dual, weights, x, y, view.size, order, steps, step / regularisation)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         view, model, own = data["train"], received.model, received.memory
         if view.max_size > capacity:
             raise ValueError(f"a client's train view has up to {view.max_size} samples, more than capacity={capacity}")
-        x, y = samples(model.variables, view)
+        x, y = features.of_view(task, model.variables, view)
         count = len(x)
         dual, mapped = solve(key, model.weights, own.dual[:count], view, (x, y), epochs, own.step)
-        sign = jnp.where(y[:, None] == jnp.arange(classes)[None], 1, -1)
-        hinge = jnp.sum(jnp.maximum(1 - sign * (x @ model.weights.T), 0), 1)
-        loss = jnp.sum(jnp.where(jnp.arange(count) < view.size, hinge, 0)) / jnp.maximum(view.size, 1)
-        return Trained(
-            model, {"loss": loss}, memory=own._replace(dual=own.dual.at[:count].set(dual), map=mapped), stacked=mapped
-        )
+        memory = own._replace(dual=own.dual.at[:count].set(dual), map=mapped)
+        return Trained(model, {"loss": hinge(model.weights, x, y, view.size)}, memory=memory, stacked=mapped)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Model:
         model, seen, scale = received.model, received.seen, received.memory.step
-        xy, alone = samples(model.variables, support), jnp.zeros_like(model.weights)
+        xy, alone = features.of_view(task, model.variables, support), jnp.zeros_like(model.weights)
         start = jnp.zeros((len(xy[1]), classes), model.weights.dtype)
         mapped = solve(key, alone, start, support, xy, new_client_epochs, scale, ~jnp.asarray(seen))[1]
         return model._replace(weights=jnp.where(seen, model.weights, scale * mapped / regularisation))
@@ -211,6 +125,32 @@ def mocha(
     def predict(variables: Model, x: PyTree) -> jax.Array:
         z = extract(variables.variables, x)
         return z @ variables.weights[:, :-1].T + variables.weights[:, -1][None]
+
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+        """The models of a cohort from the maps of all clients, and, every few rounds, their rows of the new relations."""
+        del key, data
+        count = len(state.seen)
+        target = jnp.where(cohort.returned, cohort.ids, count)
+
+        def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:
+            """Rows of all clients, 0 for those that have never taken part."""
+            seen = state.seen.reshape((-1,) + (1,) * (kept.ndim - 1))
+            return jnp.where(seen, kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
+
+        maps, rows = of_all(state.memory.map, cohort.stacked), of_all(state.memory.relation, cohort.memory.relation)
+        # A client without a row yet is related to itself alone.
+        fresh = of_all(jnp.zeros(count), jnp.ones(len(target))) * ~jnp.any(rows != 0, 1)
+        rows = jnp.where(fresh[:, None] > 0, jnp.eye(count) / count, rows)
+        renewed = relations(primal(rows, maps, regularisation), smoothing)
+        rows = jnp.where((state.round + 1) % relation_every == 0, renewed, rows)
+        mine = rows[cohort.ids]
+        step = safety(rows) * mine[jnp.arange(len(mine)), cohort.ids]
+        weights = primal(mine, maps, regularisation)
+        personal = jax.tree.map(
+            lambda old, new: new.astype(old.dtype), cohort.personal, cohort.personal._replace(weights=weights)
+        )
+        memory = cohort.memory._replace(relation=mine.astype(rows.dtype), step=step.astype(cohort.memory.step.dtype))
+        return personal, memory
 
     def init(key: Key) -> Model:
         return Model(task.init(key), jnp.zeros((classes, width + 1)))
@@ -231,36 +171,7 @@ def mocha(
         # Nothing is averaged, so that a weight says only whether a client takes part.
         weighting="uniform",
         init_memory=init_memory,
-        collaborate=Collaboration(
-            partial(_mix, regularisation=regularisation, every=relation_every, smoothing=smoothing), reads="", gives="personal"
-        ),
+        collaborate=Collaboration(mix, reads="", gives="personal"),
         whole_population=True,
         needs_classes=True,
     )
-
-
-def _mix(
-    key: Key, state: State, cohort: Cohort, data: FederatedData, *, regularisation: Rate, every: int, smoothing: Rate
-) -> tuple[PyTree, PyTree]:
-    """The models of a cohort from the maps of all clients, and, every few rounds, their rows of the new relations."""
-    del key, data
-    count = len(state.seen)
-    target = jnp.where(cohort.returned, cohort.ids, count)
-
-    def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:
-        """Rows of all clients, 0 for those that have never taken part."""
-        seen = state.seen.reshape((-1,) + (1,) * (kept.ndim - 1))
-        return jnp.where(seen, kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
-
-    maps, rows = of_all(state.memory.map, cohort.stacked), of_all(state.memory.relation, cohort.memory.relation)
-    # A client without a row yet is related to itself alone.
-    fresh = of_all(jnp.zeros(count), jnp.ones(len(target))) * ~jnp.any(rows != 0, 1)
-    rows = jnp.where(fresh[:, None] > 0, jnp.eye(count) / count, rows)
-    renewed = relations(primal(rows, maps, regularisation), smoothing)
-    rows = jnp.where((state.round + 1) % every == 0, renewed, rows)
-    mine = rows[cohort.ids]
-    step = safety(rows) * mine[jnp.arange(len(mine)), cohort.ids]
-    weights = primal(mine, maps, regularisation)
-    personal = jax.tree.map(lambda old, new: new.astype(old.dtype), cohort.personal, cohort.personal._replace(weights=weights))
-    memory = cohort.memory._replace(relation=mine.astype(rows.dtype), step=step.astype(cohort.memory.step.dtype))
-    return personal, memory

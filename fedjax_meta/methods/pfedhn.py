@@ -99,15 +99,15 @@ class _PFedHN:
         hyper = {"trunk": layers[: 1 + self.hidden], "leaves": layers[1 + self.hidden :]}
         return Model(hyper, masks.split(self.task.init(tagged(key, "own")), self.own)[0])
 
-    def generate(self, hyper: Params, embedding: jax.Array) -> PyTree:
-        """h(v; φ): a trunk of dense layers with ReLU between them, and on it a dense layer for each generated leaf."""
+    def generate(self, hyper: Params, embedding: jax.Array) -> tuple[PyTree, jax.Array]:
+        """(h(v; φ), what its trunk gives): dense layers with ReLU between them, and on them a dense layer for each leaf."""
         first, *rest = hyper["trunk"]
         h = first["kernel"] @ embedding + first["bias"]
         for dense in rest:
             h = dense["kernel"] @ jax.nn.relu(h) + dense["bias"]
         forms, structure = jax.tree.flatten(self.generated)
         pairs = zip(hyper["leaves"], forms, strict=True)
-        return jax.tree.unflatten(structure, [(d["kernel"] @ h + d["bias"]).reshape(form.shape) for d, form in pairs])
+        return jax.tree.unflatten(structure, [(d["kernel"] @ h + d["bias"]).reshape(form.shape) for d, form in pairs]), h
 
     def init_memory(self, key: Key, model: Model, num_clients: int) -> Embedding:
         del model, num_clients
@@ -116,7 +116,7 @@ class _PFedHN:
 
     def client(self, key: Key, received: Received, data: ClientData) -> Trained:
         model, embedding = received.model, received.memory
-        generated, pull_back = jax.vjp(self.generate, model.hyper, embedding.value)
+        generated, pull_back, h = jax.vjp(self.generate, model.hyper, embedding.value, has_aux=True)
         if self.epochs is None:
             batches = data["train"].endless(tagged(key, "order"), self.batch_size, self.local_steps)
         else:
@@ -126,8 +126,11 @@ class _PFedHN:
         trained, loss = local.train(tagged(key, "loss"), self.task.loss, start, batches, self.optimizer, everything)
         own, moved = masks.split(trained, self.own)
         # ∇φ, ∇v = (∂θ/∂(φ, v))ᵀ Δθ, with Δθ = received - trained so that the server descends.
-        gradient = pull_back(optax.tree.sub(generated, moved))
-        norm = optax.tree.norm(gradient)
+        fell = optax.tree.sub(generated, moved)
+        gradient = pull_back(fell)
+        # The last layers have nearly all parameters. Their gradient, Δθ hᵀ and Δθ, has a norm that needs no pass over them.
+        rest = optax.tree.norm((gradient[0]["trunk"], gradient[1]), squared=True)
+        norm = jnp.sqrt(rest + optax.tree.norm(fell, squared=True) * (1 + jnp.sum(h**2)))
         gradient = optax.tree.scale(jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-12)), gradient)
         update, slots = self.embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
         memory = Embedding(embedding.value + update, slots)
@@ -143,15 +146,15 @@ class _PFedHN:
             batches = support.full(self.new_client_steps).only_if(~received.seen)
 
             def fit(pair: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
-                return self.task.loss(masks.merge(pair[1], self.generate(hyper, pair[0])), batch, key)[0], pair
+                return self.task.loss(masks.merge(pair[1], self.generate(hyper, pair[0])[0]), batch, key)[0], pair
 
             moving = (True, jax.tree.map(lambda _: True, own))
             (value, own), _ = local.train(key, fit, (value, own), batches, optax.adam(self.new_client_lr), moving)
-        return masks.merge(own, self.generate(hyper, value))
+        return masks.merge(own, self.generate(hyper, value)[0])
 
     def travels(self, model: Model) -> tuple[PyTree, PyTree]:
         """The generated leaves come down, and by how much they moved goes up."""
-        generated = self.generate(model.hyper, jnp.zeros(self.embedding_size))
+        generated, _ = self.generate(model.hyper, jnp.zeros(self.embedding_size))
         return generated, generated
 
 

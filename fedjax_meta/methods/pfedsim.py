@@ -11,7 +11,8 @@ Tan, Zhou, Liu, Wang, Yu: "pFedSim: similarity-aware model aggregation towards p
 | S_ij | `mixture`, -log(1 - cosine), normalised | `[C, C]` |
 
 Differs from the code: a mixture is over the bodies of the last cohort of a client (there over all clients, with similarities of
-the last cohort in which two of them met), and cosines are those of whole heads (there the mean over classes of those of rows).
+the last cohort in which two of them met), and cosines are those of whole heads (there the mean over classes of those of rows:
+`cosines="rows"`).
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from fedjax_meta import checks, local, masks
+from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
@@ -40,19 +41,25 @@ class Own(NamedTuple):
     personal: jax.Array
 
 
-def mixture(heads: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.Array:
+def cosines_of(heads: jax.Array) -> jax.Array:
+    """Of each pair, the cosine, or the mean of the cosines of rows: `[C, C]` from heads `[C, p]`, or their rows `[C, K, d]`."""
+    norm = jnp.sqrt(jnp.sum(heads**2, -1))
+    unit = heads / jnp.where(norm > 0, norm, 1)[..., None]
+    if heads.ndim == 2:
+        return jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("ikd,jkd->ij", unit, unit, precision=jax.lax.Precision.HIGHEST) / heads.shape[1]
+
+
+def mixture(cosine: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.Array:
     """S_ij = -log(1 - min(max(0, cosine), most)) over the valid clients, S_ii = -log(1 - most), rows normalised.
 
     Args:
-      heads: `[C, p]`, all parameters of each head.
+      cosine: `[C, C]`.
       valid: bool `[C]`, whose models came; the others keep their own.
       most: the cosine of a client with itself.
     """
-    norm = jnp.sqrt(jnp.sum(heads**2, 1))
-    unit = heads / jnp.where(norm > 0, norm, 1)[:, None]
-    cosine = jnp.clip(jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST), 0, most)
-    weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-cosine), 0)
-    weight = jnp.where(jnp.eye(len(heads), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
+    weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-jnp.clip(cosine, 0, most)), 0)
+    weight = jnp.where(jnp.eye(len(valid), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
     return weight / jnp.sum(weight, 1, keepdims=True)
 
 
@@ -63,6 +70,7 @@ def pfedsim(
     lr: Rate = 0.01,
     warmup: int = 50,
     head: masks.MaskSpec = "head",
+    cosines: str = "heads",
     epochs: int = 5,
     batch_size: int = 32,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
@@ -74,14 +82,25 @@ def pfedsim(
       task: a model with named layers.
       warmup: rounds of FedAvg; in the authors' code half of all rounds.
       head: mask of the leaves that stay with their client, and whose cosines are taken.
+      cosines: of whole "heads", or the mean of those of their "rows" (the authors' code), the weights of the logit of one class
+        each; they need a task with features and a linear head.
       lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
 
     Raises:
-      ValueError: an option out of range.
+      ValueError: an option out of range; "rows" of a task without features.
     """
     checks.count("warmup", warmup, least=0)
+    checks.one_of("cosines", cosines, ("heads", "rows"))
+    by_rows = cosines == "rows"
+    if by_rows:
+        features.require_features(task, "pfedsim")
     own, trainable = masks.resolve(head, task, name="head"), task.trainable(masks.variables_shape(task))
     trainable_head = masks.intersection(own, trainable)
+
+    def compared(model: Variables) -> jax.Array:
+        if by_rows:
+            return features.class_rows(task, model)
+        return ravel_pytree(masks.split(model, trainable_head)[0])[0]
 
     def choose(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
@@ -98,8 +117,7 @@ def pfedsim(
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         del key, state, data
         heads, bodies = masks.split(cohort.stacked, own)
-        compared = jax.vmap(lambda model: ravel_pytree(masks.split(model, trainable_head)[0])[0])(cohort.stacked)
-        matrix = mixture(compared, cohort.returned)
+        matrix = mixture(cosines_of(jax.vmap(compared)(cohort.stacked)), cohort.returned)
         memory = cohort.memory._replace(start=masks.merge(heads, combine(matrix, bodies)))
         return cohort.personal, memory, {"own_share": jnp.diagonal(matrix)}
 

@@ -235,7 +235,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
         # Points of one shape are one program. Cohorts are traced, since each that is drawn would be compiled.
         traced.add(shape)
         for data in training:
-            jax.eval_shape(lambda key, of=algorithm, n=data.num_clients: of.cohort(key, 0, n), jax.random.key(0))
+            jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
     if system.pooled and (jax.tree.leaves((state.personal, state.memory)) or view is not None):

@@ -192,7 +192,7 @@ class Scenario:
         """Loads the data set and cuts it; the same scenario always gives the same clients.
 
         Raises:
-          ValueError: a data set that is not there, too few samples for so many clients.
+          ValueError: a data set that is not there or has one class, too few samples for so many clients.
         """
         own = None
         if self.dataset in GENERATED:
@@ -204,6 +204,10 @@ class Scenario:
         else:
             made, own = self._of_partition(data_dir)
         train, title = made.train, made.name
+        if train.num_classes == 1:
+            raise ValueError(
+                f"dataset {self.dataset}: all samples have the label 0, but a classifier needs at least 2 classes"
+            )
         if self.shift is not None:
             train = SHIFTS[self.shift](train, **{"seed": self.seed, **self.shift_options})
             title += f", {self.shift}"

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedjax_meta as fm
+from fedjax_meta import engine
 from fedjax_meta.data import ClientView, from_partition
 from tests.data.common import flat, numbered, seen
 
@@ -120,3 +122,30 @@ def test_a_share_of_a_pass_is_a_random_part_of_the_samples_rounded_up(share, cou
             assert len(rows) == len(set(rows)) == count
             drawn.append(tuple(sorted(rows)))
     assert len(set(drawn)) == (1 if count in (0, 12) else len(set(drawn))) and (count in (0, 12) or len(set(drawn)) > 1)
+
+
+def test_flat_samples_give_the_same_batches(rng):
+    """Inputs of several leaves, one of which is an image with a scale of its own."""
+    image = rng.integers(0, 255, (30, 4, 3, 2), dtype=np.uint8)
+    x = {"image": image, "age": rng.normal(size=30), "tokens": np.arange(60).reshape(30, 2)}
+    scale = {"image": np.full((4, 3, 1), 0.5), "age": None, "tokens": None}
+    offset = {"image": np.arange(24.0).reshape(4, 3, 2), "age": None, "tokens": None}
+    clients = [({name: leaf[i::3] for name, leaf in x.items()}, np.arange(10) % 2) for i in range(3)]
+    data = fm.from_clients(clients, num_classes=2)
+    data = dataclasses.replace(data, scale=scale, offset=offset)
+    rows = data.flat()
+    assert rows.x["image"].shape == (30, 24) and rows.flat() is rows
+    assert rows.sample_shapes == data.sample_shapes == ((), (4, 3, 2), (2,))
+    for client in range(3):
+        one, other = (of.client(client)["train"].in_order(4).get(1) for of in (data, rows))
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_round_with_flat_samples_is_the_same(rng):
+    clients = [(rng.integers(0, 255, (6, 4, 4, 1), dtype=np.uint8), np.arange(6) % 2) for _ in range(3)]
+    data = fm.from_clients(clients, num_classes=2)
+    algorithm = fm.federate(fm.fedavg(fm.models.logistic(16, 2), lr=0.1), fm.Federation(cohort_size=2))
+    state = algorithm.init(jax.random.key(0), data)
+    found = [algorithm.round(jax.random.key(1), state, of)[0].model for of in (data, engine.laid_out(data, "tpu"))]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert engine.laid_out(data, "cuda") is data

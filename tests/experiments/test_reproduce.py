@@ -129,7 +129,18 @@ def test_scores_of_orders_are_those_of_each_part():
         micro = confusion[part][:, [0, 1], [0, 1]].sum() / confusion[part].sum()
         one = accuracy[part]
         wanted = [micro, one.mean(), one.std(), (one**2).mean(), (one**2).std()]
-        np.testing.assert_allclose(found[order], wanted)
+        np.testing.assert_allclose([found[name][order] for name in standing.SCORES], wanted)
+
+
+def test_scores_of_a_study_without_classes_are_the_shares_that_it_measures():
+    values = [0.5, 0.7, 0.1, 0.3]
+    test = {"metrics": {"token_accuracy": {"values": values, "share": True}, "perplexity": {"values": values, "share": False}}}
+    found = standing._scores(test, 2)
+    assert set(found) == {"token_accuracy_mean", "token_accuracy_std"}
+    np.testing.assert_allclose(found["token_accuracy_mean"], [0.6, 0.2])
+    np.testing.assert_allclose(found["token_accuracy_std"], [0.1, 0.1])
+    row = {"known": {name: [10.0] for name in found}}
+    assert standing._mean_and_deviation(row) == ("token_accuracy_mean", "token_accuracy_std")
 
 
 def measured(mean, seeds=math.nan, orders=math.nan):
@@ -226,7 +237,7 @@ def invoke(*arguments):
 
 def test_mistakes_are_met_with_one_line(tmp_path):
     found = invoke("--only", "nothing", "--list")
-    assert found.exit_code == 1 and "error: the list has no run 'nothing'; it has fedmeta_per" in found.output
+    assert found.exit_code == 1 and "error: run='nothing' is unknown; allowed are fedmeta_per" in found.output
     found = invoke("--write-docs", tmp_path)
     assert found.exit_code == 1 and "holds no results of fedmeta_per" in found.output.replace("\n", " ")
 

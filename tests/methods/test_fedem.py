@@ -35,7 +35,7 @@ def test_with_one_component_it_is_fedavg():
     first = start(average)
     state = run(algorithm, 3, start(algorithm)._replace(model=jax.tree.map(lambda leaf: leaf[None], first.model)))
     assert problems.distance(of(state.model, 0), run(average, 3, first).model) < 1e-12
-    np.testing.assert_array_equal(state.memory, 1)
+    np.testing.assert_array_equal(state.memory.share, 1)
 
 
 def test_components_start_differently():
@@ -56,9 +56,9 @@ def test_a_round_of_expectation_and_maximisation_written_out():
         return jnp.sum(samples.weight) / number * cross_entropy(problems.task().predict(w, samples.x), samples)
 
     for client in range(7):
-        share, number = np.asarray(state.memory[client]), len(batch(client).y)
+        share, number = np.asarray(state.memory.share[client]), len(batch(client).y)
         q = expectation(state.model, share, padded(client))[:number]
-        np.testing.assert_allclose(after.memory[client], q.mean(0), atol=1e-12)
+        np.testing.assert_allclose(after.memory.share[client], q.mean(0), atol=1e-12)
         for m in range(3):
             weighted = padded(client)._replace(weight=np.pad(q[:, m], (0, len(padded(client).y) - number)))
             model = of(state.model, m)
@@ -75,7 +75,7 @@ def test_prediction_mixes_probabilities_by_the_clients_shares():
     predicted = np.exp(algorithm.predict(personalized(algorithm, state, client), x))
     expected = sum(
         share * np.asarray(jax.nn.softmax(problems.task().predict(of(state.model, m), x)))
-        for m, share in enumerate(state.memory[client])
+        for m, share in enumerate(state.memory.share[client])
     )
     np.testing.assert_allclose(predicted, expected, atol=1e-12)
 

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from fedjax_meta import checks
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.trial import Copy, Result, load_libraries
 
@@ -22,28 +23,34 @@ LIMIT = 1800
 HELP = """\
 Breaks the library in small ways and counts how often its tests notice.
 
-A mutant is one file with one small error: a comparison, a sign, a constant, the name of a view, two exchanged arguments, a
-dropped keyword, a deleted statement, a negated condition. A seeded sample of all mutants is tried, each on a copy of the
-project in FOLDER, against the tests that tests_of.toml names for its file, cheapest first, until one fails; that one must pass
-without the error. Survivors show what no test notices: strengthen a test, or, if the mutant computes the same, say why in
-explained.toml.
+Examples:
+  python -m tests.mutation --sample 300 --out runs/mutation
+  python -m tests.mutation --sample 20 --files fedjax_meta/local.py
+  python -m tests.mutation --list --files fedjax_meta/local.py
+  python -m tests.mutation --sample 300 --out runs/mutation --survivors
 
-FOLDER/trials.jsonl has a line for each mutant that was tried. A run that was stopped goes on where it was: give it the same
-FOLDER. A mutant counts anew when its file changes. FOLDER/report.txt has the score and the survivors.
-"""
-EXAMPLES = """\
-examples:
-  python -m tests.mutation --sample 300 --out runs/mutation              the score that is reported
-  python -m tests.mutation --sample 20 --files fedjax_meta/local.py      a look at one file
-  python -m tests.mutation --list --files fedjax_meta/local.py           its mutants, none tried
-  python -m tests.mutation --sample 300 --out runs/mutation --survivors  try the survivors again, after a test was strengthened
+The first gives the score that is reported, the second looks at one file, the
+third prints the mutants of a file and tries none, the last tries the survivors
+again, after a test was strengthened.
+
+A mutant is one file with one small error: a comparison, a sign, a constant,
+the name of a view, two exchanged arguments, a dropped keyword, a deleted
+statement, a negated condition. A seeded sample of all mutants is tried. Each
+is tried on a copy of the project in FOLDER (--out), against the tests that
+tests_of.toml names for its file, cheapest first, until one fails; that one
+must pass without the error. Survivors show what no test notices: strengthen a
+test, or, if the mutant computes the same, say why in explained.toml.
+
+FOLDER/trials.jsonl has a line for each mutant that was tried. A run that was
+stopped goes on where it was: give it the same FOLDER. A mutant counts anew
+when its file changes. FOLDER/report.txt has the score and the survivors.
 """
 
 
 def main() -> None:
     """Reads the arguments and runs."""
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tests.mutation", description=HELP, epilog=EXAMPLES, formatter_class=shape)
+    parser = argparse.ArgumentParser("python -m tests.mutation", description=HELP, formatter_class=shape, allow_abbrev=False)
     parser.add_argument(
         "--sample", type=int, default=300, help="mutants to try (300); those that cannot be imported come on top"
     )
@@ -56,7 +63,8 @@ def main() -> None:
     mapping = read_mapping()
     files = given.files or list(mapping)
     if unknown := [path for path in files if path not in mapping]:
-        parser.error(f"tests_of.toml has no tests for {', '.join(unknown)}; it has {', '.join(mapping)}")
+        hint = checks.nearest(unknown[0], mapping)
+        parser.error(f"tests_of.toml has no tests for {', '.join(unknown)}{hint}; it has {', '.join(mapping)}")
     if given.sample < 1:
         parser.error(f"--sample {given.sample} must be at least 1")
     mutants = [mutant for path in sorted(files) for mutant in mutants_of(PROJECT, path)]

@@ -1,6 +1,10 @@
 """The command `fedjax-meta`."""
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -142,7 +146,7 @@ def test_every_method_is_cited_as_its_file_cites_it():
     for name, builder in METHODS.items():
         source = catalogue.citation(name)
         text = " ".join((inspect.getmodule(builder).__doc__ or "").split())
-        assert source or name == "local_only"
+        assert source or name == "local_only", f"{name} has no entry in _PAPERS of fedjax_meta/study/catalogue.py"
         author, _, number = source.rpartition(" ")
         if number.replace(".", "").isdecimal():
             assert f"arXiv {number}" in text, name
@@ -180,3 +184,17 @@ def test_the_version_is_that_of_the_package():
 def test_help_fits_80_columns(words):
     code, text = said(*words, "--help")
     assert code == 0 and all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_metric_of_a_module_that_stands_here_is_found_by_the_installed_command(tmp_path):
+    """-P leaves the working directory out of the path, as the script that pip installs does."""
+    (tmp_path / "scores_of_mine.py").write_text(
+        "import fedjax_meta as fm\nclose = fm.measures.mean('close', lambda outputs, y: outputs == y, share=True)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(TREE | {"metrics": ["scores_of_mine:close"]}), encoding="utf-8")
+    code = "from fedjax_meta.__main__ import main; main()"
+    command = [sys.executable, "-P", "-c", code, "show", "study.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "scores_of_mine:close" in done.stdout, done.stderr

@@ -19,8 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="u
 
 
 def block(kind):
-    (found,) = re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL)
-    return found
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL)[0]
 
 
 def test_the_study_of_the_page_builds():

@@ -36,22 +36,30 @@ from tests.whole_rounds.world import (
 RATE, BATCH, SERVER = 0.15, 4, 0.7
 
 
+@pytest.mark.parametrize(("mean_samples", "clip"), [(None, None), (17.0, None), (None, 1.9), (17.0, 1.9)])
 @written_from("alpemreacar/FedDyn", "48a19fa", "utils_methods.py:373-401", "utils_general.py:190-225")
-def test_two_rounds_of_feddyn():
-    alpha = 0.3
-    library = Library(fm.feddyn(task(), lr=RATE, alpha=alpha, epochs=2, batch_size=BATCH), server_lr=SERVER)
-    w, memory = library.w, {}
+def test_two_rounds_of_feddyn(mean_samples, clip):
+    """alpha over a client's share n / mean n, and g + alpha (h - theta^t) clipped before alpha theta comes, are the code's."""
+    options = {"alpha": 0.3, "mean_samples": mean_samples, "clip": clip}
+    library = Library(fm.feddyn(task(), lr=RATE, **options, epochs=2, batch_size=BATCH), server_lr=SERVER)
+    w, memory, clipped = library.w, {}, set()
     for number, cohort in enumerate(COHORTS):
         models = []
         for i in cohort:
             theta, h = w, memory.get(i, 0 * w)
+            alpha = 0.3 if mean_samples is None else 0.3 / (TRAIN[i] / mean_samples)
             for batch in epochs(order_key(number, i), i, "train", BATCH, 2):
-                theta = theta - RATE * (gradient(theta, batch) + alpha * (h + theta - w))
+                linear = gradient(theta, batch) + alpha * (h - w)
+                if clip is not None:
+                    clipped.add(bool(np.linalg.norm(linear) > clip))
+                    linear = linear * min(1, clip / np.linalg.norm(linear))
+                theta = theta - RATE * (linear + alpha * theta)
             memory[i] = h + theta - w
             models.append(theta)
         extra = sum(memory.values()) / N
         w = w + SERVER * (np.mean(models, 0) + extra - w)
         check((library.first, library.last)[number], number + 1, model=w, memory=rows(memory, 0 * w), extra=extra)
+    assert clip is None or clipped == {True, False}
     for i in (KNOWN, LATE, NEW):
         near(library.tested(i), w)
 

@@ -11,9 +11,12 @@ class counts; on its features, held fixed, a personal head that starts at 0 desc
 from functools import partial
 
 import numpy as np
+import optax
+import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.keys import tagged
+from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     CLASSES,
     HEAD,
@@ -94,11 +97,14 @@ def test_two_rounds_of_moon():
         near(library.tested(i), momentum_sgd(w, RATE, batches, HEAD, **sgd))
 
 
-def test_two_rounds_of_fedem():
-    count, steps = 3, 4
-    library = Library(
-        fm.fedem(task(), components=count, lr=RATE, epochs=2, batch_size=BATCH, test_steps=steps), server_lr=SERVER
-    )
+@pytest.mark.parametrize("keep", [False, True])
+@written_from("omarfoq/FedEM", "996fadd", "client.py:91-116", "learners/learner.py:173-194")
+def test_two_rounds_of_fedem(keep):
+    """As in the paper; or as in omarfoq/FedEM at 996fadd, whose clients keep their optimisers, here with momentum 0.6."""
+    count, steps, momentum = 3, 4, 0.6 if keep else 0.0
+    options = {"optimizer": partial(optax.sgd, momentum=momentum), "keep_optimizer": True} if keep else {}
+    options |= {"lr": RATE, "epochs": 2, "batch_size": BATCH, "test_steps": steps}
+    library = Library(fm.fedem(task(), components=count, **options), server_lr=SERVER)
     parts = [slice(0, 12), slice(12, 15), slice(15, 27)]
 
     def apart(flat):
@@ -112,21 +118,25 @@ def test_two_rounds_of_fedem():
         likelihood = np.stack([probabilities(w, batch[0])[np.arange(len(batch[1])), batch[1]] for w in models], 1)
         return pi * likelihood / np.sum(pi * likelihood, 1, keepdims=True)
 
-    def client(round_, i, flat, pi):
-        start, pi = apart(flat), np.full(count, 1 / count) if pi is None else pi
+    blank = np.r_[np.full(count, 1 / count), np.zeros(27 * count if keep else 0)]
+
+    def client(round_, i, flat, memory):
+        start, memory = apart(flat), blank if memory is None else memory
+        pi, slots = memory[:count], apart(memory[count:]) if keep else np.zeros((count, 27))
         models = start
         for batch in epochs(order_key(round_, i), i, "train", BATCH, 2):
             q = shares_of(start, pi, batch)
-            models = np.stack([w - RATE * gradient(w, batch, q[:, m]) for m, w in enumerate(models)])
-        return joined(models), shares_of(start, pi, view(i, "train")).mean(0)
+            slots = momentum * slots + np.stack([gradient(w, batch, q[:, m]) for m, w in enumerate(models)])
+            models = models - RATE * slots
+        return joined(models), np.r_[shares_of(start, pi, view(i, "train")).mean(0), joined(slots) if keep else []]
 
     after = two_rounds(library.w, client, TRAIN, personal=np.zeros(27 * count, bool), server_lr=SERVER)
     for number, state in enumerate((library.first, library.last)):
         flat, _, pi = after[number]
-        check(state, number + 1, model=flat, memory=rows(pi, np.zeros(count)))
+        check(state, number + 1, model=flat, memory=rows(pi, 0 * blank))
     flat, _, pi = after[-1]
     for i in (KNOWN, LATE):
-        near(library.tested(i), np.r_[flat, pi[i]])
+        near(library.tested(i), np.r_[flat, pi[i][:count]])
     new = np.full(count, 1 / count)
     for _ in range(steps):
         new = shares_of(apart(flat), new, view(NEW, "test_support")).mean(0)

@@ -105,11 +105,13 @@ def test_a_class_without_prototype_is_the_least_likely_and_without_any_the_head_
     near(method.predict(Predictor(variables, none), x), task().predict(variables, x))
 
 
-@pytest.mark.parametrize("momentum", [1.0, 0.3])
+@pytest.mark.parametrize(("momentum", "first_round"), [(1.0, "fedavg"), (0.3, "fedavg"), (0.3, "mean")])
 @written_from("TsingZ0/DBE", "193f435", "system/flcore/clients/clientDBE.py:39-98", "system/flcore/servers/serverDBE.py:14-35")
-def test_two_rounds_of_feddbe(momentum):
+def test_two_rounds_of_feddbe(momentum, first_round):
+    """Clients of the code train once for the global mean alone, before the rounds: its first round is our second."""
     kappa = 5.0
-    options = {"lr": RATE, "regularisation": kappa, "momentum": momentum, "epochs": 2, "batch_size": BATCH}
+    options = {"lr": RATE, "regularisation": kappa, "momentum": momentum, "first_round": first_round, "epochs": 2}
+    options |= {"batch_size": BATCH}
     library = Library(fm.feddbe(task(), **options), server_lr=SERVER)
     w, shift, common, known = library.w, {}, np.zeros(WIDTH), False
     for number, cohort in enumerate(COHORTS):
@@ -134,7 +136,8 @@ def test_two_rounds_of_feddbe(momentum):
             means.append(m)
             shift[i] = s
         weights = [TRAIN[i] for i in cohort]
-        w = w + SERVER * (np.average(models, 0, weights) - w)
+        if known or first_round == "fedavg":
+            w = w + SERVER * (np.average(models, 0, weights) - w)
         common, known = common if known else np.average(means, 0, weights), True
         memory = rows(shift, np.zeros(WIDTH))
         check((library.first, library.last)[number], number + 1, model=w, memory=memory, extra=np.r_[common, 1.0])

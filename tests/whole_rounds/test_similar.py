@@ -13,10 +13,13 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.aggregate.ranks import kth_largest
+from fedjax_meta.features import class_rows
+from tests import problems
 from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     COHORTS,
     HEAD,
+    KEY,
     KNOWN,
     LATE,
     NEW,
@@ -29,16 +32,17 @@ from tests.whole_rounds.world import (
     order_key,
     rows,
     task,
+    unpack,
 )
 
 RATE, BATCH, SERVER = 0.3, 4, 0.7
 LEAVES = (slice(0, 12), slice(12, 15), slice(15, 27))
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 2])
+@pytest.mark.parametrize(("warmup", "cosines"), [(0, "heads"), (1, "heads"), (2, "heads"), (0, "rows")])
 @written_from("KarhouTam/FL-bench", "06e658b", "src/server/pfedsim.py:38-148")
-def test_two_rounds_of_pfedsim(warmup):
-    options = {"lr": RATE, "warmup": warmup, "epochs": 2, "batch_size": BATCH}
+def test_two_rounds_of_pfedsim(warmup, cosines):
+    options = {"lr": RATE, "warmup": warmup, "cosines": cosines, "epochs": 2, "batch_size": BATCH}
     library = Library(fm.pfedsim(task(), **options), server_lr=SERVER)
     w, own, shares = library.w, {}, []
     for number, cohort in enumerate(COHORTS):
@@ -46,9 +50,13 @@ def test_two_rounds_of_pfedsim(warmup):
         for i in cohort:
             start = own[i][27:54] if late and i in own and own[i][54] else w
             trained[i] = descend(start, RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
-        heads = np.array([trained[i][HEAD] for i in cohort])
-        unit = heads / np.linalg.norm(heads, axis=1, keepdims=True)
-        cosine = np.maximum(unit @ unit.T, 0)
+        if cosines == "rows":
+            # Of a class, as rows of a kernel [classes, features]; the mean over the classes.
+            heads = np.array([unpack(trained[i])[2].T for i in cohort])
+        else:
+            heads = np.array([trained[i][HEAD] for i in cohort])[:, None]
+        unit = heads / np.linalg.norm(heads, axis=2, keepdims=True)
+        cosine = np.maximum(np.mean([a @ a.T for a in unit.transpose(1, 0, 2)], 0), 0)
         np.fill_diagonal(cosine, 0.9999)
         weight = -np.log(1 - cosine)
         weight /= weight.sum(1, keepdims=True)
@@ -63,6 +71,20 @@ def test_two_rounds_of_pfedsim(warmup):
     for i in (KNOWN, LATE):
         near(library.tested(i), own[i][:27] if own[i][54] else w)
     near(library.tested(NEW), w)
+
+
+def test_the_rows_of_a_head_are_its_weights_in_any_layout():
+    """A linear head is its rows times the features, and what it gives for none."""
+    for of in (problems.normed_task(), problems.task()):
+        variables = of.init(KEY)
+        found = class_rows(of, variables)
+        z = np.random.default_rng(1).normal(size=(4, found.shape[1]))
+        near(z @ found.T, of.head(variables, z) - of.head(variables, 0 * z), 1e-12)
+
+
+def test_rows_want_a_task_with_features():
+    with pytest.raises(ValueError, match="looks at features"):
+        fm.pfedsim(task()._replace(features=None), cosines="rows")
 
 
 def critical(before, after, share):
