@@ -76,7 +76,7 @@ def page(
     text = ["## When second order pays", "", *_second_order(found), "## What new clients need", ""]
     text += _new_clients(found, systems, tested or {})
     text += ["## Which published orderings survive equal tuning", "", *_orderings(found), "## What was not run", ""]
-    return "\n".join([*text, *_not_run(listed, lines, found)])
+    return "\n".join([*text, *_not_run(dict(zip((run.name for run in listed), studies, strict=True)), lines, found)])
 
 
 def current(studies: Sequence[Study], lines: Mapping[str, Sequence[Line]]) -> Board:
@@ -242,16 +242,15 @@ def _orderings(found: Board) -> list[str]:
     return text
 
 
-def _not_run(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], found: Board) -> list[str]:
+def _not_run(studies: Mapping[str, Study], lines: Mapping[str, Sequence[Line]], found: Board) -> list[str]:
     rows = []
-    for run in listed:
-        study = run.load()
+    for name, study in studies.items():
         for scenario in study.scenarios:
             wanted = study.systems_on(scenario)
-            missing = [name for name in wanted if name not in found.get(scenario, {})]
+            missing = [system for system in wanted if system not in found.get(scenario, {})]
             older = {line.system for line in lines.get(scenario, ())} & set(missing)
             if missing:
                 words = "all" if len(missing) == len(wanted) else ", ".join(missing)
-                rows.append([scenario, run.name, words, str(len(older)) if older else ""])
+                rows.append([scenario, name, words, str(len(older)) if older else ""])
     text = ["All of the list was run.", ""]
     return _table(["scenario", "run", "systems", "run with other settings"], rows, 3) if rows else text
