@@ -10,7 +10,7 @@ from fedjax_meta import data, syntax
 
 
 def test_threads_may_parse_while_garbage_is_collected():
-    """A callback in Python, as JAX has one, lets other threads run in the middle of a parse. Python 3.11's `ast.parse` fails here."""
+    """A callback in Python, as JAX has one, lets other threads run in the middle: `ast.parse` of Python 3.11 then fails."""
     text, interval, often = inspect.getsource(data.partition), sys.getswitchinterval(), gc.get_threshold()
     wanted = ast.dump(ast.parse(text))
 
