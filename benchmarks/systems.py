@@ -95,6 +95,10 @@ SYSTEMS = {
     "fedavg_ft": System(_fedavg),
     "local_only": System(_fedavg),
     "fedprox": System(_fedavg),
+    "fedavgm": System(_fedavg),
+    "fedadagrad": System(_fedavg),
+    "fedadam": System(_fedavg),
+    "fedyogi": System(_fedavg),
     "scaffold": System(_fedavg),
     "scaffold (option I)": System(lambda c: (c.epochs + 1) * c.gradient, _epochs(control="gradient")),
     "moon": System(lambda c: c.epochs * (c.gradient + 2 * c.forward)),
@@ -127,6 +131,11 @@ SYSTEMS = {
         lambda c: {"local_steps": c.epochs * c.steps, "width": WIDTH},
     ),
     "fedpac": System(lambda c: c.head + c.epochs * c.body + 2 * c.forward + 2 * c.cohort * c.head_size),
+    # A local step is a gradient and a meta-gradient, and for HF the difference of two more gradients.
+    "perfedavg": System(lambda c: 4 * _fedavg(c), lambda c: {"local_steps": c.epochs * c.steps}),
+    "perfedavg_fo": System(lambda c: 2 * _fedavg(c), lambda c: {"local_steps": c.epochs * c.steps}),
+    # From the round after the weights have converged on, one pass of the head's gradient over their samples.
+    "fedala": System(lambda c: _fedavg(c) + 0.8 * c.head, _epochs(sample_share=0.8)),
     "feddyn": System(_fedavg),
     "fednova": System(_fedavg),
     "qfedavg": System(lambda c: _fedavg(c) + c.forward),
@@ -148,7 +157,9 @@ SYSTEMS = {
         lambda c: c.forward + c.epochs * c.samples * 4 * c.head_size, lambda c: {"epochs": c.epochs, "capacity": c.samples}
     ),
 }
-"""All systems of the FedPAC comparison (Xu, Tong and Huang, ICLR 2023) and later ones; text in brackets is no part of a name."""
+"""The systems of the FedPAC comparison (Xu, Tong and Huang, ICLR 2023), later ones, and the families of FedOpt and Per-FedAvg.
+
+Text in brackets is no part of a name."""
 
 
 def client_data(model: str, clients: int, samples: int) -> fm.FederatedData:

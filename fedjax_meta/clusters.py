@@ -122,6 +122,28 @@ def partners(overlap: jax.Array, valid: jax.Array, progress: jax.Array) -> jax.A
     return chosen / jnp.sum(chosen, 1, keepdims=True)
 
 
+def cosines_of(vectors: jax.Array) -> jax.Array:
+    """Of each pair, the cosine, or the mean of the cosines of rows: `[C, C]` from vectors `[C, p]`, or rows `[C, K, d]`."""
+    norm = jnp.sqrt(jnp.sum(vectors**2, -1))
+    unit = vectors / jnp.where(norm > 0, norm, 1)[..., None]
+    if vectors.ndim == 2:
+        return jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("ikd,jkd->ij", unit, unit, precision=jax.lax.Precision.HIGHEST) / vectors.shape[1]
+
+
+def similar_clients(cosine: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.Array:
+    """pFedSim's S_ij = -log(1 - min(max(0, cosine), most)) over the valid clients, S_ii = -log(1 - most), rows normalised.
+
+    Args:
+      cosine: `[C, C]`.
+      valid: bool `[C]`, whose models came; the others keep their own.
+      most: the cosine of a client with itself.
+    """
+    weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-jnp.clip(cosine, 0, most)), 0)
+    weight = jnp.where(jnp.eye(len(valid), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
+    return weight / jnp.sum(weight, 1, keepdims=True)
+
+
 def check_clusters(name: str, clusters: int, model: PyTree, data: FederatedData) -> PyTree:
     """A `Method.init_extra` of nothing that raises `ValueError` for more clusters than clients."""
     del model

@@ -8,7 +8,7 @@ Tan, Zhou, Liu, Wang, Yu: "pFedSim: similarity-aware model aggregation towards p
 | omega_i, phi_i | leaves outside and inside `head` | |
 | the model of client i | `Own.model` | like the model |
 | its mixture | `Own.start` | like the model |
-| S_ij | `mixture`, -log(1 - cosine), normalised | `[C, C]` |
+| S_ij | `similar_clients`, -log(1 - cosine), normalised | `[C, C]` |
 
 Differs from the code: a mixture is over the bodies of the last cohort of a client (there over all clients, with similarities of
 the last cohort in which two of them met), and cosines are those of whole heads (there the mean over classes of those of rows:
@@ -27,6 +27,7 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
+from fedjax_meta.clusters import cosines_of, similar_clients
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.task import Task
@@ -39,28 +40,6 @@ class Own(NamedTuple):
     model: Variables
     start: Variables
     personal: jax.Array
-
-
-def cosines_of(heads: jax.Array) -> jax.Array:
-    """Of each pair, the cosine, or the mean of the cosines of rows: `[C, C]` from heads `[C, p]`, or their rows `[C, K, d]`."""
-    norm = jnp.sqrt(jnp.sum(heads**2, -1))
-    unit = heads / jnp.where(norm > 0, norm, 1)[..., None]
-    if heads.ndim == 2:
-        return jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST)
-    return jnp.einsum("ikd,jkd->ij", unit, unit, precision=jax.lax.Precision.HIGHEST) / heads.shape[1]
-
-
-def mixture(cosine: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.Array:
-    """S_ij = -log(1 - min(max(0, cosine), most)) over the valid clients, S_ii = -log(1 - most), rows normalised.
-
-    Args:
-      cosine: `[C, C]`.
-      valid: bool `[C]`, whose models came; the others keep their own.
-      most: the cosine of a client with itself.
-    """
-    weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-jnp.clip(cosine, 0, most)), 0)
-    weight = jnp.where(jnp.eye(len(valid), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
-    return weight / jnp.sum(weight, 1, keepdims=True)
 
 
 @method_builder
@@ -117,7 +96,7 @@ def pfedsim(
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         del key, state, data
         heads, bodies = masks.split(cohort.stacked, own)
-        matrix = mixture(cosines_of(jax.vmap(compared)(cohort.stacked)), cohort.returned)
+        matrix = similar_clients(cosines_of(jax.vmap(compared)(cohort.stacked)), cohort.returned)
         memory = cohort.memory._replace(start=masks.merge(heads, combine(matrix, bodies)))
         return cohort.personal, memory, {"own_share": jnp.diagonal(matrix)}
 
