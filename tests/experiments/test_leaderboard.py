@@ -514,7 +514,10 @@ def test_methods_from_elsewhere_have_digests(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_committed_cell_comes_out_again(tmp_path):
-    """The command of a row gives its numbers, here up to rounding."""
+    """The command of a row gives its numbers, up to rounding, which other code or another processor amplifies.
+
+    A test sample of the known clients is 0.1 %, of the new ones 0.125 %: five of the first and six of the second may differ.
+    """
     lines = board.read_lines()
     if not lines.get("mnist_small"):
         pytest.skip("nothing was run yet")
@@ -526,6 +529,7 @@ def test_a_committed_cell_comes_out_again(tmp_path):
     content = json.loads((tmp_path / "cell/results/mnist_small/local_only.final.json").read_text())
     (trial,) = content["trials"].values()
     tests = trial["rows"][-1]["tests"]
-    assert 100 * np.mean(tests["known"]["accuracy"]) == pytest.approx(wanted.known, abs=0.2)
-    assert 100 * np.mean(tests["new"]["accuracy"]) == pytest.approx(wanted.new, abs=0.3)
+    assert 100 * np.mean(tests["known"]["accuracy"]) == pytest.approx(wanted.known, abs=0.51)
+    assert 100 * np.mean(tests["new"]["accuracy"]) == pytest.approx(wanted.new, abs=0.76)
+    assert wanted.rounds == trial["rows"][-1]["round"] and content["config"]["system"]["options"]["epochs"] == 2
     assert content["config"]["data"] == wanted.data
