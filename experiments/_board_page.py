@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import _board as board
+from experiments import _board_lessons as lessons
 from experiments import _board_new as newcomers
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
@@ -23,10 +24,10 @@ REFERENCE = "fedavg_ft"
 def write(
     chosen: Sequence[standing.Run], listed: Sequence[standing.Run], root: Path, data_dir: str | None = None
 ) -> list[str]:
-    """Writes raw results and reports of the scenarios of some runs, and the page of all; says what became of each.
+    """Writes raw results and reports of the scenarios of some runs, and the pages of all; says what became of each.
 
     Args:
-      chosen: the runs whose folders are read. A scenario is written anew as a whole.
+      chosen: the runs whose folders are read, if they are there. A scenario is written anew as a whole.
       listed: all runs of the list.
       root: folder of the run folders.
       data_dir: where data sets are.
@@ -34,7 +35,8 @@ def write(
     touched = {scenario for run in chosen for scenario in run.load().scenarios}
     runs = [run for run in listed if touched & set(run.load().scenarios)]
     said = []
-    for scenario, lines in board.extract(runs, root, data_dir).items():
+    ran = [run for run in runs if (root / run.name / "run.json").is_file()]
+    for scenario, lines in (board.extract(ran, root, data_dir) if ran else {}).items():
         checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
         names = dict.fromkeys(line.run for line in lines)
         groups = compare.by_scenario(
@@ -45,9 +47,11 @@ def write(
         if tested:
             checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tested))
         said.append(f"{scenario}: {len({line.system for line in lines})} rows")
-    text = PAGE.read_text(encoding="utf-8")
-    checkpoint.write_text(PAGE, standing.with_generated(text, page(listed, board.read_lines(), read_tested())))
-    return [*said, f"written: {PAGE}"]
+    for path, made_of in ((PAGE, page), (lessons.PAGE, lessons.page)):
+        text = standing.with_generated(path.read_text(encoding="utf-8"), made_of(listed, board.read_lines(), read_tested()))
+        checkpoint.write_text(path, text)
+        said.append(f"written: {path}")
+    return said
 
 
 def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:

@@ -23,22 +23,22 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 @app.command()
 def main(
-    runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/leaderboard"),
-    list_: Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")] = False,
-    only: Annotated[str | None, typer.Option(help="Only these runs of the list, separated by commas.")] = None,
-    hours: Annotated[
-        float | None, typer.Option(min=0.0, help="Stop after this many hours; what was reached is saved.")
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Where data sets are.")] = None,
+    runs: reproduce.Runs = Path("runs/leaderboard"),
+    list_: reproduce.List = False,
+    only: reproduce.Only = None,
+    hours: reproduce.Hours = None,
+    data_dir: reproduce.DataDir = None,
     count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of a round of what is finished, and stop.")] = False,
     new_clients: Annotated[
         bool, typer.Option(help="Test new clients of what is finished with fewer samples and other steps, and stop.")
     ] = False,
-    write_docs: Annotated[bool, typer.Option(help="Write the results of the finished runs into docs/ and stop.")] = False,
+    write_docs: Annotated[
+        bool, typer.Option(help="Write the results of the finished runs, if any, and the pages into docs/ and stop.")
+    ] = False,
     changed: Annotated[
         bool, typer.Option(help="Name the rows of the page that the code has changed since, and stop.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: reproduce.Debug = False,
 ) -> None:
     """Runs the list one after the other; the same command goes on where it was stopped.
 

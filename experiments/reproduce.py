@@ -22,20 +22,25 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 GRACE = 900.0
 """Seconds that a run gets to save itself after it was told to stop."""
 
+Runs = Annotated[Path, typer.Option(help="Folder of the run folders.")]
+List = Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")]
+Only = Annotated[str | None, typer.Option(help="Only these runs of the list, separated by commas.")]
+Hours = Annotated[float | None, typer.Option(min=0.0, help="Stop after this many hours; what was reached is saved.")]
+DataDir = Annotated[str | None, typer.Option(help="Where data sets are.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
 
 @app.command()
 def main(
-    runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
-    list_: Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")] = False,
-    only: Annotated[str | None, typer.Option(help="Only these runs of the list, separated by commas.")] = None,
-    hours: Annotated[
-        float | None, typer.Option(min=0.0, help="Stop after this many hours; what was reached is saved.")
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
+    runs: Runs = Path("runs/reproduce"),
+    list_: List = False,
+    only: Only = None,
+    hours: Hours = None,
+    data_dir: DataDir = None,
     write_docs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the results in FOLDER into docs/ and stop.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Runs the list one after the other; the same command goes on where it was stopped.
 

@@ -23,6 +23,7 @@ from fedjax_meta import checks
 from fedjax_meta.types import Key, Rate
 
 WEIGHTS = ("constant", "polynomial", "hinge")
+"""How the weight of an update falls with its staleness."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -37,6 +37,7 @@ from fedjax_meta.sweeps import Member
 from fedjax_meta.types import Key, PyTree, Variables
 
 Json = Any
+"""What a JSON text can hold."""
 
 
 def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None = None) -> None:

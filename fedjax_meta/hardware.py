@@ -19,6 +19,7 @@ Devices = int | Sequence[jax.Device] | None
 """How many of JAX's devices, or which devices; all of JAX's when `None`."""
 
 GIB = 2**30
+"""Bytes of a GiB."""
 MEMORY = {
     "TPU v2": 8 * GIB,
     "TPU v3": 16 * GIB,

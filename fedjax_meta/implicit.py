@@ -33,6 +33,7 @@ from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, hessian_p
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Updates
 
 OPERATORS = ("implicit", "imaml_dev", "fl_imaml", "fl_imaml_march")
+"""Linear systems of implicit gradients, see `implicit_gradient`."""
 
 
 class ImplicitInfo(NamedTuple):

@@ -19,6 +19,7 @@ from fedjax_meta import runtime
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
 FORMS = ("banded", "im2col", "lax")
+"""Ways to compute a convolution, with the same result."""
 # Measured on CPU. Not yet measured on GPU, which uses the form that stays a batched matrix product.
 _FORM = {"cpu": "banded", "gpu": "banded"}
 # Maximum columns of a banded product: fewer leave vector units idle, more multiply zeros (measured on LeNet's layers on CPU).
@@ -204,6 +205,7 @@ def _uniform_of_fan_in(fan_in: int) -> Callable[..., jax.Array]:
 
 
 INITS = ("torch", "lecun")
+"""Initial distributions of kernels and biases."""
 
 
 def _channels(values: jax.Array, x: jax.Array) -> jax.Array:

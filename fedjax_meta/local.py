@@ -17,6 +17,7 @@ from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Mask, Params, Rate, Scalar, Variables
 
 Loss = Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]
+"""`(variables, batch, key) -> (loss, variables with new buffers)`."""
 
 
 def train(

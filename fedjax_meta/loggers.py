@@ -24,6 +24,7 @@ from fedjax_meta.evaluation import Evaluation
 from fedjax_meta.simulation import Record
 
 Json = Any
+"""What a JSON text can hold."""
 Steps = dict[int, dict[str, float]]
 """Values by name, by the round after which they were measured."""
 
@@ -168,6 +169,7 @@ class Trackio:
 
 
 LOGGERS: dict[str, Make] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+"""Loggers by the name that `--log` takes."""
 
 
 def made(names: str) -> dict[str, Make]:

@@ -24,6 +24,7 @@ B = "path:(^|/)lora_B$"
 """The mask of the matrices that write outputs."""
 
 INPUTS = ("first", "last")
+"""Which axis of a matrix its inputs are on."""
 
 
 def lora(

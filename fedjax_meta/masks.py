@@ -237,6 +237,7 @@ _NAMED: dict[str, Callable[[Task], Mask]] = {
     "bn_stats": batch_norm(affine=False, statistics=True),
 }
 ALLOWED = "all, none, head, body, last:DEPTH, first:DEPTH, bn, bn_affine, bn_stats, path:REGEX"
+"""Masks in words, as messages list them."""
 
 
 def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:

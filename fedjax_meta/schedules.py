@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 Schedule = Callable[[Key, Any, int, int], jax.Array]
+"""`(key, round, N, C) -> ids [C]`: who is in a cohort."""
 
 
 def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Array:

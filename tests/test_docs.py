@@ -1,7 +1,9 @@
 """The documentation: its code runs as it stands, its commands exist, and its site builds without a warning."""
 
+import ast
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import re
@@ -240,6 +242,35 @@ def loaded_modules():
     names: dict = {"Path": Path, "ROOT": ROOT}
     exec(code[code.index("def modules") : code.index("def on_config")], names)
     return names["modules"]()
+
+
+COMMANDS = ("cli", "front", "process", "study")
+"""Modules of the command line; their constants are no part of the API. Everybody's are `REDUCES_TO` and parameters of types."""
+
+
+def test_every_public_constant_says_what_it_is():
+    missing = []
+    for path in sorted(Path(fm.__file__).parent.rglob("*.py")):
+        parts = path.relative_to(Path(fm.__file__).parent).with_suffix("").parts
+        if parts[0] in COMMANDS or any(part.startswith("_") and part != "__init__" for part in parts):
+            continue
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for node, after in itertools.pairwise([*body, ast.Pass()]):
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            )
+            names = [one.id for one in targets if isinstance(one, ast.Name) and not one.id.startswith("_")]
+            typing = (
+                isinstance(node.value, ast.Call)
+                and isinstance(node.value.func, ast.Name)
+                and node.value.func.id in ("TypeVar", "ParamSpec")
+                if names
+                else False
+            )
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if names and not said and not typing and names != ["REDUCES_TO"]:
+                missing.append(f"{path.name}: {names[0]}")
+    assert not missing
 
 
 class Sources(HTMLParser):

@@ -65,6 +65,7 @@ def ipm(attackers: float | Sequence[int], *, scale: Rate = 0.5, seed: int = 0) -
 
 
 DIRECTIONS = ("deviation", "sign", "unit")
+"""What attackers of `min_max` move along, see there."""
 
 
 def min_max(attackers: float | Sequence[int], *, direction: str = "deviation", seed: int = 0) -> Attack:

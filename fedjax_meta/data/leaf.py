@@ -16,6 +16,7 @@ from fedjax_meta.data import text
 from fedjax_meta.data.natural import Natural, of_clients
 
 KINDS = ("femnist", "shakespeare", "sent140", "synthetic")
+"""Data sets of LEAF that are read."""
 
 PUBLISHED = {
     "femnist": "LEAF says 3,500 users",

@@ -22,6 +22,7 @@ from fedjax_meta.data.natural import Natural, of_clients
 from fedjax_meta.data.sources import data_folder, prepared_text
 
 UCI_HAR_PAGE = "https://archive.ics.uci.edu/dataset/240/human+activity+recognition+using+smartphones"
+"""Where the archive of UCI HAR is."""
 _SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 
 
@@ -277,6 +278,7 @@ Examples:
   python -m fedjax_meta.data.natural_sets uci_har har.zip uci_har/uci_har.npz
   python -m fedjax_meta.data.natural_sets uci_har --help
 """
+"""What `python -m fedjax_meta.data.natural_sets --help` begins with."""
 
 
 def main(arguments: list[str]) -> None:

@@ -14,6 +14,7 @@ from fedjax_meta.data import runs
 from fedjax_meta.data.federated import FederatedData
 
 Array = jax.Array | np.ndarray
+"""Of the device or of the host."""
 
 
 def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedData:

@@ -15,6 +15,7 @@ from fedjax_meta import checks
 from fedjax_meta.data import runs
 
 Seed = int | np.random.Generator
+"""What a partition draws from."""
 
 
 class Partition(NamedTuple):

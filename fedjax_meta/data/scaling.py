@@ -7,6 +7,7 @@ import numpy as np
 from fedjax_meta import checks
 
 SCALINGS = ("pixel", "half", "unit", "cifar")
+"""Names of ways to scale pixels, see `pixel_scaling`."""
 
 
 class Scaling(TypedDict):

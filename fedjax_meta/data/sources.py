@@ -17,6 +17,7 @@ from fedjax_meta.data import cache, canonical, npz
 from fedjax_meta.data.prepared import load_prepared, load_text
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
+"""The environment variable that names the folder of data sets."""
 
 
 class Source(NamedTuple):

@@ -32,8 +32,9 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Mask, Rate, Variables
 
 FEDREP_SGD = partial(optax.sgd, momentum=0.5)
+"""The local optimiser of FedRep."""
 FEDBABU_SGD = partial(optax.sgd, momentum=0.9)
-"""The local optimisers of both papers."""
+"""The local optimiser of FedBABU."""
 
 
 @method_builder

@@ -22,7 +22,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "leaky_relu": partial(jax.nn.leaky_relu, negative_slope=0.01),
     "elu": jax.nn.elu,
 }
+"""Activations by name."""
 NORMS = ("before", "after")
+"""Where a batch norm stands: before or after the activation (and the pooling)."""
 
 
 class Network(nn.Module):

@@ -160,6 +160,7 @@ class Trees:
 
 
 Sampling = Poisson | FixedSize | Everyone | Trees
+"""How cohorts are drawn."""
 
 
 @dataclasses.dataclass(frozen=True)

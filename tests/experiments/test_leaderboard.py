@@ -1,6 +1,7 @@
 """The leaderboard: equal grids for all, raw results as they are in run folders, the page, rows that code has changed since."""
 
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -22,6 +23,7 @@ from tests.study.common import Silent, tree
 pytest.importorskip("typer", reason="the command line needs typer")
 board = pytest.importorskip("experiments._board", reason="the list needs the experiments' packages")
 newcomers = pytest.importorskip("experiments._board_new")
+lessons = pytest.importorskip("experiments._board_lessons")
 pages = pytest.importorskip("experiments._board_page")
 standing = pytest.importorskip("experiments._standing")
 
@@ -276,6 +278,8 @@ def test_the_committed_page_is_what_the_raw_results_give():
     """`python -m experiments.leaderboard --write-docs` writes it; nobody types its numbers."""
     text = pages.PAGE.read_text(encoding="utf-8")
     assert text == standing.with_generated(text, pages.page(LISTED, board.read_lines(), pages.read_tested()))
+    text = lessons.PAGE.read_text(encoding="utf-8")
+    assert text == standing.with_generated(text, lessons.page(LISTED, board.read_lines(), pages.read_tested()))
 
 
 # New clients.
@@ -333,6 +337,109 @@ def test_a_row_that_other_code_made_is_marked(folder, lines, monkeypatch):
     assert "the runner changed since" in said
     text = pages.page([listed], {"pairs": lines}, changed=[("pairs", "fedavg_ft")])
     assert "fedavg\\_ft †" in text and "local\\_only †" not in text
+
+
+# Lessons.
+
+
+def row(scenario, system, seed, known, new=math.nan, said="", **fields):
+    return board.Line(scenario, system, system, seed, known=known, new=new, said=said, **fields)
+
+
+def three(system, known, new=(math.nan,) * 3, **fields):
+    return [row("pairs", system, seed + 1, *scores, **fields) for seed, scores in enumerate(zip(known, new, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [([2.0, 2.1, 1.9], "better"), ([-2.0, -2.1, -1.9], "worse"), ([2.0, -1.0, 3.0], "undecided"), ([2.0], "undecided")],
+)
+def test_a_gap_is_decided_by_its_interval(gaps, verdict):
+    """Student's t with two degrees of freedom: 4.303 standard errors to each side."""
+    first, second = ([row("pairs", name, i, 50 + up * gap) for i, gap in enumerate(gaps)] for name, up in (("a", 1), ("b", 0)))
+    found = lessons.gap(first, second[::-1], "known")  # paired by their seeds, in any order
+    assert found.verdict == verdict
+    if len(gaps) == 3:
+        margin = 4.302653 * np.std(gaps, ddof=1) / math.sqrt(3)
+        mean = np.mean(gaps)
+        assert found.words == f"{mean:+.2f} [{mean - margin:+.2f}, {mean + margin:+.2f}]"
+    lower = [line._replace(higher=False, share=False, score="perplexity") for line in first]
+    assert lessons.gap(lower, second, "known").verdict == {"better": "worse", "worse": "better"}.get(verdict, verdict)
+    assert lessons.gap(first, [line._replace(known=math.nan) for line in second], "known") is None
+
+
+def test_lessons_count_what_their_intervals_say():
+    listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    study = listed.load()
+    said = partial(board.said, study, "mnist_small")
+    scores = {
+        "fedmeta": ([96.0, 96.1, 96.2], [90.0, 95.0, 85.0]),
+        "fedmeta_fomaml": ([94.0, 94.2, 94.1], [91.0, 90.0, 90.0]),
+        "fedavg_ft": ([97.0, 97.1, 97.2], [98.0, 98.1, 97.9]),
+        "fedpac": ([96.0, 96.1, 96.2], [97.0, 97.1, 97.2]),
+        "fedavg": ([88.0, 88.5, 89.0], [87.0, 86.0, 88.0]),
+        "local_only": ([96.0, 95.0, 96.0], [94.0, 94.0, 95.0]),
+    }
+    lines = [
+        line._replace(scenario="mnist_small", said=said(name))
+        for name, found in scores.items()
+        for line in three(name, *found)
+    ]
+    text = lessons.page([listed], {"mnist_small": lines})
+    assert "Of 2 intervals, 1 say that the second order is better, 0 that it is worse, and 1 hold 0." in text
+    # Both meta-learners are below fine-tuned FedAvg on known clients, and one of them on new ones.
+    assert "Of 4 intervals, 0 say that the meta-learner is better, 3 that it is worse, and 1 hold 0." in text
+    assert "| mnist\\_small | no gradient | 1 | fedavg 87.00 | fedavg 87.00 | fedavg 87.00 |" in text
+    ten = next(line for line in text.splitlines() if "ten gradients of each sample" in line)
+    assert (
+        ten == "| mnist\\_small | ten gradients of each sample | 5 | fedavg\\_ft 98.00 | local\\_only 94.33 | fedmeta 90.00 |"
+    )
+    # The order that the paper prints is turned here: fedavg_ft lies above fedpac.
+    turned = text.partition("Turned:")[2]
+    assert "fedpac above fedavg\\_ft" in turned and turned.count("FedPAC") == 1
+    # A row of another study is none of this one.
+    older = [line._replace(said="0" * 16) if line.system == "fedmeta" else line for line in lines]
+    text = lessons.page([listed], {"mnist_small": older})
+    assert "the second order is better" not in text
+    missing = next(line for line in text.partition("## What was not run")[2].splitlines() if "digits" in line)
+    assert "fedmeta," in missing and missing.endswith("| 1 |") and "fedavg\\_ft" not in missing
+
+
+def test_published_orders_are_those_of_the_studies():
+    pairs = lessons.orderings()
+    numbers = {
+        one.system: one.value
+        for one in next(run for run in standing.read_list() if run.name == "fedmeta_per").load().published
+        if one.score == "accuracy" and one.clients == "new"
+    }
+    mine = [pair for pair in pairs if pair[0] == "FedMeta-Per, MNIST" and pair[3] == "new"]
+    assert len(mine) == math.comb(len(numbers), 2) - sum(a == b for a, b in itertools.combinations(numbers.values(), 2))
+    assert all(numbers[best] > numbers[worst] for _, best, worst, _ in mine)
+    systems = set(_systems())
+    assert all({best, worst} <= systems for source, best, worst, _ in pairs if "FedMeta-Per" not in source)
+
+
+def test_passes_and_samples_that_are_enough():
+    listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    said = partial(board.said, listed.load(), "mnist_small")
+    lines = [
+        line._replace(scenario="mnist_small", said=said(name))
+        for name in ("local_only", "fedavg_ft")
+        for line in three(name, [90.0] * 3, [90.0] * 3)
+    ]
+    scores = {
+        ("local_only", ""): {1: 50, 2: 60, 5: 80, 0: 90},
+        ("fedavg_ft", ""): {1: 40, 2: 65, 5: 89.5, 0: 90},
+        ("fedavg_ft", "finetune_epochs"): {1: 70, 2: 88, 5: 90, 10: 90.5, 20: 89.0},
+    }
+    tested = [
+        newcomers.Tested(system, seed, number * (not option), option, number * bool(option), value)
+        for (system, option), values in scores.items()
+        for number, value in values.items()
+        for seed in (1, 2, 3)
+    ]
+    text = lessons.page([listed], {"mnist_small": lines}, {"mnist_small": tested})
+    assert "| mnist\\_small | fedavg\\_ft | 5 | 5 | 2 |" in text and "| mnist\\_small | local\\_only |  | all |  |" in text
 
 
 @pytest.fixture
