@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fedjax_meta import syntax
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study.folder import package_commit
 
@@ -64,8 +65,8 @@ def imported(first: Iterable[Path]) -> set[Path]:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _tree(path: Path) -> ast.AST:
+    return syntax.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache
