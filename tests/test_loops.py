@@ -1,8 +1,14 @@
-"""The pure functions inside programs of users: `jax.shard_map` with its checks, an explicit mesh, a derivative around them."""
+"""Loops, and the pure functions inside programs of users: `jax.shard_map` with its checks, an explicit mesh, derivatives."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedjax_meta import loops
 
 ROOT = Path(__file__).parent.parent
 
@@ -115,3 +121,16 @@ inside = jax.shard_map(
 )
 same(trained(start, jnp.arange(4), data), jax.jit(inside)(start, jnp.arange(4), data), 1e-10)
 """)
+
+
+@pytest.mark.parametrize(("most", "least", "expected"), [(50, 3, 6), (5, 3, 5), (50, 9, 9), (0, 3, 0)])
+def test_steps_go_on_until_their_values_are_steady(most, least, expected):
+    """The last three values deviate by less than 0.1 for the first time after six steps."""
+    values = jnp.array([4.0, 1.0, 1.0, 2.0, 2.1, 2.0, 2.05] + [2.0] * 50)
+
+    def step(i, total):
+        return total + values[i], values[i]
+
+    run = jax.jit(lambda most: loops.until_steady(step, 0.0, most=most, least=least, window=3, tolerance=0.1))
+    total, count = run(most)
+    assert int(count) == expected and float(total) == pytest.approx(float(jnp.sum(values[:expected])))
