@@ -65,7 +65,15 @@ def imported(first: Iterable[Path]) -> set[Path]:
 
 @functools.cache
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    for _ in range(9):
+        try:
+            return ast.parse(text)
+        except SystemError:
+            # "AST constructor recursion depth mismatch": CPython 3.11 counts the depth for all threads together, and others,
+            # which compile or format a traceback, may parse at the same time.
+            continue
+    return ast.parse(text)
 
 
 @functools.cache
