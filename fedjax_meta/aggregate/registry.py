@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fedjax_meta import checks
+from fedjax_meta import checks, syntax
 from fedjax_meta.aggregate.bounded import centered_clipping, norm_bounding
 from fedjax_meta.aggregate.distances import bulyan, geometric_median, krum, multi_krum
 from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
@@ -86,7 +86,7 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, rest = text.strip().partition(":")
     try:
-        call = ast.parse(f"f({rest})", mode="eval").body
+        call = syntax.parse(f"f({rest})", "eval").body
         if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
             raise ValueError
         found = {str(word.arg): _value(word.value) for word in call.keywords}

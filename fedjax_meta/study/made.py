@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fedjax_meta import syntax
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study.folder import package_commit
 
@@ -64,16 +65,8 @@ def imported(first: Iterable[Path]) -> set[Path]:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    text = path.read_text(encoding="utf-8")
-    for _ in range(9):
-        try:
-            return ast.parse(text)
-        except SystemError:
-            # "AST constructor recursion depth mismatch": CPython 3.11 counts the depth for all threads together, and others,
-            # which compile or format a traceback, may parse at the same time.
-            continue
-    return ast.parse(text)
+def _tree(path: Path) -> ast.AST:
+    return syntax.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache

@@ -126,19 +126,3 @@ def test_the_index_says_what_each_folder_holds(finished, tmp_path):
     with pytest.raises(OSError, match="there is no folder"):
         folders.index(tmp_path / "third")
     assert yaml.safe_load((folder / "study.yaml").read_text())["title"] == TREE["title"]
-
-
-def test_a_file_is_read_although_another_thread_parses_at_the_same_time(tmp_path, monkeypatch):
-    from fedjax_meta.study import made
-
-    (tmp_path / "some.py").write_text("one = 1\n", encoding="utf-8")
-    parse, failed = made.ast.parse, []
-
-    def once(text):
-        if not failed:
-            failed.append(text)
-            raise SystemError("AST constructor recursion depth mismatch (before=90, after=131)")
-        return parse(text)
-
-    monkeypatch.setattr(made.ast, "parse", once)
-    assert len(made._tree(tmp_path / "some.py").body) == 1 and failed
