@@ -83,7 +83,6 @@ NOT_RUN = {
     r"python benchmarks/all\.py": "it takes ten minutes with --quick; its parts run",
     r"python -m fedjax_meta\.data\.natural_sets uci_har ARCHIVE OUT": "it needs UCI's archive; tests/data/test_natural.py",
     r".*=DIR/cinic10\.npz": "it needs CINIC-10; tests/experiments/test_personalised_studies.py",
-    r"python -m experiments\.figures (tables|robustness|shares) runs/robustness.*": "it needs finished runs; tests/experiments",
     r"python benchmarks/static\.py .*": "it needs the extra accelerator-aot, in an environment of its own",
     r".* --log tensorboard,wandb,.*": "wandb is no extra of the package; tests/test_loggers.py",
     r".*leaderboard .*--(count-flops|write-docs).*": "it needs finished runs; tests/experiments/test_leaderboard.py",
@@ -102,7 +101,10 @@ class Row(NamedTuple):
 
 
 TINY = "--rounds 2 --seeds 1 --set tuning.rounds=1"
+RULES = "fedjax-meta run robustness --variant all_rules --variant one_attack --systems fedavg"
 BOTH = "fedjax-meta run robustness --variant dirichlet --variant all_rules"
+ATTACKS = "fedjax-meta run robustness --variant dirichlet --systems fedavg,fedrep,ditto,fedmeta_per"
+SHARES = "fedjax-meta run robustness --variant shares --variant dirichlet --seeds 1"
 ROWS = (
     # They train nothing.
     Row(r"fedjax-meta (list \w+|show study\.yaml)", quick=True),
@@ -153,6 +155,14 @@ ROWS = (
     Row(r"python -m experiments\.mtfl_tables shift .*", "--variant quick --rounds 1"),
     Row(r"fedjax-meta run robustness", f"--quick --systems fedavg-mean {TINY}"),
     Row(BOTH, f"--systems fedavg-mean {TINY}"),
+    Row(RULES, f"--systems fedavg-mean,fedavg-median --out runs/robustness/rules {TINY}"),
+    Row(ATTACKS, f"--systems fedavg-mean --out runs/robustness/dirichlet {TINY}"),
+    Row(SHARES, f"--systems fedavg-mean --out runs/robustness/shares {TINY}"),
+    Row(r"fedjax-meta run robustness --variant iid .*", f"--systems fedavg-mean {TINY}"),
+    Row(r"fedjax-meta run robustness --variant fashion .*", f"--systems fedavg-mean {TINY}", "fashion_mnist"),
+    Row(r"python -m experiments\.figures tables runs/robustness", "", "", RULES),
+    Row(r"python -m experiments\.figures robustness runs/robustness/dirichlet", "", "", ATTACKS),
+    Row(r"python -m experiments\.figures shares runs/robustness/shares", "", "", SHARES),
     Row(r"fedjax-meta run privacy( .*)?", f"--quick --systems none,fixed-8,fixed-1 {TINY}"),
     Row(r"python -m experiments\.figures privacy runs/privacy", "", "", r"fedjax-meta run privacy --out runs/privacy"),
     Row(r"fedjax-meta run uci_har( .*)?", f"--systems fedavg,maml {TINY}", "uci_har"),

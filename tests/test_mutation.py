@@ -14,7 +14,20 @@ from tests.mutation.__main__ import read_explained, read_mapping, wilson
 from tests.mutation.mutants import mutants_of
 
 PROJECT = Path(__file__).parents[1]
-CORE = ("meta", "implicit", "local", "engine", "multistep", "adaptation", "trajectory", "simplex", "schedules", "clusters")
+CORE = (
+    "meta",
+    "implicit",
+    "local",
+    "engine",
+    "multistep",
+    "adaptation",
+    "trajectory",
+    "simplex",
+    "schedules",
+    "clusters",
+    "gaussian_classifier",
+    "related_tasks",
+)
 PACKAGES = {"rounds": (), "aggregate": ("registry", "rule")}
 """All files of them, but some: what only names things, or says what a thing is."""
 

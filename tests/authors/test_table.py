@@ -38,8 +38,8 @@ def rows():
     table = PAGE.split("## Methods")[1].split("\n## ")[0]
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 4 and cells[0].startswith("`"):
-            yield re.findall(r"`(\w+)`", cells[0]), cells[3]
+        if len(cells) == 3 and cells[0].startswith("`"):
+            yield re.findall(r"`(\w+)`", cells[0]), cells[2]
 
 
 def test_the_methods_that_are_compared_and_their_options_exist():

@@ -1,6 +1,7 @@
 """The command of mutation testing."""
 
 import argparse
+import difflib
 import hashlib
 import json
 import math
@@ -11,7 +12,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-from fedjax_meta import checks
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.trial import Copy, Result, load_libraries
 
@@ -63,7 +63,9 @@ def main() -> None:
     mapping = read_mapping()
     files = given.files or list(mapping)
     if unknown := [path for path in files if path not in mapping]:
-        hint = checks.nearest(unknown[0], mapping)
+        # Not by `checks.nearest`: the library is what is broken.
+        near = difflib.get_close_matches(unknown[0], mapping, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         parser.error(f"tests_of.toml has no tests for {', '.join(unknown)}{hint}; it has {', '.join(mapping)}")
     if given.sample < 1:
         parser.error(f"--sample {given.sample} must be at least 1")
