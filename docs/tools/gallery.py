@@ -220,10 +220,10 @@ def _extracts() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def results(name: str) -> str:
-    """The method's first system in docs/results/*.json; nothing where none was measured."""
+    """The method's first system in docs/results/*.json that did not diverge; nothing where none was measured."""
     for method, title, row in _extracts():
         values = row.get("known", {}).get("accuracy_mean")
-        if method == name and values:
+        if method == name and values and None not in values:
             spread = f" ±{np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
             seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
             return (
