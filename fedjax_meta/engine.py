@@ -1,8 +1,8 @@
-"""Runs clients: the only module that knows about client axes, lanes and devices.
+"""Runs clients: with `rows`, the only module that knows about client axes, lanes and devices.
 
 A client rule is written for one client. `run_cohort` runs it for C clients: a group of `lanes` clients at a time under `vmap`,
 group after group in a loop that carries the sum of uploads along, so that what is only averaged is never stacked. Several devices
-share the work of a cohort, and one all-reduce adds up their sums.
+share the work of a cohort, and one all-reduce adds up their sums. What clients keep is not stacked either: see `rows`.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_meta import checks, fitting, hardware, loops, runtime
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.hardware import Devices, free_bytes
+from fedjax_meta.rows import Held, Layout, put
 from fedjax_meta.types import Key, PyTree
 
 CLIENTS = "clients"
@@ -39,7 +40,7 @@ class ClientUpdate(NamedTuple):
 
     Attributes:
       sums: a pytree that is added up over the cohort, e.g. an `aggregate.WeightedSum`; zeros for a client of negative id.
-      kept: what the client keeps for its next round, in the structure in which it came.
+      kept: what the client keeps for its next round, in the structure in which it came; `()` where nothing was changed.
       outputs: what is wanted of each client separately, any pytree; it comes back stacked.
     """
 
@@ -48,8 +49,8 @@ class ClientUpdate(NamedTuple):
     outputs: PyTree
 
 
-ClientRule = Callable[[Key, jax.Array, Any, Any], ClientUpdate]
-"""`(key, client id, kept, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
+ClientRule = Callable[[Key, jax.Array, Any, Any, Any], ClientUpdate]
+"""`(key, client id, given, kept, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
 
 
 def client_mesh(devices: Devices = None) -> Mesh:
@@ -170,17 +171,21 @@ def run_cohort(
     key: Key,
     ids: jax.Array,
     sizes: jax.Array,
+    given: PyTree,
     kept: PyTree,
+    rows: jax.Array,
     context: PyTree,
     *,
     lanes: int | None = None,
     devices: Devices = None,
     precision: str = "float32",
-    move: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Runs a client rule for every client of a cohort.
 
     `lanes`, `devices` and the order of the cohort change a result by no more than the rounding of the sum.
+
+    Rows stay where they are: a client reads its own when its turn comes, and writes it in place. Where the devices have parts of
+    the population, a client of one that has more work than its share runs on another, and its row travels there and back.
 
     Args:
       rule: what one client does. A client of negative id is padding: it has no samples, its `sums` must be 0, and what it keeps
@@ -188,7 +193,9 @@ def run_cohort(
       key: client i gets `fold_in(key, i)`, by its id and never by its position.
       ids: int32 `[C]`, distinct.
       sizes: int32 `[C]`, the work of each client: clients of similar size share a lane group, and devices get equal shares.
-      kept: what each client kept from its last round, leaves `[C, ...]`.
+      given: what each client gets beside that, leaves `[C, ...]`.
+      kept: what the clients of a population kept from their last rounds, leaves `[N, ...]`.
+      rows: int32 `[C]`, distinct: where `kept` has the clients; a client of a row below 0 keeps nothing.
       context: what every client reads, passed to the rule.
       lanes: clients that run side by side on a device. By default one on a CPU, where the matrix products of one client fill a
         core and lanes only enlarge the working set, and on an accelerator as many as fit its memory. Give a number where this
@@ -196,12 +203,9 @@ def run_cohort(
       devices: how many devices share the cohort, or which (a list; devices that are only described serve to lower and compile);
         all of JAX's by default. The program is made for their platform.
       precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
-      move: whether clients, with what they kept, go to the device with the least work. If not, device d of D runs the d-th of D
-        equal slices of the cohort and only reads what its clients kept: rows that are partitioned over the devices stay in place
-        and are not copied, but work is not balanced.
 
     Returns:
-      (sum of the clients' sums, kept, outputs), the last two with leaves `[C, ...]` in the order of `ids`.
+      (sum of the clients' sums, `kept` with the cohort's rows renewed, outputs `[C, ...]` in the order of `ids`).
 
     Raises:
       ValueError: lanes below 1 or more than a device's memory holds; devices as in `hardware.chosen`; an unknown precision, or
@@ -214,135 +218,136 @@ def run_cohort(
     with hardware.computing_on(devices), _exactness(precision):
         # Jitted by itself, a group is traced once for its memory, its shapes and the loop over groups.
         group_of = functools.cache(lambda lanes: jax.jit(partial(_group, rule, lanes)))
-        lanes = _lanes(group_of, lanes, mesh, key, ids, kept, context)
-        if not move:
-            return _run_slices(rule, lanes, mesh, key, ids, sizes, kept, context)
-        slots, groups = _deal(sizes, lanes, mesh.size)
+        lanes = _lanes(group_of, lanes, mesh, key, ids, given, kept, context)
+        layout = Layout.of(kept, ids.shape[0], mesh.size, CLIENTS)
+        run = partial(_on_device, group_of(lanes), lanes, layout)
         if mesh.size > 1:
-            # Every device computes the whole assignment. XLA would otherwise partition the loop of `_deal` over the devices, with
-            # a collective in every step, which can deadlock on CPU devices that run other collectives in another order.
-            slots, groups = jax.lax.with_sharding_constraint((slots, groups), NamedSharding(mesh, _WHOLE))
-        here = ids.at[slots].get(mode="fill", fill_value=-1)
-        kept = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), kept)
-        run = _on_each_device(partial(_stream, group_of(lanes), lanes), mesh, (_WHOLE, _SLICE, _SLICE, _SLICE, _WHOLE))
-        total, dealt = run(key, groups, here, kept, context)
-    place = _places(slots, ids.shape[0])
-    return total, *jax.tree.map(lambda leaf: leaf[place], dealt)
+            held = _SLICE if layout.divided else _WHOLE
+            given_to_each = (_WHOLE, _WHOLE, _WHOLE, _WHOLE, held, _WHOLE, _WHOLE)
+            given_back = (_WHOLE, held, _WHOLE)
+            run = jax.shard_map(run, mesh=mesh, in_specs=given_to_each, out_specs=given_back, check_vma=False)
+        return run(key, ids, sizes, given, kept, rows.astype(jnp.int32), context)
 
 
-def _run_slices(
-    rule: ClientRule, lanes: int, mesh: Mesh, key: Key, ids: jax.Array, sizes: jax.Array, kept: PyTree, context: PyTree
-) -> tuple[Any, Any, Any]:
-    """`run_cohort` with `move=False`."""
-    cohort_size = ids.shape[0]
-    share = -(-cohort_size // mesh.size)
-    slots = jnp.arange(mesh.size * share, dtype=jnp.int32)
-    # If the devices do not divide the cohort, each has all rows (`populate`).
-    partitioned = cohort_size == len(slots)
-    rows = slots % share if partitioned else jnp.minimum(slots, cohort_size - 1)
+def _on_device(
+    group: Any,
+    lanes: int,
+    layout: Layout,
+    key: Key,
+    ids: jax.Array,
+    sizes: jax.Array,
+    given: PyTree,
+    kept: PyTree,
+    rows: jax.Array,
+    context: PyTree,
+) -> Any:
+    """Runs one device's groups one after the other and carries the sum along; (sum over devices, kept, outputs of all)."""
+    # Every device computes the whole assignment. XLA would otherwise spread it over the devices, with collectives in its loop.
+    slots, groups = _deal(sizes, lanes, layout.devices, layout.homes(rows), layout.room)
+    where, away = layout.routes(rows, slots)
+    share = slots.shape[0] // layout.devices
+    mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, layout.here() * share, share), (slots, where))
+    members, where = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes), mine)
+    held = layout.begin(kept, away)
 
-    def reading(key: Key, id_: jax.Array, row: Any, context: PyTree) -> ClientUpdate:
-        kept, context = context
-        return rule(key, id_, jax.tree.map(lambda leaf: leaf[row], kept), context)._replace(kept=row)
+    def clients(g: Any, held: Held) -> ClientUpdate:
+        who = ids.at[members[g]].get(mode="fill", fill_value=-1)
+        theirs = jax.tree.map(lambda leaf: leaf.at[members[g]].get(mode="clip"), given)
+        return group(key, context, who, theirs, layout.read(held, jax.tree.map(lambda leaf: leaf[g], where), kept))
 
-    def run(key: Key, ids: jax.Array, sizes: jax.Array, rows: jax.Array, kept: PyTree, context: PyTree) -> Any:
-        order, groups = _deal(sizes, lanes, 1)
-        here, rows = ids.at[order].get(mode="fill", fill_value=-1), rows.at[order].get(mode="clip")
-        total, (_, outputs) = _stream(
-            jax.jit(partial(_group, reading, lanes)), lanes, key, groups, here, rows, (kept, context)
-        )
-        place = _places(order, share)
-        return total, jax.tree.map(lambda leaf: leaf[place], outputs)
+    shapes = jax.eval_shape(clients, 0, held)
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.sums)
+    outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape[1:]), leaf.dtype), shapes.outputs)
+    changes = bool(jax.tree.leaves(shapes.kept))
 
-    ids = ids.at[slots].get(mode="fill", fill_value=-1)
-    sizes = sizes.at[slots].get(mode="fill", fill_value=0)
-    layout = (_WHOLE, _SLICE, _SLICE, _SLICE, _SLICE if partitioned else _WHOLE, _WHOLE)
-    total, outputs = _on_each_device(run, mesh, layout)(key, ids, sizes, rows, kept, context)
-    return total, kept, jax.tree.map(lambda leaf: leaf[:cohort_size], outputs)
+    def step(g: Any, carry: Any) -> Any:
+        total, outputs, after = carry
+        update = clients(g, after if changes else held)
+        if changes:
+            after = layout.write(after, jax.tree.map(lambda leaf: leaf[g], where), update.kept)
+        place = jnp.where(members[g] < ids.shape[0], members[g], -1)
+        return jax.tree.map(jnp.add, total, update.sums), put(outputs, place, update.outputs), after
 
-
-def _places(slots: jax.Array, count: int) -> jax.Array:
-    """The position of each of `count` members in `slots`, int32 `[count]`; slots out of range are padding."""
-    return jnp.zeros(count, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
-
-
-def _on_each_device(run: Callable[..., Any], mesh: Mesh, layout: tuple[P, ...]) -> Callable[..., Any]:
-    """Runs `run`, which returns (sum, rest), on every device and adds up the sums.
-
-    `layout` says of each argument whether a device gets all of it or its slice.
-    """
-    if mesh.size == 1:
-        return run
-
-    def on_device(*arguments: Any) -> Any:
-        total, rest = run(*arguments)
-        return jax.lax.psum(total, CLIENTS), rest
-
-    return jax.shard_map(on_device, mesh=mesh, in_specs=layout, out_specs=(_WHOLE, _SLICE), check_vma=False)
+    # Rows that are only read stay out of what the loop carries, which would be copied.
+    start = (total, outputs, held if changes else ())
+    total, outputs, after = jax.lax.fori_loop(0, groups[layout.here()], step, start)
+    total, outputs, sent = layout.exchanged(total, outputs, after.sent if changes else ())
+    return total, layout.end(after._replace(sent=sent), away, kept) if changes else kept, outputs
 
 
-def _deal(sizes: jax.Array, lanes: int, devices: int) -> tuple[jax.Array, jax.Array]:
+def _deal(
+    sizes: jax.Array, lanes: int, devices: int, homes: jax.Array | None = None, room: int = 0
+) -> tuple[jax.Array, jax.Array]:
     """Assigns the members of a cohort to devices and lanes.
 
-    Members are sorted by size and cut into G groups of `lanes`, because a group takes as long as its largest member. Groups go,
+    Members are sorted by size and cut into groups of `lanes`, because a group takes as long as its largest member. Groups go,
     largest first, to the device with the least work so far (Graham 1969: at most 4/3 of the best makespan), so that a device may
-    get anything from none to all of them.
+    get anything from none to all of them. With `homes`, the device of each member, int32 `[C]`, a group has members of one home
+    and stays there while that has less than its share of the work; at most `room` members go elsewhere.
 
     Returns:
       (the member that each slot runs, int32 `[devices * G * lanes]`, ordered by device, group and lane, C (out of range) for an
       empty slot; the number of groups of each device, int32 `[devices]`).
     """
     cohort_size = sizes.shape[0]
-    groups = -(-cohort_size // lanes)
     order = jnp.argsort(-sizes, stable=True).astype(jnp.int32)
-    order = jnp.pad(order, (0, groups * lanes - cohort_size), constant_values=cohort_size)
+    if homes is None:
+        groups = -(-cohort_size // lanes)
+        order = jnp.pad(order, (0, groups * lanes - cohort_size), constant_values=cohort_size)
+    else:
+        # The members of each home begin a group of their own.
+        groups = -(-cohort_size // lanes) + devices - 1
+        order = order[jnp.argsort(homes[order], stable=True)]
+        inhabitants = jnp.bincount(homes, length=devices)
+        filled = -(-inhabitants // lanes) * lanes
+        moved = (jnp.cumsum(filled) - filled) - (jnp.cumsum(inhabitants) - inhabitants)
+        place = jnp.arange(cohort_size) + moved[homes[order]]
+        order = jnp.full(groups * lanes, cohort_size, jnp.int32).at[place].set(order)
     order = order.reshape(groups, lanes)
     if devices == 1:
         return order.reshape(-1), jnp.full(1, groups, jnp.int32)
-    work = jnp.maximum(sizes[order[:, 0]], 1)
+    work = jnp.maximum(sizes.at[order[:, 0]].get(mode="fill", fill_value=0), 1)
+    home = None
+    if homes is not None:
+        home = homes.at[order[:, 0]].get(mode="fill", fill_value=devices)
+        largest = jnp.argsort(jnp.where(home < devices, -work, 0), stable=True)
+        order, work, home = order[largest], work[largest], home[largest]
+    share = jnp.sum(work) / devices
 
-    def give(shares: Any, work: jax.Array) -> Any:
-        load, count = shares
-        least = jnp.argmin(load)
-        return (load.at[least].add(work), count.at[least].add(1)), (least, count[least])
+    def give(shares: Any, group: Any) -> Any:
+        load, count, away = shares
+        work, home, members = group
+        device = jnp.argmin(load)
+        if home is not None:
+            stays = (load[home] + work <= share) | (away + members > room)
+            # A group without members goes nowhere.
+            device = jnp.where(stays | (home == devices), home, device)
+            away += jnp.where(device != home, members, 0)
+        return (load.at[device].add(work, mode="drop"), count.at[device].add(1, mode="drop"), away), (device, count[device])
 
     none = jnp.zeros(devices, jnp.int32)
-    (_, count), (device, place) = jax.lax.scan(give, (none.astype(work.dtype), none), work)
-    slots = jnp.full((devices, groups, lanes), cohort_size, jnp.int32).at[device, place].set(order)
+    start = (none.astype(work.dtype), none, jnp.zeros((), jnp.int32))
+    members = jnp.sum(order < cohort_size, 1, dtype=jnp.int32)
+    (_, count, _), (device, place) = jax.lax.scan(give, start, (work, home, members))
+    slots = jnp.full((devices, groups, lanes), cohort_size, jnp.int32).at[device, place].set(order, mode="drop")
     return slots.reshape(-1), count
 
 
-def _group(rule: ClientRule, lanes: int, key: Key, context: PyTree, ids: jax.Array, kept: PyTree) -> ClientUpdate:
+def _group(
+    rule: ClientRule, lanes: int, key: Key, context: PyTree, ids: jax.Array, given: PyTree, kept: PyTree
+) -> ClientUpdate:
     """Runs `lanes` clients side by side; `sums` are added up."""
 
-    def one(client: jax.Array, kept: PyTree) -> ClientUpdate:
-        return rule(jax.random.fold_in(key, client), client, kept, context)
+    def one(client: jax.Array, given: PyTree, kept: PyTree) -> ClientUpdate:
+        return rule(jax.random.fold_in(key, client), client, given, kept, context)
 
     if lanes == 1:
-        update = one(ids[0], jax.tree.map(lambda leaf: leaf[0], kept))
+        update = one(ids[0], *jax.tree.map(lambda leaf: leaf[0], (given, kept)))
         kept, outputs = jax.tree.map(lambda leaf: leaf[None], (update.kept, update.outputs))
         return update._replace(kept=kept, outputs=outputs)
-    update = jax.vmap(one, axis_name=loops.LANES)(ids, kept)
+    update = jax.vmap(one, axis_name=loops.LANES)(ids, given, kept)
     # With its type: JAX would sum uint32 in 64 bits where these are on, and lose the arithmetic modulo 2^32.
     return update._replace(sums=jax.tree.map(lambda leaf: jnp.sum(leaf, 0, dtype=leaf.dtype), update.sums))
-
-
-def _stream(group: Any, lanes: int, key: Key, groups: jax.Array, ids: jax.Array, kept: PyTree, context: PyTree) -> Any:
-    """Runs one device's groups one after the other and carries the sum along; (sum, (kept, outputs))."""
-    ids, kept = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes, *leaf.shape[1:]), (ids, kept))
-    shapes = jax.eval_shape(group, key, context, *jax.tree.map(lambda leaf: leaf[0], (ids, kept)))
-    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.sums)
-    outputs = jax.tree.map(lambda leaf: jnp.zeros((ids.shape[0], *leaf.shape), leaf.dtype), shapes.outputs)
-
-    def step(g: Any, carry: Any) -> Any:
-        total, kept, outputs = carry
-        update = group(key, context, ids[g], jax.tree.map(lambda leaf: leaf[g], kept))
-        put = lambda leaf, new: leaf.at[g].set(new)  # noqa: E731
-        total = jax.tree.map(jnp.add, total, update.sums)
-        return total, jax.tree.map(put, kept, update.kept), jax.tree.map(put, outputs, update.outputs)
-
-    total, *dealt = jax.lax.fori_loop(0, groups[0], step, (total, kept, outputs))
-    return total, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tuple(dealt))
 
 
 def _exactness(precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -353,26 +358,33 @@ def _exactness(precision: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _lanes(
-    group_of: Callable[[int], Any], given: int | None, mesh: Mesh, key: Key, ids: jax.Array, kept: PyTree, context: PyTree
+    group_of: Callable[[int], Any],
+    asked: int | None,
+    mesh: Mesh,
+    key: Key,
+    ids: jax.Array,
+    given: PyTree,
+    kept: PyTree,
+    context: PyTree,
 ) -> int:
     """The lanes of a cohort: what was given, or one on a CPU, and on an accelerator as many as fit."""
     share = -(-ids.shape[0] // mesh.size)
     if runtime.on_cpu():
-        return min(given or 1, share)
+        return min(asked or 1, share)
 
     def program(lanes: int) -> Any:
-        members = jax.tree.map(lambda leaf: leaf[:lanes], (ids, kept))
+        members = jax.tree.map(lambda leaf: leaf[:lanes], (ids, given, kept))
         # The rule may close over traced values (the rates of a sweep), which become arguments of the program.
         return jax.make_jaxpr(group_of(lanes))(key, context, *members)
 
     device = mesh.local_devices[0]
     free = free_bytes(device)
     if free is None:
-        if given is None:
+        if asked is None:
             raise ValueError(f"{device.device_kind} does not say how much memory it has: give lanes, e.g. lanes={share}")
-        return min(given, share)
+        return min(asked, share)
     # A tenth stays free for what a round holds besides its lanes.
-    return fitting.lanes(program, share, given, device, runtime.least_of_processes(0.9 * free))
+    return fitting.lanes(program, share, asked, device, runtime.least_of_processes(0.9 * free))
 
 
 def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:

@@ -17,7 +17,7 @@ from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import CHUNK, ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, client_mesh, run_cohort
+from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.hardware import Devices
 from fedjax_meta.keys import tagged
@@ -25,10 +25,6 @@ from fedjax_meta.measures import CONFUSION, Metric, Score, resolve
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.task import Batch, LogitsLoss, MeanLoss, Weighted, cross_entropy
 from fedjax_meta.types import Key, Variables
-
-MANY_BYTES = 2**26
-"""From this many bytes of rows on, clients are evaluated on the device that holds their rows instead of moving."""
-
 
 FEW_CLASSES = 128
 """Up to this number of classes a client's scores come from its confusion matrix by default."""
@@ -115,32 +111,20 @@ def evaluate(
     if lanes is not None:
         checks.count("lanes", lanes)
     devices = hardware.check(devices)
-    in_order = ids is None and population == data.num_clients and (data.ids is None or population < data.total_clients)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
     rows = state_rows(state, data, ids) if known else ids
     if known and isinstance(state.seen, np.ndarray):
         # The rows are on the host: only those of the asked clients go to the device.
         state, data, ids = host_store.subset(state, data, np.asarray(rows), np.asarray(ids))
-        rows, in_order = ids, True
+        rows = ids
     state = jax.tree.map(jnp.asarray, state)
-    # Few rows move with their clients to the device with the least work; many stay on the device that holds them.
-    move = not in_order or client_mesh(devices).size * len(ids) * host_store.row_bytes(state) < MANY_BYTES
     own: Any = ()
     if known:
         state, own = host_store.split_rows(state)
-        own = own if in_order else jax.tree.map(lambda leaf: leaf[rows], own)
     test = _Test(algorithm, support, query, batch_size, max(population, data.total_clients) if known else None, measured)
     sizes = jnp.asarray(data.sizes(query))[ids]
     _, _, evaluation = run_cohort(
-        test.of_client,
-        key,
-        data.ids_of(ids),
-        sizes,
-        (ids, own),
-        (state, data),
-        lanes=lanes,
-        devices=devices,
-        move=move or not known,
+        test.of_client, key, data.ids_of(ids), sizes, ids, own, rows, (state, data), lanes=lanes, devices=devices
     )
     return evaluation
 
@@ -175,15 +159,14 @@ class _Test:
     population: int | None
     measured: tuple[Metric, ...]
 
-    def of_client(self, key: Key, id_: jax.Array, kept: Any, context: Any) -> ClientUpdate:
+    def of_client(self, key: Key, id_: jax.Array, place: jax.Array, row: Any, context: Any) -> ClientUpdate:
         state, data = context
-        place, row = kept
         views = data.client(jnp.where(id_ < 0, -1, place))
         client = None
         if self.population is not None:
             state, client = state._replace(**jax.tree.map(lambda leaf: leaf[None], row)), 0
         variables = self.algorithm.personalize(key, state, views[self.support], client, self.population)
-        return ClientUpdate((), kept, self.score(variables, views[self.query], data))
+        return ClientUpdate((), (), self.score(variables, views[self.query], data))
 
     def score(self, variables: Variables, view: ClientView, data: FederatedData) -> Evaluation:
         batches = view.in_chunks(self.batch_size)

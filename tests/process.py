@@ -31,11 +31,9 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=10)
     import fedjax_meta as fm
-    from fedjax_meta import checkpoint, evaluation, runtime, simulation
+    from fedjax_meta import checkpoint, runtime, simulation
 
     fm.use_all_cores()  # keeps the one device, and turns the compilation cache on
-    # Evaluate clients on the devices that hold them, as with many clients: each process then has its own clients' results only.
-    evaluation.MANY_BYTES = 0
     assert runtime.least_of_processes(float(process)) == 0
     method, data = federation()
     test = partial(fm.evaluate, method, support="train", query="train")

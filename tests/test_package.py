@@ -32,7 +32,7 @@ LAYERS = (
     ("participation", "asynchronous", "schedules", "uploads", "privacy"),
     ("aggregate",),
     ("attacks",),
-    ("engine",),
+    ("rows", "engine"),
     ("contract",),
     ("federation",),
     ("algorithm", "builders", "rates"),

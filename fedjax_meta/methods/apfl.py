@@ -166,6 +166,7 @@ def apfl(
     if mix == "outputs":
         features.require_no_buffers(task, "apfl with mix='outputs'")
         require_parts(task, "apfl with mix='outputs'")
+    fixed = isinstance(share_lr, int | float) and share_lr == 0
     trainable = task.trainable(masks.variables_shape(task))
     mixing = _Mixing(task, trainable, mix == "outputs")
 
@@ -174,10 +175,12 @@ def apfl(
         batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
         if steps == "in_turn":
             return mixing.in_turn(received, batches.keyed(loss_key), optimizer(lr), share_lr)
-        # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα, on the batch and with the dropout of the first step.
-        batch, batch_key = batches.keyed(loss_key).get(0, 0)
-        slope = jax.grad(lambda share: mixing.loss(own.model, shared, share, batch, batch_key)[0])(own.share)
-        share = jnp.clip(own.share - share_lr * slope, 0, 1)
+        share = own.share
+        if not fixed:
+            # α ← clip(α - η ⟨v - w, ∇f(v̄)⟩), and that product is df(v̄)/dα, on the batch and with the dropout of the first step.
+            batch, batch_key = batches.keyed(loss_key).get(0, 0)
+            slope = jax.grad(lambda share: mixing.loss(own.model, shared, share, batch, batch_key)[0])(share)
+            share = jnp.clip(share - share_lr * slope, 0, 1)
         moving = (trainable, trainable)
         (shared, model), loss = local.train(loss_key, mixing.joint(share), (shared, own.model), batches, optimizer(lr), moving)
         return Trained(shared, {"loss": loss, "share": share}, memory=Own(model, share))

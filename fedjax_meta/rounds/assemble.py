@@ -13,7 +13,7 @@ from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, Roun
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
-from fedjax_meta.engine import replicate, run_cohort
+from fedjax_meta.engine import ClientUpdate, replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
@@ -131,19 +131,22 @@ class _Rounds:
         ids, rows = jnp.where(empty, -1, data.ids_of(places)), state_rows(state, data, places)
         state = jax.tree.map(jnp.asarray, state)
         sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[places]
-        before = Kept(places, *(jax.tree.map(lambda leaf: leaf[rows], getattr(state, name)) for name in Kept._fields[1:]))
-        if len(before.residual) != len(f.uploads):
+        if len(state.residual) != len(f.uploads):
             raise ValueError(
-                f"the state is of a federation with {len(before.residual)} upload transformations, not {len(f.uploads)}"
+                f"the state is of a federation with {len(state.residual)} upload transformations, not {len(f.uploads)}"
             )
+        seen = state.seen[rows]
         # Rows of the whole population stay out of what every client gets.
         context = Context(without_rows(state), data, ids, key)
         summed, kept, outputs = run_cohort(
-            partial(clients.client_round, setting),
+            partial(_one_client, setting),
             tagged(key, "clients"),
             ids,
             jnp.where(empty, 0, sizes),
-            before,
+            (places, seen),
+            (state.personal, state.memory, state.residual),
+            # An empty place of a cohort reads and writes nowhere.
+            jnp.where(empty, -1, rows),
             context,
             lanes=f.lanes,
             devices=f.devices,
@@ -151,16 +154,14 @@ class _Rounds:
         )
         outputs = attacked.by_cohort(setting, ids, outputs, state, data)
         moved = server.next_state(setting, key, state, summed, outputs, ids, data)
-        kept, diagnostics = server.collaborate(setting, key, moved, kept, outputs, ids, data)
-        after = kept._replace(seen=before.seen | outputs.took_part)
-        # An empty place of a cohort writes nowhere.
         target = jnp.where(empty, state.seen.shape[0], rows)
-        new = {
-            name: jax.tree.map(
-                lambda leaf, row: leaf.at[target].set(row, mode="drop"), getattr(state, name), getattr(after, name)
-            )
-            for name in Kept._fields[1:]
-        }
+        diagnostics: dict[str, jax.Array] = {}
+        if setting.method.collaborate is not None:
+            before = Kept(places, seen, *jax.tree.map(lambda leaf: leaf[rows], kept))
+            after, diagnostics = server.collaborate(setting, key, moved, before, outputs, ids, data)
+            new = (after.personal, after.memory, after.residual)
+            kept = jax.tree.map(lambda leaf, row: leaf.at[target].set(row, mode="drop"), kept, new)
+        seen = state.seen.at[target].set(seen | outputs.took_part, mode="drop")
         metrics = outputs.metrics | diagnostics
         if isinstance(f.schedule, Poisson):
             drawn_of = data.total_clients if placed else data.num_clients
@@ -169,7 +170,9 @@ class _Rounds:
             lag = setting.asynchronous.lag(state.round, jnp.arange(f.cohort_size))
             metrics = metrics | {"staleness": lag, "virtual_seconds": setting.asynchronous.seconds(state.round)}
         info = RoundInfo(ids, metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
-        return moved._replace(round=state.round + 1, **new), info
+        personal, memory, residual = kept
+        moved = moved._replace(personal=personal, memory=memory, residual=residual, seen=seen, round=state.round + 1)
+        return moved, info
 
     def _faults(self, outputs: Outputs, state: State) -> Faults:
         dropped, returned = jnp.sum(outputs.broken >= 0), jnp.sum(outputs.returned)
@@ -265,6 +268,12 @@ class _Rounds:
         weight = (*weight, jax.ShapeDtypeStruct((), jnp.result_type(float)))
         shapes = cast(Any, jax.tree.structure(weight)).flatten_up_to((*upload, measured))
         return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes), past)
+
+
+def _one_client(setting: Setting, key: Key, id_: jax.Array, given: Any, row: Any, context: Context) -> ClientUpdate:
+    """A client's round, for the engine."""
+    update = clients.client_round(setting, key, id_, Kept(*given, *row), context)
+    return update._replace(kept=(update.kept.personal, update.kept.memory, update.kept.residual))
 
 
 def _of_server(state: State) -> dict[str, PyTree]:
