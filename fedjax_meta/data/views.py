@@ -51,6 +51,10 @@ class ClientView:
         """The number of samples; a Python int, if it is one, makes numbers of steps static."""
         return self.size if isinstance(self.size, int) else jnp.asarray(self.size, jnp.int32)
 
+    def _room(self, batch_size: int) -> int:
+        """Rows of a batch: no more than the largest client has samples, because padding is computed like samples."""
+        return min(batch_size, max(self.max_size, 1))
+
     def _performed(self, steps: Scalar) -> Scalar:
         """The number of steps that the client performs of `steps`."""
         # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
@@ -90,7 +94,7 @@ class ClientView:
 
         Args:
           key: consumed.
-          batch_size: samples of a full batch.
+          batch_size: samples of a full batch. Where the largest client has fewer, a batch has room for that client alone.
           epochs: number of passes.
           share: take only this random share of the samples in each pass, in [0, 1], rounded up; may be traced.
         """
@@ -99,7 +103,7 @@ class ClientView:
         checks.prng_key("key", key)
         if share is not None:
             checks.share("share", share)
-        size = self._size()
+        size, batch_size = self._size(), self._room(batch_size)
         # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
         count = size if share is None else jnp.ceil(share * size - 1e-3).astype(jnp.int32)
         steps_per_epoch = (count + batch_size - 1) // batch_size
@@ -160,7 +164,7 @@ class ClientView:
     def in_order(self, batch_size: int) -> Batches:
         """One pass in storage order, in steps of at most `batch_size` samples, for evaluation and statistics."""
         checks.count("batch_size", batch_size)
-        size = self._size()
+        size, batch_size = self._size(), self._room(batch_size)
 
         def get(step: Scalar, chunk: Scalar = 0) -> Batch:
             del chunk

@@ -105,7 +105,7 @@ def fedgp(  # over 80 lines: half of them explain twelve options
 
     def samples_of(key: Key, model: Variables, view: ClientView) -> tuple[Batch, Tree, jax.Array]:
         """(shuffled samples, the tree of their classes, how many each class has)."""
-        batch = view.epochs(key, max(1, min(capacity, view.max_size))).get(0, 0)
+        batch = view.epochs(key, capacity).get(0, 0)
         classes = features.feature_shape(task, model, view)[0]
         return batch, *tree_of(z_of(model, batch), batch.y, batch.weight > 0, classes)
 

@@ -31,6 +31,8 @@ def test_an_epoch_contains_each_sample_once(batch, epochs, start, size, seed):
     steps, batches = _epoch_batches(jax.random.key(seed), start, size, batch, epochs)
     per_epoch = -(-size // batch)
     assert steps == epochs * per_epoch and len(batches.weight) == epochs * -(-40 // batch)
+    # No client has more than 40 samples, and padding would be computed like samples.
+    assert batches.weight.shape[1] == min(batch, 40)
     numbers, real = np.asarray(batches.x)[..., 0], np.asarray(batches.weight) > 0
     for epoch in range(epochs):
         rows = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
