@@ -220,10 +220,10 @@ def _solve(
     if options.operator.startswith("fl_imaml"):
         chunked = query if options.operator == "fl_imaml" else whole
         equal_weights = dataclasses.replace(chunked, samples=lambda batch: jnp.ones(()))
-        product = hessian_product(loss, phi, equal_weights, 0)[2]
+        product = hessian_product(loss, phi, equal_weights, 0, mask)[2]
         identity, curved = 1 + chunked.chunks + options.damping, chunked.chunks / options.prox_weight
     else:
-        product = hessian_product(loss, phi, whole, 0)[2]
+        product = hessian_product(loss, phi, whole, 0, mask)[2]
         extra = 10 if options.operator == "imaml_dev" else 0
         identity, curved = 1 + options.damping, 1 / (options.prox_weight + extra)
     right, fixed_right = masks.split(right, mask)

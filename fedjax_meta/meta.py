@@ -298,7 +298,8 @@ def exact(
         backward pass: k/c + c trees in place of k (fewest at c = sqrt(k)), for k more gradients.
 
     Cost: k gradients, k Hessian-vector products and one query gradient, plus about half a gradient per step if parameters are
-    stored. Memory: at most k parameter trees with `keep="smaller"`. A single step (a Python 1) stores its linearisation.
+    stored. Memory: at most k trees of the leaves that adapt with `keep="smaller"`. A single step (a Python 1) stores its
+    linearisation.
 
     Raises:
       ValueError: `inner` is not an `InnerOptimizer`, or an option is out of range. From the estimator, when traced: parameters
@@ -315,8 +316,9 @@ def exact(
     """
     require_inner("exact", inner)
     checks.one_of("keep", keep, ("smaller", "parameters", "linearisation"))
+    linearise = partial(exact_product, mask=inner.mask)
     return _second_order(
-        inner, steps=steps, keep=keep, checkpoint_every=checkpoint_every, linearise=exact_product, own_hessian=False
+        inner, steps=steps, keep=keep, checkpoint_every=checkpoint_every, linearise=linearise, own_hessian=False
     )
 
 
@@ -357,7 +359,10 @@ def hessian_free(
     require_inner("hessian_free", inner)
     checks.positive("delta", delta)
     checks.one_of("method", method, ("difference", "product"))
-    linearise = exact_product if method == "product" else partial(difference_product, delta=delta, normalise=normalise)
+    if method == "product":
+        linearise = partial(exact_product, mask=inner.mask)
+    else:
+        linearise = partial(difference_product, delta=delta, normalise=normalise)
     return _second_order(
         inner, steps=steps, keep="parameters", checkpoint_every=checkpoint_every, linearise=linearise, own_hessian=True
     )

@@ -67,7 +67,7 @@ def multi_step(inner: InnerOptimizer) -> Estimator:
                 here,
                 _only(support, t),
                 one,
-                linearise=partial(exact_product, loss, None),
+                linearise=partial(exact_product, loss, None, mask=inner.mask),
                 keep="smaller",
                 checkpoint_every=None,
             )

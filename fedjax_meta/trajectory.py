@@ -17,7 +17,7 @@ import optax
 from jax.extend.core import Literal
 from jax.tree_util import Partial
 
-from fedjax_meta import loops
+from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
@@ -45,7 +45,8 @@ class InnerOptimizer(NamedTuple):
       init: `(meta, phi_0) -> state`. Integers in the state (step counts) are carried but not differentiated.
       update: `(meta, gradient, state, phi) -> (phi, state)`.
       learned: whether `update` reads `meta`. If so, even a first-order gradient has to visit the inner steps.
-      mask: boolean tree of the leaves that adapt; `None` for all.
+      mask: boolean tree of the leaves that adapt; `None` for all. `update` leaves the others as they are and reads no gradient of
+        them.
     """
 
     start: Callable[[Params], Params]
@@ -117,46 +118,50 @@ def value_and_gradient(loss: ScalarLoss, params: Params, batches: Batches, step:
 
 
 def hessian_product(
-    loss: ScalarLoss, params: Params, batches: Batches, step: Scalar
+    loss: ScalarLoss, params: Params, batches: Batches, step: Scalar, mask: Mask | None = None
 ) -> tuple[jax.Array, Updates, Callable[[Updates], Updates]]:
     """(loss, gradient, `v -> H v`) of one step.
 
     A step of one chunk is linearised once and serves any number of products; its product is a pytree of the residuals. For a
     step of several chunks, every product goes through the chunks again, so that only one chunk's activations are in memory.
+
+    Where a mask is given, v counts as 0 outside it: the layers before the first leaf of the mask then have no forward derivative,
+    and the compiler leaves out what only they would need.
     """
+
+    def gradient_and_value(params: Params, batch: PyTree) -> tuple[Updates, jax.Array]:
+        if mask is not None:
+            params = jax.tree.map(lambda moves, leaf: leaf if moves else jax.lax.stop_gradient(leaf), mask, params)
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        return gradient, value
+
+    # The Hessian is symmetric, so the forward derivative of the gradient is also the transposed product.
     if isinstance(batches.chunks, int) and batches.chunks == 1:
-        return _linearised(loss, params, batches.get(step, 0))
+        batch = batches.get(step, 0)
+        gradient, linear, value = jax.linearize(lambda params: gradient_and_value(params, batch), params, has_aux=True)
+        return value, gradient, linear
     value, gradient = value_and_gradient(loss, params, batches, step)
 
     def product(vector: Updates) -> Updates:
         def of_chunk(batch: PyTree) -> Updates:
-            return jax.jvp(lambda params: jax.grad(loss)(params, batch), (params,), (vector,))[1]
+            return jax.jvp(lambda params: gradient_and_value(params, batch)[0], (params,), (vector,))[1]
 
         return batches.mean(of_chunk, step)
 
     return value, gradient, product
 
 
-def _linearised(loss: ScalarLoss, params: Params, batch: PyTree) -> tuple[jax.Array, Updates, Callable[[Updates], Updates]]:
-    def gradient_and_value(params: Params) -> tuple[Updates, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(params, batch)
-        return gradient, value
-
-    # The Hessian is symmetric, so the forward derivative of the gradient is also the transposed product.
-    gradient, product, value = jax.linearize(gradient_and_value, params, has_aux=True)
-    return value, gradient, product
-
-
 def exact_product(
-    loss: ScalarLoss, hessian: Batches | None, support: Batches, t: Scalar, phi: Params
+    loss: ScalarLoss, hessian: Batches | None, support: Batches, t: Scalar, phi: Params, *, mask: Mask | None = None
 ) -> tuple[jax.Array, Updates, Product]:
     """(loss, gradient, product) of an inner step; `product(direction, outer)` is the Hessian times the direction.
 
-    The Hessian is taken on step t of `hessian`, or on step t of the support if `hessian` is `None`.
+    The Hessian is taken on step t of `hessian`, or on step t of the support if `hessian` is `None`. The direction counts as 0
+    outside the mask, if there is one: an optimiser that adapts these leaves alone reads no other gradient.
     """
-    value, gradient, product = hessian_product(loss, phi, support, t)
+    value, gradient, product = hessian_product(loss, phi, support, t, mask)
     if hessian is not None:
-        product = hessian_product(loss, phi, hessian, t)[2]
+        product = hessian_product(loss, phi, hessian, t, mask)[2]
     return value, gradient, Partial(_along_direction, product)
 
 
@@ -403,14 +408,19 @@ def _memory(
       values); `replay` turns the stored values into the product with the step's transposed Jacobian.
     """
 
+    # Leaves that do not adapt are the same in all steps.
+    adapts = masks.everything_like(start[0]) if inner.mask is None else inner.mask
+    _, fixed = masks.split(start[0], adapts)
+
     def record_parameters(t: Scalar, phi: Params, state: PyTree) -> PyTree:
         value, gradient = value_and_gradient(loss, phi, support, t)
-        return value, inner.update(meta, gradient, state, phi), (phi, state)
+        return value, inner.update(meta, gradient, state, phi), (masks.split(phi, adapts)[0], state)
 
     def replay_parameters(t: Scalar, kept: PyTree) -> PyTree:
-        return tape(support, t, *kept)[2]
+        phi, state = kept
+        return tape(support, t, masks.merge(phi, fixed), state)[2]
 
-    parameters = jax.eval_shape(lambda: start)
+    parameters = jax.eval_shape(lambda: (masks.split(start[0], adapts)[0], start[1]))
     if keep == "parameters" or not (isinstance(support.chunks, int) and support.chunks == 1):
         return record_parameters, replay_parameters, parameters
 
