@@ -41,7 +41,7 @@ def main(
         ["systems.py", *systems, "--output", rows],
         ["start.py", *start, "--output", rows],
         ["sweeps.py", *sweeps, "--output", rows],
-        ["published.py", *published, "--output", rows],
+        ["published.py", "--peers", *published, "--output", rows],
         ["roofline.py", rows, "--figure", folder / "roofline.png"],
     ):
         subprocess.run([sys.executable, str(HERE / command[0]), *map(str, command[1:])], check=True)

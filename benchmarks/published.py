@@ -2,10 +2,12 @@
 
 Each case is a process of its own with empty caches. Pixels and labels are random, of the shape and number of the published data
 set: time does not depend on their values, and nothing is downloaded. Published times are of other machines; they stand beside
-ours to say what a workload is known to take, not to be divided by.
+ours to say what a workload is known to take, not to be divided by. With `--peers`, PyTorch (one client after the other) and
+Flower run the cases of federated averaging on this machine. BlazeFL wants Python 3.12 and is not among them.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import resource
@@ -23,7 +25,7 @@ from _measure import as_program, check_outputs, environment, write_row
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,22 +173,38 @@ CASES = {
 }
 
 
-def worker(case: str, rounds: int) -> None:
-    """Runs a case and prints, as JSON, when its rounds had ended and how much memory it took."""
-    import fedjax_meta as fm
+FEDERATED_AVERAGING = ("A", "B", "D")
+OURS = "fedjax_meta"
+PEERS = {"PyTorch": "torch", "Flower": "flwr"}
+"""Packages of the simulators that can run beside this library."""
 
-    fm.use_all_cores()
+
+def worker(case: str, rounds: int, peer: str, threads: int) -> None:
+    """Runs a case and prints, as JSON, when its rounds had ended and how much memory it took."""
     ends: list[tuple[int, float]] = []
-    CASES[case].run(rounds, lambda done: ends.append((done, time.time())))
+
+    def on_round(done: int) -> None:
+        ends.append((done, time.time()))
+
+    if peer == OURS:
+        import fedjax_meta as fm
+
+        fm.use_all_cores()
+        CASES[case].run(rounds, on_round)
+    else:
+        import _published_peers
+
+        _published_peers.run(peer, case, rounds, threads, on_round)
     print(json.dumps({"ends": ends, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 
-def measure(case: str, rounds: int) -> dict[str, Any]:
+def measure(case: str, rounds: int, peer: str = OURS, threads: int = 1) -> dict[str, Any]:
     """Runs a case in a process of its own with empty caches.
 
     Returns:
       `seconds` from the start of the process to its end, `first_seconds` to the end of the first round, `round_seconds` the
-      median of the later ones (each with its test; NaN where there are none), `bytes` the most memory that the process had.
+      median of the later ones (each with its test; NaN where there are none), `bytes` the most memory that the process had (for
+      Flower without its actors).
 
     Raises:
       RuntimeError: the process failed; the message is the end of its output.
@@ -195,7 +213,7 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
         variables = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         begin = time.time()
         done = subprocess.run(
-            [sys.executable, __file__, "--worker", case, "--rounds", str(rounds)],
+            [sys.executable, __file__, "--worker", case, "--rounds", str(rounds), "--peer", peer, "--threads", str(threads)],
             check=False,
             env={**variables, "FEDJAX_META_CACHE": cache},
             capture_output=True,
@@ -203,11 +221,13 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
         )
         seconds = time.time() - begin
     if done.returncode != 0:
-        raise RuntimeError(f"case {case}: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"case {case}, {peer}: {done.stderr.strip()[-500:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     rounds_done, times = np.array(found["ends"]).T
     later = np.diff(times) / np.diff(rounds_done)
     return {
+        "peer": peer,
+        "threads": threads,
         "seconds": seconds,
         "first_seconds": times[0] - begin,
         "round_seconds": float(np.median(later)) if len(later) else float("nan"),
@@ -215,11 +235,25 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def contestants(case: str, peers: bool) -> list[tuple[str, list[int]]]:
+    """The simulators that run a case, and the numbers of threads of which the faster one counts."""
+    found = [(OURS, [runtime.cores()])]
+    if not peers or case not in FEDERATED_AVERAGING:
+        return found
+    threads = {"PyTorch": sorted({1, runtime.cores()}), "Flower": [runtime.cores()]}
+    return found + [(peer, threads[peer]) for peer, package in PEERS.items() if importlib.util.find_spec(package)]
+
+
 def main(
     case: Annotated[list[str] | None, typer.Option(help="A, B, C or D; all when not given.", show_default=False)] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="In place of the published number.", show_default=False)] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Processes of each case; the median counts.")] = 1,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="PyTorch and Flower, where installed, on the same workloads.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
+    peer: Annotated[str, typer.Option(hidden=True)] = OURS,
+    threads: Annotated[int, typer.Option(hidden=True)] = 1,
     worker_: Annotated[str | None, typer.Option("--worker", hidden=True)] = None,
 ) -> None:
     """Times whole workloads that other simulators published, from process start to the last test.
@@ -227,25 +261,35 @@ def main(
     \b
     Examples:
       python benchmarks/published.py --case A --case B
-      python benchmarks/published.py --rounds 2
+      python benchmarks/published.py --rounds 2 --peers
     """
     if worker_ is not None:
-        worker(worker_, CASES[worker_].rounds if rounds is None else rounds)
+        worker(worker_, CASES[worker_].rounds if rounds is None else rounds, peer, threads)
         return
     check_outputs(output)
     chosen = list(CASES) if case is None else case
     for name in chosen:
         checks.one_of("--case", name, CASES)
-    console, table = Console(), Table("case", "rounds", "all (s)", "first round (s)", "a round (s)", "memory (GB)", box=None)
+    console = Console()
+    headings = ("case", "simulator", "rounds", "all (s)", "first round (s)", "a round (s)", "memory (GB)")
+    table = Table(*headings, box=None)
+    for simulator, package in PEERS.items() if peers else ():
+        if importlib.util.find_spec(package) is None:
+            console.print(f"{simulator} is left out: {package} is not installed")
     for name in chosen:
         count = CASES[name].rounds if rounds is None else rounds
         console.print(f"{name}: {CASES[name].what}\n   {CASES[name].published}", soft_wrap=True)
-        runs = [measure(name, count) for _ in range(repeats)]
-        median = {key: float(np.median([run[key] for run in runs])) for key in runs[0]}
-        for run in runs:
-            write_row(output, {"benchmark": "published", "case": name, "rounds": count, **run, **environment()})
-        shown = (f"{median[key]:.2f}" for key in ("seconds", "first_seconds", "round_seconds"))
-        table.add_row(name, str(count), *shown, f"{median['bytes'] / 1e9:.2f}")
+        if peers and name not in FEDERATED_AVERAGING:
+            console.print(f"{name} is a personalised method, which the others do not bring along")
+        for simulator, allowed in contestants(name, peers):
+            tried = [[measure(name, count, simulator, threads) for _ in range(repeats)] for threads in allowed]
+            runs = min(tried, key=lambda runs: float(np.median([run["seconds"] for run in runs])))
+            shown = ("seconds", "first_seconds", "round_seconds", "bytes")
+            median = {key: float(np.median([run[key] for run in runs])) for key in shown}
+            for run in runs:
+                write_row(output, {"benchmark": "published", "case": name, "rounds": count, **run, **environment()})
+            times = (f"{median[key]:.2f}" for key in shown[:-1])
+            table.add_row(name, simulator, str(count), *times, f"{median['bytes'] / 1e9:.2f}")
     console.print(table)
 
 

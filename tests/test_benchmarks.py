@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import typer
@@ -14,8 +15,12 @@ import check
 import roofline
 import scaling
 import start
+import systems
 from _measure import read_rows
 from _workloads import WORKLOADS, Workload, workload
+
+import fedjax_meta as fm
+from fedjax_meta import models
 
 COMMITTED = Path(check.__file__).parent / "results" / "cpu.jsonl"
 
@@ -43,6 +48,28 @@ def test_unknown_workloads_are_refused(name):
         workload(name)
 
 
+@pytest.mark.parametrize(("case", "method"), [("A", "_blazefl"), ("B", "_flute"), ("D", "_pfllib")])
+def test_published_workloads_are_the_same_for_all_simulators(monkeypatch, case, method):
+    torch = pytest.importorskip("torch")
+    peers, published = pytest.importorskip("_published_peers"), pytest.importorskip("published")
+    work, seen = peers.WORK[case], {}
+
+    def simulate(method, data, rounds, on_round, *, cohort, **options):
+        seen.update(method=method, data=data, cohort=cohort)
+
+    monkeypatch.setattr(published, "_simulate", simulate)
+    getattr(published, method)(1, print)
+    data, task = seen["data"], seen["method"].task
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    net = torch.nn.Sequential(*work.layers())
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == sum(leaf.numel() for leaf in net.parameters())
+    assert (data.num_clients, seen["cohort"]) == (work.clients, work.cohort)
+    assert data.x.shape[1:] == (*work.shape[1:], work.shape[0])
+    assert set(np.asarray(data.sizes("train")).tolist()) == {work.train}
+    options = seen["method"].config
+    assert [options[name] for name in ("lr", "epochs", "batch_size")] == [work.lr, work.epochs, work.batch_size]
+
+
 # The roofline.
 
 
@@ -65,6 +92,29 @@ def test_every_workload_can_be_drawn(tmp_path, monkeypatch):
         figure = tmp_path / f"{file.stem}.png"
         roofline.main(file, figure)
         assert figure.stat().st_size > 10_000
+
+
+# The arithmetic of a round.
+
+
+def test_every_method_has_a_formula():
+    assert {name.partition(" ")[0] for name in systems.SYSTEMS} == set(fm.METHODS)
+
+
+def test_work_of_a_network_by_hand():
+    """Products of matrices: 784 -> 100 (a) and 100 -> 10 (b), each two FLOPs a weight and sample.
+
+    A gradient has those of the forward pass, of both weights' gradients, and of the one hidden layer's. Its forward derivative
+    has, of each product of two things that both change, one for each of them.
+    """
+    found = systems.costs(models.mlp(), "mlp", clients=2, samples=100, batch_size=50, epochs=1)
+    a, b = 100 * 2 * 784 * 100, 100 * 2 * 100 * 10
+    by_hand = {"forward": a + b, "gradient": 2 * a + 3 * b, "head": a + 2 * b, "body": 2 * a + 2 * b, "product": 2 * a + 6 * b}
+    assert {name: getattr(found, name) for name in by_hand} == pytest.approx(by_hand, rel=0.05)
+    # Nothing moves but the second layer: the change of its output, that of the hidden layer's gradient, and both weights'.
+    assert found.mixed == pytest.approx(a + 4 * b, rel=0.05)
+    # Without the weights' gradients.
+    assert found.curvature == pytest.approx(found.product + a + 2 * b, rel=0.05)
 
 
 # Comparing with committed rows.
