@@ -340,7 +340,7 @@ def _against(
     scores: Sequence[str],
     numbers: Mapping[str, Mapping[str, float]],
 ) -> tuple[list[str], list[str]]:
-    """A table of published beside measured numbers, and the verdicts of its first score."""
+    """A table of measured numbers with the published ones in brackets, and the verdicts of its first score."""
     found = {
         (system, score): measured(rows[scenario, system], clients, score)
         for system in numbers
@@ -357,13 +357,13 @@ def _against(
     for system, given in numbers.items():
         cells = [study.title_of(system)]
         for score in scores:
-            cells += [str(found[system, score]) if (system, score) in found else "", f"{given[score]:.2f}"]
+            cells.append(f"{found.get((system, score), '')} ({given[score]:.2f})".strip())
         word = by_score[scores[0]][system]
         cause = f": {run.causes.get(system, 'cause unknown')}" if word == NOT else ""
         within = sum(by_score[score][system] == WITHIN for score in scores)
         count = f" ({within} of {len(scores)} numbers within)" if len(scores) > 1 and word != UNRUN else ""
         table.append([*cells, f"{word}{count}{cause}"])
-    headings = ["system", *(cell for score in scores for cell in (HEADINGS[score], "published")), "verdict"]
+    headings = ["system", *(HEADINGS[score] for score in scores), "verdict"]
     lines = [report.markdown_table(headings, table)]
     return lines, list(by_score[scores[0]].values())
 

@@ -126,6 +126,11 @@ ROWS = (
         r"(fedjax-meta run|python -m) (experiments\.)?fedmeta_per( --quick| --variant unlike)?",
         f"--quick --systems fedavg,fedmeta_per {TINY}",
     ),
+    Row(
+        r"fedjax-meta run fedmeta_per .*orders=30.*",
+        f"--systems fedavg,fedmeta_per --set scenarios.pairs.options.orders=1 {TINY}",
+        "mnist",
+    ),
     Row(r"fedjax-meta run fedmeta_per --(data|seeds|systems).*", f"--systems fedavg,fedmeta_per {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_published_cohorts .*", f"--systems fedmeta {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_cifar10 .*", f"--systems fedavg {TINY}", "cifar10"),
@@ -194,7 +199,7 @@ ROWS = (
         r"python benchmarks/start\.py", '--repeats 1 --blocks 2 --rounds 2 --experiment "quickstart --quick --systems fedavg"'
     ),
     Row(r"python benchmarks/sweeps\.py", "--rates 2 --seeds 1 --rounds 2 --samples 40"),
-    Row(r"python benchmarks/published\.py", "--case A --rounds 1"),
+    Row(r"python benchmarks/published\.py.*", "--case B --rounds 20"),
     Row(r"python benchmarks/accelerator\.py.*", "--limit 120 --part numbers --rows 2"),
     Row(r"python benchmarks/model_forms\.py", "--part dense --repeats 1"),
     Row(r"python -m pytest tests/.*"),
@@ -263,8 +268,8 @@ class Shelf:
             done, folder = self.run(before)
             assert done.returncode == 0, f"{before}: {done.stderr[-2000:]}"
             return folder
-        folder = self.place / str(len(self.done))
-        folder.mkdir(parents=True)
+        # Of its own also where the one before ran out of time.
+        folder = Path(tempfile.mkdtemp(dir=self.place))
         if not command.startswith("fedjax-meta") or re.search(r"\b(experiments|fedjax_meta)/", command):
             for name in CHECKOUT:
                 if (ROOT / name).is_dir():

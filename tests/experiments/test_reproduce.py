@@ -101,7 +101,7 @@ def test_the_section_of_a_run_has_its_numbers_and_a_verdict(folder):
     found = standing.extract(listed, root / "digits")
     page = standing.page([listed], {"digits": found})
     first = found["rows"][0]["known"]["accuracy"]
-    assert f"{np.mean(first):.2f} ±{np.std(first, ddof=1):.2f} | 50.00" in page
+    assert f"{np.mean(first):.2f} ±{np.std(first, ddof=1):.2f} (50.00) |" in page
     assert found["commit"][:12] in page and found["config"] in page
     (total,) = [line for line in page.splitlines() if line.startswith("| Digits |")]
     assert "2 seeds" in total
