@@ -34,7 +34,8 @@ def halved(task, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+# Both types follow the same rules of promotion.
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_a_method_keeps_the_types_of_a_model_in_half_precision(name, dtype):
     task = halved(problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task(), dtype)
