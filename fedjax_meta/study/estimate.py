@@ -184,14 +184,21 @@ def _while(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:
     first, second = options["cond_nconsts"], options["cond_nconsts"] + options["body_nconsts"]
     asked, used, start = given[:first], given[first:second], given[second:]
 
-    def goes_on(carry: Any) -> Any:
+    def going(carry: Any) -> Any:
         return _run(*_closed(options["cond_jaxpr"]), [*asked, *carry[0]])[0][0]
 
     def body(carry: Any) -> Any:
         results, flops = _run(*_closed(options["body_jaxpr"]), [*used, *carry[0]])
+        # A loop under `vmap` has an answer for each lane. It turns until all have ended; those that have keep their values.
+        turns = going(carry)
+        if turns.ndim:
+            results = [
+                jnp.where(turns.reshape(*turns.shape, *[1] * (new.ndim - turns.ndim)), new, old)
+                for new, old in zip(results, carry[0], strict=True)
+            ]
         return results, carry[1] + flops
 
-    return jax.lax.while_loop(goes_on, body, (start, jnp.zeros((), jnp.float32)))
+    return jax.lax.while_loop(lambda carry: jnp.any(going(carry)), body, (start, jnp.zeros((), jnp.float32)))
 
 
 def _scan(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:

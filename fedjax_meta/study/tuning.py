@@ -47,19 +47,24 @@ def points_of(system: System) -> list[Point]:
     Raises:
       ValueError: a fraction where the option is a whole number.
     """
-    whole = shaping(system)
+    whole = _of_type(system, int)
     values = {name: [_number(name, value, name in whole) for value in some] for name, some in system.grid.items()}
     return sweeps.grid(**values)
 
 
 def shaping(system: System) -> tuple[str, ...]:
-    """The names of a grid that decide what a program is (epochs, batch sizes, steps): options that are whole numbers.
+    """The names of a grid that decide what a program is: whole numbers (epochs, batch sizes) and shares that decide counts.
 
-    Points that differ in them are separate programs.
+    Points that differ in them are separate programs. They are the options that a builder annotates as `int` or `float`; numbers that
+    may be traced are `Rate`.
     """
+    return _of_type(system, int, float)
+
+
+def _of_type(system: System, *types: type) -> tuple[str, ...]:
     own = {name: one.annotation for name, one in inspect.signature(METHODS[system.method]).parameters.items()}
     kinds = {**{field.name: field.type for field in dataclasses.fields(Federation)}, **own}
-    return tuple(name for name in system.grid if int in (kinds[name], *get_args(kinds[name])))
+    return tuple(name for name in system.grid if set(types) & {kinds[name], *get_args(kinds[name])})
 
 
 def _number(name: str, value: float, whole: bool) -> float:
@@ -201,7 +206,7 @@ def next_points(points: Sequence[Point], chosen: Point, system: System, clients:
         if end * before <= 0:
             continue
         value = float(f"{end * (end / before):.3g}")
-        value = round(value) if name in shaping(system) else value
+        value = round(value) if name in _of_type(system, int) else value
         others = {tuple(point.items()): point for point in ({**point, name: value} for point in [*points, *made])}
         fresh = [point for point in others.values() if point not in points and point not in made]
         try:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
 
 from fedjax_meta import metrics
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import load, made, run
+from fedjax_meta.study import load, made, run, tuning
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.run import points_of
 from fedjax_meta.study.system import keywords
@@ -550,3 +551,25 @@ def test_a_committed_cell_comes_out_again(tmp_path):
     assert 100 * np.mean(tests["new"]["accuracy"]) == pytest.approx(wanted.new, abs=0.26)
     assert wanted.rounds == trial["rows"][-1]["round"] and content["config"]["system"]["options"]["epochs"] == 2
     assert content["config"]["data"] == wanted.data
+
+
+@pytest.mark.parametrize(
+    "listed", [one for one in LISTED if one.name.startswith("mnist_small")], ids=lambda listed: listed.name
+)
+@pytest.mark.long
+def test_every_grid_can_be_swept(listed):
+    """Numbers of a grid are traced, but for those that decide what a program is."""
+    chosen = listed.load()
+    (scenario,) = chosen.scenarios
+    clients = chosen.scenarios[scenario].build()
+    for name in chosen.systems_on(scenario):
+        system = chosen.system(name, scenario)
+        point = points_of(system)[0]
+        fixed = {one: value for one, value in point.items() if one in tuning.shaping(system)}
+
+        def one_round(rates, system=system, fixed=fixed):
+            algorithm = system.build(clients, **fixed, **rates)
+            key = jax.random.key(0)
+            return algorithm.round(key, algorithm.init(key, clients.train), clients.train)[0].round
+
+        jax.eval_shape(one_round, {one: value for one, value in point.items() if one not in fixed})

@@ -9,6 +9,7 @@ import fedjax_meta as fm
 from fedjax_meta.study import estimate, run
 from tests import problems
 from tests.study.common import TREE, study
+from tests.test_contract import make
 
 
 def flops(function, *arguments):
@@ -26,6 +27,9 @@ def test_products_are_counted_as_often_as_loops_turn_and_branches_are_taken():
     for taken, wanted in ((True, 24), (False, 0)):
         assert flops(lambda a, t: jax.lax.cond(t, lambda: jnp.sum(a @ a.T), lambda: 0.0), a, taken) == wanted
     assert flops(jax.grad(jax.checkpoint(lambda a: jnp.sum(jnp.sin(a @ np.ones((3, 5)))))), a) > 2 * 2 * 3 * 5
+    # Three lanes with counters of their own turn as often as the longest one, and each keeps its own result.
+    lanes = jax.vmap(lambda a, n: jax.lax.fori_loop(0, n, lambda i, s: s + jnp.sum(a @ a.T), 0.0))
+    assert flops(lanes, np.arange(18.0).reshape(3, 2, 3), np.array([1, 5, 3])) == 5 * 3 * 2 * 2 * 2 * 3
     image, kernel = np.ones((1, 6, 6, 2)), np.ones((3, 3, 2, 4))
 
     def convolution(image, kernel):
@@ -45,6 +49,16 @@ def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
     assert (found.shared, found.personal, found.rounds, found.programs) == (650, 650, 4 * 2, 3)
     assert found.round_seconds > 0 and found.seconds(2) == pytest.approx(found.seconds(1) / 2)
     assert found.traffic == fm.costs.traffic(study().system("local").build(clients.task), clients.train)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "fedpac" else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS]
+)
+def test_a_round_of_every_method_is_counted(name):
+    algorithm, data = make(name, devices=1, lanes=1), problems.data()
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
+    (after, _), found = jax.eval_shape(estimate.counted(algorithm.round), jax.random.key(0), state, data)
+    assert problems.forms(after) == problems.forms(state) and found.shape == ()
 
 
 def test_tuning_counts():

@@ -137,6 +137,9 @@ def test_whole_numbers_of_a_grid():
     assert points[-1] == {"epochs": 4, "lr": 2.0} and type(points[-1]["epochs"]) is int and type(points[0]["lr"]) is float
     task = study().scenarios["pairs"].build().task
     assert {point["epochs"] for point in tuning.next_points(points, {"epochs": 4, "lr": 1.0}, system, task)} >= {8}
+    # A share that decides a count is no rate, but no whole number either.
+    shares = System(method="fedcac", grid={"share": [0.5, 0.75], "lr": [0.1]})
+    assert tuning.shaping(shares) == ("share",) and run.points_of(shares)[0] == {"share": 0.5, "lr": 0.1}
     halves = System(method="fedavg", grid={"epochs": [1, 1.5]})
     with pytest.raises(ValueError, match=r"grid of epochs must hold whole numbers, not 1.5"):
         run.points_of(halves)
