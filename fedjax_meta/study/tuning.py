@@ -55,8 +55,8 @@ def points_of(system: System) -> list[Point]:
 def shaping(system: System) -> tuple[str, ...]:
     """The names of a grid that decide what a program is: whole numbers (epochs, batch sizes) and shares that decide counts.
 
-    Points that differ in them are separate programs. They are the options that a builder annotates as `int` or `float`; numbers that
-    may be traced are `Rate`.
+    Points that differ in them are separate programs. They are the options that a builder annotates as `int` or `float`; numbers
+    that may be traced are `Rate`.
     """
     return _of_type(system, int, float)
 
