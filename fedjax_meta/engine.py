@@ -226,7 +226,8 @@ def run_cohort(
             given_to_each = (_WHOLE, _WHOLE, _WHOLE, _WHOLE, held, _WHOLE, _WHOLE)
             given_back = (_WHOLE, held, _WHOLE)
             run = jax.shard_map(run, mesh=mesh, in_specs=given_to_each, out_specs=given_back, check_vma=False)
-        return run(key, ids, sizes, given, kept, rows.astype(jnp.int32), context)
+        # Outside of a program, e.g. under `evaluate`, each operation would otherwise be compiled by itself.
+        return jax.jit(run)(key, ids, sizes, given, kept, rows.astype(jnp.int32), context)
 
 
 def _on_device(

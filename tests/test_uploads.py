@@ -1,5 +1,7 @@
 """Upload transformations against closed forms, and what they do to a federation of clients with known uploads."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,13 +130,21 @@ def _two_rounds(name, **options):
     return state
 
 
+UNIFORM = {"cohort_size": 5, "weighting": "uniform"}
+
+
+@cache
+def _plain(name):
+    return _two_rounds(name, **UNIFORM, devices=1, lanes=1)
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedmeta_per_metasgd"])
 def test_masks_cancel_in_the_sum(name, devices, lanes):
     """The masked mean is the plain one up to rounding to multiples of 2^-24: a cohort of 5 errs by 5 * 2^-25 before division."""
-    options = {"cohort_size": 5, "devices": devices, "lanes": lanes, "weighting": "uniform"}
-    plain, masked = (_two_rounds(name, **options, **more) for more in ({}, {"uploads": (uploads.mask(24),)}))
+    masked = _two_rounds(name, **UNIFORM, devices=devices, lanes=lanes, uploads=(uploads.mask(24),))
+    plain = _plain(name)
     assert 0 < problems.distance(plain.model, masked.model) < 1e-5
     assert problems.leaves_equal(plain.seen, masked.seen)
 
