@@ -176,10 +176,10 @@ ROWS = (
     Row(r"fedjax-meta run shakespeare( .*)?", f"--quick --systems fedavg {TINY}", "tiny_shakespeare"),
     Row(r"fedjax-meta run sinusoids", f"--quick {TINY}"),
     Row(r"fedjax-meta run eight_systems( .*)?", f"--systems fedavg,fedper {TINY}"),
-    Row(r"fedjax-meta run experiments/published_har\.yaml", f"--systems fedavg {TINY}", "uci_har"),
+    Row(r"fedjax-meta run experiments/published_har\.yaml( .*)?", f"--systems fedavg {TINY} --set rounds=2", "uci_har"),
     Row(r"fedjax-meta run experiments/leaderboard\.yaml .*", TINY),
     Row(
-        r"fedjax-meta run experiments/published_methods\.yaml",
+        r"fedjax-meta run experiments/published_methods\.yaml( .*)?",
         f"--systems fedavg --set systems.fedavg.options.epochs=1 {TINY}",
         "cifar10",
     ),
