@@ -48,8 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Modules and tests stay until the end: the garbage collector need not look through them again and again."""
+    """Sees that groups are kept together, and freezes what was collected.
+
+    Modules and tests stay until the end: the garbage collector need not look through them again and again.
+    """
+    if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in session.items):
+        # pytest-xdist groups by names of tests that it changes; where it cannot, each process compiles and sets up everything.
+        raise pytest.UsageError(f"pytest-xdist cannot group the tests of pytest {pytest.__version__}: see pyproject.toml")
     gc.collect()
     gc.freeze()
 
