@@ -50,13 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Sees that groups are kept together, and freezes what was collected.
-
-    Modules and tests stay until the end: the garbage collector need not look through them again and again.
-    """
+    """Refuses versions that ignore test groups; keeps the garbage collector from scanning modules and tests again and again."""
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in session.items):
-        # pytest-xdist groups by names of tests that it changes; where it cannot, each process compiles and sets up everything.
-        raise pytest.UsageError(f"pytest-xdist cannot group the tests of pytest {pytest.__version__}: see pyproject.toml")
+        # pytest-xdist adds "@group" to a test's id. Without groups, each process compiles and sets up everything.
+        raise pytest.UsageError(
+            f"pytest-xdist ignores test groups under pytest {pytest.__version__}: use the versions of pyproject.toml"
+        )
     gc.collect()
     gc.freeze()
 
