@@ -7,6 +7,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.federation import OPTIONS
@@ -15,6 +16,9 @@ SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
 
 SMALL = {"fedgp": {"capacity": 24, "gibbs_steps": 2, "draws": 4, "test_draws": 4}}
 """Options by method that keep its cost small where a test runs over all methods; a test's own come first."""
+
+FIRST = frozenset({builder.__module__: name for name, builder in reversed(fm.METHODS.items())}.values())
+"""One method of each file."""
 
 
 def _init(key):
@@ -63,6 +67,18 @@ def clients_of(sizes: Iterable[int]) -> fm.FederatedData:
         y[:3] = 0, 1, 2
         clients.append((x, y))
     return fm.from_clients(clients, num_classes=3)
+
+
+def sampled(ordinary=FIRST, without=(), *, grouped: bool = False) -> list:
+    """Parameters for all methods but `without`: the ordinary suite runs those of `ordinary`, the long tier the others.
+
+    Grouped, the tests of a method run in one process, with those of other files that are grouped so.
+    """
+
+    def marks(name):
+        return [pytest.mark.long] * (name not in ordinary) + [pytest.mark.xdist_group(name)] * grouped
+
+    return [pytest.param(name, marks=marks(name)) for name in fm.METHODS if name not in without]
 
 
 def build(builder, of=None, **options) -> fm.Algorithm:

@@ -315,7 +315,7 @@ SEPARATE = ("fedavg", "fedamp", "fedfomo", "fedpac", "l2gd", "scaffold", "pfedhn
 """One method of each way to send: to be averaged, models, validated models, heads and statistics, values, variates, others."""
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.METHODS])
+@pytest.fixture(params=problems.sampled({*problems.FIRST, *SEPARATE}, grouped=True))
 def name(request):
     return request.param
 

@@ -99,9 +99,7 @@ def hundred() -> fm.FederatedData:
     return fm.from_clients([(rng.normal(size=(8, 5)), rng.integers(0, 3, 8)) for _ in range(100)], num_classes=3)
 
 
-@pytest.mark.parametrize(
-    "name", ["ditto", *(pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS if name != "ditto")]
-)
+@pytest.mark.parametrize("name", problems.sampled({"ditto"}))
 def test_of_a_hundred_clients_any_share_may_break(name):
     """1, 10 or 50 of 100 clients are broken: everybody stays finite, and the others get what they get without these."""
     data = hundred()

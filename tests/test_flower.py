@@ -91,12 +91,7 @@ def fielded(method, rounds, federation=FEDERATION, **options):
     return found, grid
 
 
-def _each_method():
-    """All that run; those of FAST at once, the others in the long tier."""
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS if name not in REFUSED]
-
-
-@pytest.mark.parametrize("name", _each_method())
+@pytest.mark.parametrize("name", problems.sampled(FAST, without=REFUSED))
 def test_three_rounds_give_the_parameters_of_the_simulation(name):
     method = method_of(name)
     assert flower.why_not(method, FEDERATION, problems.data()) is None

@@ -18,8 +18,8 @@ from tests.test_contract import make
 
 PLATFORMS = ("cuda", "tpu")
 KEY = jax.random.key(0)
-FIRST = {builder.__module__: name for name, builder in reversed(fm.METHODS.items())}.values()
-"""One method of each file, whose round is lowered in the ordinary suite."""
+EQUAL = ("fedavg", "fedmeta_per", "fedpac", "knn_per", "perfedavg", "reptile", "scaffold")
+"""Methods whose round between equal clients is compiled for a GPU in the ordinary suite."""
 EVALUATED = ("fedmeta_per", "fedpac", "fedfomo")
 """Methods whose evaluations are lowered in the ordinary suite: those that adapt, fit heads, and choose among the population."""
 
@@ -46,19 +46,14 @@ def problem(name):
     return algorithm, jax.eval_shape(algorithm.init, KEY, data), data
 
 
-def sampled(names):
-    """All methods; those that are not named are for the long tier."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS]
-
-
-@pytest.mark.parametrize("name", sampled(FIRST))
+@pytest.mark.parametrize("name", problems.sampled())
 def test_a_round_lowers_for_accelerators(name):
     algorithm, *arguments = problem(name)
     check(lowered(algorithm.round, *arguments))
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("name", sampled(EVALUATED))
+@pytest.mark.parametrize("name", problems.sampled(EVALUATED))
 def test_an_evaluation_lowers_for_accelerators(name, known):
     algorithm, *arguments = problem(name)
     check(lowered(lambda key, state, data: fm.evaluate(algorithm, key, state, data, known=known), *arguments))
@@ -75,7 +70,7 @@ def test_a_program_is_made_for_the_platform_it_is_lowered_for():
         jax.eval_shape(make("fedavg", devices=1, lanes=1, precision="tf32").round, KEY, *arguments)
 
 
-@pytest.mark.parametrize("name", sampled(("fedavg", "fedmeta_per", "fedpac", "knn_per", "perfedavg", "reptile", "scaffold")))
+@pytest.mark.parametrize("name", problems.sampled(EQUAL))
 def test_where_all_clients_have_as_many_samples_an_accelerator_knows_its_steps_and_finds_the_same(name):
     """The program for a GPU is run here; one place of its second group of lanes is empty."""
     data = problems.clients_of([21] * 7)

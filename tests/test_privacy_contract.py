@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_meta as fm
 from fedjax_meta import uploads
 from tests import problems
 
@@ -53,7 +52,7 @@ def _distance(a, b):
     return float(np.sqrt(sum(jax.tree.leaves(gaps))))
 
 
-@pytest.mark.parametrize("name", fm.METHODS)
+@pytest.mark.parametrize("name", problems.sampled())
 def test_one_client_moves_the_sum_by_its_bound_and_nothing_else_of_the_server(name):
     """Two runs of a round differ in all samples of one client. Before the noise, the sum of everything that clients send,
     statistics and buffers included, moves by at most 2 S (S where the other's is not finite and so left out). What the server

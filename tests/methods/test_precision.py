@@ -36,7 +36,7 @@ def halved(task, dtype):
 
 # Both types follow the same rules of promotion.
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", fm.METHODS)
+@pytest.mark.parametrize("name", problems.sampled())
 def test_a_method_keeps_the_types_of_a_model_in_half_precision(name, dtype):
     task = halved(problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task(), dtype)
     algorithm, data = fm.federate(fm.METHODS[name](task), fm.Federation(cohort_size=3, devices=1, lanes=1)), problems.data()

@@ -47,10 +47,7 @@ def tiny():
     return fm.from_clients(pools, num_classes=3, views={name: (np.zeros(3, int), np.array(n)) for name, n in sizes.items()})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS if name not in REFUSED],
-)
+@pytest.mark.parametrize("name", problems.sampled(FAST, without=REFUSED))
 def test_running_statistics_move_by_one_sample_too(name):
     method, data = fm.METHODS[name](problems.normed_task()), tiny()
     algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1))

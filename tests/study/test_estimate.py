@@ -51,9 +51,7 @@ def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
     assert found.traffic == fm.costs.traffic(study().system("local").build(clients.task), clients.train)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "fedpac" else pytest.param(name, marks=pytest.mark.long) for name in fm.METHODS]
-)
+@pytest.mark.parametrize("name", problems.sampled({"fedpac"}))
 def test_a_round_of_every_method_is_counted(name):
     algorithm, data = make(name, devices=1, lanes=1), problems.data()
     state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
