@@ -38,7 +38,8 @@ class Line(NamedTuple):
       rounds: of the run.
       known, worst, new: means over known clients, over the tenth of them with the worst scores, and over new clients.
       behind: share of the known clients that do worse than by local training, in percent; of the mean over seeds.
-      bytes: of a client in a round, down and up; flops: of a client in a round, matrix products and convolutions.
+      bytes: of a client in a round, down and up; flops: of a client in a round, mean over the rounds of a run, matrix products
+        and convolutions.
       target: what the known clients should reach, the last mean of local training; reached: the round of the first evaluation at
         which they do, infinity if never.
       diverged: the round from which on; empty if it did not.
@@ -249,11 +250,14 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
     return lines
 
 
-# FLOPs, which need a round of each system.
+# FLOPs, which need the rounds of each system.
 
 
 def count_flops(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
-    """Runs a round of each finished system that has none yet, and writes its FLOPs for a client to `flops.json` of the folder."""
+    """Trains each finished system once more, for its FLOPs of a client in a round, and writes them to `flops.json` of the folder.
+
+    The mean over all rounds, because some methods do other work once they know a client, or in some rounds alone.
+    """
     known, built = _read_flops(folder), {}
     for cell in cells_of(run, folder):
         scenario, system = cell.found.scenario, cell.study.system(cell.system, cell.found.scenario)
@@ -265,7 +269,9 @@ def count_flops(run: standing.Run, folder: Path, data_dir: str | None = None) ->
         clients = built[scenario]
         algorithm = system.build(clients, **cell.found.trials[0].numbers)
         cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
-        mine[cell.system] = estimate.measured_round(algorithm, clients.train)[0] / cohort
+        found = estimate.flops_of_rounds(algorithm, clients.train, cell.found.rounds, cell.study.seeds[0])
+        mine[cell.system] = float(np.mean(found)) / cohort
+        print(f"{scenario}, {cell.system}: {mine[cell.system] / 1e6:.4g} MFLOP of a client in a round", flush=True)
         checkpoint.write_text(folder / "flops.json", json.dumps(known, indent=1) + "\n")
 
 

@@ -39,10 +39,9 @@ def write(
     for scenario, lines in (board.extract(ran, root, data_dir) if ran else {}).items():
         checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
         names = dict.fromkeys(line.run for line in lines)
-        groups = compare.by_scenario(
-            [one for one in compare.finished([root / name for name in names]) if one.scenario == scenario]
-        )
-        comparison.write(board.RAW / f"{scenario}.html", groups, target=board.target(lines))
+        found = compare.finished([root / name for name in names])
+        here, goal = [one for one in found if one.scenario == scenario], board.target(lines)
+        comparison.write(board.RAW / f"{scenario}.html", compare.by_scenario(here, target=goal))
         tested = [one for name in names for one in newcomers.read(root / name)]
         if tested:
             checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tested))
@@ -153,12 +152,13 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
     text += [_table(headings, scores), ""]
     costs = [[_title(system, marks), *_costs(systems[system])] for system in ranked if system in trained]
     headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
-    target = board.target(lines)
-    goal = (
-        ""
-        if target is None
-        else f" The target is {kind.text(target.value)}{' %' if kind.share else ''}, the last mean of {LOCAL}."
-    )
+    target, goal = board.target(lines), ""
+    if target is not None:
+        goal = (
+            f" The target is {kind.text(target.value)}{' %' if kind.share else ''}, the last mean of {LOCAL}. Rounds to it are "
+            f"those of the first test that reached it, mean over seeds; tests come after round 1 and every "
+            f"{runs[0].load().eval_every} rounds."
+        )
     text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
     text += ["† The files that this method imports, or what the study says of it, have changed since.", ""] if marks else []
     place = f"leaderboard/{scenario}"

@@ -28,7 +28,7 @@ def main(
     only: reproduce.Only = None,
     hours: reproduce.Hours = None,
     data_dir: reproduce.DataDir = None,
-    count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of a round of what is finished, and stop.")] = False,
+    count_flops: Annotated[bool, typer.Option(help="Train what is finished once more to count its FLOPs, and stop.")] = False,
     new_clients: Annotated[
         bool, typer.Option(help="Test new clients of what is finished with fewer samples and other steps, and stop.")
     ] = False,

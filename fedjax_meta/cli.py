@@ -287,11 +287,11 @@ def compare(
         goal = None if target is None else targets.target(target)
         groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
         for rows in groups:
-            for table in comparison.tables(rows, target=goal):
+            for table in comparison.tables(rows):
                 _print_table(*table)
-            console.print(escape.console(" ".join(comparison.notes(rows, target=goal))), style="dim")
+            console.print(escape.console(" ".join(comparison.notes(rows))), style="dim")
         for path in out or ():
-            comparison.write(path, groups, target=goal)
+            comparison.write(path, groups)
 
 
 @app.command("export")

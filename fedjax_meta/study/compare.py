@@ -34,6 +34,7 @@ class Finished(NamedTuple):
       traffic: bytes of a client in a round, down and up; NaN where the folder does not say it.
       alone: the groups of clients that train by themselves with it.
       score: name of the score that is compared; that of `report.score_names` when not given.
+      pooled: whether it trains on the samples of all clients together, so that it is not its method in a federation.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Finished(NamedTuple):
     traffic: float = NAN
     alone: tuple[str, ...] = ()
     score: str | None = None
+    pooled: bool = False
 
     @property
     def kind(self) -> report.Kind:
@@ -92,9 +94,11 @@ class Reached(NamedTuple):
     """What each seed took until the known clients' mean score reached a target; infinity for one that never did.
 
     Attributes:
+      target: what they should reach.
       rounds, megabytes, seconds: `[seeds]`; bytes of a client that takes part in every round, both ways.
     """
 
+    target: Target
     rounds: np.ndarray
     megabytes: np.ndarray
     seconds: np.ndarray
@@ -182,6 +186,7 @@ def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float
         json.dumps(cohorts, sort_keys=True),
         traffic,
         results.alone(study, name),
+        pooled=study.systems[name].pooled,
     )
 
 
@@ -271,7 +276,8 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     if reference is not None:
         checks.one_of("reference", reference, titles)
     first = systems[0 if reference is None else titles.index(reference)]
-    held = {method: next((one for one in systems if one.method == method), None) for method in results.REFERENCES}
+    federated = [one for one in systems if not one.pooled]
+    held = {method: next((one for one in federated if one.method == method), None) for method in results.REFERENCES}
     rows = []
     for one in systems:
         known = list(one.by_client(KNOWN).values())
@@ -314,4 +320,4 @@ def reached(one: Finished, target: Target) -> Reached:
         seconds.append(float(clock[np.searchsorted(ends, at[hits[0]])]) if hits.size else np.inf)
     # Without the condition, a system that sends nothing would take infinity times 0.
     megabytes = [number * one.traffic / 1e6 if np.isfinite(number) else np.inf for number in rounds]
-    return Reached(np.array(rounds), np.array(megabytes), np.array(seconds))
+    return Reached(target, np.array(rounds), np.array(megabytes), np.array(seconds))

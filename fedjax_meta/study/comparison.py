@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_meta import checkpoint, metrics, report
 from fedjax_meta.study import page, results
-from fedjax_meta.study.compare import NAN, Difference, Row, Target, holm
+from fedjax_meta.study.compare import NAN, Difference, Row, holm
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.run import KNOWN, NEW
 
@@ -23,7 +23,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def tables(rows: Sequence[Row], *, target: Target | None = None) -> list[Table]:
+def tables(rows: Sequence[Row]) -> list[Table]:
     """A comparison as tables that fit a terminal of 80 columns. Columns that would be empty are left out."""
     systems = [row.system for row in rows]
     kind = systems[0].kind
@@ -54,10 +54,10 @@ def tables(rows: Sequence[Row], *, target: Target | None = None) -> list[Table]:
     found.append(Table("Over known clients", *results.used(headings, over)))
     reference = next((row.system.title for row in rows if row.against is None), systems[0].title)
     found += [part for part in (_differences(rows, reference, group) for group in (KNOWN, NEW)) if part.rows]
-    if target is not None:
-        reaching = [
-            [row.system.title, *(_reached(values) for values in row.reached)] for row in rows if row.reached is not None
-        ]
+    met = [(row.system.title, row.reached) for row in rows if row.reached is not None]
+    if met:
+        target = met[0][1].target
+        reaching = [[title, *map(_reached, (one.rounds, one.megabytes, one.seconds))] for title, one in met]
         goal = f"{target.name.replace('_', ' ')} " if target.name else ""
         unit = " %" if target.name == results.USER_ACCURACY or (target.name is None and kind.share) else ""
         found.append(
@@ -89,7 +89,7 @@ def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
     return Table(f"Minus {reference}, {group} clients, same seeds", *results.used(headings, lines))
 
 
-def notes(rows: Sequence[Row], *, target: Target | None = None) -> list[str]:
+def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader must know of these tables."""
     said = []
     if any(row.known.size > 1 for row in rows):
@@ -113,24 +113,25 @@ def notes(rows: Sequence[Row], *, target: Target | None = None) -> list[str]:
         diverged = [trial.diverged for trial in row.system.trials if trial.diverged is not None]
         if diverged:
             said.append(f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged.")
-    if target is not None:
+    if any(row.reached is not None for row in rows):
         said.append(
+            "Rounds are those of tests, so that they are as fine as the tests are close. "
             "MB: of a client in every round, down and up. Seconds: training and testing of one run, without compilation."
         )
     return said
 
 
-def markdown(groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> str:
+def markdown(groups: Sequence[Sequence[Row]]) -> str:
     """The comparison as Markdown, one group of rows for each scenario."""
     text = ["# Comparison", ""]
     for rows in groups:
-        for table in tables(rows, target=target):
+        for table in tables(rows):
             text += [f"## {table.title}", "", report.markdown_table(table.headings, table.rows), ""]
-        text += [" ".join(notes(rows, target=target)), ""]
+        text += [" ".join(notes(rows)), ""]
     return "\n".join(text)
 
 
-def html(groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> str:
+def html(groups: Sequence[Sequence[Row]]) -> str:
     """The comparison as a page with the figures of the systems, see `page`."""
     body: list[str] = []
     titles = dict.fromkeys(row.system.title for rows in groups for row in rows)
@@ -139,9 +140,9 @@ def html(groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> st
         systems = [row.system for row in rows]
         shown = [Shown(s.title, colors[s.title], s.trials, traffic=s.traffic, alone=s.alone, score=s.score) for s in systems]
         body.append(f"<h2>{page.text(rows[0].system.scenario)}</h2>")
-        for table in tables(rows, target=target):
+        for table in tables(rows):
             body += [f"<h3>{page.text(table.title)}</h3>", page.table(table.headings, table.rows, colors)]
-        body += [f'<p class="muted">{page.text(" ".join(notes(rows, target=target)))}</p>', *page.drawn(shown)]
+        body += [f'<p class="muted">{page.text(" ".join(notes(rows)))}</p>', *page.drawn(shown)]
     return page.document("Comparison", body)
 
 
@@ -157,10 +158,10 @@ def comma_separated(groups: Sequence[Sequence[Row]]) -> str:
     return file.getvalue()
 
 
-WRITERS = (".md", ".csv", ".html")
+WRITERS = {".md": markdown, ".csv": comma_separated, ".html": html}
 
 
-def write(path: Path, groups: Sequence[Sequence[Row]], *, target: Target | None = None) -> None:
+def write(path: Path, groups: Sequence[Sequence[Row]]) -> None:
     """Writes a comparison as .md, .csv or .html, by the name of the file.
 
     Raises:
@@ -168,11 +169,7 @@ def write(path: Path, groups: Sequence[Sequence[Row]], *, target: Target | None 
       OSError: the file cannot be written.
     """
     check_path(path)
-    if path.suffix == ".csv":
-        text = comma_separated(groups)
-    else:
-        text = (markdown if path.suffix == ".md" else html)(groups, target=target)
-    checkpoint.write_text(path, text)
+    checkpoint.write_text(path, WRITERS[path.suffix](groups))
 
 
 def check_path(path: Path) -> None:
@@ -196,7 +193,8 @@ def _numbers(row: Row) -> dict[str, Any]:
         numbers: Mapping[str, Any] = dict.fromkeys(Difference._fields, NAN) if found is None else found._asdict()
         line |= {f"{name}_difference_{key}": value for key, value in numbers.items()}
     if row.reached is not None:
-        for name, values in row.reached._asdict().items():
+        for name in ("rounds", "megabytes", "seconds"):
+            values = getattr(row.reached, name)
             line |= {f"target_{name}_mean": _mean(values), f"target_{name}_std": _deviation(values)}
         line["target_missed"] = int(np.isinf(row.reached.rounds).sum())
     return line

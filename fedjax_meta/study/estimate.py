@@ -30,7 +30,8 @@ class Estimate(NamedTuple):
       shared: numbers of the server's model.
       personal: numbers that a client keeps.
       traffic: bytes of a client in a round, down and up.
-      flops: of a client in a round, on average over one cohort: matrix products and convolutions alone.
+      flops: of a client in the first round, on average over its cohort: matrix products and convolutions alone. Methods that
+        do other work once they know a client, or every second round, need a mean over rounds: see `flops_of_rounds`.
       memory: bytes of the states of the largest sweep, and of what one round needs beside them on each device.
       programs: to compile.
       rounds: of all trials and final runs together.
@@ -114,6 +115,17 @@ def measured_round(algorithm: Algorithm, data: FederatedData) -> tuple[float, fl
     seconds = time.perf_counter() - started
     found = program.memory_analysis()
     return float(flops), seconds, compiled, 0 if found is None else int(found.temp_size_in_bytes)
+
+
+def flops_of_rounds(algorithm: Algorithm, data: FederatedData, rounds: int, seed: int = 0) -> np.ndarray:
+    """FLOPs of each of the first rounds of a run, `[rounds]`: matrix products and convolutions of its whole cohort."""
+    key = jax.random.key(seed)
+    state = jax.jit(algorithm.init)(key, data)
+    program, found = jax.jit(counted(algorithm.round)), []
+    for number in range(rounds):
+        (state, _), flops = program(jax.random.fold_in(key, number), state, data)
+        found.append(float(flops))
+    return np.array(found)
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:

@@ -261,8 +261,9 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
       outcomes: of one scenario.
     """
     rows = []
+    federated = [one for one in outcomes if not study.systems[one.system].pooled]
     for method in REFERENCES:
-        reference = next((one for one in outcomes if study.systems[one.system].method == method), None)
+        reference = next((one for one in federated if study.systems[one.system].method == method), None)
         for one in outcomes:
             if reference is None or one is reference:
                 continue

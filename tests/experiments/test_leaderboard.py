@@ -48,6 +48,42 @@ def test_every_system_has_a_grid_of_the_same_size(listed):
     assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith("_others")
 
 
+TRAIN_SAMPLES = {
+    "mnist_small": 75,
+    "mnist_small_bn": 75,
+    "mnist": 261.6,
+    "fashion_mnist": 533.7,
+    "cifar10": 461.1,
+    "uci_har": 261.2,
+}
+TRAIN_SAMPLES["shakespeare"] = 139.7
+"""Of the mean known client, from the data sets; a test has those of the first alone."""
+
+
+def test_the_mean_client_has_so_many_samples():
+    clients = load(LISTED[0].study).scenarios["mnist_small"].build()
+    assert np.mean(np.asarray(clients.train.sizes("train"))) == TRAIN_SAMPLES["mnist_small"]
+
+
+@pytest.mark.parametrize("listed", LISTED, ids=lambda listed: listed.name)
+def test_methods_that_count_steps_make_two_passes_of_the_mean_client(listed):
+    study = listed.load()
+    (samples,) = {TRAIN_SAMPLES[scenario] for scenario in study.scenarios}
+    for system in study.systems.values():
+        if "local_steps" in system.options:
+            batches = 1 if system.method == "afl" else 3
+            a_step = batches * system.options["batch_size"]
+            assert abs(system.options["local_steps"] * a_step - 2 * samples) <= a_step / 2, system
+
+
+@pytest.mark.parametrize("listed", LISTED, ids=lambda listed: listed.name)
+def test_schedules_end_at_half_of_the_rounds(listed):
+    study = listed.load()
+    found = {name: system.options for name, system in study.systems.items() if name in ("mamlpp", "fedcac", "pfedsim")}
+    ends = [options.get("patience", options.get("warmup", options.get("step_weights"))) for options in found.values()]
+    assert [end["rounds"] if isinstance(end, dict) else end for end in ends] == [study.rounds // 2] * len(found)
+
+
 def test_methods_that_no_run_has_are_named():
     known = board.unlisted(LISTED)
     without = [replace(one, systems=["local_only", "fedavg"]) for one in LISTED if not one.variants]

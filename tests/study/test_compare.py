@@ -65,10 +65,11 @@ def test_rows_hold_the_worst_tenth_the_variance_and_who_stays_behind():
     local, fedavg = accuracy + rng.normal(0, 0.1, 20), accuracy + rng.normal(0, 0.1, 20)
     systems = [
         system("mine", accuracy, method="ditto"),
+        system("all samples in one place", accuracy, method="fedavg", pooled=True),
         system("alone", local, method="local_only"),
         system("mean", fedavg, method="fedavg"),
     ]
-    mine, alone, _ = compare.compared(systems, reference="alone")
+    mine, _, alone, _ = compare.compared(systems, reference="alone")
     np.testing.assert_allclose(mine.worst, [100 * np.sort(row)[:2].mean() for row in accuracy])
     np.testing.assert_allclose(mine.variance, [np.var(100 * row) for row in accuracy])
     for name, other in (("local_only", local), ("fedavg", fedavg)):
@@ -87,8 +88,8 @@ def test_targets_in_rounds_bytes_and_time():
     assert never.rounds.tolist() == [10, np.inf]
     goal = targets.target("80")
     rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=goal)
-    assert comparison.tables(rows, target=goal)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
-    assert comparison.tables(compare.compared([one], target=goal), target=goal)[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
+    assert comparison.tables(rows)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
+    assert comparison.tables(compare.compared([one], target=goal))[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
 
 
 def test_the_gap_is_known_minus_new_and_other_cohorts_are_told():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta.methods import METHODS
 from fedjax_meta.study import estimate, run
 from tests import problems
 from tests.study.common import TREE, study
@@ -49,6 +50,17 @@ def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
     assert (found.shared, found.personal, found.rounds, found.programs) == (650, 650, 4 * 2, 3)
     assert found.round_seconds > 0 and found.seconds(2) == pytest.approx(found.seconds(1) / 2)
     assert found.traffic == fm.costs.traffic(study().system("local").build(clients.task), clients.train)
+
+
+def test_rounds_of_a_method_that_learns_weights_of_known_clients_cost_more():
+    """FedALA learns its weights where a client was there before, so that its first round costs what FedAvg's costs."""
+    data, found = problems.data(), {}
+    for name in ("fedavg", "fedala"):
+        method = METHODS[name](problems.task(), batch_size=32)
+        algorithm = fm.federate(method, fm.Federation(cohort_size=data.num_clients, devices=1, lanes=1))
+        found[name] = estimate.flops_of_rounds(algorithm, data, 3)
+    assert found["fedavg"].shape == (3,) and len(set(found["fedavg"])) == 1
+    assert found["fedala"][1] > 1.5 * found["fedala"][0] == 1.5 * found["fedavg"][0]
 
 
 @pytest.mark.parametrize("name", problems.sampled({"fedpac"}))
