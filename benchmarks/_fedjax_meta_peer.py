@@ -9,7 +9,7 @@ from _workloads import Job, Workload
 
 import fedjax_meta as fm
 from fedjax_meta import engine, local, masks, meta, models
-from fedjax_meta.data import CHUNK, Batches, ClientData
+from fedjax_meta.data import Batches, ClientData, chunk_length
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
 from fedjax_meta.simulation import run_rounds
@@ -34,7 +34,7 @@ def meta_gradient_steps(task: fm.Task, case: Workload) -> fm.Method:
         view = data["train"]
 
         def batch(step: Scalar, begin: int, size: int) -> Batches:
-            rows = -(-size // -(-size // CHUNK))  # equal chunks of at most CHUNK samples
+            rows = -(-size // -(-size // chunk_length()))  # equal chunks
 
             def get(t: Scalar, chunk: Scalar = 0) -> fm.Batch:
                 index = chunk * rows + jnp.arange(rows, dtype=jnp.int32)

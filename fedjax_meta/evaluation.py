@@ -16,7 +16,7 @@ import numpy as np
 from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
 from fedjax_meta.contract import Method
-from fedjax_meta.data import CHUNK, ClientView, FederatedData
+from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.hardware import Devices
@@ -64,7 +64,7 @@ def evaluate(
     known: bool = True,
     ids: jax.Array | None = None,
     metrics: Sequence[Metric | str] | None = None,
-    batch_size: int = CHUNK,
+    batch_size: int | None = None,
     lanes: int | None = None,
     devices: Devices = None,
     federation: Federation | None = None,
@@ -83,7 +83,7 @@ def evaluate(
       metrics: what to measure beside the loss: names such as "accuracy", "top_5", "mae", or a `measures.Metric` of your own. By
         default what the task says, or for one class label a sample the confusion matrix, and for more than 128 classes
         `("accuracy", "top_5")`.
-      batch_size: the largest number of samples to predict at a time.
+      batch_size: the largest number of samples to predict at a time; what suits the platform when not given.
       lanes, devices: as in `engine.run_cohort`; those of the federation when not given.
       federation: in which the method was trained, if its `own_at_test` or `new_client` was not the default.
 
@@ -102,7 +102,8 @@ def evaluate(
     population = state.seen.shape[0]
     if known and data.num_clients > population:
         raise ValueError(f"known=True, but the data have {data.num_clients} clients and the training had {population}")
-    checks.count("batch_size", batch_size)
+    if batch_size is not None:
+        checks.count("batch_size", batch_size)
     measured = _chosen(algorithm, data, metrics)
     if ids is not None:
         checks.indices("ids", ids, data.num_clients)

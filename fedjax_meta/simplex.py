@@ -37,7 +37,9 @@ class Mixtures(NamedTuple):
 
     Attributes:
       weights: `[C, C]`, row i for client i; rows sum to 1.
-      gap: `[C]`, how far an objective may lie above its minimum at most, relative to itself (a duality gap).
+      gap: `[C]`, how far an objective may lie above its minimum at most, relative to itself (a duality gap); at most 1. An
+        objective below 1e-8 v_i, which is nothing beside that of the own head alone, counts as that much: the slopes, of which
+        the gap is made, have no more digits.
     """
 
     weights: jax.Array
@@ -156,19 +158,26 @@ def _mixture(
     def status(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(objective, gap) from the points themselves, which have no rounding of distances."""
         towards = jnp.where(allowed[:, None], points - points[i], 0)
-        return _status(allowed, weights, towards @ (weights @ towards) + jnp.where(allowed, variance, 0) * weights)
+        slope = towards @ (weights @ towards) + jnp.where(allowed, variance, 0) * weights
+        return _status(allowed, weights, slope, 1e-8 * variance[i])
 
     value, gap = status(weights)
     better = (value <= variance[i]) & jnp.all(jnp.isfinite(weights))
     return jnp.where(better, weights, alone), jnp.where(better, gap, status(alone)[1])
 
 
-def _status(allowed: jax.Array, weights: jax.Array, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(objective, relative duality gap), from half its gradient: by convexity no point is lower than objective (1 - gap)."""
+def _status(
+    allowed: jax.Array, weights: jax.Array, slope: jax.Array, least: jax.Array | float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """(objective, duality gap relative to it or to `least`), from half its gradient.
+
+    By convexity no point is lower than objective (1 - gap), and none is below 0.
+    """
     value = weights @ slope
     lowest = jnp.min(jnp.where(allowed, slope, jnp.inf))
     gap = 2 * jnp.maximum(value - lowest, 0)
-    return value, jnp.where(gap > 0, gap / jnp.where(value > 0, value, 1), 0)
+    unit = jnp.maximum(value, least)
+    return value, jnp.where(gap > 0, jnp.minimum(gap / jnp.where(unit > 0, unit, 1), 1), 0)
 
 
 def _first(mask: jax.Array) -> jax.Array:

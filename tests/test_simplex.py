@@ -169,6 +169,15 @@ def test_groups_far_apart_are_solved_as_exactly_as_each_alone(apart):
         assert objective_at(weights[i], i, v, h) <= least_by_nnls(i, v, h) * (1 + 1e-7)
 
 
+def test_an_objective_that_is_zero_up_to_rounding_counts_as_solved():
+    """A client whose h is a mean of others, which have no variance, takes their mixture, at the cost of rounding alone."""
+    for seed in range(5):
+        h, v = np.random.default_rng(seed).normal(size=(8, 3)), np.zeros(8)
+        h[0], v[0] = h[1:].mean(0), 0.5
+        result = solved(jnp.asarray(h), jnp.asarray(v))
+        assert objective_at(np.asarray(result.weights[0]), 0, v, h) < 1e-16 and float(result.gap[0]) < 1e-6
+
+
 def test_too_few_steps_are_reported_and_do_not_harm():
     v, h = hard("narrow", 8, 0)
     few = solved(jnp.asarray(h), jnp.asarray(v), pair_steps=1, max_steps=1)

@@ -1,6 +1,6 @@
 """Data sets, their partition among clients, and the views and batches of each client."""
 
-from fedjax_meta.data.batches import CHUNK, Batches
+from fedjax_meta.data.batches import CHUNK, Batches, chunk_length
 from fedjax_meta.data.builders import from_clients, from_partition, train_test_views
 from fedjax_meta.data.episodes import episodes
 from fedjax_meta.data.federated import FederatedData
@@ -35,6 +35,7 @@ __all__ = [
     "Protocol",
     "Source",
     "capacity",
+    "chunk_length",
     "episodes",
     "fedmeta_per_clients",
     "fedmeta_per_iid_clients",

@@ -6,16 +6,23 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import loops
+from fedjax_meta import loops, runtime
 from fedjax_meta.task import Weighted, entry_weights
 from fedjax_meta.types import Key, PyTree, Scalar
 
 CHUNK = 96
-"""Maximum number of samples that go through a model at once where no batch size is prescribed.
+"""Most samples that go through a model at once on a CPU where no batch size is prescribed.
 
-On a CPU, the activations of larger chunks do not fit in the cache: the gradient of a LeNet takes 5 % longer in chunks of 128
-and twice as long in chunks of 512.
+The activations of larger chunks do not fit in its cache: the gradient of a LeNet takes 5 % longer in chunks of 128 and twice as
+long in chunks of 512.
 """
+ACCELERATOR_CHUNK = 512
+"""The same on accelerators, where every chunk is a turn of a loop whose kernels leave much of the device idle."""
+
+
+def chunk_length() -> int:
+    """The most samples of a chunk on the platform of the program that is being traced."""
+    return CHUNK if runtime.on_cpu() else ACCELERATOR_CHUNK
 
 
 def _real_samples(batch: PyTree) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, runtime
-from fedjax_meta.data.batches import CHUNK, Batches
+from fedjax_meta.data.batches import Batches, chunk_length
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.task import Batch
 from fedjax_meta.types import Key, PyTree, Scalar
@@ -173,17 +173,19 @@ class ClientView:
 
         return Batches(get, (size + batch_size - 1) // batch_size, -(-self.max_size // batch_size))
 
-    def in_chunks(self, most: int = CHUNK) -> Batches:
+    def in_chunks(self, most: int | None = None) -> Batches:
         """`in_order` with at most `most` samples per batch, and the smallest batch size for that number of batches.
 
-        The batches of the largest client are therefore nearly equal, with little padding.
+        The batches of the largest client are therefore nearly equal, with little padding. When `most` is not given, it is what
+        suits the platform, see `chunk_length`.
         """
+        most = chunk_length() if most is None else most
         checks.count("most", most)
         largest = max(self.max_size, 1)
         return self.in_order(-(-largest // -(-largest // most)))
 
-    def full(self, steps: int = 1, chunk_size: int = CHUNK) -> Batches:
-        """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples."""
+    def full(self, steps: int = 1, chunk_size: int | None = None) -> Batches:
+        """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples, see `in_chunks`."""
         checks.count("steps", steps, least=0)
         batches = self.in_chunks(chunk_size).as_one_step(steps)
         return dataclasses.replace(batches, steps=self._performed(steps))

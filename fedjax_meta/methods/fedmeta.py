@@ -218,7 +218,7 @@ class _FedMeta:
         batches = self.inner_batches(tagged(key, "order"), support).keyed(tagged(key, "support"))
         adapted, score = meta.adapt(pulled, parameters, batches, self.tested)
         if self.score == "fitted":
-            fitted = support.in_chunks(self.batch_size or CHUNK).as_one_step().keyed(tagged(key, "score"))
+            fitted = support.in_chunks(self.batch_size).as_one_step().keyed(tagged(key, "score"))
             score = fitted.mean(lambda pair: loss(adapted, pair), 0)
         return masks.merge(adapted, held), score
 

@@ -12,6 +12,9 @@ Differs from the paper: a client finishes its epochs unless the federation's `pa
 uniformly and count by their samples, as in the authors' code.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import optax
 
 from fedjax_meta import checks, local, masks
@@ -33,12 +36,13 @@ def fedprox(
     finetune_epochs: int = 0,
     finetune_lr: Rate | None = None,
     finetune: masks.MaskSpec = "all",
+    optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
     personal: masks.MaskSpec = "none",
 ) -> Method:
     """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0.
 
     All clients, known or new, test with the server's model and their own personal leaves, if there are any, after fine-tuning if
-    there is any: plain SGD on the support view, without the proximal term, as in `fedavg`.
+    there is any: `optimizer` on the support view, without the proximal term, as in `fedavg`.
     """
     if finetune_lr is not None:
         checks.positive("finetune_lr", finetune_lr)
@@ -48,12 +52,12 @@ def fedprox(
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         loss = local.proximal(task.loss, received.model, prox_weight)
         passes = {"epochs": epochs, "batch_size": batch_size}
-        model, value = local.train_epochs(key, loss, received.model, data["train"], optax.sgd(lr), trainable, **passes)
+        model, value = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), trainable, **passes)
         return Trained(model, {"loss": value})
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         passes = {"epochs": finetune_epochs, "batch_size": batch_size}
-        finetuner = optax.sgd(lr if finetune_lr is None else finetune_lr)
+        finetuner = optimizer(lr if finetune_lr is None else finetune_lr)
         return local.train_epochs(key, task.loss, received.model, support, finetuner, moves_at_test, **passes)[0]
 
     roles = masks.roles(masks.resolve(personal, task, name="personal"), trainable)

@@ -50,6 +50,9 @@ def l2gd(
 ) -> Method:
     """L2GD; the paper's `cohort_size` is N.
 
+    A round reports `pulled`, how much of the way to the mean a client's model was moved: 1 is the mean itself, where a larger
+    `pull` changes nothing more, and 0 a round that trains.
+
     The paper has no rule for new clients: a client that never took part trains on its support set from the mean of the last
     cohort's models.
 
@@ -83,7 +86,7 @@ def l2gd(
         model, loss = train(key, received.model, data["train"], epochs, ~pulls(received.shared_key))
         return Trained(model, {"loss": loss}, statistics=model)
 
-    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
+    def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         """x_i ← x_i - αλ/(np) (x_i - x̄) in a round that pulls."""
         steps = jnp.ones(len(cohort.places))
         if pull_per == "round":
@@ -93,7 +96,7 @@ def l2gd(
         def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
             return own - amount.astype(own.dtype).reshape((-1,) + (1,) * mean.ndim) * (own - mean[None])
 
-        return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory
+        return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory, {"pulled": amount}
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         seen = received.seen

@@ -143,16 +143,25 @@ def _merged(tree: Tree, changes: Mapping[str, Any]) -> Tree:
 def override(tree: Tree, text: str) -> None:
     """Sets one field, "systems.fedavg.options.epochs=5"; the value is read as YAML.
 
+    An entry that is set to null, "systems.fedavg=null", is left out, as in `variants`. Below it null is a value, as in
+    "systems.fedavg.options.batch_size=null".
+
     Raises:
-      ValueError: no field, no value, or a field of what is no mapping.
+      ValueError: no field, no value, a field of what is no mapping, or an entry to leave out that is not there.
     """
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")) or path.count(".") > DEEPEST:
         raise ValueError(f"{checks.shown(text)} must read field.field=value, e.g. systems.fedavg.options.epochs=5")
     try:
-        put(tree, path, parsed(value))
+        read = parsed(value)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{checks.shown(text)} has a value that is no YAML: {checks.first_line(error)}") from None
+    kind, _, name = path.partition(".")
+    if read is None and kind in ("scenarios", "systems") and name and "." not in name:
+        checks.one_of(kind, name, tree.get(kind) or {})
+        del tree[kind][name]
+    else:
+        put(tree, path, read)
 
 
 def put(tree: Tree, path: str, value: Any) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedjax_meta as fm
-from fedjax_meta import engine
-from fedjax_meta.data import ClientView, from_partition
+from fedjax_meta import engine, runtime
+from fedjax_meta.data import ClientView, chunk_length, from_partition
 from tests.data.common import flat, numbered, seen
 
 
@@ -61,6 +61,17 @@ def test_endless_batches_continue_where_they_stopped():
     whole = flat(view.endless(key, 5, 6))
     parts = flat(view.endless(key, 5, 2)) + flat(view.endless(key, 5, 4, first=10))
     assert whole == parts
+
+
+def test_chunks_are_longer_on_accelerators():
+    x, y = np.arange(1000.0)[:, None], np.zeros(1000, np.int32)
+    view = ClientView(jnp.asarray(x), jnp.asarray(y), None, None, 0, 1000, 1000)
+    for platform, longest in (("cpu", 96), ("gpu", 512), ("tpu", 512)):
+        with runtime.compiling_for(platform):
+            (rows,) = view.in_chunks().get(0, 0).y.shape
+            assert 0.9 * longest <= rows <= longest == chunk_length()
+            assert view.full().get(0, 0).y.shape == (rows,)
+    assert view.in_chunks(700).get(0, 0).y.shape == (500,)
 
 
 def test_full_steps_cover_the_view_in_chunks():

@@ -46,7 +46,8 @@ def test_a_round_that_pulls_moves_every_model_towards_the_mean(pull_per, pull):
     assert pull_per == "step" or (np.any(share == 1) and np.any(share < 1))
     r = next(r for r, pulls in enumerate(coins(9, 0.5)) if pulls and r > 0)
     state = run(algorithm, r)
-    after = run(algorithm, 1, state)
+    after, info = algorithm.round(jax.random.fold_in(KEY, r), state, problems.data())
+    np.testing.assert_allclose(np.asarray(info.metrics["pulled"])[np.argsort(info.ids)], share)
     mean = jax.tree.map(lambda pool: jnp.mean(pool, 0, keepdims=True), state.personal)
     expected = jax.tree.map(lambda x, m: x - share.reshape((-1,) + (1,) * (x.ndim - 1)) * (x - m), state.personal, mean)
     assert problems.distance(state.personal, after.personal) > 1e-4

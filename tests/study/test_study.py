@@ -245,6 +245,16 @@ def test_an_override_that_names_no_field_is_refused(tmp_path, override):
         load(tmp_path / "study.yaml", [override])
 
 
+def test_an_entry_that_is_overridden_by_null_is_left_out(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump({**TREE, "scenarios": {**TREE["scenarios"], "more": {}}}), encoding="utf-8")
+    first = next(iter(TREE["systems"]))
+    found = load(path, ["scenarios.more=null", f"systems.{first}=null"])
+    assert list(found.scenarios) == list(TREE["scenarios"]) and list(found.systems) == list(TREE["systems"])[1:]
+    with pytest.raises(ValueError, match=f"systems='{first}x' is unknown .did you mean '{first}'"):
+        load(path, [f"systems.{first}x=null"])
+
+
 @pytest.mark.parametrize("partition", ["iid", "shards", "classes", "dirichlet_classes", "dirichlet_clients", "quantity_skew"])
 def test_every_partition_yields_clients_with_all_views(partition):
     options = {"concentration": 1.0} if partition in ("dirichlet_classes", "dirichlet_clients", "quantity_skew") else {}
