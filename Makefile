@@ -44,8 +44,10 @@ $(VENV)/bin/python:
 		{ echo "error: python3 must be 3.11 or newer; or use an environment of your own: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
 	python3 -m venv $(VENV)
 
-# One stamp for each set of extras; a change of pyproject.toml installs anew.
+# One stamp for each set of extras; a change of pyproject.toml installs anew. Where there is an NVIDIA GPU, `make run` uses it.
+CUDA = $(if $(filter experiments,$*),$(if $(shell command -v nvidia-smi),$(shell echo ,cuda)))
 $(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet -e ".[$*]"
+	$(if $(CUDA),@echo "nvidia-smi is here: JAX is installed for CUDA")
+	$(VENV)/bin/python -m pip install --quiet -e ".[$*$(CUDA)]"
 	@touch $@

@@ -1,10 +1,12 @@
 """What the leaderboard found: a line of raw numbers for each system and seed, read from the folders of runs."""
 
 import csv
+import dataclasses
 import hashlib
 import io
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,8 +225,8 @@ def _where(cell: Cell, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def command(run: standing.Run, system: str) -> str:
     """The command that tunes and trains one system of a run, with the same numbers."""
-    words = ["fedjax-meta run", run.study, *(word for one in run.variants for word in ("--variant", one))]
-    return " ".join([*words, "--systems", system, "--out", f"runs/{run.name}-{system}"])
+    alone = dataclasses.replace(run, systems=[system])
+    return shlex.join(["fedjax-meta", "run", *alone.arguments(), "--out", f"runs/{run.name}-{system}"])
 
 
 def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:

@@ -70,20 +70,20 @@ def changed_rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Li
     ]
 
 
-def _firsts(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, Study]]:
-    """The first line of each system that was trained, and the study that has it now."""
+def _firsts(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, Study | None]]:
+    """The first line of each system that was trained, and the study of its run now; `None` if it is no longer in the list."""
     studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
     for some in lines.values():
         for first, *_ in _by_system(some).values():
             if first.method:
-                yield first, studies[first.run]
+                yield first, studies.get(first.run)
 
 
-def _changed(line: Line, study: Study) -> list[str]:
+def _changed(line: Line, study: Study | None) -> list[str]:
     now = made.digests(line.method)
-    there = line.scenario in study.scenarios and line.system in study.systems
+    there = study is not None and line.scenario in study.scenarios and line.system in study.systems
     same = [line.made == now["method"], line.runner == now["runner"]]
-    same.append(there and line.said == board.said(study, line.scenario, line.system))
+    same.append(study is not None and there and line.said == board.said(study, line.scenario, line.system))
     return [what for what, one in zip(("the method's files", "the runner", "the study"), same, strict=True) if not one]
 
 

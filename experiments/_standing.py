@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 import yaml
 
 from experiments import _user_accuracy as users
-from experiments._verdicts import NOT, ORDER, UNRUN, WITHIN, measured, verdicts
+from experiments._verdicts import NOT, ORDER, UNRUN, VERDICTS, WITHIN, measured, verdicts
 from fedjax_meta import report
 from fedjax_meta.study import Study, load
 from fedjax_meta.study import folder as folders
@@ -246,12 +247,12 @@ def page(runs: Sequence[Run], extracts: Mapping[str, Mapping[str, Any]]) -> str:
         [
             run.title,
             _state(run, extracts.get(run.name)),
-            *(str(section.verdicts.count(v) or "") for v in (WITHIN, ORDER, NOT, UNRUN)),
+            *(str(section.verdicts.count(v) or "") for v in VERDICTS),
         ]
         for run, section in zip(runs, sections, strict=True)
     ]
     text = ["## What stands", "", "How many published numbers (the first score of each table) have which verdict.", ""]
-    text += [report.markdown_table(["run", "state", WITHIN, ORDER, NOT, UNRUN], totals, text_columns=2), ""]
+    text += [report.markdown_table(["run", "state", *VERDICTS], totals, text_columns=2), ""]
     for run, section in zip(runs, sections, strict=True):
         if run.name in extracts:
             text += section.lines
@@ -359,10 +360,12 @@ def _against(
         for score in scores:
             cells.append(f"{found.get((system, score), '')} ({given[score]:.2f})".strip())
         word = by_score[scores[0]][system]
-        cause = f": {run.causes.get(system, 'cause unknown')}" if word == NOT else ""
+        off = found[system, scores[0]].mean - given[scores[0]] if (system, scores[0]) in found else math.nan
+        distance = "" if word == WITHIN or math.isnan(off) else f", {off:+.2f} points"
+        cause = f": {run.causes.get(system, 'cause unknown')}" if word in (ORDER, NOT) else ""
         within = sum(by_score[score][system] == WITHIN for score in scores)
         count = f" ({within} of {len(scores)} numbers within)" if len(scores) > 1 and word != UNRUN else ""
-        table.append([*cells, f"{word}{count}{cause}"])
+        table.append([*cells, f"{word}{distance}{count}{cause}"])
     headings = ["system", *(HEADINGS[score] for score in scores), "verdict"]
     lines = [report.markdown_table(headings, table)]
     return lines, list(by_score[scores[0]].values())

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WITHIN, ORDER, NOT, UNRUN = "within the spread", "in order", "not reproduced", "not run"
+WITHIN, ORDER, NOT, ONE, UNRUN = "within the spread", "in order", "not reproduced", "one run, no spread", "not run"
+VERDICTS = (WITHIN, ORDER, NOT, ONE, UNRUN)
 
 
 class Measured(NamedTuple):
@@ -56,7 +57,8 @@ def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> d
     Returns:
       By system: `WITHIN` if the published number is within two deviations of one run; else `ORDER` if each other system that
       was run stands on the published side of this one; else `NOT`. Published numbers that are closer to each other than two
-      deviations have no order. `UNRUN` if it was not run.
+      deviations have no order. `ONE` if nothing is known of the spread, so that no distance can be judged; `UNRUN` if it was not
+      run.
     """
     told = {}
     for system, value in published.items():
@@ -64,6 +66,9 @@ def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> d
             told[system] = UNRUN
             continue
         mine = found[system]
+        if math.isnan(mine.spread) and not math.isnan(mine.mean):
+            told[system] = ONE
+            continue
         if abs(mine.mean - value) <= 2 * mine.spread:
             told[system] = WITHIN
             continue

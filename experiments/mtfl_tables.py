@@ -14,6 +14,7 @@ import typer
 
 import fedjax_meta as fm
 from experiments import _mtfl_shift
+from experiments.round_costs import write_table
 from fedjax_meta import checks, costs, metrics, models, process, report
 from fedjax_meta.study import Study, compare, load
 from fedjax_meta.study.scenario import Clients
@@ -316,6 +317,7 @@ def draw_curves(path: Path, title: str, of_systems: Mapping[str, Sequence[Mappin
 @app.command()
 def testbed(
     variant: Annotated[list[str] | None, typer.Option("--variant", help="Of the study `mtfl`; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write the table to.", show_default=False)] = None,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -341,6 +343,8 @@ def testbed(
             lines.append([title, f"{traffic.down / 1e6:.2f}", f"{traffic.up / 1e6:.2f}", f"{time.total:.2f}", *shares])
         process.console.print(report.rich_table(clients.title, headings, lines))
         process.console.print(TESTBED, style="dim", markup=False)
+        if out is not None:
+            write_table(out, f"A round of MTFL on the modelled testbed: {clients.title}", headings, lines, TESTBED)
 
 
 @app.command()

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, report
+from fedjax_meta import checkpoint, report, runtime
 from fedjax_meta.process import command_line, console, one_line_errors
 from fedjax_meta.study import Study, load, run
 
@@ -87,6 +87,16 @@ NOTE = (
     "of what the time is."
 )
 
+
+def write_table(
+    out: Path, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str, *, text_columns: int = 1
+) -> None:
+    """Writes a table as a page of Markdown, with what a reader must know, the machine and the command."""
+    table = report.markdown_table(headings, rows, text_columns=text_columns)
+    made = f"On {runtime.device_kinds()}; jax {jax.__version__}:"
+    checkpoint.write_text(out, "\n".join([f"# {title}", "", table, "", note, "", made, "", f"    {command_line(out)}", ""]))
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
@@ -113,9 +123,7 @@ def main(
         console.print(report.rich_table(chosen.title, headings, rows, text_columns=2))
         console.print(NOTE, style="dim")
         if out is not None:
-            text = report.markdown_table(headings, rows, text_columns=2)
-            command = f"    {command_line(out)}"
-            checkpoint.write_text(out, "\n".join([f"# {chosen.title}", "", text, "", NOTE, "", command, ""]))
+            write_table(out, chosen.title, headings, rows, NOTE, text_columns=2)
 
 
 if __name__ == "__main__":

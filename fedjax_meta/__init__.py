@@ -5,6 +5,7 @@ and `evaluate`. A `Federation` says how rounds are run. Importing the package ch
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from fedjax_meta import (
@@ -166,7 +167,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fedjax_meta.{name}")
     if name in _MODEL_BUILDERS:
         return getattr(importlib.import_module("fedjax_meta.models"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # With these two, Python says which name may be meant.
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

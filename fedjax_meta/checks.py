@@ -165,7 +165,8 @@ def indices(name: str, values: Any, count: int) -> None:
     array = _numbers(values)
     integers = array is not None and (np.issubdtype(array.dtype, np.integer) or not array.size)
     if array is None or not integers or (array.size and not 0 <= array.min() <= array.max() < count):
-        raise ValueError(f"{name}={shown(values)} must be integers in [0, {count})")
+        form = "an integer" if array is not None and array.ndim == 0 else "integers"
+        raise ValueError(f"{name}={shown(values)} must be {form} in [0, {count})")
 
 
 def numeric(name: str, values: Any, *, integers: bool = False) -> np.ndarray:

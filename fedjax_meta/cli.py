@@ -54,7 +54,9 @@ StudyArgument = Annotated[
         show_default=False,
     ),
 ]
-DatasetOption = Annotated[str | None, typer.Option(help="Data set of all scenarios, see `list datasets`.", show_default=False)]
+DatasetOption = Annotated[
+    str | None, typer.Option(help="Data set of all scenarios, without augmentation; see `list datasets`.", show_default=False)
+]
 PartitionOption = Annotated[
     str | None,
     typer.Option(
@@ -135,7 +137,9 @@ def run(
     partition: PartitionOption = None,
     clients: ClientsOption = None,
     model: ModelOption = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Short for `--set rounds=N`.", show_default=False)] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Short for `--set rounds=N`; trials get no more, either.", show_default=False)
+    ] = None,
     seeds: Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and what it will cost, and stop.")] = False,
@@ -155,7 +159,8 @@ def run(
     on_divergence: Annotated[
         str | None,
         typer.Option(
-            help="`continue` (the default), or `stop` a run at the evaluation after which it has.", show_default=False
+            help="What a run that diverged does: `continue` (the default), or `stop` at the next evaluation.",
+            show_default=False,
         ),
     ] = None,
     data_dir: DataDirOption = None,
@@ -180,11 +185,15 @@ def run(
         short += [f"{name}={value}" for name, value in given.items() if value is not None]
         place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
         chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())], place)
+        if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
+            chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
         if extend and not chosen.tuning.extend:
             chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
         makes = loggers.made(log) if log else {}
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
+        if dry_run:
+            runs.check(chosen, built)
         _announce(chosen, built)
         if dry_run:
             _print_estimates(chosen, built)
@@ -267,7 +276,8 @@ def compare(
         ),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="The score to compare; the main one of the first study.", show_default=False)
+        str | None,
+        typer.Option(help="The score to compare; the main one of the first study that names one.", show_default=False),
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="System that others are held against; the first.", show_default=False)
@@ -306,7 +316,7 @@ def export_(
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Writes a trained model, as plain variables that Flax and NumPy read.
+    """Writes a trained model to a safetensors file, which Flax, PyTorch and NumPy read.
 
     `fedjax-meta export runs/first --system fedper --out server.safetensors`
 
@@ -450,10 +460,10 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
         headings = ("system", "FLOPs", "memory", "programs", "a round", "in all")
         _print_table(f"{scenario}: what it will cost", headings, rows)
     console.print(
-        f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}: one round of each system was "
-        "compiled and run here on one device, which gives the time of a round and of a program; tests and the report come on "
-        "top. FLOPs: of a client's round, matrix products and convolutions, counted in that round. Memory: the states of the "
-        "largest sweep, and what its rounds need beside them.",
+        f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}, without tests and the "
+        "report. These times are of one round of each system, which was compiled and run here on one device. FLOPs: of a "
+        "client's round, matrix products and convolutions, counted in that round. Memory: the states of the largest sweep, and "
+        "what its rounds need beside them.",
         style="dim",
     )
 

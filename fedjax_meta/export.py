@@ -50,9 +50,11 @@ def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None =
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: no leaves, a leaf that is no array of numbers, two leaves of one name.
+      ValueError: a file that is not named *.safetensors, no leaves, a leaf that is no array of numbers, two leaves of one name.
       OSError: the file cannot be written.
     """
+    if Path(path).suffix != ".safetensors":
+        raise ValueError(f"{path} must end with .safetensors, the format that is written")
     try:
         from safetensors.numpy import save as to_bytes
     except ImportError:
@@ -247,7 +249,7 @@ def of_run(
         **_inputs(clients.train),
     }
     if client is None and new_client is None:
-        return exported(state.model, "none: the server's model")
+        return exported(state.model, "the server's model")
     group, data = (run.KNOWN, clients.train) if new_client is None else (run.NEW, clients.new)
     if data is None:
         raise ValueError(f"new_client={new_client}, but the scenario {place} has no new clients")

@@ -184,6 +184,18 @@ def test_a_larger_ratio_fails(tmp_path):
         check.main(new, committed, "gpu", 1.3)
 
 
+def test_a_static_number_may_hardly_grow_and_no_loop_may_begin_to_wait(tmp_path):
+    committed = tmp_path / "results"
+    committed.mkdir()
+    row = {"benchmark": "static", "target": "h200", "case": "W1", "cohort": 5, "kernels": 18, "waits": 0, "step_bytes": 100.0}
+    row["temp_bytes"] = 200.0
+    write(committed / "static.jsonl", [row])
+    check.main(write(tmp_path / "same.jsonl", [{**row, "step_bytes": 104.0}]), committed, "cpu", 1.3)
+    for worse in ({"waits": 1}, {"kernels": 20}, {"temp_bytes": 211.0}):
+        with pytest.raises(typer.Exit):
+            check.main(write(tmp_path / "worse.jsonl", [{**row, **worse}]), committed, "cpu", 1.3)
+
+
 # Scaling.
 
 

@@ -91,7 +91,7 @@ REFUSED = {
     "the whole": (lambda: checks.fraction("train", 1), "train=1 must lie strictly between 0 and 1"),
     "no number": (lambda: checks.fraction("train", "half"), "train='half' must lie strictly between 0 and 1"),
     "an index beyond": (lambda: checks.indices("ids", [0, 3], 3), r"ids=\[0, 3\] must be integers in \[0, 3\)"),
-    "half an index": (lambda: checks.indices("ids", 0.5, 3), r"ids=0.5 must be integers in \[0, 3\)"),
+    "half an index": (lambda: checks.indices("ids", 0.5, 3), r"ids=0.5 must be an integer in \[0, 3\)"),
     "unknown": (lambda: checks.one_of("how", "c", ("a", "b")), "how='c' is unknown; allowed are a, b"),
     "an optimiser with its rate": (
         lambda: checks.optimizer_factory("optimizer", optax.sgd(0.1)),

@@ -137,13 +137,15 @@ ROWS = (
     Row(r"fedjax-meta run fedmeta_per_published_cohorts .*", f"--systems fedmeta {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_cifar10 .*", f"--systems fedavg {TINY}", "cifar10"),
     Row(r"fedjax-meta run fedmeta_per_sweeps( .*)?", f"--systems maml_clients-2 {TINY}", "mnist"),
-    Row(
-        r"python -m experiments\.round_costs imaml( --data-dir DIR)?", "--variant quick --systems maml-1,imaml-5-1 --repeats 1"
-    ),
+    Row(r"python -m experiments\.round_costs imaml( .*)?", "--variant quick --systems maml-1,imaml-5-1 --repeats 1"),
     Row(r"fedjax-meta run imaml( --systems .*)?", f"--quick --systems maml-1,imaml-5-1 {TINY}"),
     Row(r"fedjax-meta run imaml --data-dir DIR", f"--systems maml-1 {TINY}", "mnist"),
     Row(r"(fedjax-meta run|python -m) (experiments\.)?reptile( .*)?", f"--quick --systems reptile,fedavg {TINY}"),
-    Row(r"(fedjax-meta run|python -m) (experiments\.)?fedpac", f"--quick --systems fedavg,fedpac {TINY}", "cifar10"),
+    Row(
+        r"(fedjax-meta run|python -m) (experiments\.)?fedpac( --systems .*)?",
+        f"--quick --systems fedavg,fedpac {TINY}",
+        "cifar10",
+    ),
     Row(r"fedjax-meta run mtfl", f"--quick --systems fedavg-FL {TINY}"),
     Row(
         r"fedjax-meta run mtfl --variant (tuned|w400) .*|fedjax-meta run mtfl --rounds .*",
@@ -159,6 +161,7 @@ ROWS = (
     ),
     Row(r"python -m experiments\.mtfl_tables targets runs/mtfl_cifar10 .*", "", "cifar10", r".* --out runs/mtfl_cifar10.*"),
     Row(r"python -m experiments\.mtfl_tables (targets|curves) RUN", "", "", r"fedjax-meta run mtfl"),
+    Row(r"python -m experiments\.mtfl_tables testbed .*", "--variant quick"),
     Row(r"python -m experiments\.mtfl_tables shift .*", "--variant quick --rounds 1"),
     Row(r"fedjax-meta run robustness", f"--quick --systems fedavg-mean {TINY}"),
     Row(BOTH, f"--systems fedavg-mean {TINY}"),

@@ -79,8 +79,8 @@ def test_convolutions_predict_elsewhere_too(tmp_path):
     x = np.random.default_rng(0).normal(size=(5, 8, 8, 1)).astype(np.float32)
     variables = task.init(jax.random.key(0), x)
     variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), variables)
-    export.save(tmp_path / "m", export.flax_layout(variables))
-    np.testing.assert_allclose(elsewhere(tmp_path / "m", x), task.apply(variables, x), rtol=1e-4, atol=1e-5)
+    export.save(tmp_path / "m.safetensors", export.flax_layout(variables))
+    np.testing.assert_allclose(elsewhere(tmp_path / "m.safetensors", x), task.apply(variables, x), rtol=1e-4, atol=1e-5)
 
 
 def test_every_model_of_own_layers_is_listed():
@@ -119,7 +119,7 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
         header = file.metadata()
     assert (
         header["layout"] == "flax"
-        and header["client"] == "none: the server's model"
+        and header["client"] == "the server's model"
         and header["round"] == "3"
         and header["seed"] == "1"
     )
@@ -131,16 +131,16 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
 
 def test_variables_come_back_in_any_structure(made, tmp_path):
     tree = {"a": {"b": jnp.arange(6.0).reshape(2, 3), "c": jnp.int32(4)}, "half": jnp.ones(3, jnp.bfloat16)}
-    export.save(tmp_path / "t", tree)
-    back = export.load(tmp_path / "t")
+    export.save(tmp_path / "t.safetensors", tree)
+    back = export.load(tmp_path / "t.safetensors")
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
     pair = (tree["a"], [jnp.zeros(2)])
-    export.save(tmp_path / "p", pair)
-    again = export.load(tmp_path / "p", like=pair)
+    export.save(tmp_path / "p.safetensors", pair)
+    again = export.load(tmp_path / "p.safetensors", like=pair)
     assert jax.tree.structure(again) == jax.tree.structure(pair)
     with pytest.raises(ValueError, match="0/b is not wanted"):
-        export.load(tmp_path / "p", like={"z": 1.0})
+        export.load(tmp_path / "p.safetensors", like={"z": 1.0})
     # A method whose clients predict with more than the task's variables is exported whole.
     assert export.of_run(made[1], "fedrod", client=0).variables
 
@@ -151,8 +151,13 @@ def test_variables_come_back_in_any_structure(made, tmp_path):
 )
 def test_what_cannot_be_exported(tree, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        export.save(tmp_path / "x", tree)
-    assert not (tmp_path / "x").exists()
+        export.save(tmp_path / "x.safetensors", tree)
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model.npz must end with .safetensors"):
+        export.save(tmp_path / "model.npz", {"a": 1.0})
 
 
 BAD = {
@@ -168,9 +173,9 @@ BAD = {
 @pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
 def test_bad_input_gets_one_line(made, words, message, tmp_path):
     words = [str(made[1]) if word == "RUN" else word for word in words]
-    result = CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "x")])
+    result = CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "x.safetensors")])
     assert result.exit_code == 1 and message in " ".join(result.stderr.split())
-    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):

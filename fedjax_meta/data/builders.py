@@ -254,7 +254,11 @@ def _view_runs(
             )
         if (stop <= first).any():
             bad = int(np.argmax(stop <= first))
-            raise ValueError(f"view {name!r} of client {bad} is empty: its {sizes[bad]} samples are too few for the views")
+            has = "1 sample is" if sizes[bad] == 1 else f"{sizes[bad]} samples are"
+            raise ValueError(
+                f"view {name!r} of client {bad} is empty: its {has} too few. "
+                "The default views need 5 samples of each client: leave smaller ones out, or give views"
+            )
         start[name], size[name] = (base + first).astype(np.int32), (stop - first).astype(np.int32)
     return start, size
 

@@ -17,6 +17,9 @@ from fedjax_meta.data import runs
 Seed = int | np.random.Generator
 """What a partition draws from."""
 
+IDS = "iubSU"
+"""Kinds of the types that can name a client: integers, bools and strings."""
+
 
 class Partition(NamedTuple):
     """The samples that each client holds, in the form that `from_partition` takes.
@@ -298,7 +301,7 @@ def natural(features: ArrayLike, *, min_samples: int = 1) -> Partition:
     except (TypeError, ValueError):
         raise ValueError(f"features must be integers or strings [M], not {checks.shown(features)}") from None
     checks.count("min_samples", min_samples)
-    if features.ndim != 1 or features.size == 0 or features.dtype.kind not in "iubSU":
+    if features.ndim != 1 or features.size == 0 or features.dtype.kind not in IDS:
         raise ValueError(f"features must be integers or strings [M], not {features.dtype} {list(features.shape)}")
     _, client, sizes = np.unique(features, return_inverse=True, return_counts=True)
     order = np.argsort(client, kind="stable")

@@ -129,8 +129,9 @@ def _builder(name: str, data_dir: Path, download: bool, needs: Callable[[str, An
         return builder
     if not download:
         raise ValueError(
-            f"data set {name!r} is not prepared in {data_dir}: give another data_dir (--data-dir), or download it once "
-            "with download=True (--download), which needs TensorFlow (pip install tensorflow); reading it does not"
+            f"data set {name!r} is not prepared in {data_dir}: give another data_dir (--data-dir), or download it once in "
+            f"Python, fedjax_meta.data.load({name!r}, download=True), which needs TensorFlow (pip install tensorflow); reading "
+            "it does not"
         )
     if importlib.util.find_spec("tensorflow") is None:
         raise ValueError(f"downloading {name!r} needs TensorFlow: pip install tensorflow; reading it later does not")

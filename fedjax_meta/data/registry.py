@@ -120,6 +120,8 @@ def natural(
     if not {"x", "y", by} <= set(arrays):
         raise ValueError(f"{shown} holds {', '.join(arrays)}; by={by!r} needs x, y and {by}")
     x, y, owner = arrays["x"], arrays["y"] if other is None else other.y, arrays[by]
+    if owner.dtype.kind not in partition.IDS:
+        raise ValueError(f"{by} in {shown} must hold integers or strings, not {owner.dtype}; {by}.astype(int) makes integers")
     if owner.shape != y.shape[:1]:
         raise ValueError(
             f"{by} has shape {list(owner.shape)} in {shown}, but y has {list(arrays['y'].shape)}: it needs one entry a sample"

@@ -3,6 +3,7 @@
 Axis letters: M samples of the data set, N clients, S samples that clients hold, K classes.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -130,10 +131,19 @@ def check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, size
         label = y.reshape(len(y), -1)[sample, np.argmax(outside[sample])]
         hint = "" if num_classes is not None else "; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
         raise ValueError(
-            f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={most}): label {label} "
+            f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={most}): label {label} in "
             f"{of_client(sample, order, sizes)}{hint}"
         )
-    return int(y.max()) + 1 if num_classes is None else num_classes
+    if num_classes is not None:
+        return num_classes
+    count, there = int(y.max()) + 1, np.count_nonzero(np.bincount(y.reshape(-1)))
+    if there < count / 2:
+        warnings.warn(
+            f"labels run from {y.min()} to {y.max()}, so that a model has {count} classes, {count - there} of them without a "
+            "sample; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ...",
+            stacklevel=2,
+        )
+    return count
 
 
 def check_ids(x: PyTree, num_ids: Any, order: np.ndarray, sizes: np.ndarray) -> None:
@@ -153,8 +163,7 @@ def check_ids(x: PyTree, num_ids: Any, order: np.ndarray, sizes: np.ndarray) -> 
             sample = int(np.argmax(outside.any(1)))
             found = leaf.reshape(len(leaf), -1)[sample, np.argmax(outside[sample])]
             raise ValueError(
-                f"{name} must lie in [0, num_ids={most}), but one is {found}, first in sample {sample} "
-                f"{of_client(sample, order, sizes)}"
+                f"{name} must lie in [0, num_ids={most}), but one is {found}, first in {of_client(sample, order, sizes)}"
             )
 
 
@@ -178,13 +187,17 @@ def _check_finite(what: str, values: np.ndarray, order: np.ndarray, sizes: np.nd
     if bad.any():
         sample = int(np.argmax(bad.reshape(len(values), -1).any(1)))
         cast = "" if kind[0] == "i" or not np.isfinite(values).all() else f" as {dtype}"
-        raise ValueError(f"{what} hold {kind}{cast}, first in sample {sample} {of_client(sample, order, sizes)}")
+        raise ValueError(f"{what} hold {kind}{cast}, first in {of_client(sample, order, sizes)}")
 
 
 def of_client(sample: int, order: np.ndarray, sizes: np.ndarray) -> str:
-    """Whose a sample is, in words."""
+    """Which sample of which client it is, in words."""
     where = np.flatnonzero(order == sample)
-    return f"of client {int(np.searchsorted(np.cumsum(sizes), where[0], side='right'))}" if where.size else "of no client"
+    if not where.size:
+        return f"sample {sample}, of no client"
+    ends = np.cumsum(sizes)
+    client = int(np.searchsorted(ends, where[0], side="right"))
+    return f"sample {where[0] - ends[client] + sizes[client]} of client {client} (number {sample} of all)"
 
 
 # -------------------------------------------------------------------------------------------------------------------- scaling

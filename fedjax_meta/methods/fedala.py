@@ -88,6 +88,7 @@ def fedala(  # over 80 lines: its rules share ten options, which closures keep s
     """
     checks.not_negative("weight_lr", weight_lr)
     checks.share("sample_share", sample_share)
+    checks.positive("sample_share", sample_share)
     checks.count("window", window, least=2)
     checks.not_negative("tolerance", tolerance)
     checks.count("most_passes", most_passes)

@@ -26,7 +26,7 @@ class Finished(NamedTuple):
 
     Attributes:
       title: of the system; with the folder's name where several runs have a system of this title.
-      scenario: its name in the study.
+      scenario: its name in the study; with the folders' names where runs have other clients under this name.
       fingerprint: of the clients' data: only systems of one fingerprint are compared.
       trials: one for each seed.
       method: name in `METHODS`.
@@ -134,7 +134,8 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
 
     Args:
       folders: of the runs.
-      score: what is compared; the main score of the first study that names one when not given.
+      score: what is compared; when not given, the main score of the first study that names one, and each task's own where no
+        study does.
 
     Raises:
       OSError: a folder that cannot be read.
@@ -165,11 +166,18 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
         known = report.score_names(one.trials[0].rows[-1]["tests"][KNOWN])
         if score is not None and score not in known:
             raise ValueError(f"{name}: {one.title} was not measured by {score!r}, but by {', '.join(known)}")
-    counts = [(one.title, one.fingerprint) for one, _ in found]
-    return [
-        one._replace(title=f"{one.title} ({name})") if counts.count((one.title, one.fingerprint)) > 1 else one
-        for one, name in found
-    ]
+    return [_named_apart(one, name, found) for one, name in found]
+
+
+def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]) -> Finished:
+    """The system with the run's name behind what others have, too: its title, or the name of a scenario with other clients."""
+    there = [(other, run) for other, run in found if other.scenario == one.scenario]
+    if [other.title for other, _ in there if other.fingerprint == one.fingerprint].count(one.title) > 1:
+        one = one._replace(title=f"{one.title} ({name})")
+    if len({other.fingerprint for other, _ in there}) > 1:
+        runs = dict.fromkeys(run for other, run in there if other.fingerprint == one.fingerprint)
+        one = one._replace(scenario=f"{one.scenario} ({', '.join(runs)})")
+    return one
 
 
 def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float) -> Finished:

@@ -100,7 +100,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if any(row.new.size for row in rows):
         said.append('"gap" is known minus new.')
     if any(row.behind for row in rows):
-        said.append('"behind": known clients that do worse than with it, mean over seeds.')
+        said.append('"behind X": known clients that do worse than with X, mean over seeds.')
     if any(row.against is not None for row in rows):
         said.append(
             '"better": clients that gain. p-values are two-sided, of a paired t-test over seeds and of Wilcoxon\'s signed-rank '

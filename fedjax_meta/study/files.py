@@ -54,7 +54,9 @@ def read(path: str | Path) -> Tree:
     try:
         tree = parsed(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        where, what = "" if mark is None else f", line {mark.line + 1}", getattr(error, "problem", None) or str(error)
+        raise ValueError(f"{path}{where} is no YAML: {' '.join(what.split())}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply for a study") from None
     if not isinstance(tree, dict):
@@ -71,10 +73,13 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         """A mapping of the file, before what it takes over by `<<` is in it."""
         node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands there twice", node.start_mark)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    text = f"{key.value!r} stands there twice, first in line {seen[key.value]}"
+                    raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+                seen[key.value] = key.start_mark.line + 1
         return node
 
 
@@ -160,8 +165,13 @@ def override(tree: Tree, text: str) -> None:
     if read is None and kind in ("scenarios", "systems") and name and "." not in name:
         checks.one_of(kind, name, tree.get(kind) or {})
         del tree[kind][name]
-    else:
-        put(tree, path, read)
+        return
+    entry, deeper, _ = name.partition(".")
+    known = tree.get(kind) or {}
+    # An override may make an entry, but not by a slip.
+    if kind in ("scenarios", "systems") and deeper and entry not in known and (hint := checks.nearest(entry, known)):
+        raise ValueError(f"{kind} has no {entry!r}{hint}")
+    put(tree, path, read)
 
 
 def put(tree: Tree, path: str, value: Any) -> None:

@@ -128,7 +128,10 @@ def place(
 
 
 def everywhere(tree: Tree, fields: Mapping[str, Any]) -> None:
-    """Sets fields of all scenarios of a study."""
+    """Sets fields of all scenarios of a study. Another data set drops how images of the old one were augmented."""
     for name, scenario in (tree.get("scenarios") or {}).items():
         if scenario is not None:
-            tree["scenarios"][name] = {**scenario, **fields}
+            changed = {**scenario, **fields}
+            if changed.get("dataset") != scenario.get("dataset"):
+                changed.pop("augment", None)
+            tree["scenarios"][name] = changed

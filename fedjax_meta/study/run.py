@@ -111,15 +111,17 @@ def run(
 
     Raises:
       Stopped: `should_stop` ended the run; the same call goes on.
-      ValueError: a scenario that cannot be built, a system that a scenario refuses, a folder that holds another study (the
-        message names each field that differs).
+      ValueError: several processes, a scenario that cannot be built, a system that a scenario refuses, a folder that holds
+        another study (the message names each field that differs).
       OSError: the folder cannot be written, or another process has it.
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"a study runs in one process, and JAX sees {jax.process_count()}: give each its own systems and folder, and compare "
+            "the runs, or train one method over all of them with simulate"
+        )
     built = build(study) if clients is None else clients
-    for scenario, of_scenario in built.items():
-        _check_metrics(study, scenario, of_scenario)
-        for name in study.systems_on(scenario):
-            _check(study, scenario, name, of_scenario)
+    check(study, built)
     folders.open_run(study, folder, built, command)
     ahead = Ahead()
     desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
@@ -134,6 +136,15 @@ def run(
     _save_presets(study, folder, outcomes)
     folders.close_run(folder)
     return outcomes
+
+
+def check(study: Study, built: Mapping[str, Clients]) -> None:
+    """Raises `ValueError` where a scenario refuses a score, a system or a point of its grid; trains and writes nothing."""
+    for scenario, clients in built.items():
+        _check_metrics(study, scenario, clients)
+        for name in study.systems_on(scenario):
+            with named(study, scenario, name):
+                _check_system(study, scenario, name, clients)
 
 
 def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> None:
@@ -196,12 +207,6 @@ def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) 
     if out.all():
         raise ValueError(f"scenario {scenario}: all {data.num_clients} clients attack or are noisy: none is left to score")
     return np.flatnonzero(~out).astype(np.int32) if out.any() else None
-
-
-def _check(study: Study, scenario: str, name: str, clients: Clients) -> None:
-    """Raises before anything is trained or written."""
-    with named(study, scenario, name):
-        _check_system(study, scenario, name, clients)
 
 
 @contextlib.contextmanager

@@ -209,13 +209,13 @@ def _file(content):
 
 def _other(saved, like):
     with tempfile.TemporaryDirectory() as folder:
-        export.save(Path(folder, "model"), saved)
-        return export.load(Path(folder, "model"), like)
+        export.save(Path(folder, "model.safetensors"), saved)
+        return export.load(Path(folder, "model.safetensors"), like)
 
 
 ONE = np.ones(1)
 EXPORTS = {
-    **rows(export.save, {"path": "never", "variables": {"a": ONE}}, [
+    **rows(export.save, {"path": "never.safetensors", "variables": {"a": ONE}}, [
         ("variables", {}, "there is nothing to export: the model has no leaves"),
         ("variables", {"a": "x"}, "the leaf a is <U1, which safetensors files cannot hold"),
         ("variables", {"a": np.array([None])}, "the leaf a is object, which safetensors files cannot hold"),
@@ -224,7 +224,8 @@ EXPORTS = {
         ("variables", {"a/b": ONE, "a": {"b": ONE}}, "two leaves have the name a/b"),
         ("variables", {"a": ONE, "a/b": ONE}, "the leaf a has the name of the branch that holds a/b"),
         ("about", {"x": print}, "about must hold JSON values by name"),
-        ("path", "/proc/model", "could not write /proc/model: "),
+        ("path", "/proc/model.safetensors", "could not write /proc/model.safetensors: "),
+        ("path", "model.npz", "model.npz must end with .safetensors"),
     ]),
     "no such export": Row(lambda: export.load("/no/such/file"), ("/no/such/file",)),
     "an export that is something else": Row(lambda: _file(b"not a file"), ("is no safetensors file, or is damaged",)),
@@ -236,7 +237,7 @@ EXPORTS = {
         ("algorithm", None, "algorithm must be a Algorithm"),
         ("state", None, "state must be a State"),
         ("key", 0, "key=0 must be a JAX PRNG key"),
-        ("client", 99, "client=99 must be integers in [0, 7)"),
+        ("client", 99, "client=99 must be an integer in [0, 7)"),
         ("support", "trian", "the data have no view 'trian' (did you mean 'train'?)"),
     ]),
     **rows(export.of_run, {"system": "fedavg"}, [("folder", "/no/run", "/no/run holds no run (no study.yaml)")]),
@@ -325,7 +326,7 @@ RULES = {
     ]),
     **rows(attacks.alie, {"attackers": 0.2}, [("z", NAN, "z=nan must be finite and at least 0")]),
     **rows(attacks.backdoor_success, {"confusion": np.ones((2, 3, 3)), "target": 0}, [
-        ("target", 9, "target=9 must be integers in [0, 3)"),
+        ("target", 9, "target=9 must be an integer in [0, 3)"),
         ("confusion", np.ones((3, 3)), "confusion must be matrices [N, K, K], not of shape [3, 3]"),
     ]),
     **rows(attacks.stamped, {"data": DATA}, [("view", "tset", "the data have no view 'tset' (did you mean 'test'?)")]),

@@ -228,7 +228,7 @@ RUNS = {
     ),
     "a client that the state lacks": Row(
         lambda: ALGORITHM().personalize(jax.random.key(0), STATE(), problems.data().client(0)["train"], 7),
-        ("client=7 must be integers in [0, 7)",),
+        ("client=7 must be an integer in [0, 7)",),
     ),
     "a seed for a tagged key": Row(lambda: keys.tagged(0, "cohort"), ("key=0 must be a JAX PRNG key",)),
 }  # fmt: skip

@@ -108,7 +108,7 @@ def _systems():
 ADAM = {"fedavg_adam", "mtfl_fedavg_adam"}
 """Systems whose clients' optimiser is what they are."""
 
-OPTIMISER_OF_ITS_OWN = {"fedprox", "scaffold", "pfedme", "fednova", "gpfl", "mocha", "pfedhn", "pfedhn_pc"}
+OPTIMISER_OF_ITS_OWN = {"scaffold", "pfedme", "fednova", "gpfl", "mocha", "pfedhn", "pfedhn_pc"}
 """Methods without the option: steps of plain gradient descent, MOCHA's dual coordinates, momentum 0.9 in pFedHN."""
 
 

@@ -152,11 +152,12 @@ def measured(mean, seeds=math.nan, orders=math.nan):
     [
         ({"a": measured(90.9, 0.5), "b": measured(70.0, 0.5)}, {"a": "within the spread", "b": "in order"}),
         ({"a": measured(91.1, 0.5), "b": measured(80.0, 0.5)}, {"a": "in order", "b": "within the spread"}),
-        ({"a": measured(91.1, 0.5, 0.5), "b": measured(80.0)}, {"a": "within the spread", "b": "in order"}),
+        ({"a": measured(91.1, 0.5, 0.5), "b": measured(80.0)}, {"a": "within the spread", "b": "one run, no spread"}),
         ({"a": measured(70.0, 0.5), "b": measured(75.0, 0.5)}, {"a": "not reproduced", "b": "not reproduced"}),
-        ({"a": measured(85.0), "b": measured(75.0)}, {"a": "in order", "b": "in order"}),
-        ({"a": measured(math.nan), "b": measured(75.0)}, {"a": "not reproduced", "b": "not reproduced"}),
-        ({"b": measured(79.0)}, {"a": "not run", "b": "not reproduced"}),
+        ({"a": measured(85.0, 0.5), "b": measured(75.0, 0.5)}, {"a": "in order", "b": "in order"}),
+        ({"a": measured(math.nan), "b": measured(75.0, 0.5)}, {"a": "not reproduced", "b": "not reproduced"}),
+        ({"a": measured(90.0), "b": measured(80.0)}, {"a": "one run, no spread", "b": "one run, no spread"}),
+        ({"b": measured(79.0, 0.1)}, {"a": "not run", "b": "not reproduced"}),
     ],
 )
 def test_verdicts(found, wanted):

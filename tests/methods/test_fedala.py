@@ -72,7 +72,8 @@ def test_known_clients_test_with_their_initialised_model_and_new_ones_with_the_s
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("weight_lr", -1), ("sample_share", 1.5), ("window", 1), ("tolerance", -1), ("most_passes", 0)]
+    ("option", "value"),
+    [("weight_lr", -1), ("sample_share", 1.5), ("sample_share", 0.0), ("window", 1), ("tolerance", -1), ("most_passes", 0)],
 )
 def test_a_wrong_argument_is_named(option, value):
     with pytest.raises(ValueError, match=f"{option}={value} must"):

@@ -155,6 +155,14 @@ def test_every_method_is_cited_as_its_file_cites_it():
 
 BAD = {
     "no such file": (["run", "missing.yaml"], "No such file or directory: missing.yaml; `fedjax-meta list studies` has"),
+    "a system that is not there": (
+        ["run", "FILE", "--set", "systems.fedavgg.options.epochs=2"],
+        "systems has no 'fedavgg' (did you mean 'fedavg'?)",
+    ),
+    "a bad point of a grid, asked what it costs": (
+        ["run", "FILE", "--dry-run", "--set", "systems.fedavg.grid.lr=[0.1,-1]"],
+        "pairs, fedavg: lr=-1.0 must be finite",
+    ),
     "a field that is not there": (["run", "FILE", "--set", "round=3"], "study has no field 'round' (did you mean 'rounds'?)"),
     "no override": (["show", "FILE", "--set", "rounds"], "must read field.field=value"),
     "a data set that is not there": (["run", "FILE", "--set", "scenarios.pairs.dataset=mnixt"], "mnixt"),

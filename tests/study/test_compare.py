@@ -33,6 +33,14 @@ def system(title, accuracy, **more):
     return compare.Finished(title, "pairs", "abc", [trial(seed, row) for seed, row in enumerate(accuracy)], **more)
 
 
+def test_what_two_runs_call_alike_gets_their_names():
+    one = system("a", [[0.5, 0.7]])
+    found = [(one, "monday"), (one, "friday"), (one._replace(title="b"), "friday"), (one._replace(fingerprint="d"), "other")]
+    named = [compare._named_apart(*pair, found) for pair in found]
+    assert [n.title for n in named] == ["a (monday)", "a (friday)", "b", "a"]
+    assert [n.scenario for n in named] == ["pairs (monday, friday)"] * 3 + ["pairs (other)"]
+
+
 def test_a_difference_is_taken_on_the_same_seeds_and_clients():
     first = system("a", [[0.5, 0.7], [0.6, 0.8], [0.1, 0.1]])
     second = system("b", [[0.6, 0.7], [0.8, 0.8]])
