@@ -161,6 +161,7 @@ ROWS = (
     ),
     Row(r"python -m experiments\.mtfl_tables targets runs/mtfl_cifar10 .*", "", "cifar10", r".* --out runs/mtfl_cifar10.*"),
     Row(r"python -m experiments\.mtfl_tables (targets|curves) RUN", "", "", r"fedjax-meta run mtfl"),
+    Row(r"fedjax-meta run mtfl_figure5 .*", f"--systems mtfl_affine {TINY}", "mnist"),
     Row(r"python -m experiments\.mtfl_tables testbed .*", "--variant quick"),
     Row(r"python -m experiments\.mtfl_tables shift .*", "--variant quick --rounds 1"),
     Row(r"fedjax-meta run robustness", f"--quick --systems fedavg-mean {TINY}"),
