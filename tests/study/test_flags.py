@@ -50,6 +50,14 @@ def test_fields_are_those_of_all_scenarios_of_a_study():
     assert len(study.scenarios) == 3 and len(study.systems) == 4
 
 
+def test_another_data_set_is_not_augmented_as_the_images_of_the_study():
+    augments = {
+        dataset: {one.augment for one in load("fedpac", place=flags.place(dataset=dataset)).scenarios.values()}
+        for dataset in ("cifar10", "fashion_mnist", "emnist/byclass")
+    }
+    assert augments == {"cifar10": {"crop_and_flip"}, "fashion_mnist": {None}, "emnist/byclass": {None}}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
