@@ -156,7 +156,7 @@ class _Test:
     algorithm: Algorithm
     support: str
     query: str
-    batch_size: int
+    batch_size: int | None
     population: int | None
     measured: tuple[Metric, ...]
 
