@@ -137,7 +137,7 @@ def test_which_personal_leaves_a_client_tests_with(own_at_test):
 @pytest.mark.parametrize("client", [4, -1])
 def test_a_client_that_does_not_exist_cannot_test(client):
     algorithm = _build()
-    with pytest.raises(ValueError, match=rf"client={client} must be integers in \[0, 4\)"):
+    with pytest.raises(ValueError, match=rf"client={client} must be an integer in \[0, 4\)"):
         _tested(algorithm, algorithm.init(KEY, DATA), client)
 
 

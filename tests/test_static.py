@@ -137,7 +137,7 @@ def test_every_case_has_an_algorithm_for_its_data():
 
 def row(case, **numbers):
     return {"benchmark": "static", "target": "h200", "case": case, "cohort": 50, "platform": "cuda"} | {
-        "kernels": 40, "step_bytes": 1e9, "temp_bytes": 2e8, **numbers
+        "kernels": 40, "waits": 0, "step_bytes": 1e9, "temp_bytes": 2e8, **numbers
     }  # fmt: skip
 
 
