@@ -1,7 +1,7 @@
 """Times rounds along axes of scale: cohort, population, place of the clients' rows, skew of client sizes, devices.
 
 Each point of an axis is one row: seconds per round (median and quartiles), compile seconds, memory. Unless stated otherwise,
-clients have 100 samples and train the MLP in batches of 20.
+clients have 100 samples and train the MLP in batches of 20. The last axis times checkpoints of large populations.
 """
 
 import json
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import checks, engine, host_store, models, runtime
+from fedjax_meta import checkpoint, checks, engine, host_store, models, runtime
 from fedjax_meta.simulation import run_rounds
 from fedjax_meta.types import Key, Scalar
 
-AXES = ("cohort", "population", "store", "skew", "devices")
+AXES = ("cohort", "population", "store", "skew", "devices", "checkpoint")
 SKEWED = tuple(int(size) for size in np.geomspace(135, 5201, 50))
 """Sizes of 50 clients, from 135 to 5,201 samples like the MNIST clients of FedMeta-Per (Nguyen and Cao)."""
 
@@ -165,6 +165,33 @@ def store_rows(max_clients: int, repeats: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
+def checkpoint_rows(max_clients: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Seconds to save and to restore the state of clients with personal heads; what is saved is synced and read back."""
+    algorithm, rows = personal_heads(), {}
+    for count in (n for n in (1000, 100_000, 10**6) if n <= max_clients):
+        state = jax.block_until_ready(jax.jit(algorithm.init)(jax.random.key(0), client_data(np.full(count, 100))))
+        seconds: dict[str, list[float]] = {"save": [], "restore": []}
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                checkpoint.save(folder, state, [], {}, keep=1)
+                saved = time.perf_counter()
+                assert checkpoint.restore(folder, state, {}) is not None
+                seconds["save"].append(saved - begin)
+                seconds["restore"].append(time.perf_counter() - saved)
+        for name, values in seconds.items():
+            spread = Spread.of(np.array(values))
+            rows[f"{name}, {count}"] = {
+                "seconds": spread.median,
+                "low": spread.low,
+                "high": spread.high,
+                "compile_seconds": 0.0,
+                "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves((state.personal, state.memory))),
+                "peak_bytes": peak_bytes(),
+            }
+    return rows
+
+
 def peak_bytes() -> int:
     """The peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -192,7 +219,12 @@ def skew_cases() -> Cases:
 
 
 def base(axis: str, point: str, first: str) -> str:
-    """The point that a point is compared with: the first, or, for skewed clients, equal clients on the same devices."""
+    """The point that a point is compared with.
+
+    The first; for skewed clients, equal clients on the same devices; for a checkpoint, the same of few clients.
+    """
+    if axis == "checkpoint":
+        return f"{point.partition(',')[0]}, 1000"
     return point.replace("skewed", "equal") if axis == "skew" and point.startswith("skewed") else first
 
 
@@ -236,21 +268,32 @@ def main(
         return
     axes = axis or list(AXES)
     for name in axes:
-        if name in ("population", "store") and max_clients < 100:
+        least = {"population": 100, "store": 100, "checkpoint": 1000}.get(name, 1)
+        if max_clients < least:
             raise typer.BadParameter(
-                f"max_clients={max_clients} must be at least 100, the cohort size", param_hint="--max-clients"
+                f"max_clients={max_clients} must be at least {least} on the axis {name}", param_hint="--max-clients"
             )
         checks.one_of("--axis", name, AXES)
     check_outputs(output)
     console, about = Console(width=max(Console().width, 120)), environment()
     for name in axes:
-        table = Table(name, "round (s)", "quartiles", "ratio", "compile (s)", "clients' rows", "peak memory")
+        table = Table(
+            name,
+            "seconds" if name == "checkpoint" else "round (s)",
+            "quartiles",
+            "ratio",
+            "compile (s)",
+            "clients' rows",
+            "peak memory",
+        )
         rows = {}
         with console.status(f"{name}: compiling and timing"):
             if name == "devices":
                 rows = {str(n): on_devices(n) for n in (1, 2, 4, 8) if runtime.on_cpu() or n <= jax.device_count()}
             elif name == "store":
                 rows = store_rows(max_clients, repeats)
+            elif name == "checkpoint":
+                rows = checkpoint_rows(max_clients, repeats)
             else:
                 cases = {"cohort": lambda: cohort_cases(max_cohort), "population": lambda: population_cases(max_clients)}
                 runs = {point: build() for point, build in cases.get(name, skew_cases)().items()}
