@@ -277,15 +277,7 @@ def main(
     check_outputs(output)
     console, about = Console(width=max(Console().width, 120)), environment()
     for name in axes:
-        table = Table(
-            name,
-            "seconds" if name == "checkpoint" else "round (s)",
-            "quartiles",
-            "ratio",
-            "compile (s)",
-            "clients' rows",
-            "peak memory",
-        )
+        table = Table(name, "seconds", "quartiles", "ratio", "compile (s)", "clients' rows", "peak memory")
         rows = {}
         with console.status(f"{name}: compiling and timing"):
             if name == "devices":

@@ -81,9 +81,11 @@ def _firsts(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]])
 
 def _changed(line: Line, study: Study | None) -> list[str]:
     now = made.digests(line.method)
-    there = study is not None and line.scenario in study.scenarios and line.system in study.systems
     same = [line.made == now["method"], line.runner == now["runner"]]
-    same.append(study is not None and there and line.said == board.said(study, line.scenario, line.system))
+    if study is None or line.scenario not in study.scenarios or line.system not in study.systems:
+        same.append(False)
+    else:
+        same.append(line.said == board.said(study, line.scenario, line.system))
     return [what for what, one in zip(("the method's files", "the runner", "the study"), same, strict=True) if not one]
 
 

@@ -134,16 +134,20 @@ def check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, size
             f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={most}): label {label} in "
             f"{of_client(sample, order, sizes)}{hint}"
         )
-    if num_classes is not None:
-        return num_classes
-    count, there = int(y.max()) + 1, np.count_nonzero(np.bincount(y.reshape(-1)))
-    if there < count / 2:
+    return class_count(y) if num_classes is None else num_classes
+
+
+def class_count(*labels: np.ndarray) -> int:
+    """The largest label plus 1. Warns where most of these classes have no sample: a model has an output for each of them."""
+    counts = np.bincount(np.concatenate([y.reshape(-1).astype(np.int64) for y in labels]))
+    empty = int(np.count_nonzero(counts == 0))
+    if empty > len(counts) / 2:
         warnings.warn(
-            f"labels run from {y.min()} to {y.max()}, so that a model has {count} classes, {count - there} of them without a "
-            "sample; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ...",
+            f"labels run up to {len(counts) - 1}, so that a model has {len(counts)} classes, {empty} of them without a sample; "
+            "np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ...",
             stacklevel=2,
         )
-    return count
+    return len(counts)
 
 
 def check_ids(x: PyTree, num_ids: Any, order: np.ndarray, sizes: np.ndarray) -> None:

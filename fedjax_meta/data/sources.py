@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from fedjax_meta import checks, runtime
 from fedjax_meta.data import cache, canonical, npz
 from fedjax_meta.data.prepared import load_prepared, load_text
+from fedjax_meta.data.samples import class_count
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
 """The environment variable that names the folder of data sets."""
@@ -134,14 +135,14 @@ def from_arrays(
     x, y = _checked(x, y, "training")
     if x_test is None or y_test is None:
         note = "own data without a test split; the last fifth of each class is used instead"
-        return Source(*canonical.split(x, y), int(y.max()) + 1, name, note)
+        return Source(*canonical.split(x, y), class_count(y), name, note)
     x_test, y_test = _checked(x_test, y_test, "test")
     if x.shape[1:] != x_test.shape[1:] or x.dtype != x_test.dtype:
         raise ValueError(
             f"training inputs are {x.dtype} {list(x.shape[1:])} and test inputs {x_test.dtype} {list(x_test.shape[1:])}; "
             "they must agree"
         )
-    num_classes = int(max(y.max(), y_test.max())) + 1
+    num_classes = class_count(y, y_test)
     train, test = canonical.in_canonical_order(x, y), canonical.in_canonical_order(x_test, y_test)
     return Source(*train, *test, num_classes=num_classes, name=name)
 

@@ -4,11 +4,13 @@ import io
 import os
 import shutil
 import stat
+import warnings
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import fedjax_meta as fm
 from fedjax_meta import runtime
 from fedjax_meta.data import canonical, from_arrays, load, prepared, sources
 
@@ -209,6 +211,21 @@ def test_environment_variables_set_the_data_and_cache_folders(toy, tmp_path, mon
     monkeypatch.setenv(runtime.CACHE_VARIABLE, str(tmp_path / "named"))
     assert len(load("toy").y_train) == 40
     assert len(list((tmp_path / "named").glob("toy-*.npz"))) == 1
+
+
+def test_labels_with_gaps_are_named_wherever_they_come_from(tmp_path):
+    x, y = np.arange(60.0, dtype=np.float32)[:, None], np.arange(60) % 3 * 10 + 5
+    np.savez(tmp_path / "gaps.npz", x=x, y=y)
+    for read in (
+        lambda: sources.load(str(tmp_path / "gaps.npz")),
+        lambda: sources.from_arrays(x, y.astype(np.uint64), x, y),
+        lambda: fm.from_clients([(x, y)]),
+    ):
+        with pytest.warns(UserWarning, match="26 classes, 23 of them without a sample"):
+            assert read().num_classes == 26
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fm.from_clients([(x, y)], num_classes=26).num_classes == 26
 
 
 def test_the_default_test_split_is_a_fifth_of_each_class(tmp_path):

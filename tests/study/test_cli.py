@@ -1,11 +1,14 @@
 """The command `fedjax-meta`."""
 
 import inspect
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -182,6 +185,26 @@ def test_bad_input_gets_one_line_and_leaves_nothing(words, message, file, tmp_pa
     assert result.exit_code == 1
     assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_short_run_has_short_trials(file, tmp_path):
+    words = ["--out", tmp_path / "run", "--rounds", "1", "--seeds", "1", "--systems", "fedavg", "--set", "tuning.rounds=2"]
+    assert said("run", file, *words)[0] == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["rounds"] == {"final": 1, "tuning": 1}
+
+
+def test_client_ids_that_are_no_ids_are_named(tmp_path):
+    y = np.arange(40) % 3
+    np.savez(tmp_path / "own.npz", x=np.ones((40, 4), np.float32), y=y, client=y / 2)
+    words = ["--systems", "fedavg", "--dataset", tmp_path / "own.npz", "--partition", "natural", "--dry-run"]
+    code, text = said("run", *words)
+    assert code == 1 and "must hold integers or strings, not float64; client.astype(int) makes integers" in text
+
+
+def test_a_study_in_several_processes_is_refused(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    code, text = said("run", file, "--out", tmp_path / "run")
+    assert code == 1 and "a study runs in one process, and JAX sees 2" in text and not (tmp_path / "run").exists()
 
 
 def test_the_version_is_that_of_the_package():
