@@ -69,7 +69,7 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     """Saves a state with the records so far, and removes older checkpoints.
 
     When it returns, the checkpoint is on the disk (`fsync`) and has been read back. Several runs must not share a folder, see
-    `lock`. The arrays are fetched one after the other.
+    `lock`. The arrays are fetched one after the other, each from one device after the other.
 
     Args:
       folder: holds the checkpoints of ONE run; created if missing. Any path will do.
@@ -236,12 +236,15 @@ def _contents(run: dict[str, Json], state: PyTree) -> Iterator[Any]:
     place = len(line)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-            array, kind = _as_array(leaf)
-            content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            digest = pool.submit(_digest, content)  # computed while the bytes are written
+            array, kind = _plain(leaf)
             yield bytes(-place % _ALIGNED)
             place += -place % _ALIGNED
-            yield content
+            digest = hashlib.sha256()
+            for part in _parts(array):
+                content = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+                done = pool.submit(digest.update, content)  # computed while the bytes are written
+                yield content
+                done.result()
             leaves.append(
                 {
                     "path": jax.tree_util.keystr(path),
@@ -249,7 +252,7 @@ def _contents(run: dict[str, Json], state: PyTree) -> Iterator[Any]:
                     "form": _form(array),
                     "place": place,
                     "bytes": array.nbytes,
-                    "digest": digest.result(),
+                    "digest": digest.hexdigest(),
                 }
             )
             place += array.nbytes
@@ -344,13 +347,28 @@ def _changed(path: Path) -> _DamagedError:
     return _DamagedError(f"{path} has changed since it was saved (truncated?)")
 
 
-def _as_array(leaf: Any) -> tuple[np.ndarray, str]:
-    """A leaf as a NumPy array, and its kind: "array", "host" (it was in NumPy), or the name of a PRNG implementation."""
+def _plain(leaf: Any) -> tuple[Any, str]:
+    """A leaf as an array of numbers, and its kind: "array", "host" (it is in NumPy), or the name of a PRNG implementation."""
     if isinstance(leaf, np.ndarray):
         return leaf, _HOST
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
-    return np.asarray(leaf), "array"
+        return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), "array"
+
+
+def _parts(array: Any) -> Iterator[np.ndarray]:
+    """An array in NumPy, in parts that follow each other.
+
+    Rows that are spread over devices are taken from one device after the other: all of them in one NumPy array would double the
+    memory of a large state, and JAX would keep that array.
+    """
+    if isinstance(array, jax.Array) and array.is_fully_addressable and array.ndim:
+        shards = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
+        if all(shard.data.shape[1:] == array.shape[1:] for shard in shards.values()):
+            for start in sorted(shards):
+                yield np.asarray(shards[start].data)
+            return
+    yield np.asarray(array)
 
 
 def _form(array: Any) -> str:

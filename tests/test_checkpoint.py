@@ -113,6 +113,25 @@ def test_arrays_of_numpy_are_mapped(tmp_path):
         given = saved.state
 
 
+@pytest.mark.parametrize(
+    ("order", "spec"), [((0, 1), "rows"), ((1, 0), "rows"), ((0, 1), "columns"), ((0, 1), "copies")], ids=str
+)
+def test_a_file_does_not_depend_on_where_the_arrays_are(order, spec, tmp_path):
+    """Rows or columns spread over the devices, in either order, or a copy on each of them."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[list(order)], ("devices",))
+    axes = {"rows": ("devices",), "columns": (None, "devices"), "copies": ()}[spec]
+    rows = np.random.default_rng(0).normal(size=(10, 6))
+    given = State({"w": jnp.asarray(rows)}, (), jax.random.split(jax.random.key(3), 2), jnp.int32(1))
+    spread = jax.device_put(given.model["w"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+    files = [
+        checkpoint.save(tmp_path / name, given._replace(model={"w": leaf}), [], CONFIG).read_bytes()
+        for name, leaf in (("one", given.model["w"]), ("spread", spread))
+    ]
+    assert len(spread.addressable_shards) == 2
+    assert files[0] == files[1]
+    assert rows.tobytes() in files[1]
+
+
 def test_saving_a_round_again_replaces_it(tmp_path):
     checkpoint.save(tmp_path, state(4, seed=0), ["old"], CONFIG)
     checkpoint.save(tmp_path, state(4, seed=1), ["new"], CONFIG)
