@@ -22,10 +22,10 @@ test: $(if $(PYTHON),,$(VENV)/.ready-tests)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
 
 test-all: test
-	$(PY) -m pytest -n 2 --dist loadgroup -m long $(ARGS)
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadgroup -m long $(ARGS)
 
 mutation: $(if $(PYTHON),,$(VENV)/.ready-tests)
 	$(PY) -m tests.mutation $(ARGS)

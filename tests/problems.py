@@ -1,7 +1,7 @@
 """Small problems with known answers, asymmetric and of unequal size: a symmetric one hides sign errors."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import jax
@@ -19,6 +19,9 @@ SMALL = {"fedgp": {"capacity": 24, "gibbs_steps": 2, "draws": 4, "test_draws": 4
 
 FIRST = frozenset({builder.__module__: name for name, builder in reversed(fm.METHODS.items())}.values())
 """One method of each file."""
+
+VARIED = FIRST | {"fedper", "fedavg_ft", "fedrep", "fedadam", "fedmeta_per_metasgd", "mtfl", "reptile"}
+"""One method of each file, and those of the same files that go other ways: the contract tests of the ordinary suite."""
 
 
 def _init(key):
@@ -81,6 +84,11 @@ def sampled(ordinary=FIRST, without=(), *, grouped: bool = False) -> list:
     return [pytest.param(name, marks=marks(name)) for name in fm.METHODS if name not in without]
 
 
+def chosen(params: Iterable[tuple], ordinary: Callable[..., bool]) -> list:
+    """Parameters of which the ordinary suite runs those for which `ordinary(*values)` is true, the long tier the others."""
+    return [pytest.param(*values, marks=[pytest.mark.long] * (not ordinary(*values))) for values in params]
+
+
 def build(builder, of=None, **options) -> fm.Algorithm:
     """An algorithm from a builder or its name; options that the builder does not take are the federation's."""
     if isinstance(builder, str):
@@ -103,7 +111,18 @@ def leaves_equal(a, b) -> bool:
     )
 
 
+def finite(tree) -> bool:
+    """Whether every number of a tree is finite. In NumPy, like `distance`: JAX would compile each operation for each shape."""
+    leaves = map(np.asarray, jax.tree.leaves(tree))
+    return all(bool(np.all(np.isfinite(leaf))) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def at(tree, places):
+    """Some rows of every leaf, in NumPy."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[np.asarray(places)], tree)
+
+
 def distance(a, b) -> float:
     """Largest absolute difference between two trees."""
-    gaps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(jnp.asarray(x, float) - jnp.asarray(y, float)), initial=0), a, b)
+    gaps = jax.tree.map(lambda x, y: np.max(np.abs(np.asarray(x, float) - np.asarray(y, float)), initial=0), a, b)
     return float(max(jax.tree.leaves(gaps), default=0))

@@ -20,7 +20,7 @@ TRAINS_BY_COIN = {"l2gd"}
 """Methods in whose round a client may not train at all, so that it cannot break."""
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.METHODS])
+@pytest.fixture(params=problems.sampled(problems.VARIED, grouped=True))
 def name(request) -> str:
     return request.param
 
@@ -43,11 +43,7 @@ def without(ids) -> fm.FederatedData:
 
 
 def rows_of(state: fm.State, ids) -> list:
-    return [jax.tree.map(lambda leaf: leaf[np.asarray(ids)], getattr(state, field)) for field in ROWS]
-
-
-def finite(tree) -> bool:
-    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return problems.at([getattr(state, field) for field in ROWS], ids)
 
 
 def test_one_broken_client_changes_for_the_others_no_more_than_its_absence(name):
@@ -60,7 +56,7 @@ def test_one_broken_client_changes_for_the_others_no_more_than_its_absence(name)
     assert problems.distance(rows_of(after, others), rows_of(absent, others)) < 1e-9
     shared = lambda state: (state.model, state.extra, state.optimizer)  # noqa: E731
     assert problems.distance(shared(after), shared(absent)) < 1e-9
-    assert finite(after)
+    assert problems.finite(after)
 
 
 def test_a_broken_client_is_named_and_keeps_what_it_had(name):
@@ -82,10 +78,10 @@ def test_a_broken_client_is_named_and_keeps_what_it_had(name):
 def test_many_broken_clients_leave_everybody_finite_and_the_run_counts_as_diverged(name):
     _, step, start = build(name)
     state, info = step(KEY, start, broken(range(4)))
-    assert finite(state)
+    assert problems.finite(state)
     count = int(np.sum(np.asarray(info.ids) < 4))
     whole, everyone = step(KEY, start, broken(range(N)))
-    assert finite(whole)
+    assert problems.finite(whole)
     if name in TRAINS_BY_COIN:
         return
     assert bool(info.faults.diverged) == (count > 2)
@@ -113,7 +109,7 @@ def test_of_a_hundred_clients_any_share_may_break(name):
         after, info = step(KEY, start, dataclasses.replace(data, x=jnp.asarray(x)))
         absent, _ = step(KEY, start, dataclasses.replace(data, size=size))
         others = np.setdiff1d(np.arange(100), sick)
-        assert finite(after)
+        assert problems.finite(after)
         assert problems.distance(rows_of(after, others), rows_of(absent, others)) < 1e-9
         assert (
             problems.distance((after.model, after.extra, after.optimizer), (absent.model, absent.extra, absent.optimizer))
@@ -155,7 +151,7 @@ def test_a_server_that_diverges_is_reported(caplog):
 def test_broken_clients_may_be_let_in():
     algorithm = fm.federate(fm.fedavg(problems.task()), fm.Federation(cohort_size=N, devices=1, drop_nonfinite=False))
     state, info = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), broken([2]))
-    assert not finite(state.model) and int(info.faults.server) >= 0 and bool(info.faults.diverged)
+    assert not problems.finite(state.model) and int(info.faults.server) >= 0 and bool(info.faults.diverged)
     assert np.all(np.asarray(info.faults.clients) == -1)
 
 

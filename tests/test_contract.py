@@ -66,7 +66,7 @@ def run(step: Callable, state: fm.State, count: int, data=None) -> fm.State:
 
 
 # All tests of a method run in one process and compile its programs once.
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in fm.METHODS])
+@pytest.fixture(params=problems.sampled(problems.VARIED, grouped=True))
 def name(request) -> str:
     return request.param
 
@@ -82,7 +82,7 @@ def test_a_round_is_pure_and_its_state_never_changes_form(name):
     assert step._cache_size() == traces
     assert len(set(np.asarray(info.ids).tolist())) == info.ids.size
     assert all(values.shape == info.ids.shape for values in info.metrics.values())
-    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(after) if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    assert problems.finite(after)
 
 
 def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run_equals_it_bit_for_bit(name):
@@ -109,7 +109,7 @@ def test_a_round_needs_only_the_rows_and_data_of_its_cohort(name):
     before = run(step, start, 3)
     key = jax.random.fold_in(KEY, before.round)
     ids = algorithm.cohort(key, before.round, data.num_clients)
-    rows = lambda state: {field: jax.tree.map(lambda leaf: leaf[ids], getattr(state, field)) for field in ROWS}  # noqa: E731
+    rows = lambda state: {field: problems.at(getattr(state, field), ids) for field in ROWS}  # noqa: E731
     whole, info = step(key, before, data)
     part, alone = jax.jit(algorithm.round)(key, before._replace(**rows(before)), data.select(ids))
     assert problems.distance(part, whole._replace(**rows(whole))) < 1e-12
@@ -124,8 +124,7 @@ def test_state_of_clients_that_were_not_sampled_is_untouched(name):
     absent = np.setdiff1d(np.arange(len(problems.SIZES)), np.asarray(info.ids))
     assert absent.size == 2
     for field in ROWS:
-        rows = (jax.tree.map(lambda leaf: leaf[absent], getattr(state, field)) for state in (before, after))
-        assert problems.leaves_equal(*rows)
+        assert problems.leaves_equal(*(problems.at(getattr(state, field), absent) for state in (before, after)))
 
 
 def test_a_late_joiner_starts_from_the_servers_model_and_a_fresh_memory(name):
@@ -172,6 +171,7 @@ PERSONAL = {
 """The personal leaves that each paper has; in the papers of the other methods every leaf of the model is shared."""
 
 
+@pytest.mark.parametrize("name", fm.METHODS)
 def test_personal_leaves_are_those_of_the_paper(name):
     method, task = method_of(name), problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
     found = jax.tree.leaves_with_path(fm.masks.having(method.roles, Role.PERSONAL))
@@ -200,7 +200,7 @@ def test_personalize_is_pure_sees_no_test_label_and_predicts_logits_of_every_cla
     variables, logits, _ = adapt(state, data, 2)
     assert problems.leaves_equal(variables, adapt(state, relabelled, 2)[0])
     assert logits.shape == (8, 3)
-    assert bool(jnp.all(jnp.isfinite(logits)))
+    assert problems.finite(logits)
 
 
 def test_training_lowers_the_loss_of_those_who_train(name):
@@ -231,13 +231,9 @@ def round_of_both(algorithm: fm.Algorithm, state: fm.State) -> jax.Array:
     return next(key for key, ids in drawn if {ALONE, NARROW} <= set(np.asarray(ids).tolist()))
 
 
-def finite(tree) -> bool:
-    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
 def kept_by(state: fm.State, ids) -> list:
     """The personal leaves and the memories of some clients."""
-    return [jax.tree.map(lambda leaf: leaf[np.asarray(ids)], part) for part in (state.personal, state.memory)]
+    return problems.at([state.personal, state.memory], ids)
 
 
 KEEPS_NOTHING_NEW = {"cfl": "its cluster, until that is split", "ifca": "its cluster, where the nearest is the same"}
@@ -249,7 +245,7 @@ def test_clients_of_one_sample_or_of_one_class_train_and_change_nothing_for_othe
     before = run(step, start, 1)
     key = round_of_both(algorithm, before)
     (usual, _), (after, info) = step(key, before, data), step(key, before, odd)
-    assert finite(after) and bool(jnp.all(info.returned)) and bool(jnp.all(info.faults.clients < 0))
+    assert problems.finite(after) and np.all(info.returned) and np.all(np.asarray(info.faults.clients) < 0)
     if jax.tree.leaves(kept_by(before, [ALONE])) and name not in KEEPS_NOTHING_NEW:
         for client in (ALONE, NARROW):
             assert problems.distance(kept_by(after, [client]), kept_by(before, [client])) > 1e-9
@@ -259,7 +255,7 @@ def test_clients_of_one_sample_or_of_one_class_train_and_change_nothing_for_othe
     for known in (True, False):
         for client in (ALONE, NARROW):
             variables, logits, loss = adaptation(name, known)(after, odd, client)
-            assert finite((variables, loss)) and bool(jnp.all(jnp.isfinite(logits)))
+            assert problems.finite((variables, logits, loss))
 
 
 AS_IT_IS = {"fedavg", "fedavg_adam", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "fednova", "feddyn", "scaffold"}
@@ -321,8 +317,9 @@ def test_a_cohort_larger_than_the_population_is_refused(name):
         jax.eval_shape(algorithm.round, KEY, state, data)
 
 
+@pytest.mark.parametrize("name", fm.METHODS)
 def test_a_builder_names_itself_and_records_every_option(name):
-    builder, algorithm = fm.METHODS[name], build(name)[0]
+    builder, algorithm = fm.METHODS[name], make(name)
     assert getattr(fm, name) is builder and builder.__name__ == name and builder.__doc__.strip()
     parameters = list(inspect.signature(builder).parameters.values())
     assert parameters[0].name == "task"

@@ -1,6 +1,7 @@
 """A run with a host store equals the run on the device, which holds only the rows of a cohort."""
 
 import dataclasses
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,11 @@ def _run(name, rounds=9, new=True, **options):
     return simulate(algorithm, problems.data(), key=KEY, rounds=rounds, eval_every=4, evaluators=tests, **options)
 
 
+@cache
+def _on_device(name):
+    return _run(name)
+
+
 def _close(a, b):
     """States and records of two runs, but for the clock."""
     (first, records), (second, others) = a, b
@@ -54,7 +60,7 @@ def _close(a, b):
 def test_a_run_with_a_host_store_is_the_run_on_the_device(name, where, tmp_path):
     """Nine rounds of four among seven clients: a client is often in two rounds that follow each other."""
     kept = _run(name, store="memory" if where == "memory" else tmp_path / "clients")
-    _close(kept, _run(name))
+    _close(kept, _on_device(name))
     rows = jax.tree.leaves([getattr(kept[0], field) for field in ROWS])
     assert all(isinstance(leaf, np.memmap if where == "files" else np.ndarray) for leaf in rows)
 
@@ -161,7 +167,7 @@ def test_known_clients_of_very_uneven_size_are_tested_in_parts(count, monkeypatc
 def test_the_final_state_is_a_state_like_any_other(name):
     algorithm, data = _algorithm(name), problems.data()
     state, _ = _run(name, store="memory")
-    other, _ = _run(name)
+    other, _ = _on_device(name)
     for options in ({}, {"ids": jnp.array([5, 2])}, {"known": False}):
         scores = [fm.evaluate(algorithm, KEY, one, data, devices=1, **options) for one in (state, other)]
         assert problems.distance(*scores) < 1e-10

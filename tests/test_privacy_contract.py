@@ -48,7 +48,7 @@ def with_samples(value):
 
 
 def _distance(a, b):
-    gaps = jax.tree.map(lambda x, y: float(jnp.sum((x.astype(float) - y.astype(float)) ** 2)), a, b)
+    gaps = jax.tree.map(lambda x, y: np.sum((np.asarray(x, float) - np.asarray(y, float)) ** 2), a, b)
     return float(np.sqrt(sum(jax.tree.leaves(gaps))))
 
 

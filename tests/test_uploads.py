@@ -1,5 +1,6 @@
 """Upload transformations against closed forms, and what they do to a federation of clients with known uploads."""
 
+import itertools
 from functools import cache
 
 import jax
@@ -138,9 +139,13 @@ def _plain(name):
     return _two_rounds(name, **UNIFORM, devices=1, lanes=1)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedmeta_per_metasgd"])
+@pytest.mark.parametrize(
+    ("name", "devices", "lanes"),
+    problems.chosen(
+        itertools.product(["fedavg", "scaffold", "fedmeta_per_metasgd"], [1, 2], [1, 2]),
+        lambda name, devices, lanes: name == "fedavg" or (devices, lanes) == (2, 2),
+    ),
+)
 def test_masks_cancel_in_the_sum(name, devices, lanes):
     """The masked mean is the plain one up to rounding to multiples of 2^-24: a cohort of 5 errs by 5 * 2^-25 before division."""
     masked = _two_rounds(name, **UNIFORM, devices=devices, lanes=lanes, uploads=(uploads.mask(24),))

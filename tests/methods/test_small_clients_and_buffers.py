@@ -23,11 +23,6 @@ def of_statistics(tree) -> dict:
     return {"/".join(names[-3:]): leaf for names, leaf in found.items() if "batch_stats" in names and "slots" not in names}
 
 
-def finite(tree):
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in leaves)
-
-
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_running_statistics_are_averaged_or_a_clients_own_or_refused(name):
     task = problems.normed_task()
@@ -55,7 +50,7 @@ def test_running_statistics_move_by_one_sample_too(name):
     start = state = algorithm.init(KEY, data)
     for _ in range(2):
         state, info = step(jax.random.fold_in(KEY, state.round), state, data)
-        assert finite(state) and bool(jnp.all(info.returned))
+        assert problems.finite(state) and np.all(info.returned)
     # Those of client 0 where they are its own.
     before, after = (of_statistics((one.model, jax.tree.map(lambda leaf: leaf[0], one.personal))) for one in (start, state))
     own = of_statistics(jax.tree.map(lambda leaf: leaf[0], state.personal))
@@ -63,4 +58,4 @@ def test_running_statistics_move_by_one_sample_too(name):
     assert all(problems.distance(before[leaf], after[leaf]) > 1e-6 for leaf in before)
     for client in (0, None):
         variables = algorithm.personalize(KEY, state, data.client(0)["test_support"], client)
-        assert finite(variables) and finite(algorithm.predict(variables, jnp.ones((2, 5))))
+        assert problems.finite(variables) and problems.finite(algorithm.predict(variables, jnp.ones((2, 5))))
