@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 LIST = HERE / "leaderboard_runs.yaml"
 RAW = HERE.parent / "docs" / "leaderboard"
 LOCAL = "local_only"
-"""The system that sets the target, and says who would do better alone."""
+"""The method whose first system sets the target, and says who would do better alone."""
 
 NAN = math.nan
 

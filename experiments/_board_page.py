@@ -156,8 +156,9 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
     headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
     target, goal = board.target(lines), ""
     if target is not None:
+        local = next(line.system for line in lines if line.method == LOCAL)
         goal = (
-            f" The target is {kind.text(target.value)}{' %' if kind.share else ''}, the last mean of {LOCAL}. Rounds to it are "
+            f" The target is {kind.text(target.value)}{' %' if kind.share else ''}, the last mean of {local}. Rounds to it are "
             f"those of the first test that reached it, mean over seeds; tests come after round 1 and every "
             f"{runs[0].load().eval_every} rounds."
         )
