@@ -3,23 +3,29 @@
 A checkpoint is one file, named by its round:
 
 1. one line: the format, with a digest of that line, the same in all formats from 3 on;
-2. the bytes of each array, at multiples of 64;
-3. a JSON text: the round, the configuration, the records, and for each array its place, dtype, shape and digest;
+2. the bytes of each array, in pieces of `_PIECE` bytes, the first at a multiple of 64;
+3. a JSON text: the round, the configuration, the records, and for each array its dtype, its shape and its pieces: place, digest,
+   and the round of the file that holds it;
 4. `_FOOTER_BYTES` bytes: the digest and the length of the JSON text.
 
-The file gets its name only when all of it is on the disk and has been read back, and `restore` compares everything that it reads
-with the digests. Arrays that are NumPy arrays, which are the rows of a host store (see `host_store`) and may exceed the host's
-memory, are mapped and not read when they are restored.
+A large state whose clients changed little is saved in part: pieces that an earlier whole checkpoint, its base, holds too are not
+written again. The base stays as long as a checkpoint needs it.
+
+The file gets its name only when all of it is on the disk and has been read back, pieces of the base included, and `restore`
+compares everything that it reads with the digests. Arrays that are NumPy arrays, which are the rows of a host store (see
+`host_store`) and may exceed the host's memory, become maps of files when they are restored.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
 import json
 import os
 import re
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,7 +36,7 @@ import numpy as np
 from fedjax_meta import checks, disk, runtime
 from fedjax_meta.types import PyTree
 
-FORMAT = 3
+FORMAT = 4
 """The version of the format, which every checkpoint records. It changes when the meaning of the contents changes."""
 
 Json: TypeAlias = Any
@@ -42,7 +48,11 @@ _SUFFIX = ".ckpt"
 _NAME = "fedjax_meta checkpoint, format"
 _HOST = "host"
 _ALIGNED = 64
-_PIECE = 2**22
+_PIECE = 2**18
+_TOGETHER = 64
+"""Pieces that one thread reads, one after the other."""
+_LARGE = 2**26
+"""States of at least so many bytes are saved in part where they changed little; smaller ones are files of their own."""
 _FOOTER_BYTES = 64 + 1 + 20 + 1
 
 
@@ -51,7 +61,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       state: in the structure that `restore` was given. JAX arrays are on the default device; NumPy arrays are read-only maps of
-        the file.
+        the file, or of a nameless one beside it if two files hold them.
       records: as saved with the state, after a round trip through JSON.
       round: rounds done.
     """
@@ -69,14 +79,15 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     """Saves a state with the records so far, and removes older checkpoints.
 
     When it returns, the checkpoint is on the disk (`fsync`) and has been read back. Several runs must not share a folder, see
-    `lock`. The arrays are fetched one after the other, each from one device after the other.
+    `lock`. The arrays are fetched one after the other, each from one device after the other. Of a state of 64 MiB or more, what
+    an earlier checkpoint of the folder holds already is not written again: do not take single files out of a folder.
 
     Args:
       folder: holds the checkpoints of ONE run; created if missing. Any path will do.
       state: a method's state: a pytree with an integer attribute `round`. Typed PRNG keys are allowed.
       records: any JSON value.
       config: the configuration of the run, as a JSON value; `restore` refuses a different one.
-      keep: the number of checkpoints to keep: this one, and the newest of the others.
+      keep: the number of checkpoints to keep: this one, and the newest of the others. One more file stays where these need it.
 
     Returns:
       The file of the new checkpoint.
@@ -93,12 +104,21 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
         json.dumps(run)
     except (TypeError, ValueError) as error:
         raise ValueError(f"records and config must be JSON values: {error}") from None
-    path = folder / f"{done}{_SUFFIX}"
+    path = _file(folder, done)
+    base = _base(folder, done, state)
     try:
-        disk.replace(path, _contents(run, state), check=_check_whole)
+        try:
+            disk.replace(path, _contents(run, state, base), check=_check_whole)
+        except (_DamagedError, FileNotFoundError):
+            if base is None:
+                raise
+            disk.replace(path, _contents(run, state, None), check=_check_whole)
         others = [old for old in _rounds(folder) if old != done]
-        for old in others[: len(others) + 1 - keep]:
-            os.unlink(folder / f"{old}{_SUFFIX}")
+        surplus = others[: len(others) + 1 - keep]
+        needed = _bases(folder, set(others) - set(surplus) | {done}) if surplus else set()
+        for old in surplus:
+            if old not in needed:
+                os.unlink(_file(folder, old))
     except (OSError, _DamagedError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"could not save round {done} to {folder}: {reason}; earlier checkpoints are intact") from error
@@ -124,16 +144,16 @@ def restore(
     _check_no_old_format(folder)
     damaged: list[str] = []
     for done in reversed(_rounds(folder)):
-        path = folder / f"{done}{_SUFFIX}"
+        path = _file(folder, done)
         try:
             run = _read_run(path)
             if run["round"] != done:
                 raise _DamagedError(f"{path} holds round {run['round']}, not the round of its name")
             _check_config(run["config"], json.loads(json.dumps(config)), path)
             _check_structure(run["leaves"], like, path)
-            state = _as_state(path, run["leaves"], like)
+            state = _as_state(path, run, like)
         except OSError as error:
-            damaged.append(f"{path} cannot be read: {error.strerror or error}")
+            damaged.append(f"{error.filename or path} cannot be read: {error.strerror or error}")
             continue
         except _DamagedError as error:
             damaged.append(str(error))
@@ -155,7 +175,7 @@ def saved_config(folder: str | os.PathLike) -> Json | None:
     folder = Path(folder).absolute()
     for done in reversed(_rounds(folder)):
         with contextlib.suppress(OSError, _DamagedError):
-            return _read_run(folder / f"{done}{_SUFFIX}")["config"]
+            return _read_run(_file(folder, done))["config"]
     return None
 
 
@@ -228,37 +248,101 @@ def _first_line(number: int) -> bytes:
     return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:16]}\n".encode()
 
 
-def _contents(run: dict[str, Json], state: PyTree) -> Iterator[Any]:
-    """The bytes of a checkpoint, piece by piece."""
+def _contents(run: dict[str, Json], state: PyTree, base: dict[str, Json] | None) -> Iterator[Any]:
+    """The bytes of a checkpoint, piece by piece, without those that its base holds."""
     leaves: list[dict[str, Json]] = []
     line = _first_line(FORMAT)
     yield line
-    place = len(line)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    place, written = len(line), 0
+    with _threads() as pool:
+        for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
             array, kind = _plain(leaf)
+            entry = {"path": jax.tree_util.keystr(path), "kind": kind, "form": _form(array), "bytes": array.nbytes}
+            there = _same_array(entry, base, number)
             yield bytes(-place % _ALIGNED)
             place += -place % _ALIGNED
-            digest = hashlib.sha256()
-            for part in _parts(array):
-                content = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
-                done = pool.submit(digest.update, content)  # computed while the bytes are written
+            pieces: list[list[Json]] = []
+            for content, digest in _digested(array, pool):
+                # A short piece is not worth a second file.
+                if len(content) == _PIECE and len(pieces) < len(there) and there[len(pieces)][1] == digest:
+                    pieces.append(there[len(pieces)])
+                    continue
+                pieces.append([place, digest, run["round"]])
                 yield content
-                done.result()
-            leaves.append(
-                {
-                    "path": jax.tree_util.keystr(path),
-                    "kind": kind,
-                    "form": _form(array),
-                    "place": place,
-                    "bytes": array.nbytes,
-                    "digest": digest.hexdigest(),
-                }
-            )
-            place += array.nbytes
-    text = json.dumps({**run, "leaves": leaves}).encode()
+                place, written = place + len(content), written + len(content)
+            leaves.append({**entry, "pieces": pieces})
+    used = any(piece[2] != run["round"] for leaf in leaves for piece in leaf["pieces"])
+    of = base["round"] if base is not None and used else None
+    text = json.dumps({**run, "base": of, "piece": _PIECE, "written": written, "leaves": leaves}).encode()
     yield text
     yield f"{_digest(text)} {len(text):020d}\n".encode()
+
+
+def _digested(array: Any, pool: concurrent.futures.Executor) -> Iterator[tuple[memoryview, str]]:
+    """The pieces of an array with their digests, which are computed some pieces ahead."""
+    ahead: collections.deque[tuple[memoryview, concurrent.futures.Future[str]]] = collections.deque()
+    for content in _pieces(array):
+        ahead.append((content, pool.submit(_digest, content)))
+        if len(ahead) == _TOGETHER:
+            first, digest = ahead.popleft()
+            yield first, digest.result()
+    for first, digest in ahead:
+        yield first, digest.result()
+
+
+def _pieces(array: Any) -> Iterator[memoryview]:
+    """The bytes of an array in pieces of `_PIECE`, the last may be shorter, wherever its parts end."""
+    left = b""
+    for part in _parts(array):
+        content = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        first = min(-len(left) % _PIECE, len(content))
+        if first:
+            left += content[:first]
+        if len(left) == _PIECE:
+            yield memoryview(left)
+            left = b""
+        if not left:
+            whole = first + (len(content) - first) // _PIECE * _PIECE
+            for start in range(first, whole, _PIECE):
+                yield content[start : start + _PIECE]
+            left = bytes(content[whole:])
+    if left:
+        yield memoryview(left)
+
+
+def _same_array(entry: dict[str, Json], base: dict[str, Json] | None, number: int) -> list[list[Json]]:
+    """The pieces of the base's array that has the path, kind and form of `entry`."""
+    if base is None or number >= len(base["leaves"]):
+        return []
+    other = base["leaves"][number]
+    return other["pieces"] if all(other[name] == value for name, value in entry.items()) else []
+
+
+def _base(folder: Path, done: int, state: PyTree) -> dict[str, Json] | None:
+    """The whole checkpoint that one of round `done` may refer to.
+
+    `None` if there is none, the state is small, or the newest checkpoint differs from its base in more than a half: then it is
+    time for a whole one.
+    """
+    if sum(_plain(leaf)[0].nbytes for leaf in jax.tree.leaves(state)) < _LARGE:
+        return None
+    others = [old for old in _rounds(folder) if old != done]
+    with contextlib.suppress(OSError, _DamagedError, ValueError, IndexError):
+        run = _read_run(_file(folder, others[-1]))
+        if 2 * run["written"] < sum(leaf["bytes"] for leaf in run["leaves"]):
+            run = _read_run(_file(folder, run["base"]))
+        if run["base"] is None and run["round"] != done and run["piece"] == _PIECE:
+            return run
+    return None
+
+
+def _bases(folder: Path, rounds: Iterable[int]) -> set[int]:
+    """The bases of some checkpoints; of what cannot be read none."""
+    found = set()
+    for done in rounds:
+        with contextlib.suppress(OSError, _DamagedError, ValueError):
+            found.add(_read_run(_file(folder, done))["base"])
+    return found - {None}
 
 
 def _read_run(path: Path) -> dict[str, Json]:
@@ -268,11 +352,11 @@ def _read_run(path: Path) -> dict[str, Json]:
         found = re.fullmatch(rf"{_NAME} (\d+), .*\n", line.decode(errors="replace"))
         if found is None or line != _first_line(int(found[1])):
             raise _changed(path)
-        if int(found[1]) != FORMAT:
+        if int(found[1]) not in (3, FORMAT):
             writer = "a newer" if int(found[1]) > FORMAT else "an earlier"
             raise ValueError(
                 f"cannot resume: {path} was written by {writer} version of fedjax_meta (format {found[1]}; this version reads "
-                f"format {FORMAT}): use that version, or another folder"
+                f"formats 3 and {FORMAT}): use that version, or another folder"
             )
         size = os.fstat(file.fileno()).st_size
         file.seek(max(size - _FOOTER_BYTES, 0))
@@ -284,62 +368,118 @@ def _read_run(path: Path) -> dict[str, Json]:
         text = file.read(int(parts[2]))
     if _digest(text) != parts[1]:
         raise _changed(path)
-    return json.loads(text)
+    run = json.loads(text)
+    return _from_format_3(run) if run["format"] == 3 else run
 
 
-def _as_state(path: Path, leaves: list[dict[str, Json]], like: PyTree) -> PyTree:
+def _from_format_3(run: dict[str, Json]) -> dict[str, Json]:
+    """The JSON text of format 3, in which each array was one piece, as one of this format."""
+    leaves = [{**leaf, "pieces": [[leaf["place"], leaf["digest"], run["round"]]]} for leaf in run["leaves"]]
+    sizes = [leaf["bytes"] for leaf in leaves]
+    return {**run, "base": None, "piece": max(sizes, default=0), "written": sum(sizes), "leaves": leaves}
+
+
+def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
     shapes, structure = jax.tree.flatten(like)
-    plain = []
+    leaves, plain = run["leaves"], []
+    values: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
         plain.append(jax.eval_shape(jax.random.key_data, shape) if leaf["kind"] not in ("array", _HOST) else shape)
         if leaf["form"] != _form(plain[-1]):
             raise ValueError(
                 f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain[-1])}"
             )
-
-    def value(leaf: dict[str, Json], shape: Any) -> Any:
-        if leaf["kind"] == _HOST and leaf["bytes"]:
-            _check_bytes(path, leaf)
-            return np.memmap(path, shape.dtype, "r", leaf["place"], shape.shape)
-        array = np.empty(shape.shape, shape.dtype)
-        _check_bytes(path, leaf, array.reshape(-1).view(np.uint8).data)
-        # Copy: JAX could otherwise share the NumPy array's memory, and a run donates the buffers of its state.
-        return jnp.array(array) if leaf["kind"] != _HOST else array
-
-    with _readers() as pool:
-        values = list(pool.map(value, leaves, plain))
-    for number, leaf in enumerate(leaves):
-        if leaf["kind"] not in ("array", _HOST):
-            values[number] = jax.random.wrap_key_data(values[number], impl=leaf["kind"])
+    with _threads() as pool:
+        for leaf, shape in zip(leaves, plain, strict=True):
+            if leaf["kind"] == _HOST:
+                values.append(_mapped(path, run, leaf, shape, pool))
+                continue
+            array = np.empty(shape.shape, shape.dtype)
+            _read(path, run, leaf, pool, into=array)
+            # Copy: JAX could otherwise share the NumPy array's memory, and a run donates the buffers of its state.
+            value = jnp.array(array)
+            values.append(value if leaf["kind"] == "array" else jax.random.wrap_key_data(value, impl=leaf["kind"]))
     return jax.tree.unflatten(structure, values)
 
 
+def _mapped(
+    path: Path, run: dict[str, Json], leaf: dict[str, Json], shape: Any, pool: concurrent.futures.Executor
+) -> np.ndarray:
+    """An array as a read-only map of the file that holds all of it, or of a file without a name that is put together here."""
+    if not leaf["bytes"]:
+        return np.empty(shape.shape, shape.dtype)
+    place, _, done = leaf["pieces"][0]
+    if all(piece[2] == done and piece[0] == place + k * run["piece"] for k, piece in enumerate(leaf["pieces"])):
+        _read(path, run, leaf, pool)
+        return np.memmap(_file_of(path, run, done), shape.dtype, "r", place, shape.shape)
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        array = np.memmap(file, shape.dtype, "w+", shape=shape.shape)
+    _read(path, run, leaf, pool, into=array)
+    array.flags.writeable = False
+    return array
+
+
 def _check_whole(path: Path) -> None:
-    """Reads a checkpoint and compares all of it with its digests."""
-    leaves = _read_run(path)["leaves"]
-    with _readers() as pool:
-        list(pool.map(lambda leaf: _check_bytes(path, leaf), leaves))
+    """Reads a checkpoint, with what it needs of its base, and compares all of it with its digests."""
+    run = _read_run(path)
+    with _threads() as pool:
+        for leaf in run["leaves"]:
+            _read(path, run, leaf, pool)
 
 
-def _check_bytes(path: Path, leaf: dict[str, Json], into: memoryview | None = None) -> None:
-    """Reads the bytes of an array, `into` a buffer of their length if given, and compares them with their digest."""
-    digest, left = hashlib.sha256(), leaf["bytes"]
-    buffer = memoryview(bytearray(min(_PIECE, left))) if into is None else into
-    with path.open("rb", buffering=0) as file:
-        file.seek(leaf["place"])
-        while left:
-            piece = buffer[: min(_PIECE, left)]
-            count = file.readinto(piece)
-            if not count:
-                break
-            digest.update(piece[:count])
-            left -= count
-            buffer = buffer if into is None else buffer[count:]
-    if left or digest.hexdigest() != leaf["digest"]:
-        raise _DamagedError(f"{path} has changed since it was saved: {leaf['path']}")
+def _read(
+    path: Path,
+    run: dict[str, Json],
+    leaf: dict[str, Json],
+    pool: concurrent.futures.Executor,
+    *,
+    into: np.ndarray | None = None,
+) -> None:
+    """Reads all pieces of an array, `into` an array if given, and compares them with their digests."""
+    buffer = None if into is None else into.reshape(-1).view(np.uint8).data
+    step = run["piece"]
+
+    def read(numbers: Sequence[int]) -> None:
+        with contextlib.ExitStack() as stack:
+            files: dict[int, Any] = {}
+            for number in numbers:
+                place, digest, done = leaf["pieces"][number]
+                if done not in files:
+                    files[done] = stack.enter_context(_file_of(path, run, done).open("rb", buffering=0))
+                start, end = number * step, min((number + 1) * step, leaf["bytes"])
+                if _digest_at(files[done], place, end - start, None if buffer is None else buffer[start:end]) != digest:
+                    raise _DamagedError(f"{_file_of(path, run, done)} has changed since it was saved: {leaf['path']}")
+
+    count = -(-leaf["bytes"] // step) if leaf["bytes"] else 0
+    ranges = [range(first, min(first + _TOGETHER, count)) for first in range(0, count, _TOGETHER)]
+    list(map(read, ranges) if len(ranges) == 1 else pool.map(read, ranges))
 
 
-def _readers() -> concurrent.futures.ThreadPoolExecutor:
+def _digest_at(file: Any, place: int, length: int, into: memoryview | None) -> str:
+    """The digest of some bytes of a file, which `into` gets if given; "" if they are not there."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(length, _PIECE))) if into is None else into
+    file.seek(place)
+    while length:
+        count = file.readinto(buffer[: min(length, _PIECE)])
+        if not count:
+            return ""
+        digest.update(buffer[:count])
+        buffer = buffer if into is None else buffer[count:]
+        length -= count
+    return digest.hexdigest()
+
+
+def _file(folder: Path, done: int) -> Path:
+    return folder / f"{done}{_SUFFIX}"
+
+
+def _file_of(path: Path, run: dict[str, Json], done: int) -> Path:
+    """The file of a piece: the checkpoint's own, which may not have its name yet, or that of its base."""
+    return path if done == run["round"] else _file(path.parent, done)
+
+
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(min(runtime.cores(), 8))
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import resource
 import signal
@@ -286,16 +287,40 @@ def test_what_dead_writers_left_is_ignored_and_removed(tmp_path):
 # Formats.
 
 
+def first_line(number):
+    text = f"fedjax_meta checkpoint, format {number}"
+    return f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:16]}\n"
+
+
+def test_format_3_is_read(tmp_path):
+    """One piece an array, which says its place and digest itself; written here without the library's help."""
+    given, leaves, content = rows(5), [], first_line(3).encode()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        content += bytes(-len(content) % 64)
+        array = np.asarray(leaf)
+        kind = "host" if isinstance(leaf, np.ndarray) else "array"
+        leaves.append({"path": jax.tree_util.keystr(path), "kind": kind, "form": f"{array.dtype}{list(array.shape)}"})
+        leaves[-1] |= {"place": len(content), "bytes": array.nbytes, "digest": hashlib.sha256(array.tobytes()).hexdigest()}
+        content += array.tobytes()
+    text = json.dumps({"format": 3, "round": 5, "config": CONFIG, "records": ["old"], "leaves": leaves}).encode()
+    footer = f"{hashlib.sha256(text).hexdigest()} {len(text):020d}\n".encode()
+    (tmp_path / "5.ckpt").write_bytes(content + text + footer)
+    saved = checkpoint.restore(tmp_path, rows(0), CONFIG)
+    assert (saved.round, saved.records) == (5, ["old"])
+    assert same(saved.state, given)
+    assert checkpoint.saved_config(tmp_path) == CONFIG
+    (tmp_path / "5.ckpt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]) + text + footer)
+    with pytest.raises(ValueError, match=r"5.ckpt has changed since it was saved: .round; no intact one is left"):
+        checkpoint.restore(tmp_path, rows(0), CONFIG)
+
+
 def test_a_newer_format_is_refused_as_newer(tmp_path):
     """Whatever follows the first line, which carries a digest of its own: other formats need not look like this one."""
     checkpoint.save(tmp_path, state(1), [], CONFIG)
-    text = f"fedjax_meta checkpoint, format {checkpoint.FORMAT + 4}"
-    line = f"{text}, {hashlib.sha256(text.encode()).hexdigest()[:16]}\n"
+    line = first_line(checkpoint.FORMAT + 3)
     for rest in (b"", b"something else"):
         (tmp_path / "2.ckpt").write_bytes(line.encode() + rest)
-        with pytest.raises(
-            ValueError, match=r"2.ckpt was written by a newer version of fedjax_meta \(format 7; .* format 3\)"
-        ):
+        with pytest.raises(ValueError, match=r"2.ckpt was written by a newer .* \(format 7; .* formats 3 and 4\)"):
             checkpoint.restore(tmp_path, like(state()), CONFIG)
     # The same number without its digest is damage.
     (tmp_path / "2.ckpt").write_text(line.replace("7", "8"))
@@ -311,6 +336,153 @@ def test_the_format_before_is_refused_by_its_name(tmp_path):
         checkpoint.restore(tmp_path, like(state()), CONFIG)
 
 
+# Large states, saved in part.
+
+
+@pytest.fixture
+def in_part(monkeypatch):
+    """Pieces of 1,024 bytes, and every state counts as large."""
+    monkeypatch.setattr(checkpoint, "_LARGE", 1)
+    monkeypatch.setattr(checkpoint, "_PIECE", 1024)
+
+
+def clients(place, size=(1000, 4)):
+    """The rows of clients, 32 bytes each, in NumPy as in a host store or on a device."""
+    return place(np.random.default_rng(0).normal(size=size))
+
+
+def of_clients(rows, done):
+    return State({"w": rows}, jnp.arange(3.0), jax.random.key(0), jnp.int32(done))
+
+
+PLACES = pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["host", "device"])
+
+
+def changed(rows, ids):
+    if isinstance(rows, jax.Array):
+        return rows.at[jnp.asarray(ids)].add(1.0)
+    rows = np.array(rows)
+    rows[ids] += 1.0
+    return rows
+
+
+@PLACES
+def test_of_a_large_state_only_what_changed_is_written(place, in_part, tmp_path):
+    start = clients(place)
+    whole = checkpoint.save(tmp_path, of_clients(start, 1), [], CONFIG, keep=1).stat().st_size
+    rows = changed(start, [0, 500, 999])
+    part = checkpoint.save(tmp_path, of_clients(rows, 2), ["two"], CONFIG, keep=1)
+    # Three pieces and the small arrays, beside the JSON text; what it needs of round 1 stays.
+    assert part.stat().st_size < whole - 32000 + 3 * 1024 + 500
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "2.ckpt"]
+    saved = checkpoint.restore(tmp_path, of_clients(start, 0), CONFIG)
+    assert (saved.round, saved.records) == (2, ["two"])
+    assert same(saved.state, of_clients(rows, 2))
+    if place is np.asarray:
+        assert isinstance(saved.state.model["w"], np.memmap)
+        assert not saved.state.model["w"].flags.writeable
+    # What is restored is saved again, and what was restored before stays as it was.
+    again = changed(saved.state.model["w"], [7])
+    checkpoint.save(tmp_path, of_clients(again, 3), [], CONFIG, keep=1)
+    assert same(checkpoint.restore(tmp_path, of_clients(start, 0), CONFIG).state, of_clients(again, 3))
+    assert same(saved.state, of_clients(rows, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "3.ckpt"]
+
+
+def test_a_small_state_is_a_file_of_its_own(tmp_path):
+    checkpoint.save(tmp_path, of_clients(clients(np.asarray), 1), [], CONFIG, keep=1)
+    path = checkpoint.save(tmp_path, of_clients(clients(np.asarray), 2), [], CONFIG, keep=1)
+    assert list(tmp_path.iterdir()) == [path]
+    assert clients(np.asarray).tobytes() in path.read_bytes()
+
+
+def test_a_whole_checkpoint_follows_when_half_has_changed(in_part, tmp_path):
+    """Then the old base goes; where all rows have changed there is nothing to refer to."""
+    rows = clients(np.asarray)
+    checkpoint.save(tmp_path, of_clients(rows, 1), [], CONFIG, keep=1)
+    cases = [
+        (2, 200, {1, 2}),
+        (3, 400, {1, 3}),
+        (4, 700, {1, 4}),
+        (5, 0, {5}),
+        (6, 100, {5, 6}),
+        (7, 1000, {7}),
+        (8, 0, {7, 8}),
+    ]
+    for done, count, left in cases:
+        rows = changed(rows, np.arange(count))
+        checkpoint.save(tmp_path, of_clients(rows, done), [], CONFIG, keep=1)
+        assert {int(path.stem) for path in tmp_path.iterdir()} == left
+        assert same(checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG).state, of_clients(rows, done))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_history_of_saves_restores_what_was_saved_last(seed, in_part, tmp_path):
+    """Rounds that go on and back, any share of changed rows, other shapes, any number kept; each kept one is whole."""
+    rng = np.random.default_rng(seed)
+    rows, saved = clients(np.asarray), {}
+    for _ in range(12):
+        if rng.random() < 0.15:
+            rows = clients(np.asarray, (int(rng.integers(1, 1500)), 4))
+        ids = rng.choice(len(rows), int(rng.choice([0, 1, 3, len(rows) // 2, len(rows)])), replace=False)
+        rows = changed(rows, ids)
+        done, keep = int(rng.integers(1, 30)), int(rng.integers(1, 4))
+        before = {int(path.stem) for path in tmp_path.iterdir()}
+        checkpoint.save(tmp_path, of_clients(rows, done), [done], CONFIG, keep=keep)
+        if (
+            done in before
+        ):  # another content under an old name: what referred to it may be damaged, and is never taken for whole
+            for path in list(tmp_path.iterdir()):
+                if int(path.stem) != done:
+                    path.unlink()
+            saved = {}
+            checkpoint.save(tmp_path, of_clients(rows, done), [done], CONFIG, keep=keep)
+        saved[done] = rows
+        newest = checkpoint.latest_round(tmp_path)
+        found = checkpoint.restore(tmp_path, of_clients(saved[newest], 0), CONFIG, on_damage=pytest.fail)
+        assert found.records == [newest]
+        assert same(found.state, of_clients(saved[newest], newest))
+
+
+def test_where_the_rows_are_makes_no_difference_to_the_pieces(in_part, tmp_path):
+    """Rows spread over two devices, whose parts end within a piece."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[:2], ("devices",))
+    rows = clients(jnp.asarray, (1002, 3))
+    spread = jax.device_put(rows, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices")))
+    assert spread.addressable_shards[0].data.nbytes % 1024
+    one, two = (checkpoint.save(tmp_path / n, of_clients(r, 1), [], CONFIG) for n, r in (("one", rows), ("two", spread)))
+    assert one.read_bytes() == two.read_bytes()
+    path = checkpoint.save(tmp_path / "one", of_clients(spread, 2), [], CONFIG)
+    assert path.stat().st_size < one.stat().st_size - 20000
+
+
+def damage_byte(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_base_is_found_when_it_is_used_and_a_whole_checkpoint_is_written(in_part, tmp_path):
+    rows = clients(np.asarray)
+    base = checkpoint.save(tmp_path, of_clients(rows, 1), [], CONFIG, keep=1)
+    damage_byte(base, 5000)
+    checkpoint.save(tmp_path, of_clients(changed(rows, [3]), 2), [], CONFIG, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
+    assert same(checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG).state, of_clients(changed(rows, [3]), 2))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: damage_byte(path, 5000), damage_cut, Path.unlink], ids=["byte", "cut", "lost"]
+)
+def test_damage_of_a_base_is_reported_with_its_name(damage, in_part, tmp_path):
+    rows = clients(np.asarray)
+    base = checkpoint.save(tmp_path, of_clients(rows, 1), [], CONFIG, keep=1)
+    checkpoint.save(tmp_path, of_clients(changed(rows, [3]), 2), [], CONFIG, keep=1)
+    damage(base)
+    with pytest.raises(ValueError, match=r"damaged checkpoint: .*1.ckpt (has changed|cannot be read).*no intact one is left"):
+        checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG)
+
+
 # Dying, and full disks.
 
 
@@ -321,6 +493,11 @@ WRITES = ("open", "write", "fsync", "close", "replace", "mkdir", "unlink", "list
 def rows(done):
     """A state of NumPy arrays, which a forked process can save although it cannot use JAX."""
     return State({"w": np.arange(5000.0) + done}, (), np.uint32([1, 2]), np.int32(done))
+
+
+def few_changed(done):
+    """As `rows`, of which a hundredth changes."""
+    return rows(0)._replace(model={"w": np.where(np.arange(5000) < 50, float(done), np.arange(5000.0))}, round=np.int32(done))
 
 
 CHILD = """
@@ -348,11 +525,11 @@ class Os:
 
 disk.os = checkpoint.os = Os()
 for line in sys.stdin:  # each line in a process of its own, which starts in no time
-    folder, done, last, when = line.split()
-    done, last = int(done), int(last)
+    folder, done, last, when, given, large, piece = line.split()
+    done, last, checkpoint._LARGE, checkpoint._PIECE = int(done), int(last), int(large), int(piece)
     process = os.fork()
     if process == 0:
-        checkpoint.save(folder, case.rows(done), [done], case.CONFIG)
+        checkpoint.save(folder, getattr(case, given)(done), [done], case.CONFIG)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
@@ -360,15 +537,15 @@ for line in sys.stdin:  # each line in a process of its own, which starts in no 
 
 @pytest.fixture
 def dying():
-    """`(folder, round, call, when) -> exit code` of a process that saves a round and dies at a call, before or after it."""
+    """`(folder, round, call, when, state) -> exit code` of a process that saves a round and dies before or after a call."""
     root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root), "JAX_ENABLE_X64": "true", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
 
-        def save(folder, done, call, when):
-            process.stdin.write(f"{folder} {done} {call} {when}\n")
+        def save(folder, done, call, when, given="rows"):
+            process.stdin.write(f"{folder} {done} {call} {when} {given} {checkpoint._LARGE} {checkpoint._PIECE}\n")
             process.stdin.flush()
             return int(process.stdout.readline())
 
@@ -377,25 +554,28 @@ def dying():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_dying_at_any_call_of_save_loses_at_most_that_save(when, tmp_path, dying):
+@pytest.mark.parametrize("given", ["rows", "few_changed"])
+def test_dying_at_any_call_of_save_loses_at_most_that_save(given, when, tmp_path, dying, request):
     """Killed before or after each call that touches the disk, or in the middle of a write; also while it replaces a round."""
-    calls = 0
+    if given == "few_changed":  # saved in part
+        request.getfixturevalue("in_part")
+    values, calls = globals()[given], 0
     for done in (3, 2):  # a new round, and one that is there
         for call in range(1, 100):
             folder = tmp_path / f"{done}_{call}"
             for before in (1, 2):
-                checkpoint.save(folder, rows(before), [-before], CONFIG)
-            code = dying(folder, done, call, when)
-            saved = checkpoint.restore(folder, rows(0), CONFIG, on_damage=pytest.fail)
+                checkpoint.save(folder, values(before), [-before], CONFIG)
+            code = dying(folder, done, call, when, given)
+            saved = checkpoint.restore(folder, values(0), CONFIG, on_damage=pytest.fail)
             if code == 0:
                 assert saved.records == [done]
                 break
             assert code == -signal.SIGKILL
             assert saved.records in ([-2], [done])
-            assert same(saved.state, rows(saved.round))
+            assert same(saved.state, values(saved.round))
             # The next save works and tidies up.
-            checkpoint.save(folder, rows(4), [4], CONFIG)
-            assert checkpoint.restore(folder, rows(0), CONFIG).records == [4]
+            checkpoint.save(folder, values(4), [4], CONFIG)
+            assert checkpoint.restore(folder, values(0), CONFIG).records == [4]
             assert not list(folder.glob(".*"))
             calls += 1
         assert call > 10

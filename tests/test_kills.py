@@ -68,7 +68,12 @@ def arrays_of(path):
     whole = path.read_bytes()
     length = int(whole[-21:-1])
     run = json.loads(whole[-86 - length : -86])
-    return [(leaf["path"], leaf["form"], whole[leaf["place"] : leaf["place"] + leaf["bytes"]]) for leaf in run["leaves"]]
+    places = [
+        leaf["pieces"][0][0] if leaf["pieces"] else 0 for leaf in run["leaves"]
+    ]  # a small state's pieces follow each other
+    return [
+        (leaf["path"], leaf["form"], whole[at : at + leaf["bytes"]]) for at, leaf in zip(places, run["leaves"], strict=True)
+    ]
 
 
 class Broken:

@@ -72,10 +72,7 @@ def load_text(name: str, data_dir: Path, *, download: bool) -> str:
         except NotImplementedError:
             raise _not_array_record(name, builder) from None
         except Exception as error:  # the readers of records and protocol buffers raise exceptions of many types
-            raise ValueError(
-                f"data set {name!r} in {builder.data_path} cannot be read ({_first_line(error)}); "
-                "delete that folder and prepare it again"
-            ) from error
+            raise _damaged(name, builder, error) from error
     return "".join(parts)
 
 
@@ -88,6 +85,13 @@ def _not_array_record(name: str, builder: Any) -> ValueError:
     return ValueError(
         f"data set {name!r} in {builder.data_path} is not stored as array_record, so reading it would need TensorFlow; "
         "prepare it again with file_format='array_record'"
+    )
+
+
+def _damaged(name: str, builder: Any, error: Exception) -> ValueError:
+    return ValueError(
+        f"data set {name!r} in {builder.data_path} cannot be read ({checks.first_line(error)}); "
+        "delete that folder and prepare it again"
     )
 
 
@@ -123,7 +127,7 @@ def _builder(name: str, data_dir: Path, download: bool, needs: Callable[[str, An
             ) from None
         raise ValueError(unknown) from None
     except (ValueError, RuntimeError, OSError) as error:
-        raise ValueError(f"data set {name!r} cannot be read from {data_dir}: {_first_line(error)}") from None
+        raise ValueError(f"data set {name!r} cannot be read from {data_dir}: {checks.first_line(error)}") from None
     (needs or _feature_keys)(name, builder)
     if prepared:
         return builder
@@ -200,10 +204,7 @@ def _read_split(name: str, builder: Any, split: str) -> tuple[np.ndarray, np.nda
             chunk = records.__getitems__(range(begin, min(begin + 4096, len(records))))
             images = [_decode(record[image_key], channels) for record in chunk]
         except Exception as error:  # the readers of records, protocol buffers and images raise exceptions of many types
-            raise ValueError(
-                f"data set {name!r} in {builder.data_path} cannot be read ({_first_line(error)}); "
-                "delete that folder and prepare it again"
-            ) from error
+            raise _damaged(name, builder, error) from error
         for i, (image, record) in enumerate(zip(images, chunk, strict=True), begin):
             if x is None:
                 x = np.empty((len(records), *image.shape), np.uint8)
@@ -244,10 +245,6 @@ def _decode(encoded: bytes, channels: int | None) -> np.ndarray:
 def _opencv() -> Any:
     """The module of OpenCV, which is twice as fast as Pillow, or `None` if it is not installed."""
     return importlib.import_module("cv2") if importlib.util.find_spec("cv2") else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
