@@ -49,6 +49,8 @@ class Line(NamedTuple):
       data: the fingerprint of the clients; run: the entry of the list.
       commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
         imports, and runner: of the rest, see `fedjax_meta.study.made`; said: of what the study says of the system, see `said`.
+      again: the commit by which the first seed came out alike once more, see `Again`; the digests are then those of that commit.
+      moved: what rounding did to the score of that seed.
       versions, device: of the run. command: that trains this system alone.
     """
 
@@ -78,6 +80,8 @@ class Line(NamedTuple):
     made: str = ""
     runner: str = ""
     said: str = ""
+    again: str = ""
+    moved: float = NAN
     versions: str = ""
     device: str = ""
     command: str = ""
@@ -102,6 +106,58 @@ def said(study: Study, scenario: str, system: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+# Systems that were trained once more.
+
+
+class Again(NamedTuple):
+    """What became of the first seed of a finished system when it was trained once more, with other code.
+
+    Attributes:
+      commit: of that code; method, runner: its digests, see `fedjax_meta.study.made`.
+      seed: that was trained; score: its last mean over known clients, in percent if it is a share; before: what that was.
+      same: whether every last score of every client is the same, bit for bit.
+      apart: of each test in order, the largest difference of a client's loss, relative to 1 or the loss if that is larger.
+    """
+
+    commit: str
+    method: str
+    runner: str
+    seed: int
+    score: float
+    before: float
+    same: bool
+    apart: list[float]
+
+    @property
+    def alike(self) -> bool:
+        """Whether the trainings are the same up to rounding: near each other as long as training has not amplified it."""
+        return self.same or all(gap <= most for gap, most in zip(self.apart, ROUNDING, strict=False))
+
+
+ROUNDING = (1e-4, 1e-2)
+"""What losses may differ by in the first test, after round 1, and in the second one, if sums were made in another order."""
+
+_AGAIN = "again.json"
+
+
+def read_again(folder: Path) -> dict[str, dict[str, Again]]:
+    """What was trained once more of a run's folder, by scenario and system."""
+    path = folder / _AGAIN
+    tree = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return {scenario: {system: Again(**one) for system, one in some.items()} for scenario, some in tree.items()}
+
+
+def write_again(folder: Path, tree: Mapping[str, Mapping[str, Again]]) -> None:
+    """Writes what `read_again` reads."""
+    plain = {scenario: {system: one._asdict() for system, one in some.items()} for scenario, some in tree.items()}
+    checkpoint.write_text(folder / _AGAIN, json.dumps(report.strict(plain), indent=1) + "\n")
+
+
+def commit_of(made: Mapping[str, Any]) -> str:
+    """The commit of results, with a star where tracked files differed from it."""
+    return (made["commit"] or "unknown") + "*" * bool(made["dirty"])
+
+
 # From run folders to lines.
 
 
@@ -113,6 +169,12 @@ class Cell(NamedTuple):
     study: Study
     system: str
     found: compare.Finished
+
+    @property
+    def makers(self) -> list[dict[str, Any]]:
+        """By what it was trained, see `fedjax_meta.study.made`; several if it went on with other code."""
+        path = self.folder / "results" / self.found.scenario / f"{self.system}.final.json"
+        return json.loads(path.read_text(encoding="utf-8"))["made"]
 
 
 def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
@@ -171,8 +233,9 @@ def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
 def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
     scenario, kind = row.system.scenario, row.system.kind
     content = folders.read_run(cell.folder)
-    path = cell.folder / "results" / scenario / f"{cell.system}.final.json"
-    makers = json.loads(path.read_text(encoding="utf-8"))["made"]
+    makers = cell.makers
+    again = read_again(cell.folder).get(scenario, {}).get(cell.system)
+    confirmed = again if again is not None and again.alike else None
     points = tuning.points_of(cell.study.systems[cell.system])
     counted = _read_flops(cell.folder).get(scenario, {}).get(cell.system, NAN)
     lines = []
@@ -199,10 +262,12 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 diverged="" if trial.diverged is None else str(trial.diverged),
                 **_kind_fields(kind),
                 **_where(cell, content),
-                commit="+".join((one["commit"] or "unknown") + "*" * bool(one["dirty"]) for one in makers),
-                made=makers[-1]["method"],
-                runner=makers[-1]["runner"],
+                commit="+".join(map(commit_of, makers)),
+                made=confirmed.method if confirmed else makers[-1]["method"],
+                runner=confirmed.runner if confirmed else makers[-1]["runner"],
                 said=said(cell.study, scenario, cell.system),
+                again=confirmed.commit if confirmed else "",
+                moved=confirmed.score - confirmed.before if confirmed else NAN,
                 command=command(cell.run, cell.system),
             )
         )

@@ -64,7 +64,8 @@ def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
 def changed_rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
     """Which rows were made by other code or another study than that of this folder, in words, and by what."""
     return [
-        f"{first.scenario}, {first.system}: {' and '.join(_changed(first, study))} changed since {first.commit[:12]}"
+        f"{first.scenario}, {first.system}: {' and '.join(_changed(first, study))} changed since "
+        f"{(first.again or first.commit)[:12]}"
         for first, study in _firsts(listed, lines)
         if _changed(first, study)
     ]
@@ -184,10 +185,10 @@ def _facts(trained: Mapping[str, Sequence[Line]]) -> str:
     lines = [line for some in trained.values() for line in some]
     first = next(iter(trained.values()))
     seeds = ", ".join(str(line.seed) for line in first)
-    commits = ", ".join(
-        f"`{one.rstrip('*')[:12]}`{' with changes' if one.endswith('*') else ''}"
-        for one in dict.fromkeys(c for line in lines for c in line.commit.split("+"))
-    )
+    commits = _commits(c for line in lines for c in line.commit.split("+"))
+    confirmed = [some[0] for some in trained.values() if some[0].again]
+    if confirmed:
+        commits += f"; the first seed of {len(confirmed)} systems came out alike by {_commits(one.again for one in confirmed)}"
     rounds = ", ".join(dict.fromkeys(str(line.rounds) for line in lines if line.system != "centralised"))
     tried = ", ".join(dict.fromkeys(str(line.tried) for line in lines))
     versions = "; ".join(dict.fromkeys(f"{line.versions} on {line.device}" for line in lines))
@@ -196,6 +197,12 @@ def _facts(trained: Mapping[str, Sequence[Line]]) -> str:
     return (
         f"{len(trained)} systems, {tried} points each, {rounds} rounds, seeds {seeds}; commit {commits}; {versions}. "
         f"{edge} systems chose a value at the end of their grid. A row by itself: `{command}`."
+    )
+
+
+def _commits(commits: Iterable[str]) -> str:
+    return ", ".join(
+        f"`{one.rstrip('*')[:12]}`{' with changes' if one.endswith('*') else ''}" for one in dict.fromkeys(commits)
     )
 
 

@@ -2,7 +2,7 @@
 
 `experiments/leaderboard_runs.yaml` is the list, `experiments/leaderboard.yaml` the study. `--list` says what is done, `--hours`
 runs what is missing, `--new-clients` and `--count-flops` measure what is finished, `--write-docs` makes docs/leaderboard/ and the
-page, and `--changed` names the rows that the code has changed since.
+page, `--changed` names the rows that the code has changed since, and `--confirm` finds out whether these still hold.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from experiments import _board as board
+from experiments import _board_again as again
 from experiments import _board_new as newcomers
 from experiments import _board_page as pages
 from experiments import _standing as standing
@@ -38,6 +39,12 @@ def main(
     changed: Annotated[
         bool, typer.Option(help="Name the rows of the page that the code has changed since, and stop.")
     ] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            help="Train the first seed of what later code may have changed once more, say what is the same, and stop."
+        ),
+    ] = False,
     debug: reproduce.Debug = False,
 ) -> None:
     """Runs the list one after the other; the same command goes on where it was stopped.
@@ -47,6 +54,8 @@ def main(
     `python -m experiments.leaderboard --data-dir DIR --hours 3 --only mnist_small,uci_har`
 
     `python -m experiments.leaderboard --data-dir DIR --count-flops --new-clients`
+
+    `python -m experiments.leaderboard --data-dir DIR --confirm`
 
     `python -m experiments.leaderboard --data-dir DIR --write-docs`
     """
@@ -62,8 +71,10 @@ def main(
         elif changed:
             for line in pages.changed_rows(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
-        elif count_flops or new_clients:
+        elif count_flops or new_clients or confirm:
             for run in chosen:
+                if confirm:
+                    again.confirm(run, runs / run.name, data_dir)
                 if count_flops:
                     board.count_flops(run, runs / run.name, data_dir)
                 if new_clients:

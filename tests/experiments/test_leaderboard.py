@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,6 +27,7 @@ from tests.study.common import Silent, tree
 
 pytest.importorskip("typer", reason="the command line needs typer")
 board = pytest.importorskip("experiments._board", reason="the list needs the experiments' packages")
+again = pytest.importorskip("experiments._board_again")
 newcomers = pytest.importorskip("experiments._board_new")
 lessons = pytest.importorskip("experiments._board_lessons")
 pages = pytest.importorskip("experiments._board_page")
@@ -378,6 +380,81 @@ def test_a_row_that_other_code_made_is_marked(folder, lines, monkeypatch):
     assert "the runner changed since" in said
     text = pages.page([listed], {"pairs": lines}, changed=[("pairs", "fedavg_ft")])
     assert "fedavg\\_ft †" in text and "local\\_only †" not in text
+
+
+# Rows that still hold.
+
+
+@pytest.fixture
+def later(folder, tmp_path, monkeypatch):
+    """A copy of the folder, seen by code with other digests than those of the code that made it."""
+    listed, root = folder
+    shutil.copytree(root / "digits", tmp_path / "digits", ignore=shutil.ignore_patterns(".lock"))
+    monkeypatch.setattr(
+        made, "made", lambda method: {"commit": "c" * 40, "dirty": False, "method": "m" * 16, "runner": "r" * 16}
+    )
+    return listed, tmp_path
+
+
+def tamper(root, factor):
+    """Multiplies the losses of fedavg_ft that the folder has, and moves its last score."""
+    path = root / "digits/results/pairs/fedavg_ft.final.json"
+    content = json.loads(path.read_text())
+    for trial in content["trials"].values():
+        for line in trial["rows"]:
+            for test in line["tests"].values():
+                test["loss"] = [factor * loss for loss in test["loss"]]
+    path.write_text(json.dumps(content))
+
+
+def test_a_training_again_with_the_same_result_makes_a_row_current(later, lines, capsys):
+    listed, root = later
+    again.confirm(listed, root / "digits")
+    assert capsys.readouterr().out.count(": the same; ") == 2
+    found = board.extract([listed], root)["pairs"]
+    for line, old in zip(found, lines, strict=True):
+        if line.method:
+            assert (line.again, line.made, line.runner, line.moved) == ("c" * 40, "m" * 16, "r" * 16, 0)
+            assert (line.known, line.commit) == (old.known, old.commit)
+    assert board.from_csv(board.to_csv(found))[0].again == "c" * 40
+    assert "the first seed of 2 systems came out alike by `cccccccccccc`" in pages.page([listed], {"pairs": found})
+    again.confirm(listed, root / "digits")  # nothing is left to do
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1 + 1e-6, "the same up to rounding"), (1.1, "CHANGED")])
+def test_another_result_is_told_from_rounding_by_its_losses(factor, said, later, lines, capsys):
+    listed, root = later
+    tamper(root, factor)
+    again.confirm(listed, root / "digits")
+    assert f"pairs, fedavg_ft: {said}; " in capsys.readouterr().out
+    (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
+    if factor == 1.1:  # the row stays marked, with what made it
+        assert (first.again, first.made) == ("", of(lines, "fedavg_ft")[0].made)
+    else:
+        assert (first.again, first.made) == ("c" * 40, "m" * 16)
+
+
+def test_losses_apart():
+    """Relative to the loss where that is above 1; two that are not finite are alike, one of two is infinitely apart."""
+    old, nan = np.array([0.5, 10.0]), math.nan
+    assert again._gap(old, np.array([0.6, 10.5])) == pytest.approx(0.1)
+    assert again._gap(old, np.array([0.5, 12.0])) == pytest.approx(0.2)
+    assert again._gap(np.array([nan, math.inf]), np.array([nan, nan])) == 0
+    assert again._gap(np.array([nan, 1.0]), np.array([1.0, 1.0])) == again._gap(old, np.array([0.5, nan])) == math.inf
+
+
+def test_the_lesson_on_rounding_counts_what_moved():
+    listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    said = partial(board.said, listed.load(), "mnist_small")
+    moves = {"fedavg": -0.25, "fedavg_ft": 0.0, "fedprox": 1.5, "ditto": math.nan}
+    lines = [
+        line._replace(scenario="mnist_small", said=said(name), moved=move)
+        for name, move in moves.items()
+        for line in three(name, [90.0, 91.0, 92.0])
+    ]
+    text = lessons.page([listed], {"mnist_small": lines})
+    assert "| mnist\\_small | 3 | 1 | 0.25 | 1.00 | 1.50 (fedprox) |" in text
 
 
 # Lessons.
