@@ -50,7 +50,7 @@ class Line(NamedTuple):
       commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
         imports, and runner: of the rest, see `fedjax_meta.study.made`; said: of what the study says of the system, see `said`.
       again: the commit by which the first seed came out alike once more, see `Again`; the digests are then those of that commit.
-      moved: what rounding did to the score of that seed.
+      moved: what rounding did to the score of that seed; NaN if no bit of it changed.
       versions, device: of the run. command: that trains this system alone.
     """
 
@@ -117,6 +117,7 @@ class Again(NamedTuple):
       seed: that was trained; score: its last mean over known clients, in percent if it is a share; before: what that was.
       same: whether every last score of every client is the same, bit for bit.
       apart: of each test in order, the largest difference of a client's loss, relative to 1 or the loss if that is larger.
+      scored_alike: whether the other scores are the same in every test whose losses are.
     """
 
     commit: str
@@ -127,15 +128,18 @@ class Again(NamedTuple):
     before: float
     same: bool
     apart: list[float]
+    scored_alike: bool = True
 
     @property
     def alike(self) -> bool:
         """Whether the trainings are the same up to rounding: near each other as long as training has not amplified it."""
-        return self.same or all(gap <= most for gap, most in zip(self.apart, ROUNDING, strict=False))
+        first = next((number for number, gap in enumerate(self.apart) if gap), 0)
+        near = all(gap <= most for gap, most in zip(self.apart[first:], ROUNDING, strict=False))
+        return self.same or (self.scored_alike and near)
 
 
 ROUNDING = (1e-4, 1e-2)
-"""What losses may differ by in the first test, after round 1, and in the second one, if sums were made in another order."""
+"""What losses may differ by in the first test in which they differ, and in the next one, if sums were made in another order."""
 
 _AGAIN = "again.json"
 
@@ -175,6 +179,12 @@ class Cell(NamedTuple):
         """By what it was trained, see `fedjax_meta.study.made`; several if it went on with other code."""
         path = self.folder / "results" / self.found.scenario / f"{self.system}.final.json"
         return json.loads(path.read_text(encoding="utf-8"))["made"]
+
+    def digests(self, again: Again | None) -> tuple[str, str]:
+        """Of the method and of the rest, of the code that trained it last or found it alike."""
+        if again is not None and again.alike:
+            return again.method, again.runner
+        return self.makers[-1]["method"], self.makers[-1]["runner"]
 
 
 def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
@@ -236,6 +246,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
     makers = cell.makers
     again = read_again(cell.folder).get(scenario, {}).get(cell.system)
     confirmed = again if again is not None and again.alike else None
+    digests = cell.digests(again)
     points = tuning.points_of(cell.study.systems[cell.system])
     counted = _read_flops(cell.folder).get(scenario, {}).get(cell.system, NAN)
     lines = []
@@ -263,11 +274,11 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 **_kind_fields(kind),
                 **_where(cell, content),
                 commit="+".join(map(commit_of, makers)),
-                made=confirmed.method if confirmed else makers[-1]["method"],
-                runner=confirmed.runner if confirmed else makers[-1]["runner"],
+                made=digests[0],
+                runner=digests[1],
                 said=said(cell.study, scenario, cell.system),
                 again=confirmed.commit if confirmed else "",
-                moved=confirmed.score - confirmed.before if confirmed else NAN,
+                moved=confirmed.score - confirmed.before if confirmed and not confirmed.same else NAN,
                 command=command(cell.run, cell.system),
             )
         )

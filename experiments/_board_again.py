@@ -7,6 +7,7 @@ as good as made by the new code: bit for bit, or up to rounding, which a long tr
 import dataclasses
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,7 @@ def confirm(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
     for cell in board.cells_of(run, folder):
         scenario, now = cell.found.scenario, made.made(cell.found.method)
         last = done.setdefault(scenario, {}).get(cell.system)
-        known = [(one["method"], one["runner"]) for one in cell.makers[-1:]]
-        known += [(last.method, last.runner)] if last else []
-        if (now["method"], now["runner"]) in known:
+        if (now["method"], now["runner"]) in (cell.digests(last), last and (last.method, last.runner)):
             continue
         if scenario not in built:
             built[scenario] = cell.study.scenarios[scenario].build(data_dir)
@@ -53,8 +52,9 @@ def confirm(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
             seed=before.seed,
             score=_mean(cell, after),
             before=_mean(cell, before),
-            same=_tests(after) == _tests(before),
+            same=_tests(after.rows[-1]) == _tests(before.rows[-1]),
             apart=_apart(before, after),
+            scored_alike=_scored_alike(before, after),
         )
         done[scenario][cell.system] = found
         board.write_again(folder, done)
@@ -79,19 +79,27 @@ def _trained(cell: board.Cell, before: Trial, clients: Clients) -> Trial:
     return trial
 
 
-def _tests(trial: Trial) -> str:
-    """The last scores of every client, without means over clients, as text in which NaN equals NaN."""
-    tests = {group: {**test, "scores": None} for group, test in trial.rows[-1]["tests"].items()}
+def _tests(row: Mapping[str, Any]) -> str:
+    """The scores of every client in an evaluation, without means over clients, as text in which NaN equals NaN."""
+    tests = {group: {**test, "scores": None} for group, test in row["tests"].items()}
     return json.dumps(tests, sort_keys=True)
 
 
 def _apart(before: Trial, after: Trial) -> list[float]:
-    """See `board.Again`; infinity where one has no finite loss and the other has."""
+    """See `board.Again`; infinity where one has no finite loss and the other has, or other rounds were tested."""
+    if [row["round"] for row in before.rows] != [row["round"] for row in after.rows]:
+        return [float("inf")]
     found = []
-    for old, new in zip(before.rows, after.rows, strict=False):
+    for old, new in zip(before.rows, after.rows, strict=True):
         gaps = [_gap(np.array(test["loss"]), np.array(new["tests"][group]["loss"])) for group, test in old["tests"].items()]
         found.append(max(gaps))
     return found
+
+
+def _scored_alike(before: Trial, after: Trial) -> bool:
+    """See `board.Again`."""
+    pairs = zip(before.rows, after.rows, _apart(before, after), strict=False)
+    return all(_tests(old) == _tests(new) for old, new, gap in pairs if gap == 0)
 
 
 def _gap(old: np.ndarray, new: np.ndarray) -> float:

@@ -75,6 +75,10 @@ class _DamagedError(Exception):
     """A file does not hold what was saved."""
 
 
+class _NoRoomError(Exception):
+    """An intact checkpoint needs space that there is not."""
+
+
 def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, *, keep: int = 2) -> Path:
     """Saves a state with the records so far, and removes older checkpoints.
 
@@ -87,7 +91,9 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
       state: a method's state: a pytree with an integer attribute `round`. Typed PRNG keys are allowed.
       records: any JSON value.
       config: the configuration of the run, as a JSON value; `restore` refuses a different one.
-      keep: the number of checkpoints to keep: this one, and the newest of the others. One more file stays where these need it.
+      keep: the number of checkpoints to keep: this one, and the newest of the others. Those of a large state share one base,
+        which stays beside them: damage of that file damages all of them. Saving a round again may damage later ones of which it
+        is the base.
 
     Returns:
       The file of the new checkpoint.
@@ -109,15 +115,15 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     try:
         try:
             disk.replace(path, _contents(run, state, base), check=_check_whole)
-        except (_DamagedError, FileNotFoundError):
+        except (_DamagedError, OSError):  # a base that cannot be read must not keep this state from being saved
             if base is None:
                 raise
             disk.replace(path, _contents(run, state, None), check=_check_whole)
         others = [old for old in _rounds(folder) if old != done]
-        surplus = others[: len(others) + 1 - keep]
+        surplus = others[: max(len(others) + 1 - keep, 0)]
         needed = _bases(folder, set(others) - set(surplus) | {done}) if surplus else set()
         for old in surplus:
-            if old not in needed:
+            if needed is not None and old not in needed:
                 os.unlink(_file(folder, old))
     except (OSError, _DamagedError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -137,6 +143,7 @@ def restore(
       on_damage: called with one line for each damaged checkpoint; the line is a Python warning when not given.
 
     Raises:
+      OSError: arrays of a host store that two files hold find no space to be put together.
       ValueError: `config` differs (the message names the first field), the state has another structure, shape or dtype (the
         message names the first leaf), a checkpoint has an older or a newer format, or all checkpoints are damaged.
     """
@@ -153,8 +160,12 @@ def restore(
             _check_structure(run["leaves"], like, path)
             state = _as_state(path, run, like)
         except OSError as error:
-            damaged.append(f"{error.filename or path} cannot be read: {error.strerror or error}")
+            needs = error.filename is not None and Path(error.filename) != path
+            which = f"{path} needs {error.filename}, which" if needs else str(path)
+            damaged.append(f"{which} cannot be read: {error.strerror or error}")
             continue
+        except _NoRoomError as error:
+            raise OSError(str(error)) from None
         except _DamagedError as error:
             damaged.append(str(error))
             continue
@@ -263,8 +274,9 @@ def _contents(run: dict[str, Json], state: PyTree, base: dict[str, Json] | None)
             place += -place % _ALIGNED
             pieces: list[list[Json]] = []
             for content, digest in _digested(array, pool):
-                # A short piece is not worth a second file.
-                if len(content) == _PIECE and len(pieces) < len(there) and there[len(pieces)][1] == digest:
+                # A short piece is not worth a second file, unless the base holds all of the array then.
+                worth = len(content) == _PIECE or (pieces and all(piece[2] != run["round"] for piece in pieces))
+                if worth and len(pieces) < len(there) and there[len(pieces)][1] == digest:
                     pieces.append(there[len(pieces)])
                     continue
                 pieces.append([place, digest, run["round"]])
@@ -326,22 +338,26 @@ def _base(folder: Path, done: int, state: PyTree) -> dict[str, Json] | None:
     """
     if sum(_plain(leaf)[0].nbytes for leaf in jax.tree.leaves(state)) < _LARGE:
         return None
-    others = [old for old in _rounds(folder) if old != done]
+    others = [old for old in _rounds(folder) if old < done]
     with contextlib.suppress(OSError, _DamagedError, ValueError, IndexError):
         run = _read_run(_file(folder, others[-1]))
         if 2 * run["written"] < sum(leaf["bytes"] for leaf in run["leaves"]):
             run = _read_run(_file(folder, run["base"]))
-        if run["base"] is None and run["round"] != done and run["piece"] == _PIECE:
+        if run["base"] is None and run["piece"] == _PIECE:
             return run
     return None
 
 
-def _bases(folder: Path, rounds: Iterable[int]) -> set[int]:
-    """The bases of some checkpoints; of what cannot be read none."""
+def _bases(folder: Path, rounds: Iterable[int]) -> set[int] | None:
+    """The bases of some checkpoints, none of those that are damaged; `None` if one cannot be read, which may have any base."""
     found = set()
     for done in rounds:
-        with contextlib.suppress(OSError, _DamagedError, ValueError):
+        try:
             found.add(_read_run(_file(folder, done))["base"])
+        except _DamagedError:
+            continue
+        except (OSError, ValueError):
+            return None
     return found - {None}
 
 
@@ -412,11 +428,24 @@ def _mapped(
     if all(piece[2] == done and piece[0] == place + k * run["piece"] for k, piece in enumerate(leaf["pieces"])):
         _read(path, run, leaf, pool)
         return np.memmap(_file_of(path, run, done), shape.dtype, "r", place, shape.shape)
-    with tempfile.TemporaryFile(dir=path.parent) as file:
-        array = np.memmap(file, shape.dtype, "w+", shape=shape.shape)
+    array = _new_map(path, leaf["bytes"], shape)
     _read(path, run, leaf, pool, into=array)
     array.flags.writeable = False
     return array
+
+
+def _new_map(path: Path, size: int, shape: Any) -> np.ndarray:
+    """A map of a new file without a name, beside a checkpoint or, where that cannot be, in the folder of temporary files."""
+    refused: list[OSError] = []
+    for folder in (path.parent, Path(tempfile.gettempdir())):
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                if hasattr(os, "posix_fallocate"):  # without it, a full disk would show when the map is written, as a crash
+                    os.posix_fallocate(file.fileno(), 0, size)
+                return np.memmap(file, shape.dtype, "w+", shape=shape.shape)
+        except OSError as error:
+            refused.append(error)
+    raise _NoRoomError(f"{path} is intact, but restoring it needs {size:,} bytes in {path.parent}: {refused[0].strerror}")
 
 
 def _check_whole(path: Path) -> None:
@@ -448,7 +477,8 @@ def _read(
                     files[done] = stack.enter_context(_file_of(path, run, done).open("rb", buffering=0))
                 start, end = number * step, min((number + 1) * step, leaf["bytes"])
                 if _digest_at(files[done], place, end - start, None if buffer is None else buffer[start:end]) != digest:
-                    raise _DamagedError(f"{_file_of(path, run, done)} has changed since it was saved: {leaf['path']}")
+                    base = "" if done == run["round"] else f" needs {_file_of(path, run, done)}, which"
+                    raise _DamagedError(f"{path}{base} has changed since it was saved: {leaf['path']}")
 
     count = -(-leaf["bytes"] // step) if leaf["bytes"] else 0
     ranges = [range(first, min(first + _TOGETHER, count)) for first in range(0, count, _TOGETHER)]

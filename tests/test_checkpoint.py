@@ -85,6 +85,13 @@ def test_an_older_round_than_the_newest_is_not_removed_by_its_own_saving(keep, l
     assert sorted(path.stem for path in tmp_path.iterdir()) == left
 
 
+def test_so_many_are_kept(tmp_path):
+    for done in range(1, 11):
+        checkpoint.save(tmp_path, state(done), [], CONFIG, keep=4)
+        assert len(list(tmp_path.iterdir())) == min(done, 4)
+    assert {int(path.stem) for path in tmp_path.iterdir()} == {7, 8, 9, 10}
+
+
 @pytest.mark.parametrize("name", ["lr[0.1]", "a*b", "what?", "{x,y}", "a\\b", "[!a]", "naïve 名", " ", "%s", "~", "$HOME"])
 def test_any_path_works(name, tmp_path):
     """Also those that are patterns for a shell or for a library of file systems."""
@@ -479,8 +486,83 @@ def test_damage_of_a_base_is_reported_with_its_name(damage, in_part, tmp_path):
     base = checkpoint.save(tmp_path, of_clients(rows, 1), [], CONFIG, keep=1)
     checkpoint.save(tmp_path, of_clients(changed(rows, [3]), 2), [], CONFIG, keep=1)
     damage(base)
-    with pytest.raises(ValueError, match=r"damaged checkpoint: .*1.ckpt (has changed|cannot be read).*no intact one is left"):
+    with pytest.raises(
+        ValueError, match=r"damaged checkpoint: .*2.ckpt needs .*1.ckpt, which (has changed|cannot be read).*no intact"
+    ):
         checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG)
+
+
+def fails_to_open(monkeypatch, file, times=1, code=errno.EIO):
+    """Opening a file fails so often."""
+    left, whole = [times], Path.open
+
+    def opened(self, *arguments, **options):
+        if self.name == file and left[0]:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code), str(self))
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+def test_a_base_stays_when_it_is_not_known_who_needs_it(in_part, tmp_path, monkeypatch):
+    """A passing error while the kept checkpoint is read: nothing is removed."""
+    rows = clients(np.asarray)
+    for done in (1, 2):
+        checkpoint.save(tmp_path, of_clients(changed(rows, [done]), done), [], CONFIG, keep=1)
+    fails_to_open(monkeypatch, "3.ckpt", code=errno.EMFILE)
+    checkpoint.save(tmp_path, of_clients(changed(rows, [3]), 3), [], CONFIG, keep=1)
+    assert {int(path.stem) for path in tmp_path.iterdir()} == {1, 2, 3}
+    assert checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG, on_damage=pytest.fail).round == 3
+
+
+def test_a_base_that_cannot_be_read_does_not_keep_a_state_from_being_saved(in_part, tmp_path, monkeypatch):
+    rows = clients(np.asarray)
+    checkpoint.save(tmp_path, of_clients(rows, 1), [], CONFIG, keep=1)
+    base, whole = tmp_path / "1.ckpt", checkpoint._digest_at
+
+    def read(file, *arguments):
+        if file.name == str(base):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(base))
+        return whole(file, *arguments)
+
+    monkeypatch.setattr(checkpoint, "_digest_at", read)
+    checkpoint.save(tmp_path, of_clients(changed(rows, [3]), 2), [], CONFIG, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
+    assert same(checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG).state, of_clients(changed(rows, [3]), 2))
+
+
+def test_a_base_is_of_an_earlier_round(in_part, tmp_path):
+    """A run that went back keeps the round that it saved, and nothing that comes later."""
+    rows = clients(np.asarray)
+    checkpoint.save(tmp_path, of_clients(rows, 10), [], CONFIG)
+    checkpoint.save(tmp_path, of_clients(changed(rows, [3]), 3), ["three"], CONFIG, keep=1)
+    assert checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG).records == ["three"]
+
+
+def test_rows_that_did_not_change_are_mapped_where_they_are(in_part, tmp_path):
+    """Also where the last piece is a short one."""
+    rows = clients(np.asarray)
+    assert rows.nbytes % 1024
+    for done in (1, 2):
+        checkpoint.save(tmp_path, of_clients(rows, done), [], CONFIG, keep=1)
+    found = checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG)
+    assert (found.round, Path(found.state.model["w"].filename)) == (2, tmp_path / "1.ckpt")
+
+
+def test_a_disk_without_room_to_put_rows_together_is_no_damage(in_part, tmp_path, monkeypatch):
+    rows = clients(np.asarray)
+    for done in (1, 2):
+        checkpoint.save(tmp_path, of_clients(changed(rows, [done]), done), [], CONFIG, keep=1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"2.ckpt is intact, but restoring it needs 32,000 bytes in .*: No space left"):
+            checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG, on_damage=pytest.fail)
+    assert checkpoint.restore(tmp_path, of_clients(rows, 0), CONFIG).round == 2
 
 
 # Dying, and full disks.

@@ -414,7 +414,8 @@ def test_a_training_again_with_the_same_result_makes_a_row_current(later, lines,
     found = board.extract([listed], root)["pairs"]
     for line, old in zip(found, lines, strict=True):
         if line.method:
-            assert (line.again, line.made, line.runner, line.moved) == ("c" * 40, "m" * 16, "r" * 16, 0)
+            assert (line.again, line.made, line.runner) == ("c" * 40, "m" * 16, "r" * 16)
+            assert math.isnan(line.moved)  # no bit changed
             assert (line.known, line.commit) == (old.known, old.commit)
     assert board.from_csv(board.to_csv(found))[0].again == "c" * 40
     assert "the first seed of 2 systems came out alike by `cccccccccccc`" in pages.page([listed], {"pairs": found})
@@ -435,6 +436,42 @@ def test_another_result_is_told_from_rounding_by_its_losses(factor, said, later,
         assert (first.again, first.made) == ("c" * 40, "m" * 16)
 
 
+def test_a_row_is_confirmed_again_when_the_code_goes_back(later, monkeypatch, capsys):
+    """What counts are the digests that the row has now, not those of the code that trained it."""
+    listed, root = later
+    again.confirm(listed, root / "digits")
+    monkeypatch.undo()
+    capsys.readouterr()
+    again.confirm(listed, root / "digits")
+    assert capsys.readouterr().out.count(": the same; ") == 2
+    (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
+    assert (first.made, first.runner) == tuple(made.digests("fedavg_ft").values())
+
+
+def result(apart, *, same=False, scored_alike=True):
+    return board.Again("c", "m", "r", 1, 90.0, 91.0, same, apart, scored_alike)
+
+
+def test_what_counts_as_rounding():
+    """Small where losses first differ, and not large at the next test; other scores may not change by themselves."""
+    assert result([0.0, 0.0], same=True).alike and result([1e-6, 1e-3, 0.5]).alike and result([0.0, 0.0, 1e-5, 1e-3]).alike
+    assert not any(result(apart).alike for apart in ([1e-3, 1e-3], [1e-6, 0.1], [0.0, 0.0, 0.5, 3.0], [math.inf]))
+    assert not result([0.0, 1e-6], scored_alike=False).alike
+
+
+def test_other_scores_at_the_same_losses_are_a_change(later, capsys):
+    listed, root = later
+    path = root / "digits/results/pairs/fedavg_ft.final.json"
+    content = json.loads(path.read_text())
+    for trial in content["trials"].values():
+        for line in trial["rows"]:
+            for test in line["tests"].values():
+                test["accuracy"] = [score / 2 for score in test["accuracy"]]
+    path.write_text(json.dumps(content))
+    again.confirm(listed, root / "digits")
+    assert "pairs, fedavg_ft: CHANGED; " in capsys.readouterr().out
+
+
 def test_losses_apart():
     """Relative to the loss where that is above 1; two that are not finite are alike, one of two is infinitely apart."""
     old, nan = np.array([0.5, 10.0]), math.nan
@@ -447,14 +484,14 @@ def test_losses_apart():
 def test_the_lesson_on_rounding_counts_what_moved():
     listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
     said = partial(board.said, listed.load(), "mnist_small")
-    moves = {"fedavg": -0.25, "fedavg_ft": 0.0, "fedprox": 1.5, "ditto": math.nan}
+    moves = {"fedavg": -0.25, "fedavg_ft": math.nan, "fedprox": 1.5, "ditto": math.nan}
     lines = [
-        line._replace(scenario="mnist_small", said=said(name), moved=move)
+        line._replace(scenario="mnist_small", said=said(name), moved=move, again="c" * (name != "ditto"))
         for name, move in moves.items()
         for line in three(name, [90.0, 91.0, 92.0])
     ]
     text = lessons.page([listed], {"mnist_small": lines})
-    assert "| mnist\\_small | 3 | 1 | 0.25 | 1.00 | 1.50 (fedprox) |" in text
+    assert "| mnist\\_small | 3 | 1 | 0.88 | 1.00 | 1.50 (fedprox) |" in text
 
 
 # Lessons.
