@@ -44,6 +44,8 @@ PUBLISHED = {
         "collaborate": True,
     },
     "fedem": {"components": 3, "lr": 0.03, "batch_size": 128, "weighting": "samples"},
+    "cfl": {"mean_norm": 0.4, "client_norm": 1.6, "first_split": 20},
+    "fedproto": {"by_samples": True},
     "apfl": {"share": 0.5, "mix": "weights", "weighting": "uniform"},
     "apfl_outputs": {"share": 0.5, "mix": "outputs"},
     "ditto": {"prox_weight": 1.0, "lr": 0.05, "batch_size": 16},

@@ -22,6 +22,20 @@ def test_the_head_is_averaged_and_the_body_stays():
     assert problems.leaves_equal(masks.split(state.model, body)[0], masks.split(start(lg_fedavg()).model, body)[0])
 
 
+def test_clients_count_as_asked():
+    """By their samples or alike; they have unequal numbers of samples."""
+    by_samples, alike, other = (
+        run(one, 1).model
+        for one in (
+            lg_fedavg(),
+            lg_fedavg(weighting="uniform"),
+            build("fedavg", personal="body", weighting="uniform", **OPTIONS),
+        )
+    )
+    assert problems.leaves_equal(alike, other)
+    assert problems.distance(by_samples, alike) > 1e-4
+
+
 @pytest.mark.parametrize("vote", ["mean", "majority"])
 def test_a_new_client_asks_all_clients_that_have_trained(vote):
     algorithm = lg_fedavg(vote=vote)

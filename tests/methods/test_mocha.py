@@ -10,6 +10,7 @@ from scipy.optimize import minimize
 from sklearn.svm import LinearSVC
 
 import fedjax_meta as fm
+from fedjax_meta import related_tasks
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
 from fedjax_meta.participation import stragglers
@@ -44,6 +45,17 @@ def hinge(weights, w):
 
 def all_inputs(w):
     return [inputs(tuple(w), i) for i in range(N)]
+
+
+def test_the_hinge_loss_is_a_mean_over_the_samples_that_count():
+    rng = np.random.default_rng(0)
+    weights, x, y = rng.normal(size=(3, 5)), rng.normal(size=(8, 5)), rng.integers(0, 3, 8)
+    wanted = 0.0
+    for i in range(6):
+        for k in range(3):
+            wanted += max(0, 1 - (1 if y[i] == k else -1) * float(weights[k] @ x[i])) / 6
+    found = related_tasks.hinge(jnp.asarray(weights), jnp.asarray(x), jnp.asarray(y), 6)
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_four_rounds_written_out():

@@ -13,7 +13,7 @@ import pytest
 from scipy.cluster import hierarchy
 
 import fedjax_meta as fm
-from fedjax_meta.clusters import bipartition
+from fedjax_meta.clusters import bipartition, overlaps
 from tests import problems
 from tests.authors.source import written_from
 from tests.methods.common import FULL, build, mean, of, run, step
@@ -38,6 +38,16 @@ from tests.whole_rounds.world import (
 )
 
 RATE, BATCH, SERVER, CLUSTERS = 0.15, 4, 0.7, 3
+
+
+def test_overlaps_of_marks_of_any_size():
+    """As FedCAC writes them, one pair after the other; a client without marks shares nothing."""
+    marks = np.random.default_rng(0).random((6, 40)) < np.array([[0.1], [0.3], [0.5], [0.9], [1.0], [0.0]])
+    wanted = np.zeros((6, 6))
+    for i in range(5):
+        for j in range(6):
+            wanted[i, j] = 1 - np.abs(marks[i].astype(int) - marks[j]).sum() / (2 * marks[i].sum())
+    np.testing.assert_allclose(overlaps(jnp.asarray(marks)), wanted, atol=1e-6)
 
 
 def stacked(tree):

@@ -7,12 +7,14 @@ ANIL is the same with one rate, of which only the head's entries move in the inn
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import multistep
+from fedjax_meta.methods.mamlpp import _last
 from tests.whole_rounds.world import (
     COHORTS,
     HEAD,
@@ -109,6 +111,10 @@ def test_the_importance_of_steps_is_the_published_one(round_):
     near(found, importance(round_))
     near(found.sum(), 1.0)
     assert len(COHORTS) < ROUNDS
+
+
+def test_without_weights_the_last_step_counts_alone():
+    np.testing.assert_array_equal(_last(jnp.int32(0), 4), [0, 0, 0, 1])
 
 
 def test_an_estimator_for_every_step_takes_nothing_else():
