@@ -105,6 +105,12 @@ RULES = {
 EQUIVARIANT = [name for name in RULES if not name.startswith("norm_bounding")]
 
 
+@pytest.mark.parametrize("build", [aggregate.krum, aggregate.multi_krum, aggregate.bulyan])
+def test_a_negative_number_of_attackers_is_refused(build):
+    with pytest.raises(ValueError, match="f=-1"):
+        build(-1)
+
+
 @pytest.fixture(params=list(RULES))
 def rule(request):
     return RULES[request.param]

@@ -138,9 +138,16 @@ def test_rates_that_are_learned_may_stay_with_their_client():
     assert not jax.tree.leaves(after.personal.params)
 
 
+def test_moments_of_the_clients_optimiser_start_anew_or_are_averaged():
+    options = {"outer_optimizer": optax.adam, "batch_size": 8, **ALL}
+    fresh, averaged = (run(build("perfedavg_exact", outer_slots=slots, **options), 2) for slots in ("fresh", "averaged"))
+    assert problems.distance(fresh.model, averaged.model) > 1e-4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"outer_slots": "sometimes"}, "outer_slots='sometimes'"),
         ({"local_steps": 0}, "local_steps=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"test_steps": 0}, "test_steps=0"),

@@ -50,6 +50,12 @@ def test_overlaps_of_marks_of_any_size():
     np.testing.assert_allclose(overlaps(jnp.asarray(marks)), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("option", ["mean_norm", "client_norm"])
+def test_bounds_of_cfl_are_not_negative(option):
+    with pytest.raises(ValueError, match=f"{option}=-0.1"):
+        fm.cfl(task(), clusters=2, **{option: -0.1})
+
+
 def stacked(tree):
     """[M, 27]: the models of a tree whose leaves are [M, ...]."""
     return np.stack([flat(jax.tree.map(lambda leaf, j=j: leaf[j], tree)) for j in range(CLUSTERS)])
