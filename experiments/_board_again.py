@@ -23,13 +23,8 @@ from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.tuning import Trial
 
 
-class _Silent:
-    """A watcher that shows nothing."""
-
-    def begin(self, *_: Any) -> None: ...
-    def progress(self, *_: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def end(self, *_: Any) -> None: ...
+class _Silent(runner.Watcher):
+    """Shows nothing."""
 
 
 def confirm(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
