@@ -16,6 +16,7 @@ import numpy as np
 import typer
 
 from fedjax_meta import checks
+from fedjax_meta.study import folder
 
 # Without this, JAX takes most of an accelerator's memory, which workers and PyTorch need too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -34,19 +35,10 @@ def environment() -> dict[str, Any]:
         "device": devices[0].device_kind,
         "platform": devices[0].platform,
         "devices": len(devices),
-        "processor": _processor(),
+        "processor": folder.cpu_model(),
         "python": platform.python_version(),
         **versions,
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 class Program(NamedTuple):

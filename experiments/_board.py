@@ -51,7 +51,8 @@ class Line(NamedTuple):
         imports, and runner: of the rest, see `fedjax_meta.study.made`; said: of what the study says of the system, see `said`.
       again: the commit by which the first seed came out alike once more, see `Again`; the digests are then those of that commit.
       moved: what rounding did to the score of that seed; NaN if no bit of it changed.
-      versions, device: of the run. command: that trains this system alone.
+      versions: of the run; device: the kind of processor, or of device where that is not known; command: that trains this system
+        alone.
     """
 
     scenario: str
@@ -118,6 +119,8 @@ class Again(NamedTuple):
       same: whether every last score of every client is the same, bit for bit.
       apart: of each test in order, the largest difference of a client's loss, relative to 1 or the loss if that is larger.
       scored_alike: whether the other scores are the same in every test whose losses are.
+      here: the score where the row's own commit trained it again too, on the same machine, and `same`, `apart` and `scored_alike`
+        compare with that; NaN where they compare with the row.
     """
 
     commit: str
@@ -129,6 +132,12 @@ class Again(NamedTuple):
     same: bool
     apart: list[float]
     scored_alike: bool = True
+    here: float = NAN
+
+    @property
+    def moved(self) -> float:
+        """How far the score is from the row's; NaN if no bit of any score changed."""
+        return NAN if self.same and math.isnan(self.here) else self.score - self.before
 
     @property
     def alike(self) -> bool:
@@ -272,13 +281,13 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 reached=reached,
                 diverged="" if trial.diverged is None else str(trial.diverged),
                 **_kind_fields(kind),
-                **_where(cell, content),
-                commit="+".join(map(commit_of, makers)),
+                **_where(cell, content, makers),
+                commit="+".join(dict.fromkeys(map(commit_of, makers))),
                 made=digests[0],
                 runner=digests[1],
                 said=said(cell.study, scenario, cell.system),
                 again=confirmed.commit if confirmed else "",
-                moved=confirmed.score - confirmed.before if confirmed and not confirmed.same else NAN,
+                moved=confirmed.moved if confirmed else NAN,
                 command=command(cell.run, cell.system),
             )
         )
@@ -294,9 +303,11 @@ def _kind_fields(kind: report.Kind) -> dict[str, Any]:
     return {"score": kind.name, "higher": kind.higher_is_better, "share": kind.share}
 
 
-def _where(cell: Cell, content: Mapping[str, Any]) -> dict[str, Any]:
+def _where(cell: Cell, content: Mapping[str, Any], makers: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     versions = " ".join(f"{name}={content['versions'][name]}" for name in ("python", "jax", "optax", "numpy"))
-    return {"data": cell.found.fingerprint, "run": cell.run.name, "versions": versions, "device": str(content["device"])}
+    kinds = dict.fromkeys(maker["processor"] for maker in makers if "processor" in maker)
+    device = " and ".join(kinds) or str(content["device"])
+    return {"data": cell.found.fingerprint, "run": cell.run.name, "versions": versions, "device": device}
 
 
 def command(run: standing.Run, system: str) -> str:

@@ -262,9 +262,10 @@ def _rounding(found: Board) -> list[str]:
         return ["No row was trained again yet.", ""]
     text = [
         "When the code changes, the first seed of a row is trained again (`--confirm`). Where nothing but the order of sums is",
-        "another, the losses agree to single precision at first, and drift apart as training amplifies the last bit. How far the",
-        "score of the known clients moved is noise beside that of the seeds. Systems that no bit changed of do not count in the",
-        "moves, and those that came apart before the second test are not here: by rounding or not, they are marked as changed.",
+        "another, by the code or by the kind of processor, the losses agree to single precision at first, and drift apart as",
+        "training amplifies the last bit. How far the score of the known clients moved is noise beside that of the seeds.",
+        "Systems that no bit changed of do not count in the moves. Those that came apart before the second test stand here if",
+        "their own commit gives on this machine what the new code gives.",
         "",
     ]
     headings = ["scenario", "systems", "equal in every bit", "median move", "median std over seeds", "largest move"]

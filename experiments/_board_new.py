@@ -66,8 +66,10 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
         if scenario not in built:
             built[scenario] = cell.study.scenarios[scenario].build(data_dir)
         if built[scenario].new is not None:
-            found += tests(cell, built[scenario])
+            one = tests(cell, built[scenario])
+            found += one
             checkpoint.write_text(folder / "new_clients.csv", to_csv(found))
+            print(f"{scenario}, {cell.system}: {len(one)} tests of new clients", flush=True)
 
 
 def tests(cell: board.Cell, clients: Clients) -> list[Tested]:

@@ -237,11 +237,30 @@ def environment() -> dict[str, Json]:
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "device": runtime.device_kinds(),
-        "machine": {"system": platform.platform(), "cores": runtime.cores(), "name": platform.node()},
+        "machine": {
+            "system": platform.platform(),
+            "cores": runtime.cores(),
+            "name": platform.node(),
+            "processor": processor(),
+        },
         "environment": chosen,
         "x64": bool(jax.numpy.zeros(0).dtype == np.float64),
         "git": {"package": package_commit(), "working folder": commit(Path.cwd())},
     }
+
+
+def processor() -> str:
+    """The kind of processor that JAX computes on: numbers of another kind differ by rounding."""
+    device = runtime.default_devices()[0]
+    return cpu_model() if device.platform == "cpu" else device.device_kind
+
+
+def cpu_model() -> str:
+    """The name of this machine's CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def package_commit() -> dict[str, Json] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedjax_meta import syntax
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study.folder import package_commit
+from fedjax_meta.study.folder import package_commit, processor
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTRY = ROOT / "methods" / "__init__.py"
@@ -26,10 +26,11 @@ def made(method: str) -> dict[str, Any]:
 
     Returns:
       "commit": of the package, `None` outside of a repository; "dirty": whether tracked files differ from it; "method" and
-      "runner": digests of what the method's file imports within the package, itself included, and of the rest that a study does.
+      "runner": digests of what the method's file imports within the package, itself included, and of the rest that a study does;
+      "processor": the kind that computed them.
     """
     found = _commit() or {"commit": None, "dirty": None}
-    return {**found, **digests(method)}
+    return {**found, **digests(method), "processor": processor()}
 
 
 _commit = functools.cache(package_commit)

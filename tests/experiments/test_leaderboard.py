@@ -393,6 +393,7 @@ def later(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         made, "made", lambda method: {"commit": "c" * 40, "dirty": False, "method": "m" * 16, "runner": "r" * 16}
     )
+    monkeypatch.setattr(again, "by_its_own_code", lambda *_: None)
     return listed, tmp_path
 
 
@@ -434,6 +435,44 @@ def test_another_result_is_told_from_rounding_by_its_losses(factor, said, later,
         assert (first.again, first.made) == ("", of(lines, "fedavg_ft")[0].made)
     else:
         assert (first.again, first.made) == ("c" * 40, "m" * 16)
+
+
+def test_a_row_that_its_own_commit_gives_no_more_is_not_changed_by_the_code(later, lines, monkeypatch, capsys):
+    """On another kind of processor the row comes out by neither code; the training is what both give there."""
+    listed, root = later
+    tamper(root, 1.1)
+    monkeypatch.setattr(again, "by_its_own_code", lambda cell, before, data_dir: again._trained(cell, before, built(cell)))
+    again.confirm(listed, root / "digits")
+    assert "pairs, fedavg_ft: the same as by its own commit on this machine (" in capsys.readouterr().out
+    (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
+    assert (first.again, first.made) == ("c" * 40, "m" * 16)
+    assert first.moved == pytest.approx(0, abs=1e-9)  # its scores were left as they are
+
+
+def built(cell):
+    return cell.study.scenarios[cell.found.scenario].build()
+
+
+def test_a_trial_by_the_commit_that_made_it(folder, tmp_path, monkeypatch, capsys):
+    """In a process of its own, from a repository whose last commit is another one."""
+    listed, root = folder
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    shutil.copytree(made.ROOT, tmp_path / "fedjax_meta", ignore=shutil.ignore_patterns("__pycache__"))
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["rm", "-rq", "."], ["commit", "-qm", "two"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD~"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(made, "ROOT", tmp_path / "fedjax_meta")
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")  # as in these tests
+    cell = next(cell for cell in board.cells_of(listed, root / "digits") if cell.system == "fedavg_ft")
+
+    def found(**maker):
+        monkeypatch.setattr(board.Cell, "makers", [{"commit": commit, "dirty": False} | maker])
+        return again.by_its_own_code(cell, cell.found.trials[0])
+
+    assert again._compared(cell.found.trials[0], found())["same"]
+    assert found(dirty=True) is None and found(commit="0" * 40) is None
+    said = capsys.readouterr().out
+    assert "fedavg_ft: no single commit made it" in said and "fedavg_ft: its commit cannot train it: " in said
 
 
 def test_a_row_is_confirmed_again_when_the_code_goes_back(later, monkeypatch, capsys):
