@@ -329,7 +329,7 @@ def check_a_liar_changes_what_others_get_and_not_what_it_keeps(name, kind):
     return step, start
 
 
-@pytest.mark.parametrize("name", problems.sampled(SEPARATE, grouped=True))
+@pytest.mark.parametrize("name", problems.sampled(SEPARATE[:3], grouped=True))
 def test_one_liar_changes_what_others_get_and_not_what_it_keeps(name):
     step, start = check_a_liar_changes_what_others_get_and_not_what_it_keeps(name, "lie")
     if name in SEPARATE:

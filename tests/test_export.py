@@ -94,7 +94,7 @@ def test_every_model_of_own_layers_is_listed():
     ("system", "seed", "group"),
     problems.chosen(
         itertools.product(["ditto", "tuned"], [1, 5], ["known", "new"]),
-        lambda system, seed, group: seed == 5 or (system, group) == ("tuned", "known"),
+        lambda system, seed, group: (seed, group) == (5, "new"),
     ),
 )
 def test_an_exported_client_predicts_elsewhere_as_it_was_tested(made, system, seed, group, tmp_path):
@@ -184,6 +184,7 @@ def test_bad_input_gets_one_line(made, words, message, tmp_path):
     assert not (tmp_path / "x.safetensors").exists()
 
 
+@pytest.mark.long
 def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):
     systems = {
         "fedper": {"method": "fedper", "options": {"batch_size": 20}, "grid": {"epochs": [1, 2], "lr": [0.1]}},

@@ -1,6 +1,7 @@
 """A run with a host store equals the run on the device, which holds only the rows of a cohort."""
 
 import dataclasses
+import itertools
 from functools import cache
 
 import jax
@@ -55,8 +56,12 @@ def _close(a, b):
         assert problems.distance((mine.metrics, mine.evaluations), (theirs.metrics, theirs.evaluations)) < 1e-10
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-@pytest.mark.parametrize("where", ["memory", "files"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    problems.chosen(
+        itertools.product(SYSTEMS, ["memory", "files"]), lambda name, where: (name == "fedfomo") == (where == "memory")
+    ),
+)
 def test_a_run_with_a_host_store_is_the_run_on_the_device(name, where, tmp_path):
     """Nine rounds of four among seven clients: a client is often in two rounds that follow each other."""
     kept = _run(name, store="memory" if where == "memory" else tmp_path / "clients")
@@ -163,7 +168,7 @@ def test_known_clients_of_very_uneven_size_are_tested_in_parts(count, monkeypatc
     _close(*runs)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", problems.chosen([(name,) for name in SYSTEMS], lambda name: name == "scaffold"))
 def test_the_final_state_is_a_state_like_any_other(name):
     algorithm, data = _algorithm(name), problems.data()
     state, _ = _run(name, store="memory")

@@ -18,7 +18,7 @@ from tests.test_contract import make
 
 PLATFORMS = ("cuda", "tpu")
 KEY = jax.random.key(0)
-EQUAL = ("fedavg", "fedmeta_per", "fedpac", "knn_per", "perfedavg", "reptile", "scaffold")
+EQUAL = ("fedmeta_per", "fedpac", "scaffold")
 """Methods whose round between equal clients is compiled for a GPU in the ordinary suite."""
 EVALUATED = ("fedmeta_per", "fedpac", "fedfomo")
 """Methods whose evaluations are lowered in the ordinary suite: those that adapt, fit heads, and choose among the population."""

@@ -123,7 +123,7 @@ def test_the_loss_of_each_sample_by_itself_is_that_of_a_batch_of_one():
 # -------------------------------------------------------------------------------------------------------------------- padding
 
 
-@pytest.mark.parametrize("name", ["fedmeta_per", "ditto"])
+@pytest.mark.parametrize("name", ["fedmeta_per", pytest.param("ditto", marks=pytest.mark.long)])
 def test_no_result_depends_on_what_or_how_much_padding_there_is(name):
     task = token_task()
     results = []

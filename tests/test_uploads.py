@@ -108,7 +108,9 @@ def test_a_round_adds_noise_even_when_nobody_returns_and_another_in_every_round(
     assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(20_000)
 
 
-@pytest.mark.parametrize("name", ["scaffold", "fedmeta_per_metasgd", "apfl"])
+@pytest.mark.parametrize(
+    "name", problems.chosen([("scaffold",), ("fedmeta_per_metasgd",), ("apfl",)], lambda name: name == "scaffold")
+)
 def test_uploads_of_any_method_can_be_clipped_noised_and_stacked(name):
     """With a loose norm and without noise, the result is the plain mean of clients that count alike."""
     options = {"cohort_size": 7, "devices": 1, "lanes": 2, "new_client": "fresh"}
@@ -143,7 +145,7 @@ def _plain(name):
     ("name", "devices", "lanes"),
     problems.chosen(
         itertools.product(["fedavg", "scaffold", "fedmeta_per_metasgd"], [1, 2], [1, 2]),
-        lambda name, devices, lanes: name == "fedavg" or (devices, lanes) == (2, 2),
+        lambda name, devices, lanes: (devices, lanes) == (2, 2),
     ),
 )
 def test_masks_cancel_in_the_sum(name, devices, lanes):

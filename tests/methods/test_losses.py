@@ -54,7 +54,7 @@ def rounds(method, count=3):
     return held(run(jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, problems.data()), count))
 
 
-@pytest.mark.parametrize("name", problems.sampled(problems.VARIED, grouped=True))
+@pytest.mark.parametrize("name", problems.sampled(grouped=True))
 def test_a_method_sees_the_loss_of_its_task(name):
     """Noise on the samples and label smoothing change it; both at 0 change nothing."""
     builder, plain = fm.METHODS[name], base(name)

@@ -70,7 +70,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[name if name == "perplexity" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def made(request, tmp_path_factory):
     make, metrics, score, higher, constant = CASES[request.param]
     chosen = from_tree(tree(systems=SYSTEMS, metrics=metrics, rounds=3, seeds=[1, 2]))
