@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_meta import aggregate
+from fedjax_meta.aggregate import per_unit
 from tests import problems
 
 UPLOADS = [
@@ -53,6 +54,13 @@ def test_an_upload_without_weight_has_no_effect(weight, value):
 def test_a_mean_of_nothing_is_zero():
     mean = aggregate.mean(_sum(UPLOADS, np.zeros(5)))
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(mean))
+
+
+def test_what_is_divided_by_nothing_is_nothing():
+    total = {"a": jnp.ones((3, 2)), "b": jnp.array([1.0, 2.0, 3.0])}
+    found = per_unit(total, jnp.array([0.0, 4.0, -1.0]))
+    np.testing.assert_array_equal(found["a"], [[0, 0], [0.25, 0.25], [0, 0]])
+    np.testing.assert_array_equal(found["b"], [0, 0.5, 0])
 
 
 def test_dtypes_are_kept():

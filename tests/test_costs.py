@@ -14,6 +14,7 @@ from fedjax_meta.costs import RASPBERRY_PIS, Device, Traffic
 from fedjax_meta.data import from_clients
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import (
+    fedamp,
     fedavg,
     fedavg_adam,
     fedbabu,
@@ -52,6 +53,8 @@ def data():
         (fedper, WEIGHTS + AFFINE + STATISTICS - 2010),
         (fedmeta_per_metasgd, 2 * (WEIGHTS + AFFINE - 2010) + STATISTICS),
         (local_only, 0),
+        # Its own model up and a mixture down; the mean for new clients stays at the server.
+        (fedamp, WEIGHTS + AFFINE + STATISTICS),
         # The head never moves: it is known from the start.
         (fedbabu, WEIGHTS + AFFINE + STATISTICS - 2010),
     ],

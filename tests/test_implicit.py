@@ -168,6 +168,23 @@ def test_proximal_last_takes_one_proximal_step_at_the_end() -> None:
     np.testing.assert_allclose(result.adapted, phi, rtol=1e-12)
 
 
+def test_the_proximal_step_starts_an_optimiser_at_the_adapted_parameters() -> None:
+    """One that is drawn to where it started takes the first step of plain descent."""
+    support, query, theta = ridge()
+
+    def drawn_back(rate: Any) -> optax.GradientTransformation:
+        def update(gradient: Any, start: Any, parameters: Any) -> Any:
+            return jax.tree.map(lambda g, s, p: -rate * (g + 5 * (p - s)), gradient, start, parameters), start
+
+        return optax.GradientTransformation(lambda parameters: parameters, update)
+
+    found = [
+        run(implicit_gradient(inner, prox_weight=0.7, steps=1, proximal="last"), least_squares, theta, support, query)
+        for inner in (meta.optimizer(drawn_back, 0.2), meta.sgd(0.2))
+    ]
+    np.testing.assert_allclose(found[0].adapted, found[1].adapted, rtol=1e-12)
+
+
 def test_the_hessian_is_that_of_the_whole_support() -> None:
     """Three steps of two chunks use the Hessian of all six batches; `WithHessian` replaces it. One CG step suffices to check,
     because it is g times g'g / g'(I + H/lambda)g."""

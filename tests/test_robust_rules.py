@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedjax_meta import aggregate
@@ -85,6 +85,14 @@ def numpy_nearest_neighbours(uploads, f):
     return [np.mean(sorted(uploads, key=lambda y, x=x: ((x - y) ** 2).sum())[:count], 0) for x in uploads]
 
 
+def tied(uploads):
+    """Whether Krum may choose among unlike means of neighbours: two pairs of twins, say, are as near to each other."""
+    mixed = numpy_nearest_neighbours(uploads, 2)
+    scores = krum_scores(mixed, 2)
+    best = [x for x, score in zip(mixed, scores, strict=True) if np.allclose(score, min(scores), rtol=1e-9)]
+    return not np.allclose(best, best[0])
+
+
 RULES = {
     "krum": (aggregate.krum(2), lambda uploads: numpy_multi_krum(uploads, 2, 1)),
     "multi_krum": (aggregate.multi_krum(2), lambda uploads: numpy_multi_krum(uploads, 2)),
@@ -156,6 +164,7 @@ def test_the_order_of_clients_and_the_size_of_weights_do_not_matter(data):
     seed, order = data.draw(st.integers(0, 999)), np.array(data.draw(st.permutations(range(11))))
     rng = np.random.default_rng(seed)
     uploads, weight = rng.normal(size=(11, 4)), rng.uniform(0.1, 5, 11) * (rng.uniform(size=11) < 0.8)
+    assume(name != "nearest_neighbours_krum" or not np.any(weight) or not tied(uploads[weight > 0]))
     one, two = use(RULES[name][0], uploads, weight)[0], use(RULES[name][0], uploads[order], (weight > 0)[order])[0]
     np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-12)
 
@@ -166,6 +175,7 @@ def test_a_common_shift_and_scale_of_the_uploads_is_one_of_the_result(name, seed
     # Smoothing is an absolute distance, which 1e-6 makes unimportant here.
     rng = np.random.default_rng(seed)
     uploads, weight = rng.normal(size=(11, 4)), rng.uniform(size=11) < 0.8
+    assume(name != "nearest_neighbours_krum" or not np.any(weight) or not tied(uploads[weight]))
     one, two = use(RULES[name][0], uploads, weight)[0], use(RULES[name][0], scale * uploads + shift, weight)[0]
     np.testing.assert_allclose(two, scale * np.asarray(one) + (shift if weight.any() else 0), rtol=1e-7, atol=1e-7)
 

@@ -320,6 +320,17 @@ def test_statistics_are_averaged_with_weights_of_their_own(prefix):
     assert problems.distance(state.extra, expected | {"shared": state.model["shared"]}) < 1e-13
 
 
+def test_under_a_rule_statistics_count_where_their_weight_is_above_0():
+    """Clients 2 and 3; the server sees the sum of their weights, as the rule sees them alone."""
+    client = _adds(
+        statistics=lambda received, data, model: _who(data),
+        statistics_weight=lambda received, data, model: _who(data) - 1,
+    )
+    keeps = {"init_extra": lambda *_: jnp.zeros(2), "update_extra": lambda state, mean, weight, _: jnp.stack([mean, weight])}
+    state, _ = _run(_build(client, aggregator=aggregate.median, **keeps))
+    np.testing.assert_allclose(state.extra, [2.5, 3.0], rtol=1e-14)
+
+
 def test_clients_remember():
     """A client's memory goes on from where it stopped, and a client that never took part has a fresh one."""
     client = _adds(memory=lambda received, data, model: received.memory * 2 + _who(data))

@@ -143,3 +143,15 @@ def test_integer_state_that_depends_on_gradients_raises() -> None:
     # A step count does not depend on gradients, and a count of events only through a comparison, which has no derivative.
     for factory in (optax.adam, lambda rate: counting()):
         jax.eval_shape(partial(meta.exact(meta.optimizer(factory, 0.1)), network), parameters(), batch(1, 6), batch(2, 9))
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_the_difference_step_has_the_length_that_is_said(normalise: bool) -> None:
+    """For x^4 central differences at distance h along a unit vector give 12 x^2 + 4 h^2."""
+    x, delta, outer = 0.7, 0.01, jnp.array([30.0])
+    support = meta.as_batches(jnp.zeros(1), 1)
+    rule = trajectory.difference_product
+    product = rule(lambda p, _: jnp.sum(p**4), None, support, 0, jnp.array([x]), delta=delta, normalise=normalise)[2]
+    length = delta * (1 if normalise else 30)
+    for size in (1e-3, 0.4, 5.0):
+        np.testing.assert_allclose(product(jnp.array([size]), outer), [size * (12 * x**2 + 4 * length**2)], rtol=1e-9)

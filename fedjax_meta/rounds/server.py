@@ -127,7 +127,6 @@ def _step(
         must_fit(f"the pseudo-gradient that direction of {method.name} returns", descent, moving)
     updates, slots = setting.server.update(descent, state.optimizer, moving)
     buffers, still = masks.split(rest, setting.buffers)
-    held = masks.split(held, setting.buffers)[0]
     if setting.sends_differences:
         held = jax.tree.map(jnp.subtract, buffers, held)
     model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, still))

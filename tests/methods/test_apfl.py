@@ -48,6 +48,24 @@ def test_share_and_personal_model_of_a_round_written_out():
         assert problems.distance(of(after.memory.model, client), expected) < 1e-12
 
 
+def test_share_and_model_take_their_first_step_on_the_same_batch_with_the_same_dropout():
+    slope = jnp.array([1.0, -2.0, 0.5])
+
+    def loss(variables, batch, key):
+        return jax.random.uniform(key) * slope @ variables["w"], variables
+
+    task = fm.Task(lambda key: {"w": jnp.ones(3)}, loss, lambda variables, x: x[:, :3] * variables["w"])
+    algorithm = apfl(task, **FULL, share=0.6, share_lr=0.5)
+    first = run(algorithm, 1)
+    after = run(algorithm, 1, first)
+    for client in (1, 3):
+        own, new, w = of(first.memory, client), of(after.memory, client), first.model["w"]
+        by_share = (own.share - new.share) / (0.5 * slope @ (own.model["w"] - w))
+        by_model = (own.model["w"] - new.model["w"]) / (0.1 * new.share * slope)
+        assert 0 < new.share < 1
+        np.testing.assert_allclose(by_model, by_share, rtol=1e-9)
+
+
 def test_for_a_linear_model_mixing_weights_is_mixing_outputs():
     task = fm.classification(
         lambda key: {"w": jax.random.normal(key, (5, 3))}, lambda variables, x: x @ variables["w"], layers=("w",)

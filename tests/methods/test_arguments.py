@@ -61,6 +61,8 @@ WRONG = {
     "meta_steps": 0,
     "local_steps": 0,
     "test_steps": 0,
+    "test_epochs": 0,
+    "estimator": "exact",
     "test_lr": -0.1,
     "batch_size": 0,
     "optimizer": optax.sgd(0.1),
@@ -95,6 +97,12 @@ def test_every_method_names_its_wrong_option(name, option):
         fm.METHODS[name](_task(name), **{option: WRONG[option]})
 
 
+@pytest.mark.parametrize("name", [name for name, option in ALL if option == "weighting"])
+def test_clients_count_as_was_asked_for(name):
+    for weighting in ("samples", "query", "uniform"):
+        assert fm.METHODS[name](_task(name), weighting=weighting).weighting == weighting
+
+
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_an_option_that_no_method_has_is_refused_under_the_builders_name(name):
     for option in ("cohort_size", "upload_bits", "no_such_option"):
@@ -108,6 +116,11 @@ def test_the_record_of_a_method_holds_its_name_and_every_option(name):
     options = [p.name for p in inspect.signature(fm.METHODS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert method.config["method"] == method.name == name
     assert sorted(method.config) == sorted(["method", *options])
+
+
+def test_the_result_of_an_estimator_is_none():
+    with pytest.raises(ValueError, match=r"^estimator must be a function of the inner optimiser"):
+        fm.fedmeta(problems.task(), estimator=fm.meta.exact(fm.meta.sgd(0.1)))
 
 
 def test_a_near_name_is_suggested():

@@ -25,6 +25,7 @@ PUBLISHED = {
     "fedmeta_per_metasgd": {**FEDMETA, "learned_rates": True, "personal": "head", "personal_rates": None},
     # Nguyen et al., "Improving federated learning by meta-learning", and its code.
     "fedmeta_server": {"outer_at": "server", "server_sum": True},
+    "reptile": {"batch_size": 32},
     "imaml": {"inner_lr": 1e-3, "outer_lr": 1e-4, "prox_weight": 2.0, "batch_size": 32, "weighting": "query"},
     # Xia and Cui, "Personalized federated learning algorithm based on Reptile".
     "fedavg_one_step": {"finetune_epochs": 1, "finetune_full_batch": True},
@@ -46,6 +47,12 @@ PUBLISHED = {
     "fedem": {"components": 3, "lr": 0.03, "batch_size": 128, "weighting": "samples"},
     "cfl": {"mean_norm": 0.4, "client_norm": 1.6, "first_split": 20},
     "fedproto": {"by_samples": True},
+    # jichan3751/ifca, mnist/config.json: tau = 10 steps on all samples.
+    "ifca": {"lr": 0.1, "epochs": 10},
+    # The first arguments of main.py and run_me.sh of TsingZ0/DBE, TsingZ0/GPFL and xiyuanyang45/FedAS.
+    "feddbe": {"lr": 0.005, "epochs": 1, "batch_size": 10, "momentum": 1.0, "regularisation": 50.0},
+    "gpfl": {"lr": 0.005, "epochs": 1, "batch_size": 10, "embedding_weight": 0.01, "decay": 0.1},
+    "fedas": {"lr": 0.005, "epochs": 1, "batch_size": 10},
     "apfl": {"share": 0.5, "mix": "weights", "weighting": "uniform"},
     "apfl_outputs": {"share": 0.5, "mix": "outputs"},
     "ditto": {"prox_weight": 1.0, "lr": 0.05, "batch_size": 16},

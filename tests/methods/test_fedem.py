@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta.task import cross_entropy
 from tests import problems
-from tests.methods.common import FULL, batch, buffered, build, of, padded, personalized, run, start, step
+from tests.methods.common import FULL, KEY, batch, buffered, build, of, padded, personalized, run, start, step
 
 OPTIONS = {"cohort_size": 5, "devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -89,6 +91,14 @@ def test_a_new_client_finds_its_shares_and_the_models_do_not_move():
     variables = personalized(algorithm, state, None, of_client=2)
     np.testing.assert_allclose(variables.share, share, atol=1e-12)
     assert problems.leaves_equal(variables.components, state.model)
+
+
+def test_a_client_without_samples_mixes_equally():
+    algorithm = fedem(test_steps=4)
+    state, data = run(algorithm, 1), problems.data()
+    support = data.client(2)["test_support"]
+    empty = dataclasses.replace(support, size=jnp.zeros_like(support.size))
+    np.testing.assert_array_equal(algorithm.personalize(KEY, state, empty, None).share, np.full(3, 1 / 3))
 
 
 def test_wrong_arguments_are_named():

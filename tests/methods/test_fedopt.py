@@ -147,3 +147,10 @@ def test_bad_arguments(quadratics, options, message):
 def test_bad_momentum(quadratics):
     with pytest.raises(ValueError, match="momentum=1.5"):
         fedavgm(quadratics[0], momentum=1.5)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "adam", "yogi"])
+def test_a_parameter_that_did_not_move_stays(rule):
+    server, x = adaptive(rule, 0.3, initial=0.0), jnp.array([1.0, 2.0])
+    updates, slots = server.update(jnp.array([0.0, 0.5]), server.init(x), x)
+    assert float(updates[0]) == 0 and float(slots.second[0]) == 0 and float(updates[1]) < 0

@@ -74,6 +74,15 @@ def test_small_weights_are_dropped_and_rows_sum_to_one():
     np.testing.assert_allclose(jnp.sum(matrix, 1), 1, atol=1e-15)
 
 
+def test_a_weight_of_exactly_the_least_one_stays():
+    rng = np.random.default_rng(2)
+    stats = Statistics(jnp.asarray(rng.uniform(0.1, 1, 4)), jnp.asarray(0.1 * rng.normal(size=(4, 6))))
+    weights = np.asarray(mixtures(stats.profile, stats.variance).weights)
+    least = float(np.sort(weights[0])[1])
+    kept = np.asarray(mixing(stats, jnp.ones(4, bool), least=least).matrix)[0]
+    assert np.sum(weights[0] < least) == 1 and np.sum(kept > 0) == 3
+
+
 def test_small_weights_stay_where_their_loss_would_cost_more_than_the_own_head():
     """40 clients of unequal variance and one mean: weights are proportional to 1 / v, and 39 of 40 fall below `least`."""
     v = np.full(40, 100.0)

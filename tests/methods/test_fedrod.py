@@ -26,6 +26,13 @@ def test_the_balanced_softmax_weighs_classes_by_their_number():
     np.testing.assert_allclose(balanced_loss(jnp.asarray(logits), samples, jnp.asarray(counts), 0.7), expected, rtol=1e-12)
 
 
+def test_the_hypernetwork_starts_with_the_scale_of_its_inputs():
+    """He's: a variance of 2 by the number of inputs, which are the classes."""
+    hidden = np.asarray(start(fedrod(classes=3, hyper_width=4000)).model.hyper["hidden"])
+    assert hidden.shape == (4000, 3)
+    np.testing.assert_allclose(np.mean(hidden**2), 2 / 3, rtol=0.05)
+
+
 def test_a_client_of_one_class_does_not_train_the_generic_model_and_stays_finite():
     samples = Batch(None, jnp.array([1, 1, 0]), jnp.array([1.0, 1.0, 0.0]))
     counts = jnp.array([0.0, 2.0, 0.0])

@@ -59,3 +59,16 @@ def test_running_statistics_move_by_one_sample_too(name):
     for client in (0, None):
         variables = algorithm.personalize(KEY, state, data.client(0)["test_support"], client)
         assert problems.finite(variables) and problems.finite(algorithm.predict(variables, jnp.ones((2, 5))))
+
+
+def test_learned_rates_move_running_statistics_as_fixed_ones_do():
+    """In the first round both adapt with the same rate, so that the query pass sees the same model."""
+    rounds = []
+    for builder in (fm.fedmeta, fm.fedmeta_metasgd):
+        method = builder(problems.normed_task(), inner_lr=0.1, batch_size=None)
+        algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1))
+        start = algorithm.init(KEY, tiny())
+        rounds.append([of_statistics(state.model) for state in (start, jax.jit(algorithm.round)(KEY, start, tiny())[0])])
+    (before, fixed), (_, learned) = rounds
+    assert len(fixed) == 2 and all(problems.distance(before[leaf], fixed[leaf]) > 1e-3 for leaf in fixed)
+    assert all(problems.distance(fixed[leaf], learned[leaf]) < 1e-12 for leaf in fixed)

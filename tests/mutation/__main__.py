@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mutation"), help="folder of results (runs/mutation)")
     parser.add_argument("--files", nargs="*", help="files to break; all of tests_of.toml when not given")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
-    parser.add_argument("--survivors", action="store_true", help="try those again that survived or timed out")
+    parser.add_argument(
+        "--survivors", action="store_true", help="try those again that survived without an explanation, or timed out"
+    )
     given = parser.parse_args()
     mapping = read_mapping()
     files = given.files or list(mapping)
@@ -107,12 +109,16 @@ class Session:
         for line in log.read_text().splitlines() if log.exists() else []:
             record = json.loads(line)
             self.done[record["id"]] = record
-        if survivors_again:
-            self.done = {name: r for name, r in self.done.items() if r["status"] not in ("survived", "timeout", "error")}
+        self.survivors_again = survivors_again
         self.explained = read_explained()
 
     def run(self, mutants: list[Mutant], sample: int) -> None:
         """Tries mutants in their order until `sample` of them count."""
+        if self.survivors_again:
+            tried = ("survived", "timeout", "error")
+            again = [m for m in mutants if m.id in self.done and self.done[m.id]["status"] in tried and not self.reason(m)]
+            for mutant in again:
+                del self.done[mutant.id]
         load_libraries()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         copy, counted = Copy(PROJECT, self.out / "copy"), []

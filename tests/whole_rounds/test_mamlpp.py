@@ -129,3 +129,24 @@ def test_an_estimator_for_every_step_takes_nothing_else():
     with pytest.raises(ValueError, match="an optimiser with a state of its own"):
         momentum = fm.meta.optimizer(lambda rate: optax.sgd(rate, momentum=0.9), 0.1)
         multistep.multi_step(momentum)(loss, start, batch, multistep.EveryStep(batch, np.ones(1)))
+
+
+def test_each_step_descends_on_its_own_batch():
+    """Against the derivative of the unrolled loop, for steps on unlike batches."""
+    rng = np.random.default_rng(5)
+    batches, query = (jnp.asarray(rng.normal(size=shape)) for shape in ((3, 4), (4,)))
+    weights, w = jnp.array([0.2, 0.3, 0.5]), jnp.asarray(rng.normal(size=4))
+    loss = lambda w, batch: jnp.sum((w - batch) ** 4) + jnp.prod(w)  # noqa: E731
+
+    def unrolled(w):
+        total = 0
+        for weight, batch in zip(weights, batches, strict=True):
+            w = w - 0.01 * jax.grad(loss)(w, batch)
+            total += weight * loss(w, query)
+        return total, w
+
+    support = fm.data.Batches(lambda step, chunk: batches[step], 3, 3)
+    result = multistep.multi_step(fm.meta.sgd(0.01))(loss, w, support, multistep.EveryStep(query, weights))
+    (_, adapted), gradient = jax.value_and_grad(unrolled, has_aux=True)(w)
+    near(result.adapted, adapted)
+    near(result.gradient, gradient, 1e-9)

@@ -96,6 +96,11 @@ def critical(before, after, share):
     return marks
 
 
+def test_the_patience_of_fedcac_is_a_round_at_least():
+    with pytest.raises(ValueError, match="patience=0.5"):
+        fm.fedcac(task(), patience=0.5)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 def test_the_kth_largest_is_that_of_a_sort(dtype):
     rng = np.random.default_rng(0)
@@ -130,6 +135,7 @@ def test_two_rounds_of_fedcac(share, patience):
         common = np.average([trained[i] for i in cohort], 0, [TRAIN[i] for i in cohort])
         kept = {"personal": rows(own, library.w), "memory": rows(marks, np.zeros(27))}
         check((library.first, library.last)[number], number + 1, model=library.w, extra=common, **kept)
+        assert list(np.asarray(library.infos[number].metrics["partners"])) == chosen[-len(cohort) :]
     assert len(set(chosen)) > 1
     for i in (KNOWN, LATE):
         near(library.tested(i), np.where(marks[i], own[i], common))

@@ -254,16 +254,17 @@ class Library:
 
     Attributes:
       start, first, last: the states before, between and after the rounds.
+      infos: what the two rounds reported.
     """
 
     def __init__(self, method, **federation):
         self.algorithm = fm.federate(method, fm.Federation(cohort_size=3, schedule=_schedule, devices=1, **federation))
         self.start = jax.jit(self.algorithm.init)(KEY, data())
         one_round = jax.jit(self.algorithm.round)
-        self.first, info = one_round(jax.random.fold_in(KEY, 0), self.start, data())
-        assert info.ids.tolist() == list(COHORTS[0])
-        self.last, info = one_round(jax.random.fold_in(KEY, 1), self.first, data())
-        assert info.ids.tolist() == list(COHORTS[1])
+        self.first, one = one_round(jax.random.fold_in(KEY, 0), self.start, data())
+        self.last, two = one_round(jax.random.fold_in(KEY, 1), self.first, data())
+        self.infos = one, two
+        assert [info.ids.tolist() for info in self.infos] == [list(cohort) for cohort in COHORTS]
 
     @property
     def w(self):
