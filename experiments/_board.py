@@ -107,6 +107,14 @@ def said(study: Study, scenario: str, system: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def in_words(systems: Sequence[str], of: Sequence[str]) -> str:
+    """Some of several systems: "all", "all but a, b" or "a, b"."""
+    others = [name for name in of if name not in systems]
+    if len(others) < len(systems):
+        return "all but " + ", ".join(others) if others else "all"
+    return ", ".join(systems)
+
+
 # Systems that were trained once more.
 
 
@@ -197,18 +205,38 @@ class Cell(NamedTuple):
 
 
 def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
-    """The lines of each scenario of the runs that `root` holds, its finished systems with rows that take no training.
+    """The lines of each scenario of the runs that `root` holds, run by run: finished systems, and rows that take no training.
+
+    A run is measured by its own local training: the target, and who would do better alone.
 
     Raises:
       ValueError: a folder that holds another study than the list, or nothing that is finished.
     """
-    cells: dict[str, list[Cell]] = {}
+    found: dict[str, list[Line]] = {}
     for run in runs:
-        for cell in cells_of(run, root / run.name):
-            cells.setdefault(cell.found.scenario, []).append(cell)
-    if not cells:
+        cells = cells_of(run, root / run.name)
+        for scenario in dict.fromkeys(cell.found.scenario for cell in cells):
+            here = [cell for cell in cells if cell.found.scenario == scenario]
+            found.setdefault(scenario, []).extend(_lines(here, data_dir))
+    if not found:
         raise ValueError(f"{root} holds no results of {', '.join(run.name for run in runs)}")
-    return {scenario: _lines(some, data_dir) for scenario, some in cells.items()}
+    return found
+
+
+def joined(lines: Iterable[Line], order: Sequence[str]) -> list[Line]:
+    """The lines of a scenario from several runs, by the order of these; of a system that several have, those of the first run.
+
+    Raises:
+      ValueError: the runs have different clients.
+    """
+    place = {name: number for number, name in enumerate(order)}
+    ordered = sorted(lines, key=lambda line: (not line.method, place[line.run]))
+    if len({line.data for line in ordered}) > 1:
+        raise ValueError(
+            f"the runs of {ordered[0].scenario} have different clients: {', '.join({line.run: 0 for line in ordered})}"
+        )
+    first: dict[str, str] = {}
+    return [line for line in ordered if first.setdefault(line.system, line.run) == line.run]
 
 
 def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
@@ -232,11 +260,7 @@ def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
 
 
 def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
-    """Lines of one scenario."""
-    if len({cell.found.fingerprint for cell in cells}) > 1:
-        raise ValueError(
-            f"the runs of {cells[0].found.scenario} have different clients: {', '.join(c.run.name for c in cells)}"
-        )
+    """Lines of one scenario of one run."""
     systems = [cell.found for cell in cells]
     local = next((cell.found for cell in cells if cell.found.method == LOCAL), None)
     target = None

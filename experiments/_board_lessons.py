@@ -280,7 +280,6 @@ def _not_run(studies: Mapping[str, Study], lines: Mapping[str, Sequence[Line]], 
             missing = [system for system in wanted if system not in found.get(scenario, {})]
             older = {line.system for line in lines.get(scenario, ())} & set(missing)
             if missing:
-                words = "all" if len(missing) == len(wanted) else ", ".join(missing)
-                rows.append([scenario, name, words, str(len(older)) if older else ""])
+                rows.append([scenario, name, board.in_words(missing, wanted), str(len(older)) if older else ""])
     text = ["All of the list was run.", ""]
     return _table(["scenario", "run", "systems", "run with other settings"], rows, 3) if rows else text

@@ -26,31 +26,55 @@ def write(
 ) -> list[str]:
     """Writes raw results and reports of the scenarios of some runs, and the pages of all; says what became of each.
 
+    What the folders do not have stays as it is, unless the list no longer has it.
+
     Args:
-      chosen: the runs whose folders are read, if they are there. A scenario is written anew as a whole.
+      chosen: the runs whose folders are read, if they are there.
       listed: all runs of the list.
       root: folder of the run folders.
       data_dir: where data sets are.
     """
-    touched = {scenario for run in chosen for scenario in run.load().scenarios}
-    runs = [run for run in listed if touched & set(run.load().scenarios)]
-    said = []
-    ran = [run for run in runs if (root / run.name / "run.json").is_file()]
-    for scenario, lines in (board.extract(ran, root, data_dir) if ran else {}).items():
+    ran = [run for run in chosen if (root / run.name / "run.json").is_file()]
+    found = board.extract(ran, root, data_dir) if ran else {}
+    said, committed, tested = [], board.read_lines(board.RAW), read_tested(NEW)
+    for scenario, fresh in found.items():
+        lines = _with_committed(fresh, committed.get(scenario, ()), listed)
+        tests = _tests(lines, fresh, tested.get(scenario, ()), root)
         checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
-        names = dict.fromkeys(line.run for line in lines)
-        found = compare.finished([root / name for name in names])
-        here, goal = [one for one in found if one.scenario == scenario], board.target(lines)
-        comparison.write(board.RAW / f"{scenario}.html", compare.by_scenario(here, target=goal))
-        tested = [one for name in names for one in newcomers.read(root / name)]
-        if tested:
-            checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tested))
-        said.append(f"{scenario}: {len({line.system for line in lines})} rows")
+        if tests:
+            checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tests))
+        systems, new = ({line.system for line in some} for some in (lines, [line for line in lines if line in fresh]))
+        said.append(f"{scenario}: {len(systems)} rows, {len(new)} of them new")
+    for run in ran:
+        systems, groups = compare.finished([root / run.name]), []
+        for scenario in dict.fromkeys(one.scenario for one in systems):
+            goal = board.target([line for line in found[scenario] if line.run == run.name])
+            groups += compare.by_scenario([one for one in systems if one.scenario == scenario], target=goal)
+        comparison.write(board.RAW / f"{run.name}.html", groups)
+    everything = (listed, board.read_lines(board.RAW), read_tested(NEW))
     for path, made_of in ((PAGE, page), (lessons.PAGE, lessons.page)):
-        text = standing.with_generated(path.read_text(encoding="utf-8"), made_of(listed, board.read_lines(), read_tested()))
+        text = standing.with_generated(path.read_text(encoding="utf-8"), made_of(*everything))
         checkpoint.write_text(path, text)
         said.append(f"written: {path}")
     return said
+
+
+def _with_committed(fresh: Sequence[Line], committed: Sequence[Line], listed: Sequence[standing.Run]) -> list[Line]:
+    """The lines of a scenario from run folders, and the committed ones of what the folders lack and the list still has."""
+    there = {(line.run, line.system) for line in fresh}
+    wanted = {(run.name, system) for run in listed for system in run.load().systems}
+    kept = [line for line in committed if (line.run, line.system) in wanted - there]
+    return board.joined([*fresh, *kept], [run.name for run in listed])
+
+
+def _tests(lines: Sequence[Line], fresh: Sequence[Line], committed: Sequence[Tested], root: Path) -> list[Tested]:
+    """Tests of new clients by the runs that the lines of a scenario are from, or the committed ones of lines that are."""
+    there = {(line.run, line.system) for line in fresh}
+    found: list[Tested] = []
+    for run, system in dict.fromkeys((line.run, line.system) for line in lines):
+        source = newcomers.read(root / run) if (run, system) in there else committed
+        found += [one for one in source if one.system == system]
+    return found
 
 
 def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
@@ -165,8 +189,9 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
         )
     text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
     text += ["† The files that this method imports, or what the study says of it, have changed since.", ""] if marks else []
-    place = f"leaderboard/{scenario}"
-    text += [f"Every number: [{scenario}.csv]({place}.csv); curves and clients: [{scenario}.html]({place}.html).", ""]
+    reports = [f"{name}.html" for name in dict.fromkeys(line.run for line in lines) if (board.RAW / f"{name}.html").is_file()]
+    links = ", ".join(f"[{name}](leaderboard/{name})" for name in reports)
+    text += [f"Every number: [{scenario}.csv](leaderboard/{scenario}.csv); curves and clients: {links}.", ""]
     return text
 
 
@@ -274,15 +299,26 @@ def _mean_of(tested: Sequence[Tested], kind: report.Kind, system: str, samples: 
     return kind.text(float(np.mean(values))) if values and np.isfinite(values).all() else ""
 
 
+def rows_there(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> str:
+    """How many of a run's systems have a row: "0 of 27"."""
+    wanted, missing = _rows_of(run, lines)
+    return f"{len(wanted) - len(missing)} of {len(wanted)}"
+
+
+def _rows_of(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], list[str]]:
+    """(the systems of a run, one for each scenario, those without a row)."""
+    study = run.load()
+    wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
+    missing = [system for scenario, system in wanted if system not in {line.system for line in lines.get(scenario, ())}]
+    return [system for _, system in wanted], missing
+
+
 def _not_run(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
     rows = []
     for run in listed:
-        study = run.load()
-        wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
-        missing = [system for scenario, system in wanted if system not in {line.system for line in lines.get(scenario, ())}]
+        wanted, missing = _rows_of(run, lines)
         if missing:
-            some = "all" if len(missing) == len(wanted) else ", ".join(missing)
-            rows.append([run.name, run.title, some, run.cost, f"{run.hours:g}"])
+            rows.append([run.name, run.title, board.in_words(missing, wanted), run.cost, f"{run.hours:g}"])
     if not rows:
         return []
     words = "`python -m experiments.leaderboard --data-dir DIR` runs them in this order; hours of a whole entry on two cores."

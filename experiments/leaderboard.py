@@ -63,8 +63,13 @@ def main(
         listed = standing.read_list(board.LIST)
         chosen = reproduce.pick(listed, only)
         if list_:
-            table = [[run.name, f"{run.hours:g}", run.cost, reproduce.state(run, runs), run.title] for run in chosen]
-            console.print(report.rich_table("Runs", ["name", "hours", "cost by", "state", "title"], table, text_columns=1))
+            lines = board.read_lines()
+            table = [
+                [run.name, f"{run.hours:g}", reproduce.state(run, runs), pages.rows_there(run, lines), run.title]
+                for run in chosen
+            ]
+            headings = ["name", "hours", "state", "rows in docs", "title"]
+            console.print(report.rich_table("Runs", headings, table, text_columns=1))
             missing = board.unlisted(listed)
             if missing:
                 console.print(f"in no run: {', '.join(missing)}", soft_wrap=True, markup=False)

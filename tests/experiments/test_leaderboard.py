@@ -47,7 +47,10 @@ def test_every_system_has_a_grid_of_the_same_size(listed):
     assert len(study.seeds) == 3 and not set(study.seeds) & set(study.tuning.seeds)
     assert study.tuning.rounds in (None, study.rounds) and study.tuning.eval_every >= study.rounds > study.eval_every
     assert study.tuning.validation == "both"
-    assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith("_others")
+    assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith(
+        ("_others", "_meta", "_own_models")
+    )
+    assert "local_longer" in study.systems  # the target, and who would do better alone
 
 
 TRAIN_SAMPLES = {
@@ -290,6 +293,68 @@ def test_the_section_has_paired_differences(folder, lines):
         f"{mean:+.2f} \\[{mean - margin:+.2f}, {mean + margin:+.2f}\\]" in row or f"{mean:+.2f} [{mean - margin:+.2f}" in row
     )
     assert "## Not run yet" not in text
+
+
+@pytest.fixture
+def docs(tmp_path, monkeypatch):
+    """Raw results and pages of an empty leaderboard."""
+    for module, name, at in (
+        (board, "RAW", "raw"),
+        (pages, "NEW", "raw/new_clients"),
+        (pages, "PAGE", "page.md"),
+        (lessons, "PAGE", "lessons.md"),
+    ):
+        monkeypatch.setattr(module, name, tmp_path / at)
+    for page in ("page.md", "lessons.md"):
+        (tmp_path / page).write_text(f"{standing.BEGIN}\n{standing.END}\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_rows_whose_folder_is_gone_stay(folder, lines, tested, docs):
+    """A second run of the same scenario adds its systems, with the report of its own folder."""
+    listed, root = folder
+    mine = replace(listed, systems=["local_only"])
+    others = replace(listed, name="others")
+    lost = [line._replace(run="digits") for line in of(lines, "local_only")]
+    (docs / "raw").mkdir()
+    (docs / "raw/pairs.csv").write_text(board.to_csv([*lost, *of(lines, "untrained model")]), encoding="utf-8")
+    (docs / "raw/new_clients").mkdir()
+    kept = [one for one in tested if one.system == "local_only"]
+    (docs / "raw/new_clients/pairs.csv").write_text(newcomers.to_csv(kept), encoding="utf-8")
+    shutil.copytree(root / "digits", docs / "others", ignore=shutil.ignore_patterns("new_clients.csv"))
+    said = pages.write([mine, others], [mine, others], docs)
+    assert said[0] == "pairs: 4 rows, 3 of them new"
+    found = board.read_lines(docs / "raw")["pairs"]
+    assert [(line.system, line.run) for line in found if line.seed == 1 and line.method] == [
+        ("local_only", "digits"),
+        ("fedavg_ft", "others"),
+    ]
+    assert pages.read_tested(docs / "raw/new_clients")["pairs"] == newcomers.from_csv(newcomers.to_csv(kept))
+    text = (docs / "page.md").read_text(encoding="utf-8")
+    assert "[others.html](leaderboard/others.html)" in text and "digits.html" not in text
+    assert (docs / "raw/others.html").is_file() and not (docs / "raw/digits.html").exists()
+    assert pages.rows_there(listed, {"pairs": found}) == "2 of 2"
+
+
+def test_missing_systems_in_words():
+    assert board.in_words(["a", "b"], ["a", "b"]) == "all"
+    assert board.in_words(["a", "b"], ["c", "a", "b"]) == "all but c"
+    assert board.in_words(["b"], ["a", "b"]) == "b"
+
+
+def test_rows_that_the_list_no_longer_has_go(folder, lines, docs):
+    listed, root = folder
+    (docs / "raw").mkdir()
+    gone = [line._replace(run="gone") for line in lines]
+    (docs / "raw/pairs.csv").write_text(board.to_csv(gone), encoding="utf-8")
+    pages.write([listed], [listed], root)
+    assert {line.run for line in board.read_lines(docs / "raw")["pairs"]} == {"digits"}
+
+
+def test_runs_of_other_clients_are_not_joined(lines):
+    other = [line._replace(run="others", data="0") for line in of(lines, "fedavg_ft")]
+    with pytest.raises(ValueError, match="the runs of pairs have different clients: digits, others"):
+        board.joined([*other, *of(lines, "local_only")], ["digits", "others"])
 
 
 def test_what_was_not_run_is_listed(folder, lines):
@@ -596,7 +661,7 @@ def test_lessons_count_what_their_intervals_say():
     text = lessons.page([listed], {"mnist_small": older})
     assert "the second order is better" not in text
     missing = next(line for line in text.partition("## What was not run")[2].splitlines() if "digits" in line)
-    assert "fedmeta," in missing and missing.endswith("| 1 |") and "fedavg\\_ft" not in missing
+    assert missing.endswith("| all but local\\_only, fedavg, fedavg\\_ft, fedpac, fedmeta\\_fomaml | 1 |")
 
 
 def test_published_orders_are_those_of_the_studies():
