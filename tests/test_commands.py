@@ -148,17 +148,11 @@ ROWS = (
     ),
     Row(r"fedjax-meta run mtfl", f"--quick --systems fedavg-FL {TINY}"),
     Row(
-        r"fedjax-meta run mtfl --variant (tuned|w400) .*|fedjax-meta run mtfl --rounds .*",
+        r"fedjax-meta run mtfl --variant (tuned|w400|curves) .*|fedjax-meta run mtfl --seeds .*",
         f"--systems fedavg-FL {TINY}",
         "mnist",
     ),
     Row(r"fedjax-meta run mtfl --variant cifar10 .*", f"--systems fedavg-FL {TINY}", "cifar10"),
-    Row(
-        r"python -m experiments\.mtfl_tables targets runs/mtfl .*",
-        "--at 0.05",
-        "mnist",
-        r"fedjax-meta run mtfl --rounds 60 .*",
-    ),
     Row(r"python -m experiments\.mtfl_tables targets runs/mtfl_cifar10 .*", "", "cifar10", r".* --out runs/mtfl_cifar10.*"),
     Row(r"python -m experiments\.mtfl_tables (targets|curves) RUN", "", "", r"fedjax-meta run mtfl"),
     Row(r"fedjax-meta run mtfl_figure5 .*", f"--systems mtfl_affine {TINY}", "mnist"),
