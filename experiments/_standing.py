@@ -293,7 +293,7 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     for (scenario, clients, scores), numbers in _published(study).items():
         table, words = _against(run, study, rows, scenario, clients, scores, numbers)
         told += words
-        lines += [f"### {_where(study, scenario, clients)}", "", *table, ""]
+        lines += [f"### {_titled(study, scenario, f'{clients} clients')}", "", *table, ""]
         shown |= {(scenario, clients, system) for system in numbers}
     lines += _others(study, rows, shown)
     lines += _users(study, rows)
@@ -301,7 +301,7 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
         for scenario in claim.scenarios:
             sentence, word = _claim(claim, scenario, rows)
             told.append(word)
-            lines += [f"- {scenario}: {claim.says}: **{word}**{sentence}"]
+            lines += [f"- {_titled(study, scenario, claim.says, ': ')}: **{word}**{sentence}"]
     lines += [""] if run.claims else []
     lines += [line for note in run.notes for line in (note.strip(), "")]
     return _Section(lines, told)
@@ -316,9 +316,10 @@ def _facts(found: Mapping[str, Any]) -> str:
     )
 
 
-def _where(study: Study, scenario: str, clients: str) -> str:
+def _titled(study: Study, scenario: str, words: str, join: str = ", ") -> str:
+    """Words behind the name of the scenario they are about; alone, with a capital, where the study has no other."""
     only = len({name.partition(DRAW)[0] for name in study.scenarios}) == 1
-    return f"{clients} clients" if only else f"{scenario}, {clients} clients"
+    return words[:1].upper() + words[1:] if only else f"{scenario}{join}{words}"
 
 
 def _published(study: Study) -> dict[tuple[str, str, tuple[str, ...]], dict[str, dict[str, float]]]:
@@ -393,7 +394,7 @@ def _others(
             headings = ["system", "known: mean over clients", "deviation", "new: mean over clients", "deviation", "chosen"]
             used = [c for c in range(len(headings)) if c == 0 or any(line[c] for line in table)]
             cells = [[line[c] for c in used] for line in table]
-            lines += [f"### {scenario}, without a published number", ""]
+            lines += [f"### {_titled(study, scenario, 'without a published number')}", ""]
             lines += [report.markdown_table([headings[c] for c in used], cells), ""]
     return lines
 
@@ -411,7 +412,7 @@ def _users(study: Study, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> l
         of_systems = {name: rows.get((scenario, name), {}).get("users") for name in study.systems_on(scenario)}
         watched = [(study.title_of(name), scores) for name, scores in of_systems.items() if scores]
         if watched:
-            lines += [f"### {scenario}, user accuracy", "", report.markdown_table(*users.table(watched)), ""]
+            lines += [f"### {_titled(study, scenario, 'user accuracy')}", "", report.markdown_table(*users.table(watched)), ""]
     return lines
 
 
