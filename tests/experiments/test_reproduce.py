@@ -224,7 +224,7 @@ def test_a_run_with_user_accuracy_has_its_table(tmp_path):
     content = json.loads((tmp_path / "digits/results/pairs/fedavg.final.json").read_text())
     last = [trial["rows"][-1]["train"]["user_accuracy"][-1] for trial in content["trials"].values()]
     np.testing.assert_allclose(row["users"]["user_accuracy"], 100 * np.array(last), atol=1e-3)
-    assert "### pairs, user accuracy" in standing.page([listed], {"digits": found})
+    assert "### User accuracy" in standing.page([listed], {"digits": found})
 
 
 def test_a_page_without_marks_is_refused():
