@@ -146,6 +146,7 @@ ROWS = (
         f"--quick --systems fedavg,fedpac {TINY}",
         "cifar10",
     ),
+    Row(r"fedjax-meta run fedpac --variant fashion_mnist .*", f"--systems fedavg_ft,fedpac {TINY}", "fashion_mnist"),
     Row(r"fedjax-meta run mtfl", f"--quick --systems fedavg-FL {TINY}"),
     Row(
         r"fedjax-meta run mtfl --variant (tuned|w400|curves) .*|fedjax-meta run mtfl --seeds .*",
