@@ -99,6 +99,7 @@ RULES = {
     "multi_krum_of_4": (aggregate.multi_krum(1, m=4), lambda uploads: numpy_multi_krum(uploads, 1, 4)),
     "bulyan": (aggregate.bulyan(2), lambda uploads: numpy_bulyan(uploads, 2)),
     "geometric_median": (aggregate.geometric_median(7), lambda uploads: numpy_geometric_median(uploads, 7)),
+    "geometric_median_by_default": (aggregate.geometric_median(), lambda uploads: numpy_geometric_median(uploads, 10)),
     "norm_bounding": (aggregate.norm_bounding(2.5), lambda uploads: numpy_norm_bounding(uploads, 2.5)),
     "norm_bounding_median": (aggregate.norm_bounding(), numpy_norm_bounding),
     "nearest_neighbours_median": (
