@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -163,6 +164,12 @@ def run(
             show_default=False,
         ),
     ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared", help="Share the run with other processes that were started with this command; --out names the folder."
+        ),
+    ] = False,
     data_dir: DataDirOption = None,
     log: Annotated[
         str | None, typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio, or module:Name; several with commas.")
@@ -180,6 +187,8 @@ def run(
     `fedjax-meta run --systems "fedper(lr=[0.03,0.1]), fedavg(aggregator=median)" --dataset digits --partition iid`
     """
     with one_line_errors(debug):
+        if shared and out is None:
+            raise ValueError("--shared: processes share a run by its folder, so --out must name it")
         short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
         given = {"devices": devices, "store": store, "delta": delta, "on_divergence": on_divergence}
         short += [f"{name}={value}" for name, value in given.items() if value is not None]
@@ -201,8 +210,12 @@ def run(
         folder = out or Path("runs") / f"{study.stem if study else 'systems'}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         command = command_line(folder)
         configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
-        with loggers.of_study(_Lines(chosen, built), folder, makes, configs) as watcher:
-            outcomes = _train(chosen, folder, built, command, watcher)
+        parts = partial(folders.part, folder) if shared else None
+        with loggers.of_study(_Lines(chosen, built), folder, makes, configs, place=parts) as watcher:
+            outcomes = _train(chosen, folder, built, command, watcher, shared)
+        if outcomes is None:
+            console.print(f"\nall systems are finished; another process writes {escape.console(str(folder / 'report.html'))}")
+            return
         built, outcomes = draws.pooled(chosen, built, outcomes)
         found = results.tables(chosen, built, outcomes)
         for scenario, of_scenario in built.items():
@@ -469,9 +482,9 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
 
 
 def _train(
-    study: Study, folder: Path, built: Mapping[str, Clients], command: str, watcher: runs.Watcher
-) -> list[runs.Outcome]:
-    """Runs a study; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
+    study: Study, folder: Path, built: Mapping[str, Clients], command: str, watcher: runs.Watcher, shared: bool
+) -> list[runs.Outcome] | None:
+    """Runs a study, or shares in a run; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
     numbers: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -481,7 +494,7 @@ def _train(
 
     try:
         with signals(on_signal):
-            return runs.run(
+            return (runs.run_shared if shared else runs.run)(
                 study,
                 folder,
                 watcher=watcher,
@@ -552,6 +565,11 @@ class _Lines(runs.Watcher):
         title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
         self._clear()
         console.print(escape.console(f"{title}: {score}{f' at {numbers}' if numbers else ''}"))
+
+    def wait(self, others: Sequence[tuple[str, str]]) -> None:
+        names = ", ".join(f"{scenario}, {self._study.title_of(system)}" for scenario, system in others)
+        self._clear()
+        console.print(escape.console(f"waiting for what other processes train: {names}"))
 
     def _say(self, text: str) -> None:
         now = time.perf_counter()

@@ -4,20 +4,33 @@ All that changes files goes through functions of `os`, so that a test can end th
 """
 
 import contextlib
+import hashlib
 import os
+import platform
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
 """The file that `lock` makes in a folder. It holds the id of the process that has the folder."""
 
+_MACHINE = hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
+"""Stands for this machine in names of files: whether a process of another one is alive is not known here."""
+
 _PIECE = 2**22
-_locks: dict[str, int] = {}
-"""The open file of every lock that this process holds, by folder."""
+_locks: dict[str, tuple[int, bool]] = {}
+"""By folder, the open file of every lock that this process holds, and whether others may hold it too."""
+
+
+class InUseError(OSError):
+    """Another process has a folder."""
+
+
+class NoLocksError(OSError):
+    """A file system, or the system as a whole, has no locks."""
 
 
 def replace(path: Path, pieces: Iterable[Any], *, check: Callable[[Path], None] | None = None) -> None:
@@ -33,7 +46,7 @@ def replace(path: Path, pieces: Iterable[Any], *, check: Callable[[Path], None] 
     """
     _make_folder(path.parent)
     _remove_leftovers(path.parent)
-    writing = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.writing"
+    writing = path.parent / f".{path.name}.{_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.writing"
     try:
         file = os.open(writing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -67,41 +80,79 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
-def lock(folder: str | os.PathLike) -> None:
-    """Gives a folder to this process until the process ends, however it ends; a second call changes nothing.
+def lock(folder: str | os.PathLike, *, shared: bool = False) -> None:
+    """Gives a folder to this process until the process ends, however it ends; a second such call changes nothing.
 
     Call it before the first `save` in a script that may be started twice; in a run of several processes, in the one that saves.
 
+    Args:
+      folder: made if it is not there.
+      shared: the folder is given to all processes that say so, and to no other one.
+
     Raises:
-      OSError: another process has the folder (the message names it), or it cannot be written.
+      InUseError: another process has the folder; the message names it.
+      OSError: the folder cannot be written, or it is to be shared and its file system has no locks.
     """
     folder = Path(folder)
     key = os.path.realpath(folder)
     if key in _locks and (folder / LOCK).exists():
+        before, was_shared = _locks[key]
+        if shared or not was_shared:
+            return
+        del _locks[key]
+        os.close(before)
+    try:
+        file = _take(folder, shared)
+    except NoLocksError as missing:
+        if shared:
+            raise OSError(f"{folder} cannot be shared by processes: {missing}") from None
+        warnings.warn(f"{folder} cannot be locked ({missing}): do not start two runs in it", stacklevel=2)
         return
+    _locks[key] = file, shared
+
+
+@contextlib.contextmanager
+def held(folder: str | os.PathLike) -> Iterator[bool]:
+    """Gives a folder to this process for the length of a block; false where another process has it.
+
+    Raises:
+      NoLocksError: its file system has no locks.
+      OSError: it cannot be written.
+    """
+    try:
+        file = _take(Path(folder), shared=False)
+    except InUseError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(file)
+
+
+def _take(folder: Path, shared: bool) -> int:
+    """The open file of a lock that was taken; closing it gives the folder back."""
     try:
         import fcntl  # POSIX only
     except ImportError:
-        warnings.warn(f"this system has no file locks: do not start two runs in {folder}", stacklevel=2)
-        return
+        raise NoLocksError("this system has no file locks") from None
     try:
         _make_folder(folder)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise OSError(f"could not write {folder / LOCK}: {error.strerror or error}") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(file, 100, 0).decode(errors="replace").strip() or "unknown"
         os.close(file)
-        raise OSError(f"{folder} is in use by process {holder}: wait until it ends, or use another folder") from None
+        raise InUseError(f"{folder} is in use by process {holder}: wait until it ends, or use another folder") from None
     except OSError as error:
         os.close(file)
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): do not start two runs in it", stacklevel=2)
-        return
+        raise NoLocksError(error.strerror or str(error)) from None
     os.ftruncate(file, 0)
     os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
-    _locks[key] = file
+    return file
 
 
 def locked(folder: str | os.PathLike) -> bool:
@@ -146,9 +197,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what processes left that died while they wrote."""
+    """Removes what processes of this machine left that died while they wrote."""
     for name in os.listdir(folder):
-        found = re.fullmatch(r"\..+\.(\d+)-[0-9a-f]{8}\.writing", name)
+        found = re.fullmatch(rf"\..+\.{_MACHINE}-(\d+)-[0-9a-f]{{8}}\.writing", name)
         if found is not None and not _alive(int(found[1])):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(folder / name)

@@ -239,7 +239,13 @@ class OfStudy:
     """
 
     def __init__(
-        self, watcher: Any, folder: Path, loggers: Mapping[str, Make], configs: Mapping[str, Mapping[str, Json]]
+        self,
+        watcher: Any,
+        folder: Path,
+        loggers: Mapping[str, Make],
+        configs: Mapping[str, Mapping[str, Json]],
+        *,
+        place: Callable[[str, str], Path] | None = None,
     ) -> None:
         """Wraps a watcher.
 
@@ -248,18 +254,25 @@ class OfStudy:
           folder: of the run; loggers write to `folder/logs`.
           loggers: see `made`.
           configs: what each system is, by name.
+          place: the folder of the metrics of a scenario's system, where each has its own.
         """
         self._watcher, self._folder, self._loggers, self._configs = watcher, folder, loggers, configs
-        self._lines = folder / "metrics.jsonl"
-        # What an earlier process wrote was logged by it.
-        self._read = self._lines.stat().st_size if self._lines.is_file() else 0
+        self._place = place
+        self._follow(folder)
         self._open: dict[str, list[Logger]] = {}
         self._status: dict[str, str] = {}
 
-    def begin(self, *facts: Any) -> None:
+    def _follow(self, place: Path) -> None:
+        """Reads what comes to the metrics of a folder; what an earlier process wrote was logged by it."""
+        self._lines = place / "metrics.jsonl"
+        self._read = self._lines.stat().st_size if self._lines.is_file() else 0
+
+    def begin(self, scenario: str, system: str, *facts: Any) -> None:
         """Ends the runs of the sweep before."""
         self.finish()
-        self._watcher.begin(*facts)
+        if self._place is not None:
+            self._follow(self._place(scenario, system))
+        self._watcher.begin(scenario, system, *facts)
 
     def progress(self, *facts: Any) -> None:
         """Nothing is logged between evaluations."""
@@ -279,6 +292,10 @@ class OfStudy:
         """Ends the runs of a system."""
         self.finish()
         self._watcher.end(outcome)
+
+    def wait(self, *facts: Any) -> None:
+        """Nothing is logged while other processes train."""
+        self._watcher.wait(*facts)
 
     def finish(self, status: str | None = None) -> None:
         """Ends all runs that are open; by default each as its last evaluation says."""
@@ -306,13 +323,18 @@ class OfStudy:
 
 @contextlib.contextmanager
 def of_study(
-    watcher: Any, folder: Path, loggers: Mapping[str, Make], configs: Mapping[str, Mapping[str, Json]]
+    watcher: Any,
+    folder: Path,
+    loggers: Mapping[str, Make],
+    configs: Mapping[str, Mapping[str, Json]],
+    *,
+    place: Callable[[str, str], Path] | None = None,
 ) -> Iterator[Any]:
     """The watcher as it is, or with loggers if there are any, whose open runs end with the block; see `OfStudy`."""
     if not loggers:
         yield watcher
         return
-    watched = OfStudy(watcher, folder, loggers, configs)
+    watched = OfStudy(watcher, folder, loggers, configs, place=place)
     try:
         yield watched
     except BaseException as error:

@@ -275,16 +275,17 @@ def dead_process():
 
 def test_what_dead_writers_left_is_ignored_and_removed(tmp_path):
     checkpoint.save(tmp_path, state(1), [], CONFIG)
-    left = tmp_path / f".2.ckpt.{dead_process()}-0123abcd.writing"
-    other = tmp_path / f".2.ckpt.{os.getppid()}-0123abcd.writing"  # of a process that lives
+    left = tmp_path / f".2.ckpt.{disk._MACHINE}-{dead_process()}-0123abcd.writing"
+    other = tmp_path / f".2.ckpt.{disk._MACHINE}-{os.getppid()}-0123abcd.writing"  # of a process that lives
+    elsewhere = tmp_path / f".2.ckpt.{'0' * 8}-{dead_process()}-0123abcd.writing"  # of another machine
     own = tmp_path / ".2.ckpt.notes"
-    for path in (left, other, own):
+    for path in (left, other, elsewhere, own):
         path.write_text("half")
     assert checkpoint.restore(tmp_path, like(state()), CONFIG).round == 1
     checkpoint.save(tmp_path, state(2), [], CONFIG)
-    assert {path.name for path in tmp_path.iterdir()} == {"1.ckpt", "2.ckpt", other.name, own.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"1.ckpt", "2.ckpt", other.name, elsewhere.name, own.name}
     metrics = tmp_path / "metrics.json"
-    left = tmp_path / f".metrics.json.{dead_process()}-0123abcd.writing"
+    left = tmp_path / f".metrics.json.{disk._MACHINE}-{dead_process()}-0123abcd.writing"
     left.write_text("half")
     checkpoint.write_text(metrics, "whole")
     assert metrics.read_text() == "whole"
@@ -815,3 +816,27 @@ def test_a_folder_belongs_to_one_process_until_it_dies(tmp_path):
         for _ in range(2):
             checkpoint.lock(folder)
     assert (folder / disk.LOCK).read_text() == f"{os.getpid()}\n"
+
+
+SHARE = HOLD.replace("sys.argv[1])", "sys.argv[1], shared=True)")
+
+
+def test_processes_that_share_a_folder_keep_out_those_that_want_it_alone(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "has it\n"
+        with pytest.raises(disk.InUseError, match=rf"in use by process {process.pid}"):
+            checkpoint.lock(tmp_path)
+        checkpoint.lock(tmp_path, shared=True)
+        with pytest.raises(disk.InUseError):  # what this process shares is not its own yet
+            checkpoint.lock(tmp_path)
+        process.kill()
+        process.wait()
+    checkpoint.lock(tmp_path)
+    with disk.held(tmp_path) as mine:
+        assert not mine
+    with disk.held(tmp_path / "block") as mine, disk.held(tmp_path / "block") as other:
+        assert mine and not other
+    with disk.held(tmp_path / "block") as mine:
+        assert mine

@@ -28,13 +28,21 @@ Json = Any
 Where = tuple[str, str, str]
 """Scenario, system and phase."""
 
+PARTS = "parts"
+"""In a run that processes share: a folder for each system, which is locked by the process that trains it."""
+
 _MOST_DIFFERENCES = 4
 _ENVIRONMENT = ("JAX_", "XLA_", "FEDJAX_META_", "CUDA_VISIBLE", "OMP_NUM", "TF_", "NVIDIA_TF32")
 """How the names of environment variables begin that may change numbers or speed."""
 
 
-def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> None:
+def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: str, *, shared: bool = False) -> None:
     """Takes the folder for this process, and writes what the run is, or compares it with what the folder says.
+
+    Args:
+      study, built, command: what is run.
+      folder: of the run.
+      shared: the folder is taken for all processes that say so; what they run must be the same.
 
     Raises:
       ValueError: the folder holds another study; the message has each field that differs, with both values.
@@ -42,13 +50,15 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     """
     path, started = folder / "run.json", _now()
     fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
-    begun = _begun(folder)
+    begun, together = _begun(folder), shared and disk.locked(folder)
+    if together:
+        begun |= {*built, *(f"{name}/{system}" for name in built for system in study.systems_on(name))}
     if path.is_file() and begun:
         content = read_run(folder)
-        _compare(folder, content, fixed, rounds, begun)
+        _compare(folder, content, fixed, rounds, begun, same_rounds=together)
         before, started = content["fixed"], content.get("started", started)
         fixed = {kind: {**before.get(kind, {}), **given} for kind, given in fixed.items()}
-    checkpoint.lock(folder)
+    checkpoint.lock(folder, shared=shared)
     facts = {
         name: {
             "title": clients.title,
@@ -84,6 +94,11 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     }
     checkpoint.write_text(folder / "study.yaml", to_yaml(study))
     _write(path, content)
+
+
+def part(folder: Path, scenario: str, system: str) -> Path:
+    """Where a system's metrics are while processes share the run."""
+    return folder / PARTS / scenario / system
 
 
 def read_run(folder: Path) -> dict[str, Json]:
@@ -203,7 +218,9 @@ def _begun(folder: Path) -> set[str]:
     return found
 
 
-def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str]) -> None:
+def _compare(
+    folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str], *, same_rounds: bool
+) -> None:
     """Raises where a study contradicts what its folder has results of."""
     systems = {name.partition("/")[2] for name in begun}
     known = {"scenarios": begun, "systems": systems, "clients": begun, "tuning": set(fixed["tuning"])}
@@ -218,9 +235,12 @@ def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int]
             if kind != "clients" or not any(field.startswith(f"scenarios.{name}.") for field, _, _ in odd)
         ]
     for name, number in rounds.items():
-        if number < content.get("rounds", rounds).get(name, number):
-            field = "rounds" if name == "final" else "tuning.rounds"
-            odd.append((f"{field} (a run takes more, not fewer)", content["rounds"][name], number))
+        before = content.get("rounds", rounds).get(name, number)
+        field = "rounds" if name == "final" else "tuning.rounds"
+        if same_rounds and number != before:
+            odd.append((f"{field} (other processes are at work)", before, number))
+        elif number < before:
+            odd.append((f"{field} (a run takes more, not fewer)", before, number))
     if odd:
         words = [f"{field} was {old!r} and is {new!r} now" for field, old, new in odd[:_MOST_DIFFERENCES]]
         more = f"; and {len(odd) - _MOST_DIFFERENCES} more" if len(odd) > _MOST_DIFFERENCES else ""

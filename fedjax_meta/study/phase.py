@@ -48,6 +48,9 @@ class Watcher(Protocol):
     def end(self, outcome: Any) -> None:
         """A system is finished, see `run.Outcome`."""
 
+    def wait(self, others: Sequence[tuple[str, str]]) -> None:
+        """Other processes train what is left of a shared run: scenario and system of each."""
+
 
 class Phase(NamedTuple):
     """A sweep of a study.
@@ -120,7 +123,7 @@ class Desk(NamedTuple):
 
     Attributes:
       folder: of the run.
-      metrics: its `metrics.jsonl`.
+      metrics: its `metrics.jsonl`, or that of the system where processes share the run.
       watcher: is told of every step.
       should_stop: asked about once a second.
       ahead: programs that are compiled beforehand.

@@ -2,11 +2,12 @@
 
 A run's folder holds `study.yaml` (every field filled in), `run.json` (versions, devices, clients, fingerprints), `metrics.jsonl`
 (one line for each evaluation of each member), `results/` (one file for each finished system), `state/` (checkpoints) and the
-report.
+report; where processes share it also `parts/`, with the metrics of each system as they come.
 """
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_meta import disk, sweeps
 from fedjax_meta import host_store as stores
-from fedjax_meta import sweeps
 from fedjax_meta.aggregate import as_rule
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.attacks import stamped
@@ -40,6 +41,9 @@ from fedjax_meta.sweeps import MemberEvaluator
 BACKDOOR = "backdoor"
 """The group of tests of known clients whose samples carry the pattern of the attack of this name."""
 
+_PAUSE = 1.0
+"""Seconds between two looks at what other processes have finished."""
+
 __all__ = [
     "BACKDOOR",
     "KNOWN",
@@ -54,6 +58,7 @@ __all__ = [
     "passes",
     "points_of",
     "run",
+    "run_shared",
 ]
 
 
@@ -115,27 +120,94 @@ def run(
         another study (the message names each field that differs).
       OSError: the folder cannot be written, or another process has it.
     """
+    built = build(study) if clients is None else clients
+    with _opened(study, folder, built, watcher, command, should_stop, shared=False) as (steps, desk):
+        return _finish(study, steps, desk, tell=True)
+
+
+def run_shared(
+    study: Study,
+    folder: Path,
+    *,
+    watcher: Watcher,
+    clients: Mapping[str, Clients] | None = None,
+    command: str = "",
+    should_stop: Callable[[], bool] | None = None,
+) -> list[Outcome] | None:
+    """Takes part in a run that other processes may share: each calls this with the same study and folder.
+
+    A process trains systems that no other one has. The call ends when all systems are finished, whoever trained them; what a
+    process had that died is taken by another. Numbers are those of `run`. Arguments and errors are those of `run`.
+
+    Returns:
+      The outcomes, in the process that is to report them; `None` in the others.
+    """
+    built = build(study) if clients is None else clients
+    with _opened(study, folder, built, watcher, command, should_stop, shared=True) as (steps, desk):
+        return _finish(study, steps, desk, tell=False) if _take_turns(steps, desk) else None
+
+
+@contextlib.contextmanager
+def _opened(
+    study: Study,
+    folder: Path,
+    built: Mapping[str, Clients],
+    watcher: Watcher,
+    command: str,
+    should_stop: Callable[[], bool] | None,
+    *,
+    shared: bool,
+) -> Iterator[tuple[list["_Step"], Desk]]:
+    """The steps of a study, and where they leave what they find; what is wrong is refused first."""
     if jax.process_count() > 1:
         raise ValueError(
-            f"a study runs in one process, and JAX sees {jax.process_count()}: give each its own systems and folder, and compare "
-            "the runs, or train one method over all of them with simulate"
+            f"a study runs in one process, and JAX sees {jax.process_count()}: start processes that do not know of each other, "
+            "which can share a run, or train one method over all of them with simulate"
         )
-    built = build(study) if clients is None else clients
     check(study, built)
-    folders.open_run(study, folder, built, command)
+    folders.open_run(study, folder, built, command, shared=shared)
     ahead = Ahead()
-    desk = Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
-    outcomes = []
+    steps = [_Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
     try:
-        steps = [_Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
-        for number, step in enumerate(steps):
-            outcomes.append(step.run(steps[number + 1 :], desk))
-            watcher.end(outcomes[-1])
+        yield steps, Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
     finally:
         ahead.close()
-    _save_presets(study, folder, outcomes)
-    folders.close_run(folder)
+
+
+def _finish(study: Study, steps: Sequence["_Step"], desk: Desk, *, tell: bool) -> list[Outcome]:
+    """Runs all steps, those that are finished by reading what they found; with `tell`, the watcher hears of each."""
+    outcomes = []
+    for number, step in enumerate(steps):
+        outcomes.append(step.run(steps[number + 1 :], desk))
+        if tell:
+            desk.watcher.end(outcomes[-1])
+    _save_presets(study, desk.folder, outcomes)
+    folders.close_run(desk.folder)
     return outcomes
+
+
+def _take_turns(steps: Sequence["_Step"], desk: Desk) -> bool:
+    """Runs the steps that no other process has, until all are finished; whether this process is to put them together."""
+    left, waits = list(steps), False
+    while left:
+        for step in list(left):
+            place = folders.part(desk.folder, *step.where)
+            with disk.held(place) as mine:
+                if mine:
+                    desk.watcher.end(step.run([], desk._replace(metrics=folders.Metrics(place))))
+                    left.remove(step)
+        if left:
+            if desk.should_stop():
+                raise Stopped(f"waiting for {len(left)} systems that other processes train")
+            if not waits:
+                desk.watcher.wait([step.where for step in left])
+            waits = True
+            time.sleep(_PAUSE)
+    try:
+        disk.lock(desk.folder / folders.PARTS)
+    except disk.InUseError:
+        return False
+    return folders.read_run(desk.folder)["finished"] is None
 
 
 def check(study: Study, built: Mapping[str, Clients]) -> None:
@@ -270,15 +342,20 @@ def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Pha
 
 
 class _Step:
-    """A system on a scenario: its trials and its final runs."""
+    """A system on a scenario: its trials and its final runs.
+
+    Attributes:
+      where: names of the scenario and the system.
+    """
 
     def __init__(self, study: Study, scenario: str, name: str, clients: Clients) -> None:
+        self.where = scenario, name
         self._study, self._scenario, self._name, self._clients = study, scenario, name, clients
         self._system, self._place = study.system(name, scenario), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 
-    def run(self, later: "list[_Step]", desk: Desk) -> Outcome:
+    def run(self, later: Sequence["_Step"], desk: Desk) -> Outcome:
         """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
         found: list[Trial] = []
         points, moved = list(self._points), 0

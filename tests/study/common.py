@@ -41,7 +41,7 @@ class Silent:
     """Counts what it is told; raises `KeyboardInterrupt` at a given record."""
 
     def __init__(self, stop_at=None):
-        self.records, self.ended, self.stop_at = 0, [], stop_at
+        self.records, self.ended, self.waited, self.stop_at = 0, [], [], stop_at
 
     def begin(self, scenario, system, phase, members, rounds, done):
         self.phase = (scenario, system, phase)
@@ -56,3 +56,6 @@ class Silent:
 
     def end(self, outcome):
         self.ended.append(outcome)
+
+    def wait(self, others):
+        self.waited += others
