@@ -56,6 +56,7 @@ def fedmeta_per_clients(
     num_clients: int = 50,
     pairing: str | None = None,
     sizes: str | None = None,
+    samples: str = "first",
     scaling: str | None = None,
     min_samples: int | None = None,
     newcomers: str = "as published",
@@ -78,6 +79,7 @@ def fedmeta_per_clients(
       sizes: `"stick"`, `"stick in turn"` or `"lognormal"` (see `slots.stick_breaking`, `slots.lognormal_classes`). If not given,
         lognormal for CIFAR-10 and stick-breaking otherwise. The published runs on MNIST had `"stick in turn"` and `"u+j"`, where
         clients share samples.
+      samples: with `"stick in turn"`, which samples of its class a slot takes: the `"first"` ones, or others at `"random"`.
       scaling: see `pixel_scaling`; if not given, `"half"` for CIFAR-10 and `"pixel"` otherwise.
       min_samples: minimum number of samples of each of its classes that a client holds (stick-breaking). If not given, 0 as
         published if all classes have 1,000 samples or more; otherwise a third of an equal share, because the smallest clients
@@ -96,6 +98,9 @@ def fedmeta_per_clients(
     cifar = source.name == "cifar10"
     sizes = ("lognormal" if cifar else "stick") if sizes is None else sizes
     checks.one_of("sizes", sizes, ("stick", "stick in turn", "lognormal"))
+    checks.one_of("samples", samples, ("first", "random"))
+    if samples == "random" and sizes != "stick in turn":
+        raise ValueError(f'samples="random" needs sizes="stick in turn", where clients share samples; sizes is {sizes!r}')
     pairing = ("u+j" if sizes == "lognormal" else "2u+j") if pairing is None else pairing
     checks.one_of("pairing", pairing, PAIRINGS)
     x, y = source.pooled()
@@ -104,7 +109,8 @@ def fedmeta_per_clients(
         held = slots.lognormal_classes(y, pairs, seed=seed)
     else:
         least = _min_samples(y, pairs, min_samples)
-        held = slots.stick_breaking(y, pairs, seed=seed, min_samples=least, in_turn=sizes == "stick in turn")
+        way = {"in_turn": sizes == "stick in turn", "at_random": samples == "random"}
+        held = slots.stick_breaking(y, pairs, seed=seed, min_samples=least, **way)
     shuffle_rng, new_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
     held = held.shuffled(shuffle_rng)
     if sizes == "lognormal":

@@ -81,7 +81,7 @@ def shared_pairs(slots: np.ndarray, others: np.ndarray) -> int:
 
 
 def stick_breaking(
-    labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0, in_turn: bool = False
+    labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0, in_turn: bool = False, at_random: bool = False
 ) -> Partition:
     """Splits each class into unequal parts, one per client that holds the class (FedMeta-Per's generator for MNIST).
 
@@ -93,7 +93,7 @@ def stick_breaking(
     With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, and so
     on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator; and every slot takes the first samples of
     its class, so that clients share samples, some for training and others for tests. Such were the clients of FedMeta-Per's
-    published runs on MNIST, by their logs (docs/papers_errors.md).
+    published runs on MNIST, by their logs (docs/papers_errors.md), which do not say which samples of its class a slot took.
 
     Args:
       labels: int `[M]`.
@@ -101,15 +101,19 @@ def stick_breaking(
       seed: an integer.
       min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
       in_turn: whether parts go to the slots in turn, and clients share samples.
+      at_random: with `in_turn`, whether a slot takes samples of its class at random, none twice, in place of the first ones.
 
     Raises:
-      ValueError: a client without samples, a class that is too small for `min_samples`; with `in_turn`, classes that are not held
-        by the same number of clients each, or a part that is larger than the class of its slot.
+      ValueError: a client without samples, a class that is too small for `min_samples`, `at_random` without `in_turn`; with
+        `in_turn`, classes that are not held by the same number of clients each, or a part that is larger than the class of its
+        slot.
     """
     labels = check_labels(labels)
     slots = _check_slots(slots, labels)
     checks.count("min_samples", min_samples, least=0)
     checks.seed("seed", seed, bits=32)
+    if at_random and not in_turn:
+        raise ValueError("at_random=True needs in_turn=True: otherwise no two clients have a sample")
     generator = np.random.RandomState(seed)
     counts = np.bincount(labels, minlength=slots.max() + 1)
     parts = np.zeros(slots.shape, np.int64)
@@ -135,6 +139,10 @@ def stick_breaking(
         parts = np.stack(turns, axis=1).reshape(slots.shape)
         if (parts > counts[slots]).any():
             raise ValueError("a part in turn is larger than the class of its slot: classes differ too much in size")
+    if at_random:
+        rng, classes = np.random.default_rng([seed, 0]), [np.flatnonzero(labels == c) for c in range(len(counts))]
+        held = [rng.choice(classes[c], n, replace=False) for c, n in zip(slots.ravel(), parts.ravel(), strict=True)]
+        return Partition(np.concatenate(held), _sizes(parts))
     return _assign(labels, slots, parts, shared=in_turn)
 
 
@@ -201,9 +209,7 @@ def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray, *, shared:
 
     With `shared`, every slot begins at the first sample of its class.
     """
-    sizes = parts.sum(1)
-    if sizes.min() < 1:
-        raise ValueError(f"client {int(np.argmin(sizes))} would be empty: too few samples of its classes for so many clients")
+    sizes = _sizes(parts)
     counts = np.bincount(labels, minlength=slots.max() + 1)
     begin = np.cumsum(counts) - counts
     flat, length = slots.ravel(), parts.ravel()
@@ -214,3 +220,11 @@ def _assign(labels: np.ndarray, slots: np.ndarray, parts: np.ndarray, *, shared:
     if not shared:
         offset[queue] = ahead - (np.cumsum(held) - held)[flat[queue]]
     return Partition(np.argsort(labels, kind="stable")[runs.positions(begin[flat] + offset, length)], sizes)
+
+
+def _sizes(parts: np.ndarray) -> np.ndarray:
+    """Samples of each client `[N]`, of its parts `[N, J]`; raises `ValueError` where one has none."""
+    sizes = parts.sum(1)
+    if sizes.min() < 1:
+        raise ValueError(f"client {int(np.argmin(sizes))} would be empty: too few samples of its classes for so many clients")
+    return sizes

@@ -328,6 +328,11 @@ BAD = {
     "no orders": (lambda s: protocols.fedmeta_per_clients(s, orders=0), "orders=0 must be an integer"),
     "too many new clients": (lambda s: protocols.fedmeta_per_clients(s, num_new=51), "num_new=51 is more than the N=50"),
     "unknown sizes": (lambda s: protocols.fedmeta_per_clients(s, sizes="equal"), "sizes='equal' is unknown"),
+    "unknown samples": (lambda s: protocols.fedmeta_per_clients(s, samples="last"), "samples='last' is unknown"),
+    "random samples that nobody shares": (
+        lambda s: protocols.fedmeta_per_clients(s, samples="random"),
+        'needs sizes="stick in turn"',
+    ),
     "unknown scaling": (lambda s: protocols.fedmeta_per_clients(s, scaling="z"), "scaling='z' is unknown"),
     "too many clients": (lambda s: protocols.fedmeta_per_clients(s, num_clients=70_000), "would be empty"),
     "too few classes for new clients": (

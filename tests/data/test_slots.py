@@ -92,6 +92,23 @@ def test_parts_in_turn_against_a_plain_loop():
         assert sorted(mine.tolist()) == sorted(wanted)
 
 
+def test_samples_at_random_are_of_the_class_none_twice_and_as_many():
+    pairs = slots.class_slots(50, 10, stride=1)
+    first = slots.stick_breaking(MNIST, pairs, seed=1, in_turn=True)
+    drawn, other = (slots.stick_breaking(MNIST, pairs, seed=seed, in_turn=True, at_random=True) for seed in (1, 2))
+    np.testing.assert_array_equal(drawn.sizes, first.sizes)
+    np.testing.assert_array_equal(drawn.class_counts(MNIST, 10), first.class_counts(MNIST, 10))
+    assert drawn.sizes.tolist() != other.sizes.tolist()
+    of_clients = np.split(drawn.order, np.cumsum(drawn.sizes)[:-1])
+    assert all(len(np.unique(mine)) == len(mine) for mine in of_clients)
+    # Among the first samples of a class, clients share all that the smaller one has; among others hardly any by chance.
+    counts = drawn.class_counts(MNIST, 10)
+    for one, two, digit in ((10, 20, 0), (14, 24, 5)):
+        a, b = (of_clients[u][MNIST[of_clients[u]] == digit] for u in (one, two))
+        expected = counts[one, digit] * counts[two, digit] / np.bincount(MNIST)[digit]
+        assert abs(len(np.intersect1d(a, b)) - expected) < 4 * expected**0.5
+
+
 def test_stick_breaking_gives_every_client_min_samples():
     labels = np.repeat(np.arange(10), 50)
     pairs = slots.class_slots(20, 10)
@@ -130,6 +147,10 @@ BAD = {
     "a part in turn that its class has not": (
         lambda: slots.stick_breaking(np.repeat([0, 1], [1000, 5]), [[0, 1], [1, 0]], seed=0, in_turn=True),
         "larger than the class of its slot",
+    ),
+    "random samples that nobody shares": (
+        lambda: slots.stick_breaking(LABELS, [[0, 1], [0, 1]], seed=0, at_random=True),
+        "at_random=True needs in_turn=True",
     ),
     "a class twice": (lambda: slots.stick_breaking(LABELS, [[3, 3]], seed=0), "a class twice"),
     "an empty client": (lambda: slots.stick_breaking(LABELS, slots.class_slots(100, 4), seed=0), "would be empty"),
