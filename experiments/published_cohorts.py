@@ -9,6 +9,10 @@ eight runs with the same cohorts have accuracies with a common denominator, and 
 sums of five of 50 sizes.
 
 Which classes a client has shows in how hard its cohorts are: the classes of client u depend on u mod 10, not on u mod 5.
+
+The runs of FedAvg train on support and query, so that their logs give all training samples of a client. These numbers are exactly
+those of parts by stick-breaking that are dealt to the slots in turn, where the first image of the test set (a 7) is missing, as
+when pandas takes the first row of a file for its heading, and every slot but the first one of its class has one sample less.
 """
 
 import json
@@ -20,10 +24,13 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from fedjax_meta.data import slots
 from fedjax_meta.process import console, one_line_errors
 
 CLIENTS, COHORT, SKIPPED, SEED = 50, 5, 6, 42
 LOGS = "experiments/non-iid/mnist/"
+MNIST = np.array([6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958])
+"""Images of each digit, training and test."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -50,7 +57,10 @@ def main(
         sums, agree = denominators(accuracies)
         sizes = query_sizes(sums, cohorts(len(sums)))
         fedavg = logs(clone, "meta_old/json/[Train][mnist, FedAvg]", "loss", 1)
-        for line in (*compare(sums, agree, sizes), *periods(fedavg, np.round(sizes))):
+        whole, _ = denominators(np.array(list(logs(clone, "FedAvg", "acc", 8).values())), most=16_000)
+        training = query_sizes(whole, cohorts(len(whole)))
+        said = (*compare(sums, agree, sizes), *splits(np.round(training), np.round(sizes)), *periods(fedavg, np.round(sizes)))
+        for line in said:
             console.print(line, soft_wrap=True, markup=False)
 
 
@@ -98,6 +108,22 @@ def compare(sums: np.ndarray, agree: np.ndarray, sizes: np.ndarray) -> list[str]
         f"rounds whose denominator is the sum of the cohort's sizes: {int(exact.sum())} of {len(sums)}",
         f"largest distance of a client's size from a whole number: {np.abs(sizes - np.round(sizes)).max():.1e}",
         f"query samples of the clients: {', '.join(str(int(size)) for size in np.round(sizes))}",
+    ]
+
+
+def splits(training: np.ndarray, query: np.ndarray) -> list[str]:
+    """How many clients have as many samples for training, and for support of these, as the rules give, in words."""
+    missing = MNIST - (np.arange(10) == 7)  # the first image of the test set
+    parts = slots.class_slots(CLIENTS, 10, stride=1)
+    held = slots.stick_breaking(np.repeat(np.arange(10), missing), parts, seed=1, in_turn=True).sizes
+    first = np.zeros(parts.size, bool)
+    first[np.unique(parts.ravel(), return_index=True)[1]] = True
+    held -= (~first).reshape(parts.shape).sum(1)
+    shares = ((0.75 * held).astype(int), (1 - 0.8) * training)
+    found = (int((training == shares[0]).sum()), int((training - query == shares[1].astype(int)).sum()))
+    return [
+        f"clients whose training samples are 75 % of the parts dealt in turn, one less for a later slot: {found[0]} of {CLIENTS}",
+        f"clients whose support is int((1 - 0.8) n) of their n training samples: {found[1]} of {CLIENTS}",
     ]
 
 
