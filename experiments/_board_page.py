@@ -29,12 +29,12 @@ def write(
     What the folders do not have stays as it is, unless the list no longer has it.
 
     Args:
-      chosen: the runs whose folders are read, if they are there.
+      chosen: the runs whose folders are read, if they are there and have a finished system.
       listed: all runs of the list.
       root: folder of the run folders.
       data_dir: where data sets are.
     """
-    ran = [run for run in chosen if (root / run.name / "run.json").is_file()]
+    ran = [run for run in chosen if any((root / run.name / "results").glob("*/*.final.json"))]
     found = board.extract(ran, root, data_dir) if ran else {}
     said, committed, tested = [], board.read_lines(board.RAW), read_tested(NEW)
     for scenario, fresh in found.items():

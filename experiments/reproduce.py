@@ -4,6 +4,7 @@
 `--write-docs FOLDER` turns the run folders in FOLDER into docs/results/NAME.json and writes the page from those files.
 """
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from fedjax_meta.study import folder as folders
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 GRACE = 900.0
 """Seconds that a run gets to save itself after it was told to stop."""
+BY_ITSELF = 10.0
+"""Seconds after which a run is taken not to have heard of a SIGTERM."""
 
 Runs = Annotated[Path, typer.Option(help="Folder of the run folders.")]
 List = Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")]
@@ -120,7 +123,12 @@ def _call(command: list[str], until: float | None) -> int:
         except subprocess.TimeoutExpired:
             process.terminate()
             return process.wait(GRACE)
-        except BaseException:  # Ctrl-C reaches the run too, which saves itself
+        except BaseException as error:
+            # Ctrl-C reaches the run too, which saves itself; so may SIGTERM, and a second one would not let it.
+            if getattr(error, "number", None) == signal.SIGTERM:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(BY_ITSELF)
+                process.terminate()
             process.wait(GRACE)
             raise
 

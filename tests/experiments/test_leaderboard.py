@@ -322,7 +322,10 @@ def test_rows_whose_folder_is_gone_stay(folder, lines, tested, docs):
     kept = [one for one in tested if one.system == "local_only"]
     (docs / "raw/new_clients/pairs.csv").write_text(newcomers.to_csv(kept), encoding="utf-8")
     shutil.copytree(root / "digits", docs / "others", ignore=shutil.ignore_patterns("new_clients.csv"))
-    said = pages.write([mine, others], [mine, others], docs)
+    # A run that has begun, and has nothing to show yet.
+    begun = replace(listed, name="begun")
+    shutil.copytree(root / "digits", docs / "begun", ignore=shutil.ignore_patterns("*.final.json", "new_clients.csv"))
+    said = pages.write([mine, begun, others], [mine, begun, others], docs)
     assert said[0] == "pairs: 4 rows, 3 of them new"
     found = board.read_lines(docs / "raw")["pairs"]
     assert [(line.system, line.run) for line in found if line.seed == 1 and line.method] == [

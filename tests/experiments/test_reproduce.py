@@ -2,9 +2,11 @@
 
 import json
 import math
+import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ standing = pytest.importorskip("experiments._standing")
 users = pytest.importorskip("experiments._user_accuracy")
 verdicts = pytest.importorskip("experiments._verdicts")
 published_cohorts = pytest.importorskip("experiments.published_cohorts")
+
+ROOT = Path(__file__).parents[2]
 
 LISTED = standing.read_list()
 
@@ -255,6 +259,32 @@ def test_a_run_is_stopped_when_the_time_is_over_and_the_next_is_not_begun(folder
     assert time.monotonic() - began < 30
     (command,) = begun
     assert command[1:] == ["-m", "fedjax_meta", "run", listed.study, "--out", str(tmp_path / "digits"), "--data-dir", "data"]
+
+
+HEARS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saves itself", flush=True), sys.exit(143)))
+print("begins", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_scheduler_s_sigterm_reaches_the_run():
+    """It is sent to the process of the list alone, as `kill` does."""
+    program = "; ".join(
+        [
+            "import sys",
+            "from experiments import reproduce",
+            "from fedjax_meta.process import one_line_errors",
+            "reproduce.BY_ITSELF = 0.2",
+            "exec('with one_line_errors(False): reproduce._call(sys.argv[1:], None)')",
+        ]
+    )
+    command = [sys.executable, "-c", program, sys.executable, "-c", HEARS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout.readline() == "begins\n"
+        process.terminate()
+        assert process.communicate(timeout=50)[0] == "saves itself\n"
 
 
 def test_a_failure_ends_the_list(folder, tmp_path, monkeypatch):
