@@ -1,9 +1,10 @@
 """The command `fedjax-meta`, also `python -m fedjax_meta`: run, show and list."""
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -211,32 +212,17 @@ def run(
         command = command_line(folder)
         configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
         parts = partial(folders.part, folder) if shared else None
-        with loggers.of_study(_Lines(chosen, built), folder, makes, configs, place=parts) as watcher:
-            outcomes = _train(chosen, folder, built, command, watcher, shared)
+        with (
+            loggers.of_study(_Lines(chosen, built), folder, makes, configs, place=parts) as watcher,
+            _trained(chosen, folder, built, command, watcher, shared) as outcomes,
+        ):
+            if outcomes is not None:
+                _report(chosen, folder, built, outcomes, command)
+        where = escape.console(str(folder / "report.html"))
         if outcomes is None:
-            console.print(f"\nall systems are finished; another process writes {escape.console(str(folder / 'report.html'))}")
+            console.print(f"\nall systems are finished; another process has written {where}", soft_wrap=True)
             return
-        built, outcomes = draws.pooled(chosen, built, outcomes)
-        found = results.tables(chosen, built, outcomes)
-        for scenario, of_scenario in built.items():
-            whole, kind = results.table(found[scenario]), found[scenario][0].kind
-            _print_table(f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
-            others = results.other_scores(found[scenario])
-            if others.rows:
-                _print_table("Other scores, mean over clients", *others)
-            _print_table("How they were run", *whole.only(results.HOW))
-        for one in summary.tables(chosen, outcomes):
-            _print_table(one.title, one.headings, one.rows)
-        console.print(escape.console(results.explanation(chosen, found)), style="dim")
-        series = _series(chosen, outcomes)
-        scores = list(dict.fromkeys(one.score for one in series))
-        for score in scores:
-            name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
-            report.save_figure(folder / name, [one for one in series if one.score == score], title=chosen.title)
-        page.write_all(folder, chosen, built, outcomes, command, found=found)
-        console.print(
-            f"\nopen {escape.console(str(folder / 'report.html'))}; metrics and states are beside it", soft_wrap=True
-        )
+        console.print(f"\nopen {where}; metrics and states are beside it", soft_wrap=True)
         if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
             errors.print("error: every run diverged", style="red")
             raise typer.Exit(DIVERGED)
@@ -481,9 +467,32 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
     )
 
 
-def _train(
+def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: list[runs.Outcome], command: str) -> None:
+    """Prints and writes what a run found."""
+    built, outcomes = draws.pooled(study, built, outcomes)
+    found = results.tables(study, built, outcomes)
+    for scenario, of_scenario in built.items():
+        whole, kind = results.table(found[scenario]), found[scenario][0].kind
+        _print_table(f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
+        others = results.other_scores(found[scenario])
+        if others.rows:
+            _print_table("Other scores, mean over clients", *others)
+        _print_table("How they were run", *whole.only(results.HOW))
+    for one in summary.tables(study, outcomes):
+        _print_table(one.title, one.headings, one.rows)
+    console.print(escape.console(results.explanation(study, found)), style="dim")
+    series = _series(study, outcomes)
+    scores = list(dict.fromkeys(one.score for one in series))
+    for score in scores:
+        name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
+        report.save_figure(folder / name, [one for one in series if one.score == score], title=study.title)
+    page.write_all(folder, study, built, outcomes, command, found=found)
+
+
+@contextlib.contextmanager
+def _trained(
     study: Study, folder: Path, built: Mapping[str, Clients], command: str, watcher: runs.Watcher, shared: bool
-) -> list[runs.Outcome] | None:
+) -> Iterator[list[runs.Outcome] | None]:
     """Runs a study, or shares in a run; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
     numbers: list[int] = []
 
@@ -492,18 +501,17 @@ def _train(
         if len(numbers) > 1:
             raise Interrupted(number)
 
-    try:
-        with signals(on_signal):
-            return (runs.run_shared if shared else runs.run)(
-                study,
-                folder,
-                watcher=watcher,
-                clients=built,
-                command=command,
-                should_stop=lambda: bool(numbers),
-            )
-    except runs.Stopped as stop:
-        raise Stopped(f"stopped in {stop}; all of it is saved. Continue with: {command}", numbers[0]) from None
+    options: dict[str, Any] = {"watcher": watcher, "clients": built, "command": command, "should_stop": lambda: bool(numbers)}
+    with contextlib.ExitStack() as stack:
+        try:
+            with signals(on_signal):
+                if shared:
+                    outcomes = stack.enter_context(runs.shared(study, folder, **options))
+                else:
+                    outcomes = runs.run(study, folder, **options)
+        except runs.Stopped as stop:
+            raise Stopped(f"stopped in {stop}; all of it is saved. Continue with: {command}", numbers[0]) from None
+        yield outcomes
 
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

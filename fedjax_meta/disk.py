@@ -9,20 +9,21 @@ import os
 import platform
 import re
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
-"""The file that `lock` makes in a folder. It holds the id of the process that has the folder."""
+"""The file that `lock` makes in a folder. It says which process took the folder last, and on which machine."""
 
-_MACHINE = hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
-"""Stands for this machine in names of files: whether a process of another one is alive is not known here."""
+_PATIENCE = 1.0
+"""Seconds for which a lock is tried again: `locked` has a folder for a moment, too."""
 
 _PIECE = 2**22
-_locks: dict[str, tuple[int, bool]] = {}
-"""By folder, the open file of every lock that this process holds, and whether others may hold it too."""
+_locks: dict[str, int] = {}
+"""By folder, the open file of every lock that this process has until it ends."""
 
 
 class InUseError(OSError):
@@ -31,6 +32,19 @@ class InUseError(OSError):
 
 class NoLocksError(OSError):
     """A file system, or the system as a whole, has no locks."""
+
+
+def _processes() -> str:
+    """Stands, in names of files, for the processes that see each other: those of a machine, or of a container."""
+    found = [platform.node()]
+    with contextlib.suppress(OSError):  # Linux alone has it, and this one
+        found.append(Path("/etc/machine-id").read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.blake2b("\n".join(found).encode(), digest_size=4).hexdigest()
+
+
+_PROCESSES = _processes()
 
 
 def replace(path: Path, pieces: Iterable[Any], *, check: Callable[[Path], None] | None = None) -> None:
@@ -46,7 +60,7 @@ def replace(path: Path, pieces: Iterable[Any], *, check: Callable[[Path], None] 
     """
     _make_folder(path.parent)
     _remove_leftovers(path.parent)
-    writing = path.parent / f".{path.name}.{_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.writing"
+    writing = path.parent / f".{path.name}.{_PROCESSES}-{os.getpid()}-{secrets.token_hex(4)}.writing"
     try:
         file = os.open(writing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -80,47 +94,42 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
-def lock(folder: str | os.PathLike, *, shared: bool = False) -> None:
+def lock(folder: str | os.PathLike) -> None:
     """Gives a folder to this process until the process ends, however it ends; a second such call changes nothing.
 
     Call it before the first `save` in a script that may be started twice; in a run of several processes, in the one that saves.
 
     Args:
       folder: made if it is not there.
-      shared: the folder is given to all processes that say so, and to no other one.
 
     Raises:
       InUseError: another process has the folder; the message names it.
-      OSError: the folder cannot be written, or it is to be shared and its file system has no locks.
+      OSError: the folder cannot be written.
     """
     folder = Path(folder)
     key = os.path.realpath(folder)
     if key in _locks and (folder / LOCK).exists():
-        before, was_shared = _locks[key]
-        if shared or not was_shared:
-            return
-        del _locks[key]
-        os.close(before)
-    try:
-        file = _take(folder, shared)
-    except NoLocksError as missing:
-        if shared:
-            raise OSError(f"{folder} cannot be shared by processes: {missing}") from None
-        warnings.warn(f"{folder} cannot be locked ({missing}): do not start two runs in it", stacklevel=2)
         return
-    _locks[key] = file, shared
+    try:
+        _locks[key] = _take(folder, shared=False, patience=_PATIENCE)
+    except NoLocksError as missing:
+        warnings.warn(f"{missing}: do not start two runs in it", stacklevel=2)
 
 
 @contextlib.contextmanager
-def held(folder: str | os.PathLike) -> Iterator[bool]:
+def held(folder: str | os.PathLike, *, shared: bool = False) -> Iterator[bool]:
     """Gives a folder to this process for the length of a block; false where another process has it.
+
+    Args:
+      folder: made if it is not there.
+      shared: the folder is given to all processes that say so, and to no other one.
 
     Raises:
       NoLocksError: its file system has no locks.
       OSError: it cannot be written.
     """
     try:
-        file = _take(Path(folder), shared=False)
+        file = _take(Path(folder), shared=shared, patience=_PATIENCE if shared else 0.0)
     except InUseError:
         yield False
         return
@@ -130,49 +139,76 @@ def held(folder: str | os.PathLike) -> Iterator[bool]:
         os.close(file)
 
 
-def _take(folder: Path, shared: bool) -> int:
-    """The open file of a lock that was taken; closing it gives the folder back."""
-    try:
-        import fcntl  # POSIX only
-    except ImportError:
-        raise NoLocksError("this system has no file locks") from None
-    try:
-        _make_folder(folder)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise OSError(f"could not write {folder / LOCK}: {error.strerror or error}") from error
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(file, 100, 0).decode(errors="replace").strip() or "unknown"
-        os.close(file)
-        raise InUseError(f"{folder} is in use by process {holder}: wait until it ends, or use another folder") from None
-    except OSError as error:
-        os.close(file)
-        raise NoLocksError(error.strerror or str(error)) from None
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
-    return file
+def in_use(folder: Path) -> InUseError:
+    """What is to be said of a folder that another process has."""
+    with contextlib.suppress(OSError):  # it may be gone by now
+        said = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip()
+        return InUseError(f"{folder} is in use by process {said or 'unknown'}: wait until it ends, or use another folder")
+    return InUseError(f"{folder} is in use: wait until it is free, or use another folder")
 
 
-def locked(folder: str | os.PathLike) -> bool:
-    """Whether a process, this one or another, has a folder by `lock`; nothing is written."""
+def locked(folder: str | os.PathLike, *, patience: float = 0.0) -> bool:
+    """Whether a process, this one or another, has a folder; nothing is written.
+
+    Args:
+      folder: which.
+      patience: seconds for which it must be so: to ask takes the folder for a moment, which others may do too.
+    """
     folder = Path(folder)
     if os.path.realpath(folder) in _locks:
         return True
     try:
-        import fcntl  # POSIX only
-
         file = os.open(folder / LOCK, os.O_RDWR)
-    except (ImportError, OSError):
+    except OSError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not _flock(file, shared=False, patience=patience)
+    except NoLocksError:
+        return False
     finally:
         os.close(file)
-    return False
+
+
+def _take(folder: Path, *, shared: bool, patience: float) -> int:
+    """The open file of a lock that was taken; closing it gives the folder back."""
+    try:
+        _make_folder(folder)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not _flock(file, shared=shared, patience=patience):
+                raise in_use(folder)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
+        except BaseException:
+            os.close(file)
+            raise
+    except NoLocksError as missing:
+        raise NoLocksError(f"{folder} cannot be locked ({missing})") from None
+    except InUseError:
+        raise
+    except OSError as error:
+        raise OSError(f"could not write {folder / LOCK}: {error.strerror or error}") from error
+    return file
+
+
+def _flock(file: int, *, shared: bool, patience: float) -> bool:
+    """Locks an open file; false where another process has had it for so many seconds."""
+    try:
+        import fcntl  # POSIX only
+    except ImportError:
+        raise NoLocksError("this system has no file locks") from None
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.02)
+        except OSError as error:
+            raise NoLocksError(error.strerror or str(error)) from None
+        else:
+            return True
 
 
 def _make_folder(folder: Path) -> None:
@@ -197,9 +233,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what processes of this machine left that died while they wrote."""
+    """Removes what processes left that died while they wrote, as far as this one could see them."""
     for name in os.listdir(folder):
-        found = re.fullmatch(rf"\..+\.{_MACHINE}-(\d+)-[0-9a-f]{{8}}\.writing", name)
+        found = re.fullmatch(rf"\..+\.{_PROCESSES}-(\d+)-[0-9a-f]{{8}}\.writing", name)
         if found is not None and not _alive(int(found[1])):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(folder / name)

@@ -126,11 +126,21 @@ class MLflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             where = (self._folder / "mlruns").absolute().as_uri()
         self._client = self._package.MlflowClient(tracking_uri=where)
-        found = self._client.get_experiment_by_name("fedjax_meta")
-        experiment = self._client.create_experiment("fedjax_meta") if found is None else found.experiment_id
-        self._id = self._client.create_run(experiment, run_name=self._name).info.run_id
+        self._id = self._client.create_run(self._experiment("fedjax_meta"), run_name=self._name).info.run_id
         for name, value in flat(config).items():
             self._client.log_param(self._id, re.sub(r"[^\w./ -]", "_", name), value)
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        try:
+            return self._client.create_experiment(name)
+        except self._package.exceptions.MlflowException:
+            found = self._client.get_experiment_by_name(name)  # a process that shares the run may have made it by now
+            if found is None:
+                raise
+            return found.experiment_id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values at a step."""
@@ -257,21 +267,15 @@ class OfStudy:
           place: the folder of the metrics of a scenario's system, where each has its own.
         """
         self._watcher, self._folder, self._loggers, self._configs = watcher, folder, loggers, configs
-        self._place = place
-        self._follow(folder)
+        self._place = place or (lambda scenario, system: folder)
         self._open: dict[str, list[Logger]] = {}
         self._status: dict[str, str] = {}
 
-    def _follow(self, place: Path) -> None:
-        """Reads what comes to the metrics of a folder; what an earlier process wrote was logged by it."""
-        self._lines = place / "metrics.jsonl"
-        self._read = self._lines.stat().st_size if self._lines.is_file() else 0
-
     def begin(self, scenario: str, system: str, *facts: Any) -> None:
-        """Ends the runs of the sweep before."""
+        """Ends the runs of the sweep before; what is in the metrics by now was logged when it came."""
         self.finish()
-        if self._place is not None:
-            self._follow(self._place(scenario, system))
+        self._lines = self._place(scenario, system) / "metrics.jsonl"
+        self._read = self._lines.stat().st_size if self._lines.is_file() else 0
         self._watcher.begin(scenario, system, *facts)
 
     def progress(self, *facts: Any) -> None:

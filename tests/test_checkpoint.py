@@ -1,13 +1,16 @@
 """Checkpoints: exact, atomic, on the disk, and checked for damage when they are written and restored."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import platform
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,8 +278,8 @@ def dead_process():
 
 def test_what_dead_writers_left_is_ignored_and_removed(tmp_path):
     checkpoint.save(tmp_path, state(1), [], CONFIG)
-    left = tmp_path / f".2.ckpt.{disk._MACHINE}-{dead_process()}-0123abcd.writing"
-    other = tmp_path / f".2.ckpt.{disk._MACHINE}-{os.getppid()}-0123abcd.writing"  # of a process that lives
+    left = tmp_path / f".2.ckpt.{disk._PROCESSES}-{dead_process()}-0123abcd.writing"
+    other = tmp_path / f".2.ckpt.{disk._PROCESSES}-{os.getppid()}-0123abcd.writing"  # of a process that lives
     elsewhere = tmp_path / f".2.ckpt.{'0' * 8}-{dead_process()}-0123abcd.writing"  # of another machine
     own = tmp_path / ".2.ckpt.notes"
     for path in (left, other, elsewhere, own):
@@ -285,7 +288,7 @@ def test_what_dead_writers_left_is_ignored_and_removed(tmp_path):
     checkpoint.save(tmp_path, state(2), [], CONFIG)
     assert {path.name for path in tmp_path.iterdir()} == {"1.ckpt", "2.ckpt", other.name, elsewhere.name, own.name}
     metrics = tmp_path / "metrics.json"
-    left = tmp_path / f".metrics.json.{disk._MACHINE}-{dead_process()}-0123abcd.writing"
+    left = tmp_path / f".metrics.json.{disk._PROCESSES}-{dead_process()}-0123abcd.writing"
     left.write_text("half")
     checkpoint.write_text(metrics, "whole")
     assert metrics.read_text() == "whole"
@@ -808,35 +811,48 @@ def test_a_folder_belongs_to_one_process_until_it_dies(tmp_path):
     ) as process:
         assert process.stdout.readline() == "has it\n"
         before = (folder / disk.LOCK).read_bytes()
-        with pytest.raises(OSError, match=rf"run is in use by process {process.pid}: wait until it ends, or use another"):
+        with pytest.raises(
+            OSError, match=rf"run is in use by process {process.pid} on .*: wait until it ends, or use another"
+        ):
             checkpoint.lock(folder)
         assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [(disk.LOCK, before)]
         process.kill()
         process.wait()
         for _ in range(2):
             checkpoint.lock(folder)
-    assert (folder / disk.LOCK).read_text() == f"{os.getpid()}\n"
-
-
-SHARE = HOLD.replace("sys.argv[1])", "sys.argv[1], shared=True)")
+    assert (folder / disk.LOCK).read_text() == f"{os.getpid()} on {platform.node()}\n"
 
 
 def test_processes_that_share_a_folder_keep_out_those_that_want_it_alone(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", SHARE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "has it\n"
-        with pytest.raises(disk.InUseError, match=rf"in use by process {process.pid}"):
+    with disk.held(tmp_path, shared=True) as first, disk.held(tmp_path, shared=True) as second:
+        assert first and second and disk.locked(tmp_path) and disk.locked(tmp_path, patience=0.05)
+        with disk.held(tmp_path) as alone:
+            assert not alone
+        with pytest.raises(disk.InUseError, match=rf"in use by process {os.getpid()} on "):
             checkpoint.lock(tmp_path)
-        checkpoint.lock(tmp_path, shared=True)
-        with pytest.raises(disk.InUseError):  # what this process shares is not its own yet
-            checkpoint.lock(tmp_path)
-        process.kill()
-        process.wait()
+    assert not disk.locked(tmp_path)
     checkpoint.lock(tmp_path)
-    with disk.held(tmp_path) as mine:
+    with disk.held(tmp_path, shared=True) as mine:
         assert not mine
     with disk.held(tmp_path / "block") as mine, disk.held(tmp_path / "block") as other:
         assert mine and not other
     with disk.held(tmp_path / "block") as mine:
         assert mine
+
+
+def test_a_lock_that_cannot_be_written_is_given_back(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"could not write .*\.lock: No space left on device"):
+            checkpoint.lock(tmp_path)
+    assert not disk.locked(tmp_path)
+
+
+def test_a_folder_that_is_had_for_a_moment_is_asked_for_again(tmp_path):
+    with contextlib.ExitStack() as stack:
+        assert stack.enter_context(disk.held(tmp_path))
+        threading.Timer(0.1, stack.pop_all().close).start()
+        checkpoint.lock(tmp_path)

@@ -1,6 +1,7 @@
 """Loggers: what they are told, what TensorBoard reads back, and what is said when a package is missing."""
 
 import collections
+import functools
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ import fedjax_meta as fm
 from fedjax_meta import evaluation, loggers, report
 from fedjax_meta.cli import app
 from fedjax_meta.simulation import Evaluator
+from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run
 from tests.study.common import TREE, Silent, study
 
@@ -138,6 +140,8 @@ def test_a_study_that_goes_on_logs_each_evaluation_once(tmp_path):
     with pytest.raises(KeyboardInterrupt), loggers.of_study(Silent(stop_at=2), tmp_path, {"m": make}, configs) as watcher:
         run.run(chosen, tmp_path, watcher=watcher)
     assert {one.status for one in made} == {"stopped"} and made[0].config["options"] == {"method": "fedavg"}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"scenario": "pai')  # as a process leaves it that is killed while it writes; the run removes it
     with loggers.of_study(Silent(), tmp_path, {"m": make}, configs) as watcher:
         run.run(chosen, tmp_path, watcher=watcher)
     assert {one.status for one in made[2:]} == {"finished"}
@@ -147,6 +151,24 @@ def test_a_study_that_goes_on_logs_each_evaluation_once(tmp_path):
     inner = Silent()
     with loggers.of_study(inner, tmp_path, {}, configs) as watcher:
         assert watcher is inner
+
+
+def test_processes_that_share_a_run_log_what_they_train(tmp_path):
+    chosen, made = study(**{k: v for k, v in SMALL.items() if k not in TREE or TREE[k] != v}), []
+
+    def make(folder, name):
+        made.append(Memory(folder, name))
+        return made[-1]
+
+    configs, place = {"fedavg": {"method": "fedavg"}}, functools.partial(folders.part, tmp_path)
+    with (
+        loggers.of_study(Silent(), tmp_path, {"m": make}, configs, place=place) as watcher,
+        run.shared(chosen, tmp_path, watcher=watcher),
+    ):
+        pass
+    assert {one.status for one in made} == {"finished"}
+    seen = [(one.name, step) for one in made for step, values in one.steps.items() if "seconds" in values]
+    assert len(seen) == len(set(seen)) == len(lines(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "tensorboardX")])

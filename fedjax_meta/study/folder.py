@@ -36,29 +36,25 @@ _ENVIRONMENT = ("JAX_", "XLA_", "FEDJAX_META_", "CUDA_VISIBLE", "OMP_NUM", "TF_"
 """How the names of environment variables begin that may change numbers or speed."""
 
 
-def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: str, *, shared: bool = False) -> None:
-    """Takes the folder for this process, and writes what the run is, or compares it with what the folder says.
+def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> None:
+    """Writes what the run is; where the folder holds a run, that must be an earlier state of this one.
 
     Args:
       study, built, command: what is run.
-      folder: of the run.
-      shared: the folder is taken for all processes that say so; what they run must be the same.
+      folder: of the run; this process has it.
 
     Raises:
       ValueError: the folder holds another study; the message has each field that differs, with both values.
-      OSError: another process has the folder, or it cannot be written.
+      OSError: it cannot be written.
     """
     path, started = folder / "run.json", _now()
     fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
-    begun, together = _begun(folder), shared and disk.locked(folder)
-    if together:
-        begun |= {*built, *(f"{name}/{system}" for name in built for system in study.systems_on(name))}
+    begun = _begun(folder)
     if path.is_file() and begun:
         content = read_run(folder)
-        _compare(folder, content, fixed, rounds, begun, same_rounds=together)
+        _compare(folder, content, fixed, rounds, begun)
         before, started = content["fixed"], content.get("started", started)
         fixed = {kind: {**before.get(kind, {}), **given} for kind, given in fixed.items()}
-    checkpoint.lock(folder, shared=shared)
     facts = {
         name: {
             "title": clients.title,
@@ -94,6 +90,21 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     }
     checkpoint.write_text(folder / "study.yaml", to_yaml(study))
     _write(path, content)
+
+
+def join_run(study: Study, folder: Path, built: Mapping[str, Clients]) -> None:
+    """Compares a study with the run that other processes are at work on.
+
+    Raises:
+      ValueError: they run another one; the message has each field that differs, with both values.
+    """
+    clients = read_run(folder)["fixed"]["clients"]
+    before = {**dataclasses.asdict(load(folder / "study.yaml")), "clients": {name: clients.get(name) for name in built}}
+    now = {**dataclasses.asdict(study), "clients": {name: of.fingerprint for name, of in built.items()}}
+    before["devices"] = now["devices"]  # machines may differ in these
+    odd = list(checkpoint.differences(*(json.loads(json.dumps(one)) for one in (before, now))))
+    if odd:
+        raise ValueError(f"{folder} is at work, and all that share it must say the same: {_in_words(odd)}")
 
 
 def part(folder: Path, scenario: str, system: str) -> Path:
@@ -218,9 +229,7 @@ def _begun(folder: Path) -> set[str]:
     return found
 
 
-def _compare(
-    folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str], *, same_rounds: bool
-) -> None:
+def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str]) -> None:
     """Raises where a study contradicts what its folder has results of."""
     systems = {name.partition("/")[2] for name in begun}
     known = {"scenarios": begun, "systems": systems, "clients": begun, "tuning": set(fixed["tuning"])}
@@ -237,14 +246,15 @@ def _compare(
     for name, number in rounds.items():
         before = content.get("rounds", rounds).get(name, number)
         field = "rounds" if name == "final" else "tuning.rounds"
-        if same_rounds and number != before:
-            odd.append((f"{field} (other processes are at work)", before, number))
-        elif number < before:
+        if number < before:
             odd.append((f"{field} (a run takes more, not fewer)", before, number))
     if odd:
-        words = [f"{field} was {old!r} and is {new!r} now" for field, old, new in odd[:_MOST_DIFFERENCES]]
-        more = f"; and {len(odd) - _MOST_DIFFERENCES} more" if len(odd) > _MOST_DIFFERENCES else ""
-        raise ValueError(f"{folder} holds another study: {'; '.join(words)}{more}; give another folder")
+        raise ValueError(f"{folder} holds another study: {_in_words(odd)}; give another folder")
+
+
+def _in_words(odd: Sequence[tuple[str, Json, Json]]) -> str:
+    words = [f"{field} was {old!r} and is {new!r} now" for field, old, new in odd[:_MOST_DIFFERENCES]]
+    return "; ".join(words) + (f"; and {len(odd) - _MOST_DIFFERENCES} more" if len(odd) > _MOST_DIFFERENCES else "")
 
 
 # Where a run was made.

@@ -58,7 +58,7 @@ __all__ = [
     "passes",
     "points_of",
     "run",
-    "run_shared",
+    "shared",
 ]
 
 
@@ -121,11 +121,21 @@ def run(
       OSError: the folder cannot be written, or another process has it.
     """
     built = build(study) if clients is None else clients
-    with _opened(study, folder, built, watcher, command, should_stop, shared=False) as (steps, desk):
-        return _finish(study, steps, desk, tell=True)
+    _check_start(study, built)
+    disk.lock(folder)
+    folders.open_run(study, folder, built, command)
+    steps, outcomes = _steps(study, built), []
+    with _desk(folder, watcher, should_stop) as desk:
+        for number, step in enumerate(steps):
+            outcomes.append(step.run(steps[number + 1 :], desk))
+            watcher.end(outcomes[-1])
+    _save_presets(study, folder, outcomes)
+    folders.close_run(folder)
+    return outcomes
 
 
-def run_shared(
+@contextlib.contextmanager
+def shared(
     study: Study,
     folder: Path,
     *,
@@ -133,61 +143,82 @@ def run_shared(
     clients: Mapping[str, Clients] | None = None,
     command: str = "",
     should_stop: Callable[[], bool] | None = None,
-) -> list[Outcome] | None:
+) -> Iterator[list[Outcome] | None]:
     """Takes part in a run that other processes may share: each calls this with the same study and folder.
 
-    A process trains systems that no other one has. The call ends when all systems are finished, whoever trained them; what a
-    process had that died is taken by another. Numbers are those of `run`. Arguments and errors are those of `run`.
+    A process trains systems that no other one has; what a process had that died is taken by another. When all systems are
+    finished, the block begins: with the outcomes in the process that is to report them, with `None` in the others as soon as that
+    one's block has ended; where it fails, another one is to report. Numbers are those of `run`, and so are arguments and errors.
 
-    Returns:
-      The outcomes, in the process that is to report them; `None` in the others.
+    Example:
+      ```
+      with shared(study, folder, watcher=watcher) as outcomes:
+          if outcomes is not None:
+              page.write_all(folder, study, build(study), outcomes)
+      ```
     """
     built = build(study) if clients is None else clients
-    with _opened(study, folder, built, watcher, command, should_stop, shared=True) as (steps, desk):
-        return _finish(study, steps, desk, tell=False) if _take_turns(steps, desk) else None
+    _check_start(study, built)
+    steps = _steps(study, built)
+    common = folder / folders.PARTS  # who has it writes what belongs to all
+    with contextlib.ExitStack() as stack:
+        desk = stack.enter_context(_desk(folder, watcher, should_stop))
+        with _turn(common, desk.should_stop):
+            at_work = disk.locked(folder, patience=_PAUSE / 5)
+            if not stack.enter_context(disk.held(folder, shared=True)):
+                raise disk.in_use(folder)
+            if at_work:
+                folders.join_run(study, folder, built)
+            else:
+                folders.open_run(study, folder, built, command)
+        _train_free(steps, desk)
+        with _turn(common, desk.should_stop):
+            if folders.read_run(folder)["finished"]:
+                yield None
+                return
+            whole = desk._replace(metrics=folders.Metrics(folder))
+            outcomes = [step.run([], whole) for step in steps]
+            _save_presets(study, folder, outcomes)
+            yield outcomes
+            folders.close_run(folder)
 
 
-@contextlib.contextmanager
-def _opened(
-    study: Study,
-    folder: Path,
-    built: Mapping[str, Clients],
-    watcher: Watcher,
-    command: str,
-    should_stop: Callable[[], bool] | None,
-    *,
-    shared: bool,
-) -> Iterator[tuple[list["_Step"], Desk]]:
-    """The steps of a study, and where they leave what they find; what is wrong is refused first."""
+def _check_start(study: Study, built: Mapping[str, Clients]) -> None:
     if jax.process_count() > 1:
         raise ValueError(
             f"a study runs in one process, and JAX sees {jax.process_count()}: start processes that do not know of each other, "
             "which can share a run, or train one method over all of them with simulate"
         )
     check(study, built)
-    folders.open_run(study, folder, built, command, shared=shared)
+
+
+def _steps(study: Study, built: Mapping[str, Clients]) -> list["_Step"]:
+    return [_Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
+
+
+@contextlib.contextmanager
+def _desk(folder: Path, watcher: Watcher, should_stop: Callable[[], bool] | None) -> Iterator[Desk]:
+    """Where steps leave what they find."""
     ahead = Ahead()
-    steps = [_Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
     try:
-        yield steps, Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
+        yield Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
     finally:
         ahead.close()
 
 
-def _finish(study: Study, steps: Sequence["_Step"], desk: Desk, *, tell: bool) -> list[Outcome]:
-    """Runs all steps, those that are finished by reading what they found; with `tell`, the watcher hears of each."""
-    outcomes = []
-    for number, step in enumerate(steps):
-        outcomes.append(step.run(steps[number + 1 :], desk))
-        if tell:
-            desk.watcher.end(outcomes[-1])
-    _save_presets(study, desk.folder, outcomes)
-    folders.close_run(desk.folder)
-    return outcomes
+@contextlib.contextmanager
+def _turn(place: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Gives a folder to this process for the length of a block, as soon as no other one has it."""
+    with contextlib.ExitStack() as stack:
+        while not stack.enter_context(disk.held(place)):
+            if should_stop():
+                raise Stopped("waiting for another process, which opens the run or reports it")
+            time.sleep(_PAUSE)
+        yield
 
 
-def _take_turns(steps: Sequence["_Step"], desk: Desk) -> bool:
-    """Runs the steps that no other process has, until all are finished; whether this process is to put them together."""
+def _train_free(steps: Sequence["_Step"], desk: Desk) -> None:
+    """Runs the steps that no other process has, until all are finished."""
     left, waits = list(steps), False
     while left:
         for step in list(left):
@@ -198,16 +229,11 @@ def _take_turns(steps: Sequence["_Step"], desk: Desk) -> bool:
                     left.remove(step)
         if left:
             if desk.should_stop():
-                raise Stopped(f"waiting for {len(left)} systems that other processes train")
+                raise Stopped(f"waiting for {len(left)} of {len(steps)} systems, which other processes train")
             if not waits:
                 desk.watcher.wait([step.where for step in left])
             waits = True
             time.sleep(_PAUSE)
-    try:
-        disk.lock(desk.folder / folders.PARTS)
-    except disk.InUseError:
-        return False
-    return folders.read_run(desk.folder)["finished"] is None
 
 
 def check(study: Study, built: Mapping[str, Clients]) -> None:

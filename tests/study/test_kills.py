@@ -6,6 +6,7 @@ The long test has three parts, which kill FEDJAX_META_KILLS processes together (
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -156,7 +157,8 @@ def test_a_signal_between_two_evaluations_saves_at_once_and_names_the_command(tm
     _, said = second.communicate(timeout=120)
     assert (
         second.returncode == 1
-        and said == f"error: {folder} is in use by process {first.pid}: wait until it ends, or use another folder\n"
+        and said
+        == f"error: {folder} is in use by process {first.pid} on {platform.node()}: wait until it ends, or use another folder\n"
     )
     time.sleep(2)
     first.send_signal(signal.SIGTERM)

@@ -1,18 +1,20 @@
 """Processes that share a run: each takes systems that no other one has; numbers are those of one process alone."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 import pytest
 
 from fedjax_meta import disk
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run
-from tests.study.common import Silent, study
+from tests.study.common import TREE, Silent, study
 
 TIMES = ("seconds", "compile_seconds")
 
@@ -38,45 +40,90 @@ def lines(folder):
     return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
 
 
+def take_part(folder, watcher=None, **changes):
+    """Shares in a run; the outcomes, or `None` where another process reported them."""
+    with run.shared(study(**changes), folder, watcher=watcher or Silent()) as outcomes:
+        return outcomes
+
+
 def test_what_others_have_is_waited_for_and_the_rest_is_trained(alone, tmp_path):
     place, whole = alone
     with disk.held(folders.part(tmp_path, "pairs", "fedavg")) as mine:
         assert mine
         watcher = Silent()
-        with pytest.raises(run.Stopped, match="waiting for 1 systems that other processes train"):
-            run.run_shared(study(), tmp_path, watcher=watcher, should_stop=lambda: bool(watcher.waited))
+        with (
+            pytest.raises(run.Stopped, match="waiting for 1 of 2 systems, which other processes train"),
+            run.shared(study(), tmp_path, watcher=watcher, should_stop=lambda: bool(watcher.waited)),
+        ):
+            pass
     assert watcher.waited == [("pairs", "fedavg")] and [one.system for one in watcher.ended] == ["local"]
     assert not (tmp_path / "results" / "pairs" / "fedavg.final.json").exists()
     # The one that had it died, and this process goes on.
     watcher = Silent()
-    outcomes = run.run_shared(study(), tmp_path, watcher=watcher)
+    outcomes = take_part(tmp_path, watcher)
     assert watcher.waited == [] and [one.system for one in watcher.ended] == ["fedavg", "local"]
     assert trained(tmp_path) == trained(place) and lines(tmp_path) == lines(place)
     assert [one.chosen for one in outcomes] == [one.chosen for one in whole]
     assert folders.read_run(tmp_path)["finished"] and (tmp_path / "presets" / "pairs.yaml").is_file()
-    with disk.held(tmp_path / folders.PARTS) as free:
-        assert not free  # until this process ends
     # Alone, the same study finds everything done.
     watcher = Silent()
     run.run(study(), tmp_path, watcher=watcher)
     assert watcher.records == 0
 
 
-def test_one_process_alone_reports(tmp_path):
-    chosen = study(systems={"local": {"method": "local_only", "options": {"lr": 0.1}}}, rounds=1, seeds=[1])
-    with disk.held(tmp_path / folders.PARTS) as mine:
-        assert mine and run.run_shared(chosen, tmp_path, watcher=Silent()) is None
-    assert folders.read_run(tmp_path)["finished"] is None
+SMALL = {"systems": {"local": {"method": "local_only", "options": {"lr": 0.1}}}, "rounds": 1, "seeds": [1]}
+
+
+def test_processes_that_begin_or_go_on_together_all_end_and_one_reports(tmp_path):
+    """Locks are of open files, so that threads stand for processes."""
+    for changes in (SMALL, {**SMALL, "rounds": 2}):
+        with futures.ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda _, changes=changes: take_part(tmp_path, **changes), range(3)))
+        assert sorted(one is not None for one in found) == [False, False, True]
+        assert folders.read_run(tmp_path)["finished"] and not disk.locked(tmp_path)
+    (outcome,) = next(one for one in found if one)
+    assert outcome.final[0].rows[-1]["round"] == 2
+
+
+def test_who_comes_while_a_report_is_written_waits_for_it(tmp_path):
+    """Where it fails, nothing is finished, and the other one reports; so does one that comes after the end, once more."""
+
+    def late():
+        with pytest.raises(run.Stopped, match="waiting for another process, which opens the run or reports it"):
+            run.shared(study(**SMALL), tmp_path, watcher=Silent(), should_stop=lambda: True).__enter__()
+        return take_part(tmp_path, **SMALL)
+
+    for fails in (True, False):
+        with (
+            futures.ThreadPoolExecutor(1) as threads,
+            contextlib.suppress(ZeroDivisionError),
+            run.shared(study(**SMALL), tmp_path, watcher=Silent()) as outcomes,
+        ):
+            assert outcomes is not None and folders.read_run(tmp_path)["finished"] is None
+            second = threads.submit(late)
+            time.sleep(0.3)
+            assert second.running() and folders.read_run(tmp_path)["finished"] is None
+            if fails:
+                raise ZeroDivisionError
+        assert second.result() is not None
+        assert folders.read_run(tmp_path)["finished"]
 
 
 def test_those_who_share_run_the_same_study(tmp_path):
-    folders.open_run(study(), tmp_path, study_clients := run.build(study()), "", shared=True)
-    for changed, words in (
-        ({"rounds": 5}, r"rounds \(other processes are at work\) was 4 and is 5 now"),
-        ({"federation": {"cohort_size": 3}}, "cohort_size was 4 and is 3 now"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            run.run_shared(study(**changed), tmp_path, watcher=Silent(), clients=study_clients)
+    built = run.build(study())
+    with run.shared(study(**SMALL), tmp_path, watcher=Silent()):
+        before = folders.read_run(tmp_path)
+        for changes, words in (
+            ({"rounds": 5}, "rounds was 1 and is 5 now"),
+            ({"federation": {"cohort_size": 3}}, "federation.cohort_size was 4 and is 3 now"),
+            ({"seeds": [1, 2]}, r"seeds was \[1\] and is \[1, 2\] now"),
+            ({"systems": TREE["systems"]}, "systems.fedavg.method was 'nothing' and is 'fedavg' now"),
+            ({"eval_every": 1}, "eval_every was 2 and is 1 now"),
+        ):
+            with pytest.raises(ValueError, match=f"all that share it must say the same: .*{words}"):
+                folders.join_run(study(**{**SMALL, **changes}), tmp_path, built)
+        folders.join_run(study(**SMALL, devices=1), tmp_path, built)
+        assert folders.read_run(tmp_path) == before
 
 
 @pytest.mark.long
@@ -95,6 +142,6 @@ def test_three_processes_of_which_one_is_killed_find_what_one_finds_alone(tmp_pa
     said = [one.communicate()[0] for one in started]
     assert [one.returncode for one in started] == [-signal.SIGKILL, 0, 0]
     assert sorted("report.html; metrics" in one for one in said[1:]) == [False, True]
-    assert sorted("another process writes" in one for one in said[1:]) == [False, True]
+    assert sorted("another process has written" in one for one in said[1:]) == [False, True]
     assert trained(tmp_path / "shared") == trained(tmp_path / "alone")
     assert lines(tmp_path / "shared") == lines(tmp_path / "alone")
