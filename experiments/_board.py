@@ -101,7 +101,8 @@ def unlisted(listed: Sequence[standing.Run]) -> list[str]:
 def said(study: Study, scenario: str, system: str) -> str:
     """The digest of what a study says of a system on a scenario, as far as its numbers depend on it."""
     tree = to_tree(study)
-    parts = [tree[name] for name in ("rounds", "seeds", "federation", "tuning")]
+    # How often a grid may move on does not change the numbers of the points; those that it added are in `tried`.
+    parts = [*(tree[name] for name in ("rounds", "seeds", "federation")), {**tree["tuning"], "extend": 0}]
     own = {name: value for name, value in tree["systems"][system].items() if name != "title"}
     text = json.dumps([*parts, tree["scenarios"][scenario], own], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -197,6 +198,15 @@ class Cell(NamedTuple):
         path = self.folder / "results" / self.found.scenario / f"{self.system}.final.json"
         return json.loads(path.read_text(encoding="utf-8"))["made"]
 
+    @property
+    def points(self) -> list[tuning.Point]:
+        """What was tried of the grid."""
+        path = self.folder / "results" / self.found.scenario / f"{self.system}.tuning.json"
+        if not path.is_file():
+            return tuning.points_of(self.study.systems[self.system])
+        trials, _ = folders.read_trials(path)
+        return [dict(point) for point in dict.fromkeys(tuple(trial.numbers.items()) for trial in trials.values())]
+
     def digests(self, again: Again | None) -> tuple[str, str]:
         """Of the method and of the rest, of the code that trained it last or found it alike."""
         if again is not None and again.alike:
@@ -280,7 +290,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
     again = read_again(cell.folder).get(scenario, {}).get(cell.system)
     confirmed = again if again is not None and again.alike else None
     digests = cell.digests(again)
-    points = tuning.points_of(cell.study.systems[cell.system])
+    points = cell.points
     counted = _read_flops(cell.folder).get(scenario, {}).get(cell.system, NAN)
     lines = []
     for number, trial in enumerate(row.system.trials):

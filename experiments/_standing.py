@@ -160,6 +160,7 @@ def check_same(run: Run, folder: Path) -> None:
     """Raises `ValueError` where a folder holds another study than the list's; systems that it has no results of may differ."""
     study = run.load()
     wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
+    made["tuning"] |= {"extend": wanted["tuning"]["extend"]}  # the same command goes on with it
     tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
     for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
         if wanted[field] != made[field]:

@@ -18,6 +18,7 @@ from experiments import _standing as standing
 from fedjax_meta import checks, report
 from fedjax_meta.process import console, one_line_errors
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study import load
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 GRACE = 900.0
@@ -84,7 +85,7 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
 
 
 def state(run: standing.Run, root: Path) -> str:
-    """ "done", "partly (finished systems of all)" or "not run"."""
+    """ "done", "partly (finished systems of all)", "done, but grids may move on" or "not run"."""
     folder = root / run.name
     if not (folder / "run.json").is_file():
         return "not run"
@@ -92,7 +93,9 @@ def state(run: standing.Run, root: Path) -> str:
     wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
     done = sum((folder / "results" / scenario / f"{system}.final.json").is_file() for scenario, system in wanted)
     finished = folders.read_run(folder).get("finished") is not None
-    return "done" if finished and done == len(wanted) else f"partly ({done} of {len(wanted)})"
+    if not finished or done < len(wanted):
+        return f"partly ({done} of {len(wanted)})"
+    return "done" if load(folder / "study.yaml").tuning.extend >= study.tuning.extend else "done, but grids may move on"
 
 
 def run_all(chosen: list[standing.Run], root: Path, data_dir: str | None, hours: float | None) -> int:

@@ -182,6 +182,8 @@ def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]
 
 def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float) -> Finished:
     trials, content = read_trials(path)
+    # Runs of older versions know the traffic of the first point of a grid alone, which differs where the grid has sizes.
+    traffic = float(content.get("traffic", traffic))
     federation = study.system(name, scenario).federation
     cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
     cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}

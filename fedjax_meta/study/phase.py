@@ -152,6 +152,8 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
     """
     path = results_path(phase, desk.folder)
     finished = _finished(path, phase)
+    if phase.name == "final":  # where a grid has moved on, another point may have been trained before
+        finished = {label: trial for label, trial in finished.items() if trial.numbers == members[0].numbers}
     left = [member for member in members if str(member) not in finished]
     known = [finished[str(member)] for member in members if str(member) in finished]
     makers = _makers(path, phase) if left else []
@@ -165,8 +167,10 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         trained = _train(phase, some, desk)
         finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
         lines = {label: trial._asdict() for label, trial in finished.items()}
-        content = report.strict({"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines})
-        checkpoint.write_text(path, json.dumps(content, allow_nan=False) + "\n")
+        content = {"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines}
+        if phase.name == "final" and not phase.pooled:
+            content["traffic"] = sum(costs.traffic(sweeps.member_algorithm(phase.build, members[0]), phase.data))
+        checkpoint.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
         save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples)

@@ -221,6 +221,21 @@ def test_lines_have_the_scores_of_the_folder(folder, lines):
             assert line.chosen == f"lr={lr:g}" and line.edge == ("" if lr == 0.2 else "lr") and line.tried == 3
 
 
+def test_a_grid_that_moves_on_says_so(tmp_path):
+    """The row has the points that were added, and is the same study's: how often a grid may move on changes no other number."""
+    content = tree(rounds=1, tuning={"rounds": 1, "seeds": [0]})
+    content["systems"] = {"local_only": {"method": "local_only", "grid": {"lr": [0.001, 0.003, 0.01]}}}
+    path, found = tmp_path / "digits.yaml", []
+    for most in (0, 2):
+        path.write_text(yaml.safe_dump({**content, "tuning": {**content["tuning"], "extend": most}}), encoding="utf-8")
+        listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+        run.run(load(path), tmp_path / "digits", watcher=Silent())
+        found.append(board.extract([listed], tmp_path)["pairs"][0])
+    first, second = found
+    assert (first.chosen, first.edge, first.tried) == ("lr=0.01", "lr", 3)
+    assert second.tried == 5 and second.chosen in ("lr=0.0333", "lr=0.111") and second.said == first.said
+
+
 def test_who_would_do_better_alone(folder, lines):
     _, root = folder
     by_system = {}

@@ -115,6 +115,7 @@ def test_states_of_the_list(folder, capsys):
     listed, root = folder
     assert reproduce.state(listed, root) == "done"
     assert reproduce.state(replace(listed, name="other"), root) == "not run"
+    assert reproduce.state(replace(listed, settings=["tuning.extend=2"]), root) == "done, but grids may move on"
     (root / "digits/results/pairs/local.final.json").rename(root / "kept")
     try:
         assert reproduce.state(listed, root) == "partly (1 of 2)"

@@ -134,6 +134,15 @@ def test_runs_of_several_folders_are_one_table_that_fits_80_columns(folders):
     assert "…" not in text and all(len(line) <= 80 for line in result.output.splitlines())
 
 
+def test_the_traffic_of_a_system_is_that_of_the_chosen_point(tmp_path):
+    ifca = {"method": "ifca", "options": {"lr": 0.1}, "grid": {"clusters": [1, 3]}}
+    chosen = study(systems={"ifca": ifca}, rounds=1, seeds=[1], tuning={"rounds": 1, "seeds": [0]})
+    (outcome,) = run.run(chosen, tmp_path, watcher=Silent())
+    (found,) = compare.finished([tmp_path])
+    # Down go the models of all clusters; up comes as much, of which all but one are zeros, and a weight for each.
+    assert found.traffic == outcome.chosen["clusters"] * (2 * 650 + 1) * jnp.zeros(()).dtype.itemsize
+
+
 def test_a_comparison_is_written_as_markdown_csv_and_html(folders, tmp_path):
     files = [tmp_path / name for name in ("c.md", "c.csv", "c.html")]
     words = [word for path in files for word in ("--out", str(path))]
