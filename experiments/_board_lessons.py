@@ -4,36 +4,38 @@ Rows that another study made than the one of this folder take no part: their set
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import yaml
 
 from experiments import _board as board
-from experiments import _board_new as newcomers
+from experiments import _board_adapting as adapting
+from experiments import _board_gaps as gaps
 from experiments import _standing as standing
-from experiments._board import LOCAL, Line
+from experiments._board import Line
+from experiments._board_gaps import Gap
 from experiments._board_new import Tested
-from fedjax_meta import metrics, report
+from fedjax_meta import report
 from fedjax_meta.study import Study
-from fedjax_meta.study.system import System
 
 PAGE = board.HERE.parent / "docs" / "leaderboard_lessons.md"
 ORDERINGS = board.HERE / "leaderboard_orderings.yaml"
-BETTER, WORSE, OPEN = "better", "worse", "undecided"
-CLOSE = 1.0
-"""Points that count as no loss."""
-
 SECOND_ORDER = [
     ("FedMeta(MAML)", "fedmeta", "fedmeta_fomaml"),
     ("FedMeta-Per(MAML)", "fedmeta_per", "fedmeta_per_fomaml"),
     ("Per-FedAvg, differences of gradients", "perfedavg", "perfedavg_fo"),
     ("Per-FedAvg, exact products", "perfedavg_exact", "perfedavg_fo"),
-    ("implicit gradient", "imaml", "fedmeta_fomaml"),
-    ("implicit gradient, own head", "imaml_per", "fedmeta_per_fomaml"),
 ]
-"""What is compared, the system whose gradient knows curvature, and the one whose gradient does not."""
+"""A method, the system with its second-order gradient, and the one with its first-order gradient."""
+
+IMPLICIT = [
+    ("iMAML, FOMAML", "imaml", "fedmeta_fomaml"),
+    ("the same, own head", "imaml_per", "fedmeta_per_fomaml"),
+]
+"""Methods with another inner problem than the first-order one that they are held against."""
 
 INSTEAD = [
     "fedmeta",
@@ -48,17 +50,12 @@ INSTEAD = [
     "reptile",
     "perfedavg_reptile",
 ]
-"""Meta-learners that are held against fine-tuned FedAvg."""
+"""Meta-learners that are held against FedAvg."""
+
+REFERENCES = ["fedavg_ft", "fedavg"]
 
 Board = Mapping[str, Mapping[str, Sequence[Line]]]
 """By scenario and system: a line for each seed."""
-
-
-class Gap(NamedTuple):
-    """A paired difference over seeds, above 0 where the first system is better; in words, and what it says."""
-
-    words: str
-    verdict: str
 
 
 def page(
@@ -73,8 +70,8 @@ def page(
     studies = [run.load() for run in listed]
     found = current(studies, lines)
     systems = {name: system for study in studies for name, system in study.systems.items()}
-    text = ["## When second order pays", "", *_second_order(found), "## What new clients need", ""]
-    text += _new_clients(found, systems, tested or {})
+    text = ["## When second order pays", "", *_second_order(found), "## When meta-learning pays", "", *_meta_learning(found)]
+    text += ["## What new clients need", "", *adapting.section(found, systems, tested or {})]
     text += ["## Which published orderings survive equal tuning", "", *_orderings(found)]
     text += ["## What rounding does", "", *_rounding(found), "## What was not run", ""]
     return "\n".join([*text, *_not_run(dict(zip((run.name for run in listed), studies, strict=True)), lines, found)])
@@ -92,119 +89,159 @@ def current(studies: Sequence[Study], lines: Mapping[str, Sequence[Line]]) -> Bo
     return found
 
 
-def gap(first: Sequence[Line], second: Sequence[Line], name: str) -> Gap | None:
-    """By how much the first system is better in "known" or "new", seed by seed; `None` where one of them has no number."""
-    other, kind = {line.seed: getattr(line, name) for line in second}, first[0].kind
-    gaps = np.array([getattr(line, name) - other[line.seed] for line in first if line.seed in other])
-    if not gaps.size or not np.isfinite(gaps).all():
-        return None
-    gaps = gaps if kind.higher_is_better else -gaps
-    mean, margin = float(gaps.mean()), metrics.confidence_margin(gaps)
-    words = f"{kind.text(mean, sign=True)} [{kind.text(mean - margin, sign=True)}, {kind.text(mean + margin, sign=True)}]"
-    return Gap(words, BETTER if mean - margin > 0 else WORSE if mean + margin < 0 else OPEN)
-
-
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> list[str]:
     return [report.markdown_table(headings, rows, text_columns=text_columns), ""] if rows else ["Nothing was run yet.", ""]
 
 
-def _compared(found: Board, pairs: Sequence[tuple[str, str, str]]) -> tuple[list[str], list[list[str]], dict[str, int]]:
-    """(headings, a row for each pair that was run on any scenario, how often the first was better, worse or neither)."""
-    asked = [(scenario, name) for scenario in found for name in ("known", "new")]
-    rows, counts = [], dict.fromkeys((BETTER, WORSE, OPEN), 0)
-    for title, first, second in pairs:
-        gaps = [
-            gap(found[scenario][first], found[scenario][second], name) if {first, second} <= set(found[scenario]) else None
-            for scenario, name in asked
+def _folded(words: str, lines: Sequence[str]) -> list[str]:
+    return [f'<details markdown="1"><summary>{words}</summary>', "", *lines, "</details>", ""]
+
+
+class _Compared(NamedTuple):
+    """Pairs of systems on all scenarios that have both.
+
+    Attributes:
+      gaps: by pair and scenario, on known and on new clients.
+      flops: by pair, of a round of the first system over one of the second, wherever both were counted.
+    """
+
+    gaps: dict[str, dict[str, list[Gap | None]]]
+    flops: dict[str, list[float]]
+
+    def all(self) -> list[Gap]:
+        """Every gap."""
+        return [one for of_pair in self.gaps.values() for some in of_pair.values() for one in some if one is not None]
+
+    def on(self, scenario: str) -> list[Gap | None]:
+        """The gaps of all pairs on one scenario."""
+        return [one for of_pair in self.gaps.values() for one in of_pair.get(scenario, ())]
+
+    def intervals(self, scenarios: Iterable[str]) -> list[str]:
+        """A table of all intervals."""
+        used = [scenario for scenario in scenarios if any(self.on(scenario))]
+        headings = ["", *(f"{scenario}, {name}" for scenario in used for name in GROUPS)]
+        rows = [
+            [title, *(_marked(one) for scenario in used for one in of_pair.get(scenario, [None] * len(GROUPS)))]
+            for title, of_pair in self.gaps.items()
         ]
-        for one in gaps:
-            if one is not None:
-                counts[one.verdict] += 1
-        if any(gaps):
-            rows.append([title, *("" if one is None else one.words for one in gaps)])
-    return ["", *(f"{scenario}, {name}" for scenario, name in asked)], rows, counts
+        return _table(headings, rows)
+
+
+GROUPS = ("known", "new")
+
+
+def _marked(one: Gap | None) -> str:
+    return "" if one is None else one.words + " ‡" * one.at_end
+
+
+def _compared(found: Board, pairs: Sequence[tuple[str, str, str]]) -> _Compared:
+    every, flops = _Compared({}, {}), {}
+    for title, first, second in pairs:
+        for scenario, systems in found.items():
+            if first in systems and second in systems:
+                one, other = systems[first], systems[second]
+                every.gaps.setdefault(title, {})[scenario] = [gaps.of_lines(one, other, name) for name in GROUPS]
+                ratio = one[0].flops / other[0].flops
+                flops.setdefault(title, []).extend([ratio] if np.isfinite(ratio) else [])
+    return every._replace(flops=flops)
+
+
+def _counts(some: Iterable[Gap | None]) -> list[str]:
+    """Better, undecided, worse, and how many of the decided ones have a system at the end of its grid."""
+    there = [one for one in some if one is not None]
+    return [*map(str, gaps.counts(there)), str(sum(one.at_end and one.verdict != gaps.OPEN for one in there))]
+
+
+COUNTED = ["better", "undecided", "worse", "decided at an end"]
 
 
 def _second_order(found: Board) -> list[str]:
-    headings, rows, counts = _compared(found, SECOND_ORDER)
+    every = _compared(found, SECOND_ORDER)
+    if not every.gaps:
+        return ["Nothing was run yet.", ""]
+    better, undecided, worse = gaps.counts(every.all())
+    ends = sum(one.at_end for one in every.all() if one.verdict == gaps.BETTER)
     text = [
-        "By how much a gradient that knows curvature is better than the first-order one of the same method: mean over seeds and "
-        "its 95 % interval.",
+        f"Of {better + undecided + worse} intervals between the second-order and the first-order gradient of one method, "
+        f"{better} say that the second order is better, {worse} that it is worse, and {undecided} hold 0. In {ends} of the "
+        f"{better} one of the two systems chose a value at the end of its grid: with other rates it might do better.",
         "",
-        *_table(headings, rows),
+        "By method, with what a round costs (FLOPs, second order over first):",
+        "",
     ]
-    text += [_counted(counts, "the second order is better")] if rows else []
-    headings, rows, counts = _compared(found, [(name, name, "fedavg_ft") for name in INSTEAD])
-    text += ["By how much meta-learners are better than fine-tuned FedAvg, which adapts by as many passes:", ""]
-    text += _table(headings, rows)
-    return text + ([_counted(counts, "the meta-learner is better")] if rows else [])
-
-
-def _counted(counts: Mapping[str, int], what: str) -> str:
-    return (
-        f"Of {sum(counts.values())} intervals, {counts[BETTER]} say that {what}, {counts[WORSE]} that it is worse, and "
-        f"{counts[OPEN]} hold 0.\n"
+    rows = [
+        [title, *_counts(one for some in of_pair.values() for one in some), _range(every.flops[title])]
+        for title, of_pair in every.gaps.items()
+    ]
+    text += _table(["", *COUNTED, "times the FLOPs"], rows)
+    used = [scenario for scenario in found if any(every.on(scenario))]
+    text += ["By scenario:", "", *_table(["", *COUNTED], [[scenario, *_counts(every.on(scenario))] for scenario in used])]
+    text += _folded(
+        "By how much, mean over seeds and its 95 % interval; ‡ one of the two is at the end of its grid",
+        every.intervals(found),
     )
+    implicit = _compared(found, IMPLICIT)
+    if implicit.gaps:
+        better, undecided, worse = gaps.counts(implicit.all())
+        text += [
+            "Implicit gradients are another method: their inner problem has a proximal term. Against first-order MAML, "
+            f"{better} of {better + undecided + worse} intervals say that they are better, {worse} that they are worse.",
+            "",
+            *_folded("The intervals", implicit.intervals(found)),
+        ]
+    return text
 
 
-def _new_clients(found: Board, systems: Mapping[str, System], tested: Mapping[str, Sequence[Tested]]) -> list[str]:
-    text = ["New clients by what they do before they are tested; the best, the median and the worst system of each kind:", ""]
-    rows = []
-    for scenario, of_systems in found.items():
-        kinds: dict[str, dict[str, float]] = {}
-        for name, some in of_systems.items():
-            mean = float(np.mean([line.new for line in some]))
-            if name in systems and np.isfinite(mean):
-                kinds.setdefault(_does(systems[name]), {})[name] = mean
-        for does, means in sorted(kinds.items()):
-            kind = next(iter(of_systems.values()))[0].kind
-            ranked = sorted(means, key=lambda name: means[name], reverse=kind.higher_is_better)
-            ends = [f"{name} {kind.text(means[name])}" for name in (ranked[0], ranked[len(ranked) // 2], ranked[-1])]
-            rows.append([scenario, does, str(len(ranked)), *ends])
-    text += _table(["scenario", "before a test", "systems", "best", "median", "worst"], rows, 2)
-    rows = [row for scenario in found if scenario in tested for row in _enough(scenario, tested[scenario], found[scenario])]
-    text += [
-        f"How many passes, and how many samples to adapt on, bring new clients within {CLOSE:g} of the best that a system "
-        f"reaches with other numbers of them, and with how many samples it begins to be better than {LOCAL} with as many:",
+def _range(ratios: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))) if ratios else {}
+    return " to ".join(ends)
+
+
+def _meta_learning(found: Board) -> list[str]:
+    """Meta-learners against FedAvg, fine-tuned and as it is."""
+    rows, text = [], []
+    for reference in REFERENCES:
+        every = _compared(found, [(name, name, reference) for name in INSTEAD])
+        rows += [[scenario, reference, *_counts(every.on(scenario))] for scenario in found if any(every.on(scenario))]
+        if every.gaps:
+            words = f"By how much against {reference}; ‡ one of the two is at the end of its grid"
+            text += _folded(words, every.intervals(found))
+    if not rows:
+        return ["Nothing was run yet.", ""]
+    order = list(found)
+    rows.sort(key=lambda row: order.index(row[0]))
+    return [
+        "How often meta-learners are better or worse than FedAvg, fine-tuned by as many gradients of a sample (`fedavg_ft`) and "
+        "as it is. All intervals of a scenario have the same reference, so that they are not independent:",
         "",
+        *_table(["scenario", "against", *COUNTED], rows, 2),
+        *text,
     ]
-    return text + _table(["scenario", "system", "passes", "samples", f"samples to beat {LOCAL}"], rows, 2)
 
 
-def _does(system: System) -> str:
-    option, count = newcomers.adapts_by(system)
-    return "no gradient" if not option else "one gradient of each sample" if count == 1 else "ten gradients of each sample"
+class Order(NamedTuple):
+    """What a source prints: that one system is better than another.
+
+    Attributes:
+      source: in words.
+      best, worst: systems.
+      clients: "known" or "new".
+      by: how many points are printed between them; NaN where it prints no numbers.
+    """
+
+    source: str
+    best: str
+    worst: str
+    clients: str
+    by: float = math.nan
 
 
-def _enough(scenario: str, tested: Sequence[Tested], of_systems: Mapping[str, Sequence[Line]]) -> Iterator[list[str]]:
-    """A row of words for each system whose new clients were tested by samples or passes."""
-    sign = 1 if next(iter(of_systems.values()))[0].kind.higher_is_better else -1
-
-    def means(system: str, by: str) -> dict[int, float]:
-        mine = [one for one in tested if one.system == system and bool(one.option) == (by == "steps")]
-        return {
-            number: sign * float(np.mean([one.score for one in mine if getattr(one, by) == number]))
-            for number in sorted({getattr(one, by) for one in mine}, key=lambda number: number or np.inf)
-        }
-
-    def first(values: Mapping[int, float]) -> str:
-        near = [number for number, value in values.items() if value >= max(values.values()) - CLOSE]
-        return "" if not near else str(near[0] or "all")
-
-    alone = means(LOCAL, "samples")
-    for system in dict.fromkeys(one.system for one in tested if one.system in of_systems):
-        samples = means(system, "samples")
-        above = [number for number, value in samples.items() if value > alone.get(number, np.inf)]
-        beats = "" if system == LOCAL or not alone else str(above[0] or "all") if above else "never"
-        yield [scenario, system, first(means(system, "steps")), first(samples), beats]
-
-
-def orderings() -> list[tuple[str, str, str, str]]:
-    """(source, the better system, the worse one, "known" or "new"): what is published, pair by pair."""
+def orderings() -> list[Order]:
+    """What is published, pair by pair."""
     runs, pairs = {run.name: run for run in standing.read_list()}, []
     for entry in yaml.safe_load(ORDERINGS.read_text(encoding="utf-8")):
         if "systems" in entry:
-            pairs += [(entry["source"], *pair, "known") for pair in itertools.pairwise(entry["systems"])]
+            pairs += [Order(entry["source"], *pair, "known") for pair in itertools.pairwise(entry["systems"])]
             continue
         scores: dict[str, dict[str, float]] = {}
         for one in runs[entry["run"]].load().published:
@@ -214,32 +251,62 @@ def orderings() -> list[tuple[str, str, str, str]]:
             for one, other in itertools.combinations(values, 2):
                 if values[one] != values[other]:
                     best, worst = (one, other) if values[one] > values[other] else (other, one)
-                    pairs.append((entry["source"], best, worst, clients))
+                    pairs.append(Order(entry["source"], best, worst, clients, abs(values[one] - values[other])))
     return pairs
 
 
+BY = ((1.0, "at most 1"), (2.0, "1 to 2"), (5.0, "2 to 5"), (math.inf, "more than 5"), (math.nan, "no number"))
+"""Groups of published differences, in points."""
+
+
 def _orderings(found: Board) -> list[str]:
-    rows, turned = [], []
     pairs = orderings()
-    for scenario, of_systems in found.items():
-        for source in dict.fromkeys(pair[0] for pair in pairs):
-            counts = dict.fromkeys((BETTER, WORSE, OPEN), 0)
-            for _, best, worst, clients in (pair for pair in pairs if pair[0] == source):
-                one = gap(of_systems[best], of_systems[worst], clients) if {best, worst} <= set(of_systems) else None
-                if one is not None:
-                    counts[one.verdict] += 1
-                    if one.verdict == WORSE:
-                        turned.append([scenario, source, f"{best} above {worst}", clients, one.words])
-            if sum(counts.values()):
-                rows.append([scenario, source, *(str(counts[verdict]) for verdict in (BETTER, OPEN, WORSE))])
+    tried: list[tuple[str, Order, Gap]] = []
+    for scenario, systems in found.items():
+        for order in pairs:
+            if order.best in systems and order.worst in systems:
+                one = gaps.of_lines(systems[order.best], systems[order.worst], order.clients)
+                tried += [] if one is None else [(scenario, order, one)]
+    if not tried:
+        return ["Nothing was run yet.", ""]
+    verdicts: dict[tuple[str, str, str], set[str]] = {}
+    for _, order, one in tried:
+        verdicts.setdefault((order.best, order.worst, order.clients), set()).add(one.verdict)
+    holds, turns = ({pair for pair, some in verdicts.items() if verdict in some} for verdict in (gaps.BETTER, gaps.WORSE))
     text = [
-        "Pairs of systems of which a source prints that one is better. An order holds, or is turned, where the 95 % interval of "
+        "Pairs of systems of which a source prints that one is better, held against other data sets, networks and numbers of "
+        "clients than the source's: what survives is more than tuning. An order holds, or is turned, where the 95 % interval of "
         "the difference over seeds lies on one side of 0.",
         "",
-        *_table(["scenario", "source", "hold", "undecided", "turned"], rows, 2),
+        f"Of {len(verdicts)} pairs, {len(holds - turns)} hold on one scenario or more and are turned on none, "
+        f"{len(turns - holds)} are turned and hold nowhere, {len(holds & turns)} do both, and "
+        f"{len(verdicts) - len(holds | turns)} are undecided everywhere.",
+        "",
+        "By how much the source prints (points; a pair counts once a source and scenario):",
+        "",
+    ]
+    headings = ["", "hold", "undecided", "turned"]
+    rows, below = [], -math.inf
+    for most, words in BY:
+        some = [one for _, order, one in tried if below < order.by <= most or (math.isnan(most) and math.isnan(order.by))]
+        rows += [[words, *map(str, gaps.counts(some))]] if some else []
+        below = most
+    text += _table(headings, rows)
+    rows = [
+        [scenario, source, *map(str, gaps.counts(mine))]
+        for scenario in found
+        for source in dict.fromkeys(order.source for order in pairs)
+        if (mine := [one for where, order, one in tried if (where, order.source) == (scenario, source)])
+    ]
+    text += ["By source:", "", *_table(["scenario", "source", *headings[1:]], rows, 2)]
+    turned = [
+        [scenario, order.source, f"{order.best} above {order.worst}", order.clients, _marked(one)]
+        for scenario, order, one in tried
+        if one.verdict == gaps.WORSE
     ]
     if turned:
-        text += ["Turned:", "", *_table(["scenario", "source", "published", "clients", "difference"], turned, 4)]
+        table = _table(["scenario", "source", "published", "clients", "difference"], turned, 4)
+        text += _folded("What is turned; ‡ one of the two is at the end of its grid", table)
     return text
 
 
@@ -249,7 +316,10 @@ def _rounding(found: Board) -> list[str]:
     for scenario, systems in found.items():
         alike = [lines[0] for lines in systems.values() if lines[0].again]
         again = {system: lines for system, lines in systems.items() if not np.isnan(lines[0].moved)}
+        if not alike:
+            continue
         if not again:
+            rows.append([scenario, str(len(alike)), str(len(alike)), "", "", ""])
             continue
         kind = next(iter(again.values()))[0].kind
         moved = {system: abs(lines[0].moved) for system, lines in again.items()}

@@ -13,7 +13,7 @@ from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
 from fedjax_meta import checkpoint, metrics, report
-from fedjax_meta.study import Study, compare, comparison, made
+from fedjax_meta.study import Study, baselines, compare, comparison, made
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
 NEW = board.RAW / "new_clients"
@@ -177,7 +177,8 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
         "behind local",
     ]
     text += [_table(headings, scores), ""]
-    costs = [[_title(system, marks), *_costs(systems[system])] for system in ranked if system in trained]
+    constant = next((some for system, some in systems.items() if not some[0].method and system != baselines.UNTRAINED), ())
+    costs = [[_title(system, marks), *_costs(systems[system], constant)] for system in ranked if system in trained]
     headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
     target, goal = board.target(lines), ""
     if target is not None:
@@ -215,7 +216,7 @@ def _facts(trained: Mapping[str, Sequence[Line]]) -> str:
     if confirmed:
         commits += f"; the first seed of {len(confirmed)} systems came out alike by {_commits(one.again for one in confirmed)}"
     rounds = ", ".join(dict.fromkeys(str(line.rounds) for line in lines if line.system != "centralised"))
-    tried = ", ".join(dict.fromkeys(str(line.tried) for line in lines))
+    tried = " to ".join(dict.fromkeys(str(end(line.tried for line in lines)) for end in (min, max)))
     versions = "; ".join(dict.fromkeys(f"{line.versions} on {line.device}" for line in lines))
     edge = sum(bool(some[0].edge) for some in trained.values())
     command = first[0].command.replace(first[0].system, "SYSTEM")
@@ -256,7 +257,7 @@ def _difference(lines: Sequence[Line], reference: Sequence[Line], name: str) -> 
     return kind.text(mean, sign=True) + interval
 
 
-def _costs(lines: Sequence[Line]) -> list[str]:
+def _costs(lines: Sequence[Line], constant: Sequence[Line]) -> list[str]:
     first = lines[0]
     rounds = np.array([line.reached for line in lines])
     missed = int(np.isinf(rounds).sum())
@@ -270,6 +271,9 @@ def _costs(lines: Sequence[Line]) -> list[str]:
     diverged = [line.diverged for line in lines if line.diverged]
     remarks = [f"{len(diverged)} of {len(lines)} seeds diverged"] if diverged else []
     remarks += [f"{name} at the end of its grid" for name in first.edge.split()]
+    mean, least = (float(np.mean([line.known for line in some])) if some else NAN for some in (lines, constant))
+    if mean < least if first.kind.higher_is_better else mean > least:
+        remarks.append(f"behind the {constant[0].system}")
     numbers = ["" if math.isnan(value) else f"{value:.4g}" for value in (first.bytes / 1e3, first.flops / 1e6)]
     return [first.chosen, *numbers, *to_target, "; ".join(remarks)]
 
@@ -281,8 +285,9 @@ def _new_clients(tested: Sequence[Tested], kind: report.Kind) -> list[str]:
     systems = list(dict.fromkeys(one.system for one in tested))
     counts = [*sorted({one.samples for one in tested if one.samples}), 0]
     rows = [[system, *(_mean_of(tested, kind, system, count, "", 0) for count in counts)] for system in systems]
-    text = ["New clients by the number of samples that they adapt on:", ""]
-    text += [_table(["system", *(str(count) if count else "all" for count in counts)], rows), ""]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    text = ["New clients by the number of samples that they adapt on; systems that use none are left out:", ""]
+    text += _folded(_table(["system", *(str(count) if count else "all" for count in counts)], rows))
     options = {one.system: one.option for one in tested if one.option}
     steps = sorted({one.steps for one in tested if one.option})
     rows = [
@@ -290,7 +295,11 @@ def _new_clients(tested: Sequence[Tested], kind: report.Kind) -> list[str]:
         for system, name in options.items()
     ]
     text += ["New clients by how long they adapt on all of these samples:", ""]
-    return [*text, _table(["system", "option", *map(str, steps)], rows, text_columns=2), ""] if rows else text
+    return [*text, *_folded(_table(["system", "option", *map(str, steps)], rows, text_columns=2))] if rows else text
+
+
+def _folded(table: str) -> list[str]:
+    return ['<details markdown="1"><summary>The table</summary>', "", table, "", "</details>", ""]
 
 
 def _mean_of(tested: Sequence[Tested], kind: report.Kind, system: str, samples: int, option: str, steps: int) -> str:

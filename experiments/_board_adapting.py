@@ -1,0 +1,165 @@
+"""What new clients need, by their tests with fewer samples and with other numbers of passes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from experiments import _board_gaps as gaps
+from experiments import _board_new as newcomers
+from experiments._board import LOCAL, Line
+from experiments._board_gaps import BETTER, OPEN, WORSE
+from experiments._board_new import Tested
+from fedjax_meta import report
+from fedjax_meta.study.system import System
+
+CLOSE = 1.0
+"""Points that count as no loss."""
+
+SHOWN = (1, 5, 20, 0)
+"""Numbers of samples in the first table; 0 for all."""
+
+Board = Mapping[str, Mapping[str, Sequence[Line]]]
+Scores = dict[str, dict[int, dict[int, float]]]
+"""By system, number (0 for all) and seed."""
+
+
+def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Sequence[Tested]]) -> list[str]:
+    """The lines of the section.
+
+    Args:
+      found: the rows of each scenario.
+      systems: of the studies.
+      tested: of each scenario.
+    """
+    there = [scenario for scenario in found if scenario in tested]
+    if not there:
+        return ["New clients were not tested with fewer samples yet.", ""]
+    rows, own, enough, tuned = [], [], [], []
+    for scenario in there:
+        mine = [one for one in tested[scenario] if one.system in found[scenario]]
+        kind = next(iter(found[scenario].values()))[0].kind
+        samples, passes = _by_samples(mine), _by_passes(mine)
+        adapt = [name for name in samples if newcomers.adapts_by(systems[name])[0] and systems[name].method != LOCAL]
+        plain = [name for name in samples if name not in adapt and systems[name].method != LOCAL and not systems[name].pooled]
+        numbers = sorted({number for some in samples.values() for number in some}, key=_in_order)
+        rows += [_row(scenario, number, samples, adapt, plain, kind) for number in SHOWN if number in numbers]
+        tuned += _fine_tuning(scenario, numbers, samples, kind)
+        own += _own_best(scenario, {name: passes[name] for name in adapt if name in passes}, kind)
+        enough += list(_enough(scenario, samples, passes, kind))
+    text = [
+        "The best systems that take no gradient before they are tested and the best that do, by the number of samples that a new "
+        "client has to adapt on, beside a client that trains by itself. How many of those that adapt are better or worse than "
+        "FedAvg's model as it is:",
+        "",
+    ]
+    headings = ["scenario", "samples", "best without a gradient", "best that adapts", "better", "undecided", "worse", LOCAL]
+    text += [report.markdown_table(headings, rows, text_columns=1), ""]
+    if tuned:
+        text += [
+            "The same model, fine-tuned by ten passes or as it is (fedavg\\_ft minus fedavg), by the number of samples:",
+            "",
+            report.markdown_table(["scenario", "fine-tuning is worse", "undecided", "better"], tuned, text_columns=4),
+            "",
+        ]
+    if own:
+        numbers = sorted({number for _, counted in own for number in counted})
+        table = [[scenario, *(str(counted.get(number, 0)) for number in numbers)] for scenario, counted in own]
+        text += [
+            f"How many passes bring a system that adapts within {CLOSE:g} of the best that it reaches with any number of them "
+            "(systems by the least number):",
+            "",
+            report.markdown_table(["scenario", *map(str, numbers)], table, text_columns=1),
+            "",
+        ]
+    text += [
+        f"By system: the passes, and the samples, that are enough for {CLOSE:g} of its own best, and the number of samples from "
+        f"which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are left out.",
+        "",
+        '<details markdown="1"><summary>The table</summary>',
+        "",
+        report.markdown_table(
+            ["scenario", "system", "passes", "samples", f"better than {LOCAL} from"], enough, text_columns=2
+        ),
+        "",
+        "</details>",
+        "",
+    ]
+    return text
+
+
+def _in_order(number: int) -> float:
+    return number or np.inf
+
+
+def _by_samples(tested: Sequence[Tested]) -> Scores:
+    """By the number of samples that clients adapt on."""
+    return _by([(one, one.samples) for one in tested if not one.option])
+
+
+def _by_passes(tested: Sequence[Tested]) -> Scores:
+    """By the number of passes or steps on all samples."""
+    return _by([(one, one.steps) for one in tested if one.option])
+
+
+def _by(numbered: Sequence[tuple[Tested, int]]) -> Scores:
+    found: Scores = {}
+    for one, number in numbered:
+        found.setdefault(one.system, {}).setdefault(number, {})[one.seed] = one.score
+    return {system: dict(sorted(some.items(), key=lambda item: _in_order(item[0]))) for system, some in found.items()}
+
+
+def _means(of_numbers: Mapping[int, Mapping[int, float]], kind: report.Kind) -> dict[int, float]:
+    """Means over seeds, larger ones better."""
+    sign = 1 if kind.higher_is_better else -1
+    return {number: sign * float(np.mean(list(by_seed.values()))) for number, by_seed in of_numbers.items()}
+
+
+def _row(
+    scenario: str, number: int, samples: Scores, adapt: Sequence[str], plain: Sequence[str], kind: report.Kind
+) -> list[str]:
+    def best(names: Sequence[str]) -> str:
+        means = {name: _means(samples[name], kind)[number] for name in names if number in samples[name]}
+        means = {name: mean for name, mean in means.items() if np.isfinite(mean)}
+        return f"{(top := max(means, key=lambda name: means[name]))} {kind.text(abs(means[top]))}" if means else ""
+
+    as_it_is = samples.get("fedavg", {}).get(number, {})
+    found = [gaps.between(samples[name][number], as_it_is, kind) for name in adapt if number in samples[name]]
+    alone = samples.get(LOCAL, {}).get(number, {})
+    local = kind.text(float(np.mean(list(alone.values())))) if alone else ""
+    return [scenario, str(number or "all"), best(plain), best(adapt), *map(str, gaps.counts(found)), local]
+
+
+def _fine_tuning(scenario: str, numbers: Sequence[int], samples: Scores, kind: report.Kind) -> list[list[str]]:
+    """For which numbers of samples fine-tuned FedAvg is worse or better than FedAvg."""
+    verdicts: dict[str, list[str]] = {WORSE: [], OPEN: [], BETTER: []}
+    for number in numbers:
+        one, other = (samples.get(name, {}).get(number, {}) for name in ("fedavg_ft", "fedavg"))
+        found = gaps.between(one, other, kind)
+        if found is not None:
+            verdicts[found.verdict].append(str(number or "all"))
+    return [[scenario, *map(", ".join, verdicts.values())]] if any(verdicts.values()) else []
+
+
+def _own_best(scenario: str, passes: Scores, kind: report.Kind) -> list[tuple[str, dict[int, int]]]:
+    """How many systems need how many passes."""
+    least = [_first(_means(of_numbers, kind)) for of_numbers in passes.values()]
+    return [(scenario, {number: least.count(number) for number in sorted(set(least))})] if least else []
+
+
+def _first(means: Mapping[int, float]) -> int:
+    """The least number whose mean is near the best one."""
+    return next(number for number, mean in means.items() if not mean < max(means.values()) - CLOSE)
+
+
+def _enough(scenario: str, samples: Scores, passes: Scores, kind: report.Kind) -> Iterator[list[str]]:
+    """A row of words for each system whose scores depend on samples or passes."""
+    alone = _means(samples[LOCAL], kind) if LOCAL in samples else {}
+    for system, of_numbers in samples.items():
+        means = _means(of_numbers, kind)
+        if len(set(means.values())) == 1 and system not in passes:
+            continue
+        last = [number for number in means if number in alone and not means[number] > alone[number]]
+        above = [number for number in means if number in alone and (not last or _in_order(number) > _in_order(last[-1]))]
+        beats = "" if system == LOCAL or not alone else str(above[0] or "all") if above else "never"
+        of_passes = str(_first(_means(passes[system], kind))) if system in passes else ""
+        yield [scenario, system, of_passes, str(_first(means) or "all"), beats]

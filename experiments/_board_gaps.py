@@ -1,0 +1,48 @@
+"""Paired differences over seeds, and what their intervals say."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments._board import Line
+from fedjax_meta import metrics, report
+
+BETTER, OPEN, WORSE = "better", "undecided", "worse"
+
+
+class Gap(NamedTuple):
+    """A paired difference over seeds, above 0 where the first system is better.
+
+    Attributes:
+      words: its mean and 95 % interval.
+      verdict: `BETTER` or `WORSE` where the interval lies on one side of 0, else `OPEN`.
+      at_end: whether one of the two chose a value at the end of its grid.
+    """
+
+    words: str
+    verdict: str
+    at_end: bool = False
+
+
+def between(first: Mapping[int, float], second: Mapping[int, float], kind: report.Kind) -> Gap | None:
+    """The difference of scores by seed, on the seeds that both have; `None` where one of them has no number."""
+    gaps = np.array([first[seed] - second[seed] for seed in first if seed in second])
+    if not gaps.size or not np.isfinite(gaps).all():
+        return None
+    gaps = gaps if kind.higher_is_better else -gaps
+    mean, margin = float(gaps.mean()), metrics.confidence_margin(gaps)
+    words = f"{kind.text(mean, sign=True)} [{kind.text(mean - margin, sign=True)}, {kind.text(mean + margin, sign=True)}]"
+    return Gap(words, BETTER if mean - margin > 0 else WORSE if mean + margin < 0 else OPEN)
+
+
+def of_lines(first: Sequence[Line], second: Sequence[Line], name: str) -> Gap | None:
+    """The difference of two systems in "known" or "new"."""
+    found = between(*({line.seed: getattr(line, name) for line in some} for some in (first, second)), first[0].kind)
+    return None if found is None else found._replace(at_end=bool(first[0].edge or second[0].edge))
+
+
+def counts(gaps: Iterable[Gap | None]) -> list[int]:
+    """How many say better, how many nothing, and how many worse."""
+    verdicts = [one.verdict for one in gaps if one is not None]
+    return [verdicts.count(verdict) for verdict in (BETTER, OPEN, WORSE)]
