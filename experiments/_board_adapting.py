@@ -34,7 +34,7 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     there = [scenario for scenario in found if scenario in tested]
     if not there:
         return ["New clients were not tested with fewer samples yet.", ""]
-    rows, own, enough, tuned = [], [], [], []
+    rows, own, enough, tuned, alone = [], [], [], [], []
     for scenario in there:
         mine = [one for one in tested[scenario] if one.system in found[scenario]]
         kind = next(iter(found[scenario].values()))[0].kind
@@ -42,7 +42,9 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         adapt = [name for name in samples if newcomers.adapts_by(systems[name])[0] and systems[name].method != LOCAL]
         plain = [name for name in samples if name not in adapt and systems[name].method != LOCAL and not systems[name].pooled]
         numbers = sorted({number for some in samples.values() for number in some}, key=_in_order)
+        longest = max(_means(passes.get(LOCAL, {}), kind).items(), key=lambda item: item[1], default=None)
         rows += [_row(scenario, number, samples, adapt, plain, kind) for number in SHOWN if number in numbers]
+        alone += [] if longest is None else [f"{scenario} {kind.text(abs(longest[1]))} ({longest[0]} passes)"]
         tuned += _fine_tuning(scenario, numbers, samples, kind)
         own += _own_best(scenario, {name: passes[name] for name in adapt if name in passes}, kind)
         enough += list(_enough(scenario, samples, passes, kind))
@@ -54,6 +56,8 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     ]
     headings = ["scenario", "samples", "best without a gradient", "best that adapts", "better", "undecided", "worse", LOCAL]
     text += [report.markdown_table(headings, rows, text_columns=1), ""]
+    if alone:
+        text += [f"By the best number of passes over all samples, {LOCAL} reaches: {'; '.join(alone)}.", ""]
     if tuned:
         text += [
             "The same model, fine-tuned by ten passes or as it is (fedavg\\_ft minus fedavg), by the number of samples:",

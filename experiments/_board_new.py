@@ -32,6 +32,9 @@ SAMPLES = (1, 2, 5, 10, 20, 50)
 STEPS = (1, 2, 5, 10, 20)
 """Passes or steps of its adaptation."""
 
+ALONE = (50, 100)
+"""More passes, for clients that train by themselves: what others brought along, they have to learn."""
+
 TAKEN_BY = ("finetune_epochs", "new_client_epochs", "new_client_steps", "test_steps", "test_epochs")
 """The options that say how long a new client adapts; of a system, the first of its `tested_with`, or else the first of these that
 its method takes and that is above 0."""
@@ -93,7 +96,7 @@ def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
     plain = sweeps.member_algorithm(final.build, restored[0][0])
     add(plain, clients.new, [0, *(number for number in SAMPLES if number < most)])
     system = cell.study.system(cell.system, cell.found.scenario)
-    for steps in STEPS if option else ():
+    for steps in (*STEPS, *(ALONE if cell.found.method == board.LOCAL else ())) if option else ():
         other = dataclasses.replace(system, tested_with={**system.tested_with, option: steps}).tested()
         add(sweeps.alone(*other.parts(clients, **trials[0].numbers)), clients.new, [0], option, steps)
     return made

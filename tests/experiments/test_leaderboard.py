@@ -709,6 +709,7 @@ def test_what_new_clients_need():
         ("centralised", ""): {1: 99, 2: 99, 5: 99, 0: 99},
         ("fedavg_ft", ""): {1: 55, 2: 59, 5: 89.5, 0: 90.5},
         ("ditto", ""): {1: 75, 2: 79, 5: 70, 0: 70},
+        ("local_only", "new_client_epochs"): {10: 90, 50: 93, 100: 91},
         ("fedavg_ft", "finetune_epochs"): {1: 70, 2: 88, 5: 90, 10: 90.5, 20: 89.0},
         ("ditto", "personal_epochs"): {1: 70, 2: 70, 5: 70, 10: 70, 20: 70},
     }
@@ -734,7 +735,8 @@ def test_what_new_clients_need():
         "| mnist\\_small | fedavg\\_ft | 2 | 5 | 5 |" not in text
         and "| mnist\\_small | fedavg |" not in text.partition("The table")[2]
     )
-    assert "| mnist\\_small | fedavg\\_ft | 5 | 5 | 5 |" in text and "| mnist\\_small | local\\_only |  | all |  |" in text
+    assert "| mnist\\_small | fedavg\\_ft | 5 | 5 | 5 |" in text and "| mnist\\_small | local\\_only | 50 | all |  |" in text
+    assert "local_only reaches: mnist_small 93.02 (50 passes)." in text
     assert "| mnist\\_small | ditto | 1 | 2 | never |" in text
 
 
