@@ -24,11 +24,21 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from fedjax_meta import report
 from fedjax_meta.data import slots
 from fedjax_meta.process import console, one_line_errors
+from fedjax_meta.study import folder as folders
 
 CLIENTS, COHORT, SKIPPED, SEED = 50, 5, 6, 42
 LOGS = "experiments/non-iid/mnist/"
+TESTED = {
+    "fedavg": "meta_old/json/[Test][mnist, FedAvg]:",
+    "fedmeta": "meta_old/json/[Test][mnist, FedMetaMAML]:",
+    "fedmeta_metasgd": "meta_old/json/[Test][mnist, FedMetaSGD]:",
+    "fedmeta_per": "per_old/json/[Test][mnist, FedMetaMAML]:",
+    "fedmeta_per_metasgd": "per_old/json/[Test][mnist, FedMetaSGD]:",
+}
+"""By system, how the name of the log of its tests of known clients begins."""
 MNIST = np.array([6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958])
 """Images of each digit, training and test."""
 
@@ -39,6 +49,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 def main(
     clone: Annotated[Path | None, typer.Argument(help="A clone of baolongnguyenmac/fl-ml, to compare with its logs.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to print.")] = 300,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a run of fedmeta_per_published_cohorts, whose last test losses stand beside the logs'."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Prints the cohorts, or what the authors' logs say of them.
@@ -47,11 +61,17 @@ def main(
 
     `python -m experiments.published_cohorts fl-ml`
 
+    `python -m experiments.published_cohorts fl-ml --run runs/fedmeta_per_published_cohorts`
+
     The folder is made by `git clone https://github.com/baolongnguyenmac/fl-ml`.
     """
     with one_line_errors(debug):
         if clone is None:
             console.print(json.dumps(cohorts(rounds)), soft_wrap=True, markup=False)
+            return
+        if run is not None:
+            headings = ["system", "log", "by samples", "mean over clients", "seeds"]
+            console.print(report.rich_table("Loss of the last test, known clients", headings, test_losses(clone, run)))
             return
         accuracies = np.array(list(logs(clone, "FedMeta", "acc", 8).values()))
         sums, agree = denominators(accuracies)
@@ -89,6 +109,33 @@ def logs(clone: Path, name: str, score: str, wanted: int) -> dict[str, np.ndarra
     found = {path: values for path, values in found.items() if values.shape == (300,)}
     if len(found) != wanted:
         raise ValueError(f"{clone} has {len(found)} logs of {name} on MNIST with 300 rounds in {LOGS}, not {wanted}")
+    return found
+
+
+def test_losses(clone: Path, run: Path) -> list[list[str]]:
+    """A row for each finished system: the loss of the log's last test, which is averaged by samples, and the run's in both ways.
+
+    Raises:
+      ValueError: the folder is no clone with these logs.
+      OSError: there is no such run.
+    """
+    listed = _git(clone, "ls-tree", "-r", "--name-only", "HEAD", LOGS).splitlines()
+    found = []
+    for system, begins in TESTED.items():
+        path = run / "results" / "pairs" / f"{system}.final.json"
+        names = [name for name in listed if name.startswith(LOGS + begins)]
+        if len(names) != 1:
+            raise ValueError(f"{clone} has {len(names)} logs that begin with {LOGS + begins}, not 1")
+        if not path.is_file():
+            continue
+        logged = json.loads(_git(clone, "show", f"HEAD:{names[0]}"))["loss"][-1]
+        trials, _ = folders.read_trials(path)
+        with np.load(path.with_name(f"{system}.clients.npz")) as saved:
+            samples = saved["known_samples"]
+        losses = np.array([trial.rows[-1]["tests"]["known"]["loss"] for trial in trials.values()], float)
+        ways = (np.average(losses, axis=1, weights=samples), losses.mean(1))
+        spreads = [f"{one.mean():.3f}" + (f" ±{one.std(ddof=1):.3f}" if len(one) > 1 else "") for one in ways]
+        found.append([system, f"{logged:.3f}", *spreads, str(len(losses))])
     return found
 
 

@@ -321,6 +321,29 @@ def test_cohorts_and_sizes_are_found_from_training_accuracies():
     assert np.abs(published_cohorts.membership(others) @ found - sums).mean() > 100
 
 
+def test_losses_of_a_run_stand_beside_the_logs_in_both_ways(folder, tmp_path):
+    _, root = folder
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for begins in published_cohorts.TESTED.values():
+        path = tmp_path / published_cohorts.LOGS / f"{begins} Epochs: 1.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"loss": [2.5, 0.125], "acc": [0.1, 0.9]}))
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "logs"]):
+        subprocess.run([*git, *words], check=True)
+    ((system, logged, by_samples, over_clients, seeds),) = published_cohorts.test_losses(tmp_path, root / "digits")
+    assert (system, logged, seeds) == ("fedavg", "0.125", "2")
+    content = json.loads((root / "digits/results/pairs/fedavg.final.json").read_text())
+    samples = np.load(root / "digits/results/pairs/fedavg.clients.npz")["known_samples"]
+    losses = [trial["rows"][-1]["tests"]["known"]["loss"] for trial in content["trials"].values()]
+    means = [sum(n * value for n, value in zip(samples, one, strict=True)) / sum(samples) for one in losses]
+    assert by_samples == f"{sum(means) / 2:.3f} ±{abs(means[0] - means[1]) / math.sqrt(2):.3f}"
+    assert over_clients.startswith(f"{sum(map(sum, losses)) / 2 / len(samples):.3f} ±")
+    with pytest.raises(ValueError, match="has 0 logs that begin with"):
+        subprocess.run([*git, "rm", "-qr", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", "none", "--allow-empty"], check=True)
+        published_cohorts.test_losses(tmp_path, root / "digits")
+
+
 @pytest.mark.parametrize("period", [5, 10])
 def test_the_period_of_the_classes_shows_in_the_losses(period):
     rng = np.random.default_rng(2)
