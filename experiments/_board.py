@@ -116,6 +116,11 @@ def in_words(systems: Sequence[str], of: Sequence[str]) -> str:
     return ", ".join(systems)
 
 
+def folded(words: str, lines: Sequence[str]) -> list[str]:
+    """Lines of Markdown that a reader unfolds."""
+    return [f'<details markdown="1"><summary>{words}</summary>', "", "\n".join(lines).rstrip(), "", "</details>", ""]
+
+
 # Systems that were trained once more.
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from experiments import _board as board
 from experiments import _board_gaps as gaps
 from experiments import _board_new as newcomers
 from experiments._board import LOCAL, Line
@@ -79,14 +80,14 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         f"By system: the passes, and the samples, that are enough for {CLOSE:g} of its own best, and the number of samples from "
         f"which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are left out.",
         "",
-        '<details markdown="1"><summary>The table</summary>',
-        "",
-        report.markdown_table(
-            ["scenario", "system", "passes", "samples", f"better than {LOCAL} from"], enough, text_columns=2
+        *board.folded(
+            "The table",
+            [
+                report.markdown_table(
+                    ["scenario", "system", "passes", "samples", f"better than {LOCAL} from"], enough, text_columns=2
+                )
+            ],
         ),
-        "",
-        "</details>",
-        "",
     ]
     return text
 

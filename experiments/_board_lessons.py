@@ -32,8 +32,8 @@ SECOND_ORDER = [
 """A method, the system with its second-order gradient, and the one with its first-order gradient."""
 
 IMPLICIT = [
-    ("iMAML, FOMAML", "imaml", "fedmeta_fomaml"),
-    ("the same, own head", "imaml_per", "fedmeta_per_fomaml"),
+    ("iMAML against FOMAML", "imaml", "fedmeta_fomaml"),
+    ("iMAML against FOMAML, own head", "imaml_per", "fedmeta_per_fomaml"),
 ]
 """Methods with another inner problem than the first-order one that they are held against."""
 
@@ -93,8 +93,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], text_columns:
     return [report.markdown_table(headings, rows, text_columns=text_columns), ""] if rows else ["Nothing was run yet.", ""]
 
 
-def _folded(words: str, lines: Sequence[str]) -> list[str]:
-    return [f'<details markdown="1"><summary>{words}</summary>', "", *lines, "</details>", ""]
+GROUPS = ("known", "new")
 
 
 class _Compared(NamedTuple):
@@ -127,23 +126,21 @@ class _Compared(NamedTuple):
         return _table(headings, rows)
 
 
-GROUPS = ("known", "new")
-
-
 def _marked(one: Gap | None) -> str:
     return "" if one is None else one.words + " ‡" * one.at_end
 
 
 def _compared(found: Board, pairs: Sequence[tuple[str, str, str]]) -> _Compared:
-    every, flops = _Compared({}, {}), {}
+    by_pair: dict[str, dict[str, list[Gap | None]]] = {}
+    flops: dict[str, list[float]] = {}
     for title, first, second in pairs:
         for scenario, systems in found.items():
             if first in systems and second in systems:
                 one, other = systems[first], systems[second]
-                every.gaps.setdefault(title, {})[scenario] = [gaps.of_lines(one, other, name) for name in GROUPS]
+                by_pair.setdefault(title, {})[scenario] = [gaps.of_lines(one, other, name) for name in GROUPS]
                 ratio = one[0].flops / other[0].flops
                 flops.setdefault(title, []).extend([ratio] if np.isfinite(ratio) else [])
-    return every._replace(flops=flops)
+    return _Compared(by_pair, flops)
 
 
 def _counts(some: Iterable[Gap | None]) -> list[str]:
@@ -176,7 +173,7 @@ def _second_order(found: Board) -> list[str]:
     text += _table(["", *COUNTED, "times the FLOPs"], rows)
     used = [scenario for scenario in found if any(every.on(scenario))]
     text += ["By scenario:", "", *_table(["", *COUNTED], [[scenario, *_counts(every.on(scenario))] for scenario in used])]
-    text += _folded(
+    text += board.folded(
         "By how much, mean over seeds and its 95 % interval; ‡ one of the two is at the end of its grid",
         every.intervals(found),
     )
@@ -187,7 +184,7 @@ def _second_order(found: Board) -> list[str]:
             "Implicit gradients are another method: their inner problem has a proximal term. Against first-order MAML, "
             f"{better} of {better + undecided + worse} intervals say that they are better, {worse} that they are worse.",
             "",
-            *_folded("The intervals", implicit.intervals(found)),
+            *board.folded("The intervals", implicit.intervals(found)),
         ]
     return text
 
@@ -205,7 +202,7 @@ def _meta_learning(found: Board) -> list[str]:
         rows += [[scenario, reference, *_counts(every.on(scenario))] for scenario in found if any(every.on(scenario))]
         if every.gaps:
             words = f"By how much against {reference}; ‡ one of the two is at the end of its grid"
-            text += _folded(words, every.intervals(found))
+            text += board.folded(words, every.intervals(found))
     if not rows:
         return ["Nothing was run yet.", ""]
     order = list(found)
@@ -306,7 +303,7 @@ def _orderings(found: Board) -> list[str]:
     ]
     if turned:
         table = _table(["scenario", "source", "published", "clients", "difference"], turned, 4)
-        text += _folded("What is turned; ‡ one of the two is at the end of its grid", table)
+        text += board.folded("What is turned; ‡ one of the two is at the end of its grid", table)
     return text
 
 

@@ -287,19 +287,17 @@ def _new_clients(tested: Sequence[Tested], kind: report.Kind) -> list[str]:
     rows = [[system, *(_mean_of(tested, kind, system, count, "", 0) for count in counts)] for system in systems]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     text = ["New clients by the number of samples that they adapt on; systems that use none are left out:", ""]
-    text += _folded(_table(["system", *(str(count) if count else "all" for count in counts)], rows))
+    text += board.folded("The table", [_table(["system", *(str(count) if count else "all" for count in counts)], rows)])
     options = {one.system: one.option for one in tested if one.option}
     steps = sorted({one.steps for one in tested if one.option})
     rows = [
         [system, name, *(_mean_of(tested, kind, system, 0, name, number) for number in steps)]
         for system, name in options.items()
     ]
-    text += ["New clients by how long they adapt on all of these samples:", ""]
-    return [*text, *_folded(_table(["system", "option", *map(str, steps)], rows, text_columns=2))] if rows else text
-
-
-def _folded(table: str) -> list[str]:
-    return ['<details markdown="1"><summary>The table</summary>', "", table, "", "</details>", ""]
+    if rows:
+        text += ["New clients by how long they adapt on all of these samples:", ""]
+        text += board.folded("The table", [_table(["system", "option", *map(str, steps)], rows, text_columns=2)])
+    return text
 
 
 def _mean_of(tested: Sequence[Tested], kind: report.Kind, system: str, samples: int, option: str, steps: int) -> str:
