@@ -122,6 +122,19 @@ def read_run(folder: Path) -> dict[str, Json]:
     return read_json(folder / "run.json", ("fixed", "command"))
 
 
+def ending(folder: Path) -> str | None:
+    """When the run was finished; `None` while it is not, or nothing is there.
+
+    Raises:
+      ValueError: `run.json` is damaged.
+      OSError: it cannot be read.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        return None
+    return read_run(folder).get("finished")
+
+
 def read_json(path: Path, needs: Sequence[str]) -> dict[str, Json]:
     """A JSON object of a run's folder, with NaN and infinity as numbers again.
 
@@ -163,15 +176,15 @@ def read_trials(path: Path) -> tuple[dict[str, Trial], dict[str, Json]]:
 
 def close_run(folder: Path) -> None:
     """Says in `run.json` that everything is finished."""
-    _write(folder / "run.json", {**read_run(folder), "finished": _now()})
+    _write(folder / "run.json", {**read_run(folder), "finished": _now("milliseconds")})
 
 
 def _write(path: Path, content: Json) -> None:
     checkpoint.write_text(path, json.dumps(report.strict(content), indent=2, default=str, allow_nan=False) + "\n")
 
 
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+def _now(timespec: str = "seconds") -> str:
+    return datetime.now().astimezone().isoformat(timespec=timespec)
 
 
 def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:

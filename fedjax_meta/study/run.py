@@ -157,6 +157,7 @@ def shared(
               page.write_all(folder, study, build(study), outcomes)
       ```
     """
+    earlier = folders.ending(folder)
     built = build(study) if clients is None else clients
     _check_start(study, built)
     steps = _steps(study, built)
@@ -167,13 +168,14 @@ def shared(
             at_work = disk.locked(folder, patience=_PAUSE / 5)
             if not stack.enter_context(disk.held(folder, shared=True)):
                 raise disk.in_use(folder)
-            if at_work:
+            # Short runs may begin and end while this process prepares itself: it took part in them all the same.
+            if at_work or folders.ending(folder) not in (None, earlier):
                 folders.join_run(study, folder, built)
             else:
                 folders.open_run(study, folder, built, command)
         _train_free(steps, desk)
         with _turn(common, desk.should_stop):
-            if folders.read_run(folder)["finished"]:
+            if folders.ending(folder) is not None:
                 yield None
                 return
             whole = desk._replace(metrics=folders.Metrics(folder))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent import futures
 
@@ -76,37 +77,59 @@ SMALL = {"systems": {"local": {"method": "local_only", "options": {"lr": 0.1}}},
 
 def test_processes_that_begin_or_go_on_together_all_end_and_one_reports(tmp_path):
     """Locks are of open files, so that threads stand for processes."""
+    together = threading.Barrier(3)
+
+    def one_of_three(changes):
+        together.wait()
+        return take_part(tmp_path, **changes)
+
     for changes in (SMALL, {**SMALL, "rounds": 2}):
         with futures.ThreadPoolExecutor(3) as threads:
-            found = list(threads.map(lambda _, changes=changes: take_part(tmp_path, **changes), range(3)))
+            found = list(threads.map(one_of_three, [changes] * 3))
         assert sorted(one is not None for one in found) == [False, False, True]
         assert folders.read_run(tmp_path)["finished"] and not disk.locked(tmp_path)
     (outcome,) = next(one for one in found if one)
     assert outcome.final[0].rows[-1]["round"] == 2
 
 
-def test_who_comes_while_a_report_is_written_waits_for_it(tmp_path):
-    """Where it fails, nothing is finished, and the other one reports; so does one that comes after the end, once more."""
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_comes_while_a_report_is_written_waits_for_it(tmp_path, fails):
+    """Where it fails, nothing is finished, and the other one reports."""
+    waits = threading.Event()
 
     def late():
         with pytest.raises(run.Stopped, match="waiting for another process, which opens the run or reports it"):
             run.shared(study(**SMALL), tmp_path, watcher=Silent(), should_stop=lambda: True).__enter__()
-        return take_part(tmp_path, **SMALL)
+        with run.shared(study(**SMALL), tmp_path, watcher=Silent(), should_stop=waits.set) as outcomes:
+            return outcomes
 
-    for fails in (True, False):
-        with (
-            futures.ThreadPoolExecutor(1) as threads,
-            contextlib.suppress(ZeroDivisionError),
-            run.shared(study(**SMALL), tmp_path, watcher=Silent()) as outcomes,
-        ):
-            assert outcomes is not None and folders.read_run(tmp_path)["finished"] is None
-            second = threads.submit(late)
-            time.sleep(0.3)
-            assert second.running() and folders.read_run(tmp_path)["finished"] is None
-            if fails:
-                raise ZeroDivisionError
-        assert second.result() is not None
-        assert folders.read_run(tmp_path)["finished"]
+    with (
+        futures.ThreadPoolExecutor(1) as threads,
+        contextlib.suppress(ZeroDivisionError),
+        run.shared(study(**SMALL), tmp_path, watcher=Silent()) as outcomes,
+    ):
+        assert outcomes is not None and folders.read_run(tmp_path)["finished"] is None
+        second = threads.submit(late)
+        assert waits.wait(60) and second.running() and folders.read_run(tmp_path)["finished"] is None
+        if fails:
+            raise ZeroDivisionError
+    assert (second.result() is not None) == fails
+    assert folders.read_run(tmp_path)["finished"]
+
+
+def test_a_run_that_began_and_ended_while_a_process_prepared_itself_is_not_reported_twice(tmp_path, monkeypatch):
+    """Short runs of warm programs take less than another process needs to look at its study."""
+    check, first = run._check_start, []
+
+    def slow(study, built):
+        check(study, built)
+        if not first:
+            first.append(study)
+            assert take_part(tmp_path, **SMALL) is not None
+
+    monkeypatch.setattr(run, "_check_start", slow)
+    assert take_part(tmp_path, **SMALL) is None
+    assert take_part(tmp_path, **SMALL) is not None, "who begins after the end reports once more"
 
 
 def test_those_who_share_run_the_same_study(tmp_path):
