@@ -48,10 +48,19 @@ def test_every_system_has_a_grid_of_the_same_size(listed):
     assert len(study.seeds) == 3 and not set(study.seeds) & set(study.tuning.seeds)
     assert study.tuning.rounds in (None, study.rounds) and study.tuning.eval_every >= study.rounds > study.eval_every
     assert study.tuning.validation == "both"
-    assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= set(study.systems) or listed.name.endswith(
-        ("_others", "_meta", "_own_models")
-    )
     assert "local_longer" in study.systems  # the target, and who would do better alone
+
+
+def test_every_scenario_has_the_simple_systems():
+    """The entries of one scenario together: a later one does not repeat what the first has."""
+    found: dict[str, set[str]] = {}
+    for listed in LISTED:
+        study = listed.load()
+        for scenario in study.scenarios:
+            found.setdefault(scenario, set()).update(study.systems)
+    assert set(found) == set(TRAIN_SAMPLES)
+    for scenario, systems in found.items():
+        assert {"local_only", "centralised", "fedavg", "fedavg_ft"} <= systems, scenario
 
 
 TRAIN_SAMPLES = {
