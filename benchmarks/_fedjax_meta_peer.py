@@ -8,11 +8,11 @@ import numpy as np
 from _workloads import Job, Workload
 
 import fedjax_meta as fm
-from fedjax_meta import engine, local, masks, meta, models
+from fedjax_meta import engine, local, masks, meta, models, runtime
 from fedjax_meta.data import Batches, ClientData, chunk_length
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
-from fedjax_meta.simulation import run_rounds
+from fedjax_meta.simulation import Compiled, run_rounds
 from fedjax_meta.types import Key, PyTree, Scalar
 
 
@@ -83,7 +83,8 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def initial_state(job: Job, key: Key, data: fm.FederatedData, run: fm.Algorithm) -> fm.State:
     """A new state whose model has the job's parameters."""
-    state = run.init(key, data)
+    # As `simulate` compiles its programs.
+    state = runtime.compiled(jax.jit(run.init).lower(key, data), once=True)(key, data)
 
     def given(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         values = job.parameters.get(_name(path))  # the job has no running statistics: those keep their initial values
@@ -141,7 +142,7 @@ def serve(peer: str, job: Job, turns: Any) -> None:
     def block(state: fm.State, data: fm.FederatedData, key: Key, count: Scalar) -> fm.State:
         return run_rounds(run, key, state, data, count, most=1)[0]
 
-    program = jax.jit(block, donate_argnums=0, out_shardings=places)
+    program = Compiled(jax.jit(block, donate_argnums=0, out_shardings=places))
     for _ in turns:
         state = jax.block_until_ready(program(state, data, key, one))
     stats = jax.devices()[0].memory_stats() or {}

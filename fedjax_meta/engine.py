@@ -170,7 +170,7 @@ def run_cohort(
     rule: ClientRule,
     key: Key,
     ids: jax.Array,
-    sizes: jax.Array,
+    sizes: jax.Array | None,
     given: PyTree,
     kept: PyTree,
     rows: jax.Array,
@@ -193,6 +193,7 @@ def run_cohort(
       key: client i gets `fold_in(key, i)`, by its id and never by its position.
       ids: int32 `[C]`, distinct.
       sizes: int32 `[C]`, the work of each client: clients of similar size share a lane group, and devices get equal shares.
+        `None` where all have the same.
       given: what each client gets beside that, leaves `[C, ...]`.
       kept: what the clients of a population kept from their last rounds, leaves `[N, ...]`.
       rows: int32 `[C]`, distinct: where `kept` has the clients; a client of a row below 0 keeps nothing.
@@ -236,7 +237,7 @@ def _on_device(
     layout: Layout,
     key: Key,
     ids: jax.Array,
-    sizes: jax.Array,
+    sizes: jax.Array | None,
     given: PyTree,
     kept: PyTree,
     rows: jax.Array,
@@ -244,7 +245,12 @@ def _on_device(
 ) -> Any:
     """Runs one device's groups one after the other and carries the sum along; (sum over devices, kept, outputs of all)."""
     # Every device computes the whole assignment. XLA would otherwise spread it over the devices, with collectives in its loop.
-    slots, groups = _deal(sizes, lanes, layout.devices, layout.homes(rows), layout.room)
+    homes = layout.homes(rows)
+    if sizes is None and homes is None:
+        slots, groups = map(jnp.asarray, _deal_equal(ids.shape[0], lanes, layout.devices))
+    else:
+        work = jnp.ones_like(ids) if sizes is None else sizes
+        slots, groups = _deal(work, lanes, layout.devices, homes, layout.room)
     where, away = layout.routes(rows, slots)
     share = slots.shape[0] // layout.devices
     mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, layout.here() * share, share), (slots, where))
@@ -332,6 +338,16 @@ def _deal(
     (_, count, _), (device, place) = jax.lax.scan(give, start, (work, home, members))
     slots = jnp.full((devices, groups, lanes), cohort_size, jnp.int32).at[device, place].set(order, mode="drop")
     return slots.reshape(-1), count
+
+
+def _deal_equal(cohort_size: int, lanes: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """`_deal` for members of equal size, in NumPy."""
+    groups = -(-cohort_size // lanes)
+    members = np.arange(groups * lanes, dtype=np.int32).reshape(groups, lanes)
+    slots = np.full((devices, groups, lanes), cohort_size, np.int32)
+    for group, row in enumerate(np.minimum(members, cohort_size)):
+        slots[group % devices, group // devices] = row
+    return slots.reshape(-1), np.bincount(np.arange(groups) % devices, minlength=devices).astype(np.int32)
 
 
 def _group(

@@ -163,15 +163,12 @@ def _largest(z: jax.Array) -> jax.Array:
 def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # A mask and a sum: linear in the tangent, so its transpose is a masked broadcast, and second derivatives cost nothing.
     (z,), (tangent,) = primals, tangents
-    largest = _largest(z)
-    hit = z == largest[..., None, :]
-    taken = hit[..., :1, :]
-    chosen = [taken]
-    for k in range(1, 4):
-        chosen.append(hit[..., k : k + 1, :] & ~taken)
-        taken = taken | hit[..., k : k + 1, :]
-    mask = jnp.concatenate(chosen, axis=-2)
-    return largest, jnp.sum(jnp.where(mask, tangent, 0), axis=-2)
+    a, b, c, d = (z[..., k, :] for k in range(4))
+    # Selected, not `maximum`, which takes care of NaN in an operation more: where z is NaN, so is the loss.
+    left, right = a >= b, c >= d
+    first = jnp.where(left, a, b) >= jnp.where(right, c, d)
+    mask = jnp.stack([first & left, first & ~left, ~first & right, ~(first | right)], axis=-2)
+    return _largest(z), jnp.sum(jnp.where(mask, tangent, 0), axis=-2)
 
 
 def pool_windows(z: jax.Array) -> jax.Array:

@@ -56,6 +56,21 @@ def on_cpu() -> bool:
     return platform() == "cpu"
 
 
+def compiled(lowered: jax.stages.Lowered, *, once: bool = False) -> jax.stages.Compiled:
+    """Compiles a program; on a CPU with less of LLVM's work than XLA asks for, which takes longer and gains nothing.
+
+    `docs/benchmarks.md` has the times. A level in the environment (`XLA_FLAGS=--xla_backend_optimization_level=3`) comes first.
+
+    Args:
+      lowered: the program.
+      once: whether it will be called once, so that compiling it takes longer than running it.
+    """
+    if not on_cpu() or "xla_backend_optimization_level" in os.environ.get("XLA_FLAGS", ""):
+        return lowered.compile()
+    options: dict[str, str | bool] = {"xla_backend_optimization_level": "1" if once else "2"}
+    return lowered.compile(options)
+
+
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
     """What is traced inside is for this platform."""

@@ -294,7 +294,7 @@ class _OnDevice:
         init_key, round_key, measure_key = run_keys(key)
         initial = jax.jit(algorithm.init).lower(init_key, data)
         # `algorithm.init` decides where a state is placed; a given state and all that is read go to the same devices.
-        begin = initial.compile()
+        begin = runtime.compiled(initial, once=True)
         places = begin.output_shardings
         if state is None:
             self.state = begin(init_key, data)
@@ -517,6 +517,6 @@ class Compiled:
         """The result for these arguments, whose shapes must be those of the first call."""
         if self._executable is None:
             started = time.perf_counter()
-            self._executable = self._jitted.lower(*arguments).compile()
+            self._executable = runtime.compiled(self._jitted.lower(*arguments))
             self.seconds = time.perf_counter() - started
         return self._executable(*arguments)

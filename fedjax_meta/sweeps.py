@@ -398,14 +398,15 @@ class _Program:
     """A jitted function that is compiled once, on the thread that asks first; others wait for it."""
 
     def __init__(self, jitted: Any) -> None:
-        self._jitted, self._executable, self._lock = jitted, None, threading.Lock()
+        self._jitted, self._lock = jitted, threading.Lock()
+        self._executable: Any = None
 
     def compile(self, *arguments: Any) -> None:
         """Compiles it for arguments of these shapes and places."""
         with self._lock:
             if self._executable is None:
                 try:
-                    self._executable = self._jitted.lower(*arguments).compile()
+                    self._executable = runtime.compiled(self._jitted.lower(*arguments))
                 except jax.errors.ConcretizationTypeError as error:
                     raise ValueError(
                         f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its "
@@ -413,7 +414,7 @@ class _Program:
                     ) from error
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._executable(*arguments)  # type: ignore[misc]
+        return self._executable(*arguments)
 
 
 def _shape(leaf: Any, placed: NamedSharding, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

@@ -220,6 +220,26 @@ def test_one_large_client_gets_a_device_of_its_own():
     assert loads(np.full(6, 7, np.int32), 1, 3)[0] == [14, 14, 14]
 
 
+@pytest.mark.parametrize("size", [1, 5, 6, 7])
+@pytest.mark.parametrize(("lanes", "devices"), list(itertools.product([1, 2, 3], repeat=2)))
+def test_clients_of_equal_size_are_dealt_before_the_program_runs(size, lanes, devices):
+    found = engine._deal_equal(size, lanes, devices)
+    jax.tree.map(np.testing.assert_array_equal, found, deal(jnp.full(size, 9), lanes, devices))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_no_sizes_stand_for_equal_ones(devices):
+    context, kept = problem()
+
+    def run(sizes):
+        sums, after, outputs = engine.run_cohort(
+            rule, KEY, jnp.asarray(IDS), sizes, IDS * 0.01, kept, jnp.asarray(IDS), context, devices=devices, lanes=2
+        )
+        return sums, plain(after), outputs
+
+    jax.tree.map(np.testing.assert_array_equal, run(None), run(jnp.full(len(IDS), 4)))
+
+
 def test_a_device_runs_only_its_own_groups(monkeypatch):
     # Padding groups must cost nothing: the loop runs over a device's own groups, not over the most that one could have.
     seen = []

@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedjax_meta import runtime
@@ -86,6 +90,7 @@ def test_all_cores_become_devices_and_programs_are_kept(tmp_path):
     code = """
 import jax
 from pathlib import Path
+from unittest import mock
 from fedjax_meta import runtime
 runtime.cores = lambda: 3
 assert [runtime.use_all_cores(), runtime.use_all_cores()] == [3, 3]
@@ -181,3 +186,26 @@ for i in range(20):
     ahead.append(not state.round.is_ready())
 assert any(ahead[1:])  # a round takes longer than to hand it on: Python is ahead
 """)
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "once", "expected"),
+    [
+        ("cpu", "", False, "2"),
+        ("cpu", "--xla_cpu_enable_fast_math=false", True, "1"),
+        ("cpu", "--xla_backend_optimization_level=0", False, None),
+        ("gpu", "", False, None),
+    ],
+)
+def test_the_level_of_a_program_is_the_users_where_one_is_set(platform, flags, once, expected, monkeypatch):
+    given = []
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    lowered = mock.Mock(compile=lambda *options: given.extend(options))
+    with runtime.compiling_for(platform):
+        runtime.compiled(lowered, once=once)
+    assert given == ([] if expected is None else [{"xla_backend_optimization_level": expected}])
+
+
+def test_a_program_of_either_level_computes_the_same():
+    lowered = jax.jit(lambda x: jnp.sort(x)[::-1] @ x).lower(np.arange(5.0))
+    assert [float(runtime.compiled(lowered, once=once)(np.arange(5.0))) for once in (True, False)] == [10.0, 10.0]

@@ -130,7 +130,10 @@ class _Rounds:
             empty = places < 0
         ids, rows = jnp.where(empty, -1, data.ids_of(places)), state_rows(state, data, places)
         state = jax.tree.map(jnp.asarray, state)
-        sizes = jnp.asarray(data.sizes("train" if "train" in data.views else data.views[0]))[places]
+        view = "train" if "train" in data.views else data.views[0]
+        # With Poisson sampling, many places stay empty, which cost nothing.
+        equal = view in data.same_size and not isinstance(f.schedule, Poisson)
+        sizes = None if equal else jnp.where(empty, 0, jnp.asarray(data.sizes(view))[places])
         if len(state.residual) != len(f.uploads):
             raise ValueError(
                 f"the state is of a federation with {len(state.residual)} upload transformations, not {len(f.uploads)}"
@@ -142,7 +145,7 @@ class _Rounds:
             partial(_one_client, setting),
             tagged(key, "clients"),
             ids,
-            jnp.where(empty, 0, sizes),
+            sizes,
             (places, seen),
             (state.personal, state.memory, state.residual),
             # An empty place of a cohort reads and writes nowhere.
