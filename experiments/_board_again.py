@@ -26,7 +26,7 @@ from fedjax_meta.study import made
 from fedjax_meta.study import run as runner
 from fedjax_meta.study.folder import read_trials
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.tuning import Trial
+from fedjax_meta.study.tuning import KNOWN, Trial
 
 
 class _Silent(runner.Watcher):
@@ -151,4 +151,4 @@ def _gap(old: np.ndarray, new: np.ndarray) -> float:
 
 
 def _mean(cell: board.Cell, trial: Trial) -> float:
-    return float(report.main_score(trial.rows[-1]["tests"][runner.KNOWN], cell.study.score).mean)
+    return float(report.main_score(trial.rows[-1]["tests"][KNOWN], cell.study.score).mean)

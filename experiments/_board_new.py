@@ -22,9 +22,10 @@ from fedjax_meta.evaluation import evaluate
 from fedjax_meta.keys import tagged
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record, run_keys
-from fedjax_meta.study import run as runner
 from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.step import final_phase
 from fedjax_meta.study.system import System, keywords
+from fedjax_meta.study.tuning import NEW
 
 SAMPLES = (1, 2, 5, 10, 20, 50)
 """Numbers of samples that a new client adapts on, beside all that it has; those that no client has are left out."""
@@ -78,7 +79,7 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
 def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
     """All tests of a system's new clients; those with all samples and no option repeat what the run found."""
     assert clients.new is not None
-    final = runner.final_phase(cell.study, cell.found.scenario, cell.system, clients)
+    final = final_phase(cell.study, cell.found.scenario, cell.system, clients)
     trials, option = cell.found.trials, adapts_by(cell.study.systems[cell.system])[0]
     restored = [export.restored(final, cell.folder, trial.seed, clients) for trial in trials]
     made: list[Tested] = []
@@ -88,7 +89,7 @@ def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
         test = jax.jit(_test(algorithm, cell.study.metrics))
         for most in samples:
             for trial, (_, state) in zip(trials, restored, strict=True):
-                key = tagged(run_keys(jax.random.key(trial.seed))[2], runner.NEW, state.round)
+                key = tagged(run_keys(jax.random.key(trial.seed))[2], NEW, state.round)
                 found = test(key, state, fewer(data, most))
                 made.append(Tested(cell.system, trial.seed, most, option, steps, _score(cell, found)))
 

@@ -14,6 +14,7 @@ import fedjax_meta as fm
 from fedjax_meta import checkpoint, report, runtime
 from fedjax_meta.process import command_line, console, one_line_errors
 from fedjax_meta.study import Study, load, run
+from fedjax_meta.study.tuning import points_of
 
 # The repository of Nguyen et al. ("Improving federated learning by meta-learning"), experiment/{mnist,cifar}/log_*.csv: GiB in
 # use on the GPU and seconds, by inner epochs, of MAML and of iMAML with 1, 5 and 10 CG steps.
@@ -69,7 +70,7 @@ def table(study: Study, *, data_dir: str | None, repeats: int) -> tuple[list[str
     for scenario, clients in run.build(study, data_dir).items():
         for name in study.systems_on(scenario):
             system = study.system(name)
-            method, federation = system.parts(clients.task, **run.points_of(system)[0])
+            method, federation = system.parts(clients.task, **points_of(system)[0])
             alone = fm.federate(method, dataclasses.replace(federation, lanes=1, devices=1))
             with console.status(f"timing {study.title_of(name)}"):
                 cost = measure(alone, clients.train, repeats=repeats)

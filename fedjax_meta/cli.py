@@ -37,8 +37,11 @@ from fedjax_meta.study import (
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
+from fedjax_meta.study.check import check, named
 from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.step import passes
 from fedjax_meta.study.study import Study, load, to_yaml
+from fedjax_meta.study.tuning import KNOWN, NEW, points_of
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -203,7 +206,7 @@ def run(
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
         if dry_run:
-            runs.check(chosen, built)
+            check(chosen, built)
         _announce(chosen, built)
         if dry_run:
             _print_estimates(chosen, built)
@@ -421,8 +424,8 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         rows = []
         for name in study.systems_on(scenario):
             system = study.system(name, scenario)
-            with runs.named(study, scenario, name):
-                points = runs.points_of(system)
+            with named(study, scenario, name):
+                points = points_of(system)
                 algorithm = system.build(clients, **points[0])
                 bytes_ = costs.traffic(algorithm, clients.train)
                 sent = sum(leaf.size for leaf in jax.tree.leaves(algorithm.exchange(clients.train)[0]))
@@ -433,7 +436,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             total = tuning + study.rounds * len(study.seeds)
             down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
             if system.pooled:
-                total = round(total * runs.passes(system, clients, clients.train))
+                total = round(total * passes(system, clients, clients.train))
             sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))
             rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}"])
         headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
@@ -533,7 +536,7 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
         )
         for one in outcomes
         for trial in one.final
-        for group in (runs.KNOWN, runs.NEW)
+        for group in (KNOWN, NEW)
         if group in trial.rows[-1]["tests"]
     ]
 
@@ -566,7 +569,7 @@ class _Lines(runs.Watcher):
             console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}{f'; {said}' if said else ''}"))
 
     def end(self, outcome: runs.Outcome) -> None:
-        found = results.by_client(outcome.final, runs.KNOWN, self._study.score)
+        found = results.by_client(outcome.final, KNOWN, self._study.score)
         mean, unit = float(found.values.mean()), " %" if found.kind.share else ""
         score = "diverged" if np.isnan(mean) else f"{found.kind.words} {found.kind.text(mean)}{unit}"
         numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())

@@ -28,11 +28,13 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
 from fedjax_meta.simulation import run_keys
-from fedjax_meta.study import phase, run
+from fedjax_meta.study import phase
 from fedjax_meta.study.folder import read_trials
 from fedjax_meta.study.scenario import Clients, model_name
+from fedjax_meta.study.step import final_phase
 from fedjax_meta.study.study import DRAW, Study
 from fedjax_meta.study.study import load as load_study
+from fedjax_meta.study.tuning import KNOWN, NEW
 from fedjax_meta.sweeps import Member
 from fedjax_meta.types import Key, PyTree, Variables
 
@@ -226,7 +228,7 @@ def of_run(
     clients = study.scenarios[place].build(data_dir)
     if client is not None and study.systems[system].pooled:
         raise ValueError(f"client={client}, but {system} is central training, which knows no clients: leave client out")
-    found_phase = run.final_phase(study, place, system, clients)
+    found_phase = final_phase(study, place, system, clients)
     member, state = restored(found_phase, folder, seed, clients)
     algorithm = sweeps.member_algorithm(found_phase.build, member)
     name = study.scenarios[place].model or model_name(None, clients.train)
@@ -250,14 +252,14 @@ def of_run(
     }
     if client is None and new_client is None:
         return exported(state.model, "the server's model")
-    group, data = (run.KNOWN, clients.train) if new_client is None else (run.NEW, clients.new)
+    group, data = (KNOWN, clients.train) if new_client is None else (NEW, clients.new)
     if data is None:
         raise ValueError(f"new_client={new_client}, but the scenario {place} has no new clients")
     number = client if new_client is None else new_client
     assert number is not None
-    support = study.scenarios[place].adapt_on if group == run.KNOWN else "support"
+    support = study.scenarios[place].adapt_on if group == KNOWN else "support"
     key = tagged(run_keys(jax.random.key(seed))[2], group, state.round)
-    found = personal(algorithm, key, state, data, number, support=support, known=group == run.KNOWN)
+    found = personal(algorithm, key, state, data, number, support=support, known=group == KNOWN)
     return exported(found, f"{group} client {number}")
 
 
@@ -294,7 +296,7 @@ def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> t
     """The member of a seed in the final runs of a finished system, and its state.
 
     Args:
-      final: of the system, see `run.final_phase`.
+      final: of the system, see `study.step.final_phase`.
       folder: of the run.
       seed: of the study.
       clients: of the scenario.

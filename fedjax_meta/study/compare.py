@@ -14,9 +14,9 @@ import numpy as np
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.study import results, targets
 from fedjax_meta.study.folder import read_run, read_trials
-from fedjax_meta.study.run import KNOWN, NEW, Trial
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.targets import Target
+from fedjax_meta.study.tuning import KNOWN, NEW, Trial
 
 NAN = float("nan")
 

@@ -12,7 +12,7 @@ from fedjax_meta import checkpoint, metrics, report
 from fedjax_meta.study import page, results
 from fedjax_meta.study.compare import NAN, Difference, Row, holm
 from fedjax_meta.study.figures import Shown
-from fedjax_meta.study.run import KNOWN, NEW
+from fedjax_meta.study.tuning import KNOWN, NEW
 
 
 class Table(NamedTuple):

@@ -15,8 +15,8 @@ import numpy as np
 from fedjax_meta import checkpoint, escape, report
 from fedjax_meta.report import COLORS
 from fedjax_meta.study import tuning as choice
-from fedjax_meta.study.run import KNOWN, NEW, Trial
 from fedjax_meta.study.study import Tuning
+from fedjax_meta.study.tuning import KNOWN, NEW, Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

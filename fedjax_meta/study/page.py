@@ -7,8 +7,8 @@ from typing import Any
 from fedjax_meta import checkpoint, costs, escape, report
 from fedjax_meta.study import figures, results, summary
 from fedjax_meta.study.figures import Shown
-from fedjax_meta.study.run import Outcome
 from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import Study, to_yaml
 
 _STYLE = """

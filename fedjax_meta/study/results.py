@@ -10,9 +10,10 @@ import numpy as np
 from fedjax_meta import costs, escape, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, promise, summary, targets, tuning
-from fedjax_meta.study.run import KNOWN, NEW, Outcome, Trial
 from fedjax_meta.study.scenario import TESTED_ON, Clients
+from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import Study
+from fedjax_meta.study.tuning import KNOWN, NEW, Trial
 
 Spread = tuple[float, float]
 """A mean over seeds and its sample standard deviation, NaN for one seed."""

@@ -7,8 +7,9 @@ import numpy as np
 
 from fedjax_meta import attacks, report
 from fedjax_meta.study.parts import part
-from fedjax_meta.study.run import BACKDOOR, KNOWN, NEW, Outcome
+from fedjax_meta.study.step import BACKDOOR, Outcome
 from fedjax_meta.study.study import Study
+from fedjax_meta.study.tuning import KNOWN, NEW
 
 
 class Table(NamedTuple):

@@ -21,8 +21,8 @@ from fedjax_meta import metrics
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import load, made, run, tuning
 from fedjax_meta.study.parts import part
-from fedjax_meta.study.run import points_of
 from fedjax_meta.study.system import keywords
+from fedjax_meta.study.tuning import points_of
 from tests.study.common import Silent, tree
 
 pytest.importorskip("typer", reason="the command line needs typer")

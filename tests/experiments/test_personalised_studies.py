@@ -12,7 +12,7 @@ from experiments import fedpac_figures
 from fedjax_meta import cli
 from fedjax_meta.data import protocols, sources
 from fedjax_meta.study import Scenario, load, to_tree
-from fedjax_meta.study.run import points_of
+from fedjax_meta.study.tuning import points_of
 
 SMALL = [
     *(f"scenarios.cifar10.{field}" for field in ("dataset=mnist_small", "augment=null", "options.size=30", "clients=10")),

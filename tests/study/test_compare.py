@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
 from fedjax_meta.study import compare, comparison, run, targets
-from fedjax_meta.study.run import Trial
+from fedjax_meta.study.tuning import Trial
 from tests.study.common import TREE, Silent, study
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import estimate, run
+from fedjax_meta.study import estimate
+from fedjax_meta.study.tuning import points_of
 from tests import problems
 from tests.study.common import TREE, study
 from tests.test_contract import make
@@ -75,4 +76,4 @@ def test_tuning_counts():
     clients = study().scenarios["pairs"].build()
     found = estimate.of_system(study(), "pairs", "fedavg", clients)
     assert (found.rounds, found.programs) == (2 * 3 + 4 * 2, 6)
-    assert run.points_of(study().system("fedavg")) == [{"lr": lr} for lr in TREE["systems"]["fedavg"]["grid"]["lr"]]
+    assert points_of(study().system("fedavg")) == [{"lr": lr} for lr in TREE["systems"]["fedavg"]["grid"]["lr"]]

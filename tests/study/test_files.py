@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from fedjax_meta.front import program
 from fedjax_meta.study import Scenario, System, draws, files, from_tree, load, run, to_tree
+from fedjax_meta.study.tuning import Trial
 from tests.study.common import TREE, Silent, study, tree
 
 
@@ -112,7 +113,7 @@ def test_the_spread_over_orders_of_new_clients():
     """Two orders of three clients each, two seeds."""
     rows = [[0.1, 0.2, 0.3, 0.5, 0.6, 0.7], [0.3, 0.4, 0.5, 0.7, 0.8, 0.9]]
     final = [
-        run.Trial({}, seed, [{"tests": {"new": {"accuracy": row, "scores": {"accuracy_mean": np.mean(row)}}}}], None)
+        Trial({}, seed, [{"tests": {"new": {"accuracy": row, "scores": {"accuracy_mean": np.mean(row)}}}}], None)
         for seed, row in enumerate(rows)
     ]
     outcome = run.Outcome("pairs", "fedavg", [], {}, [], final)

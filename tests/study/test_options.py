@@ -133,16 +133,16 @@ def test_a_grid_over_epochs_is_the_studies_of_each_of_them(tmp_path):
 def test_whole_numbers_of_a_grid():
     system = System(method="fedavg", grid={"epochs": [2, 4.0], "lr": [1, 2]}, federation={"cohort_size": 4})
     assert tuning.shaping(system) == ("epochs",)
-    points = run.points_of(system)
+    points = tuning.points_of(system)
     assert points[-1] == {"epochs": 4, "lr": 2.0} and type(points[-1]["epochs"]) is int and type(points[0]["lr"]) is float
     task = study().scenarios["pairs"].build().task
     assert {point["epochs"] for point in tuning.next_points(points, {"epochs": 4, "lr": 1.0}, system, task)} >= {8}
     # A share that decides a count is no rate, but no whole number either.
     shares = System(method="fedcac", grid={"share": [0.5, 0.75], "lr": [0.1]})
-    assert tuning.shaping(shares) == ("share",) and run.points_of(shares)[0] == {"share": 0.5, "lr": 0.1}
+    assert tuning.shaping(shares) == ("share",) and tuning.points_of(shares)[0] == {"share": 0.5, "lr": 0.1}
     halves = System(method="fedavg", grid={"epochs": [1, 1.5]})
     with pytest.raises(ValueError, match=r"grid of epochs must hold whole numbers, not 1.5"):
-        run.points_of(halves)
+        tuning.points_of(halves)
 
 
 BAD = {

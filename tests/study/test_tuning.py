@@ -108,7 +108,7 @@ def test_a_grid_moves_on_by_its_own_ratio_until_the_best_is_inside(tmp_path):
 def test_what_a_grid_cannot_move_on_to():
     clients = study().scenarios["pairs"].build()
     ditto = System(method="ditto", grid={"prox_weight": [0.0, 1.0, 3.0], "lr": [0.1, 0.2]}, federation={"cohort_size": 4})
-    points = run.points_of(ditto)
+    points = tuning.points_of(ditto)
     assert tuning.next_points(points, {"prox_weight": 0.0, "lr": 0.1}, ditto, clients) == [
         {"prox_weight": weight, "lr": 0.05} for weight in (0.0, 1.0, 3.0)
     ]  # not below 0
@@ -118,7 +118,7 @@ def test_what_a_grid_cannot_move_on_to():
     ]  # fmt: skip
     assert tuning.next_points(points, {"prox_weight": 1.0, "lr": 0.1}, ditto, clients)[0]["lr"] == 0.05
     apfl = System(method="apfl", grid={"share": [0.3, 0.9]}, federation={"cohort_size": 4})
-    assert tuning.next_points(run.points_of(apfl), {"share": 0.9}, apfl, clients) == []  # 2.7 is refused
+    assert tuning.next_points(tuning.points_of(apfl), {"share": 0.9}, apfl, clients) == []  # 2.7 is refused
 
 
 def test_the_text_says_how_it_was_tuned_and_that_grids_differ():

@@ -1,0 +1,96 @@
+"""Refuses a study before anything is trained: scores that are not measured, systems and points that a scenario refuses."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_meta import host_store as stores
+from fedjax_meta.aggregate import as_rule
+from fedjax_meta.data import FederatedData
+from fedjax_meta.data.views import check_view
+from fedjax_meta.engine import client_mesh
+from fedjax_meta.federation import Federation
+from fedjax_meta.study import baselines, promise
+from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.step import counted
+from fedjax_meta.study.study import Study
+from fedjax_meta.study.tuning import points_of
+
+
+def check(study: Study, built: Mapping[str, Clients]) -> None:
+    """Raises `ValueError` where a scenario refuses a score, a system or a point of its grid; trains and writes nothing."""
+    for scenario, clients in built.items():
+        _check_metrics(study, scenario, clients)
+        for name in study.systems_on(scenario):
+            with named(study, scenario, name):
+                _check_system(study, scenario, name, clients)
+
+
+@contextlib.contextmanager
+def named(study: Study, scenario: str, name: str) -> Iterator[None]:
+    """Errors begin with the scenario and the system, where a study has several."""
+    try:
+        yield
+    except ValueError as error:
+        said, many = str(error).partition("\n")[0], len(study.systems) > 1 or len(study.scenarios) > 1
+        raise ValueError(f"{scenario}, {name}: {said}" if many else said) from None
+
+
+def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
+    """Raises where a scenario's task has no such scores."""
+    found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
+    said = [row.score.removeprefix("raw_").removesuffix("_std") for row in study.published if row.scenario == scenario]
+    for name in (study.score, study.tuned_by.metric, *said):
+        base = None if name is None else name.removesuffix("_mean")
+        if base is not None and base not in found:
+            raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
+
+
+def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> None:
+    system, view = study.system(name, scenario), study.user_accuracy_of(name)
+    client_mesh(study.devices)
+    points = points_of(system)
+    training = [clients.train]
+    if len(points) > 1:
+        training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
+    for data in training:
+        counted(study, scenario, clients, data)
+    traced: set[tuple[Any, ...]] = set()
+    for point in points:
+        algorithm = system.build(clients, **point)
+        if study.store != "device":
+            stores.check_algorithm(algorithm)
+        promise.words(study, algorithm, clients.train.num_clients)
+        shape = tuple(point[name] for name in choice.shaping(system))
+        if shape in traced:
+            continue
+        # Points of one shape are one program. Cohorts are traced, since each that is drawn would be compiled.
+        traced.add(shape)
+        for data in training:
+            jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
+        state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+    _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
+    if system.pooled and (jax.tree.leaves((state.personal, state.memory)) or view is not None):
+        raise ValueError("pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
+    if view is not None:
+        check_view(view, clients.train.views)
+        if len(clients.noisy) == clients.train.num_clients:
+            raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
+
+
+def _check_defence(federation: Federation, model: Any, data: FederatedData) -> None:
+    """Raises what a rule says only in a round, of too many attackers, and an attack, of samples that it cannot change."""
+    if federation.aggregator is not None:
+        rule, cohort = as_rule(federation.aggregator), federation.cohort_size
+        stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort, *leaf.shape), leaf.dtype), model)
+        given = (jax.random.key(0), stacked, jax.ShapeDtypeStruct((cohort,), np.float32), jax.eval_shape(rule.init, model))
+        jax.eval_shape(rule.combine, *given, None if rule.root is None else model)
+    attack = federation.attack
+    if attack is not None and attack.poison is not None:
+        poisoned = attack.poisoned(data.client(0), jnp.zeros((), jnp.int32), jnp.array(True), data.num_classes)
+        jax.eval_shape(next(iter(poisoned.views.values())).take, jnp.zeros(1, jnp.int32), jnp.ones(1))

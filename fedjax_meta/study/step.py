@@ -1,0 +1,267 @@
+"""A system on a scenario: the trials of its grid, then its final runs with every seed."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_meta import sweeps
+from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.attacks import stamped
+from fedjax_meta.contract import Method
+from fedjax_meta.data import FederatedData, pooled
+from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
+from fedjax_meta.federation import Federation
+from fedjax_meta.study import folder as folders
+from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.phase import Desk, Phase, results_path, trials
+from fedjax_meta.study.scenario import TESTED_ON, Clients
+from fedjax_meta.study.study import Study
+from fedjax_meta.study.system import System, part
+from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
+from fedjax_meta.sweeps import MemberEvaluator
+
+BACKDOOR = "backdoor"
+"""The group of tests of known clients whose samples carry the pattern of the attack of this name."""
+
+
+class Outcome(NamedTuple):
+    """A system's results on a scenario.
+
+    Attributes:
+      scenario, system: names in the study.
+      tuning: the trials of the grid; empty without a grid of several points.
+      chosen: the point that the final runs had.
+      at_edge: names of the numbers that were chosen at the end of their grid.
+      final: a trial for each seed.
+    """
+
+    scenario: str
+    system: str
+    tuning: list[Trial]
+    chosen: dict[str, float]
+    at_edge: list[str]
+    final: list[Trial]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Wall-clock of training and testing, and of compilation, of all trials."""
+        rows = [row for trial in (*self.tuning, *self.final) for row in trial.rows]
+        return sum(row["seconds"] for row in rows), sum(row["compile_seconds"] for row in rows)
+
+
+class Step:
+    """A system on a scenario: its trials and its final runs.
+
+    Attributes:
+      where: names of the scenario and the system.
+    """
+
+    def __init__(self, study: Study, scenario: str, name: str, clients: Clients) -> None:
+        self.where = scenario, name
+        self._study, self._scenario, self._name, self._clients = study, scenario, name, clients
+        self._system, self._place = study.system(name, scenario), study.scenarios[scenario]
+        self._points = points_of(self._system)
+        self._chosen = self._points[0]
+
+    def run(self, later: Sequence["Step"], desk: Desk) -> Outcome:
+        """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
+        found: list[Trial] = []
+        points, moved = list(self._points), 0
+        if len(points) > 1:
+            tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for step in later for pair in step.sweeps())]
+            self._prepare(coming, desk)
+            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), desk)
+            self._chosen = choice.best(found, self._study.tuned_by).point
+            while moved < self._study.tuning.extend:
+                more = choice.next_points(points, self._chosen, self._system, self._clients)
+                if not more:
+                    break
+                points, moved = [*points, *more], moved + 1
+                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), desk)
+                self._chosen = choice.best(found, self._study.tuned_by).point
+        self._prepare([pair for step in later for pair in step.sweeps()], desk)
+        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
+        edges = choice.at_edge(points, self._chosen)
+        return Outcome(self._scenario, self._name, found, self._chosen, edges, final)
+
+    @staticmethod
+    def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:
+        missing = [pair for pair in coming if not results_path(pair[0], desk.folder).is_file()]
+        for phase, members in missing[: desk.ahead.depth]:
+            desk.ahead.start(phase, members)
+
+    def sweeps(self) -> list[tuple[Phase, list[sweeps.Member]]]:
+        """The phases with their members; before the tuning, the final members have the first point's numbers."""
+        final = (self.final(), sweeps.members([self._chosen], self._study.seeds))
+        if len(self._points) == 1:
+            return [final]
+        return [(self.tuning(), sweeps.members(self._points, self._study.tuning.seeds)), final]
+
+    def _config(self) -> dict[str, Any]:
+        model = [self._place.model, dict(self._place.model_options)]
+        config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
+        # What is not said is what older runs had.
+        if self._study.metrics:
+            config["metrics"] = list(self._study.metrics)
+        if self._study.store != "device":
+            # Cohorts that devices share are summed in another order.
+            config["store"] = "host or disk"
+        if self._study.on_divergence != "continue":
+            config["on_divergence"] = self._study.on_divergence
+        return config
+
+    def tuning(self) -> Phase:
+        """The trials of the grid."""
+        tuning = self._study.tuning
+        data, held = choice.data_for(tuning, self._place, self._clients)
+        tests = {VALIDATION: self._test(data)}
+        config = self._config()
+        if held is not None:
+            tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics)
+            config["held out"] = tuning.clients
+        if tuning.halving is not None:
+            config["halving"] = tuning.halving
+            # The score decides which points end early; runs of older versions had this one.
+            if self._study.tuned_by.metric not in (None, "accuracy_mean"):
+                config["halved by"] = self._study.tuned_by.metric
+        rounds = tuning.rounds or self._study.rounds
+        return self._phase("tuning", rounds, data, tests, config)._replace(tuning=self._study.tuned_by)
+
+    def final(self) -> Phase:
+        """The runs with every seed of the study."""
+        clients, metrics = self._clients, self._study.metrics
+        view = TESTED_ON[self._place.adapt_on]
+        scored = counted(self._study, self._scenario, clients, clients.train)
+        sizes = np.asarray(clients.train.sizes(view))
+        tests, samples = {KNOWN: self._test(clients.train)}, {KNOWN: sizes if scored is None else sizes[scored]}
+        if clients.new is not None:
+            tests[NEW] = _test_of_new(clients.new, metrics)
+            samples[NEW] = np.asarray(clients.new.sizes("query"))
+        only = {} if scored is None else {KNOWN: scored}
+        attack = part("attack", self._system.federation.get("attack"))
+        if attack is not None and attack.name == BACKDOOR:
+            only |= {BACKDOOR: only[KNOWN]} if only else {}
+            marked = stamped(clients.train, view, size=attack.config["size"], value=attack.config["value"])
+            tests[BACKDOOR], samples[BACKDOOR] = self._test(marked), samples[KNOWN]
+        watched, config = self._study.user_accuracy_of(self._name), self._config()
+        if watched is not None:
+            # Its numbers are in the rows of the final runs, which therefore depend on it.
+            config["user_accuracy"] = watched
+        if self._study.goal is not None:
+            config["stop_at"] = str(self._study.stop_at)
+        phase = self._phase("final", self._study.rounds, clients.train, tests, config)
+        return phase._replace(samples=samples, scored=only, goal=self._study.goal)
+
+    def _test(self, data: Any) -> MemberEvaluator:
+        """Of the clients that train; those whose samples were pooled are strangers to the model."""
+        support, query = self._place.adapt_on, TESTED_ON[self._place.adapt_on]
+        known, metrics = not self._system.pooled, self._study.metrics or None
+        ids = counted(self._study, self._scenario, self._clients, data)
+        measure = partial(_evaluate, support=support, query=query, known=known, ids=ids, metrics=metrics)
+        return MemberEvaluator(measure, data)
+
+    def _phase(
+        self, name: str, rounds: int, data: Any, tests: Mapping[str, MemberEvaluator], config: Mapping[str, Any]
+    ) -> Phase:
+        build: sweeps.Build = partial(self._system.parts, self._clients)
+        every = (self._study.tuning.eval_every if name == "tuning" else None) or self._study.eval_every
+        if self._system.pooled:
+            share = passes(self._system, self._clients, data)
+            rounds, every = max(round(rounds * share), 1), max(round(every * share), 1)
+            build, data = partial(_central, partial(self._system.parts, self._clients)), pooled(data)
+        view = self._study.user_accuracy_of(self._name) if name == "final" else None
+        if view is not None or self._system.tested_with:
+            build = _Built(self._system, self._clients, view)
+        return Phase(
+            scenario=self._scenario,
+            system=self._name,
+            name=name,
+            build=build,
+            rounds=rounds,
+            eval_every=every,
+            data=data,
+            tests=tests,
+            config=config,
+            shaping=choice.shaping(self._system),
+            pooled=self._system.pooled,
+            devices=self._study.devices,
+            store=self._study.store,
+            on_divergence=self._study.on_divergence,
+        )
+
+
+def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Phase:
+    """The final runs of a system, as `run` trains them."""
+    return Step(study, scenario, name, clients).final()
+
+
+def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) -> np.ndarray | None:
+    """The clients that are scored: those that attack in no system of the scenario, and whose inputs are not noisy.
+
+    Args:
+      study, scenario, clients: what is run.
+      data: the clients that train: `clients.train`, or those of them that were not held out for trials.
+
+    Returns:
+      Ids; `None` for all clients.
+
+    Raises:
+      ValueError: nobody is left.
+    """
+    out = np.zeros(data.num_clients, bool)
+    for name in study.systems_on(scenario):
+        attack = part("attack", study.system(name, scenario).federation.get("attack"))
+        if attack is not None:
+            out |= attack.members(data.num_clients)
+    if data.num_clients == clients.train.num_clients:
+        out[clients.noisy] = True
+    if out.all():
+        raise ValueError(f"scenario {scenario}: all {data.num_clients} clients attack or are noisy: none is left to score")
+    return np.flatnonzero(~out).astype(np.int32) if out.any() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """Builds the algorithm of a system whose rounds are watched, or whose tests have options of their own.
+
+    Attributes:
+      system, clients: what is built.
+      view: that clients adapt on before user accuracy is measured; `None` to measure none.
+    """
+
+    system: System
+    clients: Clients
+    view: str | None
+
+    def __call__(self, **numbers: Any) -> Algorithm:
+        algorithm = sweeps.alone(*self.system.parts(self.clients, **numbers))
+        if self.view is not None:
+            noisy = tuple(self.clients.noisy.tolist())
+            algorithm = with_user_accuracy(algorithm, support=self.view, excluded=noisy, devices=1)
+        if self.system.tested_with:
+            tests = sweeps.alone(*self.system.tested().parts(self.clients, **numbers))
+            algorithm = dataclasses.replace(algorithm, personalize=tests.personalize)
+        return algorithm
+
+
+def passes(system: System, clients: Clients, data: FederatedData) -> float:
+    """The share of the clients that a round asks: how many rounds of central training stand for one."""
+    _, federation = system.parts(clients, **points_of(system)[0])
+    return min(federation.cohort_size / data.num_clients, 1.0)
+
+
+def _central(parts: Callable[..., tuple[Method, Federation]], **numbers: Any) -> tuple[Method, Federation]:
+    """The method with the one client that holds all samples."""
+    method, federation = parts(**numbers)
+    return method, dataclasses.replace(federation, cohort_size=1)
+
+
+def _test_of_new(data: Any, metrics: Sequence[str]) -> MemberEvaluator:
+    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False, metrics=metrics or None), data)
+
+
+def _evaluate(algorithm: Any, key: Any, state: State, data: Any, **options: Any) -> Evaluation:
+    return evaluate(algorithm, key, state, data, devices=1, **options)
