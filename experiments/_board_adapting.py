@@ -70,15 +70,15 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         numbers = sorted({number for _, counted in own for number in counted})
         table = [[scenario, *(str(counted.get(number, 0)) for number in numbers)] for scenario, counted in own]
         text += [
-            f"How many passes bring a system that adapts within {CLOSE:g} of the best that it reaches with any number of them "
-            "(systems by the least number):",
+            f"How many passes bring a system that adapts within {CLOSE:g} point (percent of accuracy) of the best that it "
+            "reaches with any number of them (systems by the least number):",
             "",
             report.markdown_table(["scenario", *map(str, numbers)], table, text_columns=1),
             "",
         ]
     text += [
-        f"By system: the passes, and the samples, that are enough for {CLOSE:g} of its own best, and the number of samples from "
-        f"which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are left out.",
+        f"By system: the passes, and the samples, that bring it within {CLOSE:g} point of its own best, and the number of samples "
+        f"from which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are left out.",
         "",
         *board.folded(
             "The table",

@@ -328,11 +328,12 @@ def _rounding(found: Board) -> list[str]:
     if not rows:
         return ["No row was trained again yet.", ""]
     text = [
-        "When the code changes, the first seed of a row is trained again (`--confirm`). Where nothing but the order of sums is",
-        "another, by the code or by the kind of processor, the losses agree to single precision at first, and drift apart as",
-        "training amplifies the last bit. How far the score of the known clients moved is noise beside that of the seeds.",
-        "Systems that no bit changed of do not count in the moves. Those that came apart before the second test stand here if",
-        "their own commit gives on this machine what the new code gives.",
+        "When the code changes, the first seed of a row is trained again (`--confirm`). Where only the order of",
+        "summation differs, by the code or by the kind of processor, the losses agree to single precision at first, and drift",
+        "apart as training amplifies the last bit. The table says how far the score of the known clients moved, beside its",
+        "spread over the seeds. Systems whose numbers are equal in every bit are left out of the moves. A system whose losses already",
+        "differ at the second test is in this table only if the commit that made its row gives the same numbers as the new code,",
+        "when both run on the machine of the check.",
         "",
     ]
     headings = ["scenario", "systems", "equal in every bit", "median move", "median std over seeds", "largest move"]
@@ -349,4 +350,6 @@ def _not_run(studies: Mapping[str, Study], lines: Mapping[str, Sequence[Line]], 
             if missing:
                 rows.append([scenario, name, board.in_words(missing, wanted), str(len(older)) if older else ""])
     text = ["All of the list was run.", ""]
-    return _table(["scenario", "run", "systems", "run with other settings"], rows, 3) if rows else text
+    columns = 4 if any(row[3] for row in rows) else 3
+    headings = ["scenario", "run", "systems", "run with other settings"]
+    return _table(headings[:columns], [row[:columns] for row in rows], 3) if rows else text

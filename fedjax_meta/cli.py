@@ -282,7 +282,8 @@ def compare(
         typer.Option(help="The score to compare; the main one of the first study that names one.", show_default=False),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="System that others are held against; the first.", show_default=False)
+        str | None,
+        typer.Option(help="System that others are held against; the first system when not given.", show_default=False),
     ] = None,
     out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Also write it: .md, .csv or .html.")] = None,
     debug: DebugOption = False,
@@ -313,7 +314,9 @@ def export_(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
     client: Annotated[int | None, typer.Option(help="A known client; else the server's model.", show_default=False)] = None,
     new_client: Annotated[int | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="The first of the study.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the run; the first of the study when not given.", show_default=False)
+    ] = None,
     scenario: Annotated[str | None, typer.Option(help="Where there are several.", show_default=False)] = None,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
