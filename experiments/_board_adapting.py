@@ -77,8 +77,9 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
             "",
         ]
     text += [
-        f"By system: the passes, and the samples, that bring it within {CLOSE:g} point of its own best, and the number of samples "
-        f"from which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are left out.",
+        f"By system: the passes, and the samples, that bring it within {CLOSE:g} point of its own best, and the number of "
+        f"samples from which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are "
+        "left out.",
         "",
         *board.folded(
             "The table",

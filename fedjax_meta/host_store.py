@@ -172,7 +172,8 @@ def run_pipelined(
 
 def cohort_data(data: FederatedData, ids: np.ndarray, room: int) -> FederatedData:
     """The data of some clients; samples in NumPy arrays, which stay on the host, are copied."""
-    return pack(data, ids, room) if _on_host(data) else data.select(ids)
+    some = pack(data, ids, room) if _on_host(data) else data.select(ids)
+    return dataclasses.replace(some, drawn=True)
 
 
 def _on_host(data: FederatedData) -> bool:

@@ -166,7 +166,7 @@ class Poisson:
     def _drawn(self, draws: jax.Array) -> jax.Array:
         # Rounded down: a rate that is 2^-32 smaller costs no privacy.
         threshold = math.floor(self.rate * 2.0**32)
-        return draws < threshold if threshold < 2**32 else jnp.ones(draws.shape, bool)
+        return draws < np.uint32(threshold) if threshold < 2**32 else jnp.ones(draws.shape, bool)
 
     def _check(self, num_clients: int, cohort_size: int) -> None:
         checks.count("cohort_size", cohort_size)

@@ -131,6 +131,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
     """
     checks.count("rounds", rounds)
     stops = _stops(rounds, eval_every)
+    some_rest = active is not None and not all(active)
     if programs is None:
         programs = Programs(
             build,
@@ -140,10 +141,12 @@ def sweep(  # over 80 lines: half of them explain the arguments
             evaluators=evaluators,
             devices=devices,
             at_once=at_once,
-            prunes=prune is not None,
+            prunes=prune is not None or some_rest,
         )
     elif programs.members != list(members):
         raise ValueError("these programs are of a sweep of other members")
+    elif some_rest and not programs.prunes:
+        raise ValueError("these programs were made without prunes=True")
     run = _Sweep(programs, state, active)
     done = int(np.asarray(run.state.round).max())
     if done > rounds:

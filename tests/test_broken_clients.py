@@ -155,6 +155,23 @@ def test_broken_clients_may_be_let_in():
     assert np.all(np.asarray(info.faults.clients) == -1)
 
 
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -1.0])
+def test_a_weight_that_is_none_is_reported(weight):
+    """Of a method of one's own; a client without samples has no say, whatever its method makes of it."""
+    method, sizes = fm.fedavg(problems.task()), np.asarray(problems.data().sizes("train"))
+
+    def client(key, received, data):
+        trained = method.client(key, received, data)
+        odd = (data["train"].size == sizes[2]) | (data["train"].size == 0)
+        return trained._replace(weight=jnp.where(odd, weight, data["train"].size))
+
+    algorithm = fm.federate(dataclasses.replace(method, client=client), fm.Federation(cohort_size=N, devices=1))
+    sick = [i for i, size in enumerate(sizes) if size == sizes[2]]
+    state, info = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), without([0]))
+    assert sorted(np.asarray(info.ids)[np.asarray(info.faults.clients) >= 0]) == sick and 0 not in sick
+    assert problems.finite(state.model)
+
+
 @pytest.mark.parametrize("store", [None, "memory"])
 def test_an_empty_place_of_a_cohort_is_as_if_it_were_not_there(store):
     """A schedule may draw fewer clients than the cohort has places, as Poisson sampling does."""

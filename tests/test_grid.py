@@ -104,6 +104,15 @@ def test_pruned_members_keep_their_state_and_the_others_are_not_changed():
         assert problems.distance(jax.tree.map(lambda leaf: np.asarray(leaf)[0], state), on_host(expected)) < 1e-12
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_members_that_are_not_active_rest(at_once):
+    _, half, _ = run(rounds=2)
+    _, state, records = run(devices=1, at_once=at_once, rounds=4, state=half, active=[True, False, True, False])
+    assert np.asarray(state.round).tolist() == [4, 2, 4, 2] and [len(row) for row in records] == [1, 0, 1, 0]
+    resting = jax.tree.map(lambda leaf: np.asarray(leaf)[1::2], (state, half))
+    assert problems.distance(*resting) == 0
+
+
 def test_a_pruned_sweep_resumes_bit_for_bit():
     def prune(done, records):
         return [record is not None and (done < 2 or m > 1) for m, record in enumerate(records)]

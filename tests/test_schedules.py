@@ -135,6 +135,28 @@ def test_poisson_sampling_draws_each_client_by_itself():
     assert np.all(np.abs(correlations) < 4.5 / np.sqrt(draws))
 
 
+@pytest.mark.parametrize("rate", [0.5, 0.9, 1 - 2.0**-33])
+def test_poisson_rates_above_a_half(rate):
+    """Thresholds beyond the largest int32."""
+    clients, draws = 8, 500
+    cohorts, left_out = _poisson_cohorts(rate, clients, clients, draws)
+    share = (cohorts >= 0).mean()
+    assert not left_out.any() and abs(share - rate) <= 5 * np.sqrt(rate * (1 - rate) / (clients * draws))
+
+
+def test_a_part_of_the_clients_is_a_population_whose_cohorts_are_drawn():
+    """As many clients as slots are no cohort that was drawn before, and the divisor is of those that are drawn from."""
+    data, schedule = problems.data(), schedules.poisson(0.25)
+    algorithm = problems.build("fedavg", cohort_size=4, schedule=schedule)
+    part = data.select(np.arange(4))
+    assert part.drawn_from == 4 and data.drawn_from == data.num_clients > 4
+    state = algorithm.init(jax.random.key(0), part)
+    keys = [jax.random.key(number) for number in range(4)]
+    found = [np.asarray(algorithm.round(key, state, part)[1].ids) for key in keys]
+    np.testing.assert_array_equal(found, [np.asarray(algorithm.cohort(key, 0, 4)) for key in keys])
+    assert len({tuple(ids) for ids in found}) > 1
+
+
 def test_clients_without_a_slot_are_counted_and_any_client_may_be_one():
     clients, rate, slots = 6, 0.4, 3
     cohorts, left_out = _poisson_cohorts(rate, clients, slots)

@@ -23,7 +23,7 @@ from fedjax_meta.types import PyTree, Scalar
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "y", "offset", "scale", "start", "size", "ids"],
-    meta_fields=["max_size", "num_classes", "population", "same_size", "shapes"],
+    meta_fields=["max_size", "num_classes", "population", "same_size", "shapes", "drawn"],
 )
 @dataclasses.dataclass(frozen=True)
 class FederatedData:
@@ -44,6 +44,7 @@ class FederatedData:
         steps of a client when it compiles, and does not wait for the host after each.
       shapes: of one sample, for each leaf of `x`, static, where `x` holds samples as rows of numbers (see `flat`); `None` where
         it holds them in their shapes.
+      drawn: whether these clients are the cohort of a round, drawn before, as by a host store; static.
     """
 
     x: PyTree
@@ -58,6 +59,7 @@ class FederatedData:
     population: int | None = None
     same_size: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] | None = None
+    drawn: bool = False
 
     @property
     def num_clients(self) -> int:
@@ -68,6 +70,11 @@ class FederatedData:
     def total_clients(self) -> int:
         """Number of clients of the whole population: N, unless these data are a subset of it."""
         return self.num_clients if self.population is None else self.population
+
+    @property
+    def drawn_from(self) -> int:
+        """Number of clients from which a round draws its cohort."""
+        return self.total_clients if self.drawn else self.num_clients
 
     @property
     def labelled(self) -> bool:

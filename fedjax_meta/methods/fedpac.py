@@ -128,7 +128,13 @@ def sent_statistics(key: Key, sums: features.ClassSums, deviation: float) -> Sta
 def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     del key, state, data
     matrix, gap = mixing(cohort.stacked, cohort.returned)
-    memory = jax.tree.map(lambda row: jnp.zeros_like(row).at[:, cohort.ids].set(matrix.astype(row.dtype)), cohort.memory)
+
+    def by_id(row: jax.Array) -> jax.Array:
+        # An empty place of the cohort has the id -1, which would be the last client.
+        columns = jnp.where(cohort.ids < 0, row.shape[1], cohort.ids)
+        return jnp.zeros_like(row).at[:, columns].set(matrix.astype(row.dtype), mode="drop")
+
+    memory = jax.tree.map(by_id, cohort.memory)
     metrics = {"own_head_share": jnp.diagonal(matrix), "mixing_gap": gap}
     return combine(matrix, cohort.personal), memory, metrics
 

@@ -120,9 +120,7 @@ class _Rounds:
 
     def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         setting, f = self.setting, self.setting.federation
-        placed = data.ids is not None and data.num_clients == f.cohort_size
-        if placed:
-            # The data are those of a cohort that was drawn before, as a host store does.
+        if data.drawn:
             places = jnp.arange(f.cohort_size, dtype=jnp.int32)
             empty = jnp.asarray(data.ids) < 0
         else:
@@ -167,8 +165,7 @@ class _Rounds:
         seen = state.seen.at[target].set(seen | outputs.took_part, mode="drop")
         metrics = outputs.metrics | diagnostics
         if isinstance(f.schedule, Poisson):
-            drawn_of = data.total_clients if placed else data.num_clients
-            metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), drawn_of, f.cohort_size)}
+            metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), data.drawn_from, f.cohort_size)}
         if setting.asynchronous is not None:
             lag = setting.asynchronous.lag(state.round, jnp.arange(f.cohort_size))
             metrics = metrics | {"staleness": lag, "virtual_seconds": setting.asynchronous.seconds(state.round)}

@@ -43,7 +43,7 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     checked = result_of(setting, trained, weight, personal, (learned, uploaded) if setting.federation.uploads else learned)
     broken = first_broken(checked) if setting.federation.drop_nonfinite else jnp.full((), -1, jnp.int32)
     # A client without samples has learned nothing, whatever its rule made of it.
-    works = (own_weight > 0) & works
+    works = ~(own_weight <= 0) & works
     broken = jnp.where(works, broken, -1)
     took_part = works & (broken < 0)
     returned = took_part & arrives
@@ -139,9 +139,10 @@ def check_trained(setting: Setting, trained: Any, received: Received, kept: Kept
 def weight_of(setting: Setting, trained: Trained, client: ClientData) -> jax.Array:
     """How much a client counts; 0 without train samples."""
     if trained.weight is not None:
-        return trained.weight
-    weighting = setting.federation.weighting or setting.method.weighting
-    weight = client_weight(weighting, client)
+        # A weight below 0 is an error of the method, which is reported like one that is not a number.
+        weight = jnp.where(jnp.asarray(trained.weight) < 0, jnp.nan, trained.weight)
+    else:
+        weight = client_weight(setting.federation.weighting or setting.method.weighting, client)
     return weight if "train" not in client.views else jnp.where(client["train"].size > 0, weight, 0)
 
 

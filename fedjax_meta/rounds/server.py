@@ -26,7 +26,7 @@ def next_state(
     """The state after the server's step, with the clients' old rows; unchanged if no upload came."""
     chain = setting.chain
     (average, statistics, measured), weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
-    kept, divisor = state.aggregation.uploads, setting.divisor(data.total_clients)
+    kept, divisor = state.aggregation.uploads, setting.divisor(data.drawn_from)
     context = ServerContext(divisor, chain.clip_norm(kept), ids, outputs.returned, chain.spent)
     (average, statistics), kept = chain.server(tagged(key, "server uploads"), (average, statistics), context, kept, measured)
     # Noise comes in every round: a round without it would tell that no client returned.
@@ -111,7 +111,7 @@ def _total(
         summed = setting.chain.decode(tagged(key, "masks"), summed, most, ids, returned, like)
     if setting.chain.fixed_divisor:
         # The weights that came in would tell which clients did not return.
-        weight = jax.tree.map(lambda w: jnp.full_like(w, setting.divisor(data.total_clients)), summed.weight)
+        weight = jax.tree.map(lambda w: jnp.full_like(w, setting.divisor(data.drawn_from)), summed.weight)
         summed = dataclasses.replace(summed, weight=weight)
     return summed
 

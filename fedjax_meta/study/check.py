@@ -58,8 +58,14 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
     training = [clients.train]
     if len(points) > 1:
         training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
-    for data in training:
-        counted(study, scenario, clients, data)
+    scored = [counted(study, scenario, clients, data) for data in training]
+    if study.store != "device" and system.tested_with:
+        raise ValueError(f"store={study.store!r} cannot go with tested_with: keep the clients on the device (store: device)")
+    if study.store != "device" and any(ids is not None for ids in scored):
+        raise ValueError(
+            f"store={study.store!r} tests all clients, but those that attack or are noisy are not scored: keep the clients on "
+            "the device (store: device)"
+        )
     traced: set[tuple[Any, ...]] = set()
     for point in points:
         algorithm = system.build(clients, **point)

@@ -14,9 +14,10 @@ import numpy as np
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.study import results, targets
 from fedjax_meta.study.folder import read_run, read_trials
+from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.targets import Target
-from fedjax_meta.study.tuning import KNOWN, NEW, Trial
+from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
 
 NAN = float("nan")
 
@@ -27,7 +28,8 @@ class Finished(NamedTuple):
     Attributes:
       title: of the system; with the folder's name where several runs have a system of this title.
       scenario: its name in the study; with the folders' names where runs have other clients under this name.
-      fingerprint: of the clients' data: only systems of one fingerprint are compared.
+      fingerprint: of the clients' data, and of what they are tested on where that is a part: only systems of one fingerprint are
+        compared.
       trials: one for each seed.
       method: name in `METHODS`.
       cohorts: what the cohorts of a seed depend on.
@@ -59,8 +61,13 @@ class Finished(NamedTuple):
         for trial in self.trials:
             test = trial.rows[-1]["tests"].get(group)
             if test is not None:
-                found[trial.seed] = results.last_scores(trial, test, self.score)
+                found[trial.seed] = last_scores(trial, test, self.score)
         return found
+
+    def ids(self, group: str) -> np.ndarray:
+        """The clients of `by_client`, `[N]`: all of a group, but for attackers and noisy ones."""
+        test = self.trials[0].rows[-1]["tests"][group]
+        return np.asarray(test.get("ids", np.arange(report.main_score(test, self.score).values.size)))
 
     @property
     def rounds(self) -> int:
@@ -187,10 +194,11 @@ def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float
     federation = study.system(name, scenario).federation
     cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
     cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}
+    tested = TESTED_ON[study.scenarios[scenario].adapt_on]
     return Finished(
         study.title_of(name),
         scenario,
-        content["config"]["data"],
+        content["config"]["data"] + ("" if tested == "test" else f" ({tested})"),
         list(trials.values()),
         study.systems[name].method,
         json.dumps(cohorts, sort_keys=True),
@@ -201,15 +209,19 @@ def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float
 
 
 def difference(one: Finished, reference: Finished, group: str) -> Difference | None:
-    """`one` minus `reference` on the seeds that both have; `None` if there are none."""
+    """`one` minus `reference` on the seeds and the clients that both have; `None` if there are none."""
     mine, theirs = one.by_client(group), reference.by_client(group)
     seeds = sorted(set(mine) & set(theirs))
     if not seeds:
         return None
-    changes = np.array([mine[seed] - theirs[seed] for seed in seeds])
+    common, *places = np.intersect1d(one.ids(group), reference.ids(group), return_indices=True)
+    if not common.size:
+        return None
+    changes = np.array([mine[seed][places[0]] - theirs[seed][places[1]] for seed in seeds])
     by_seed, by_client = changes.mean(1), changes.mean(0)
     gain = one.kind.gain(by_client, 0.0)
-    better, worse = (100 * float(np.mean(hit)) for hit in (gain > 0, gain < 0))
+    known = np.isfinite(gain).all()
+    better, worse = (100 * float(np.mean(hit)) if known else NAN for hit in (gain > 0, gain < 0))
     margin = metrics.confidence_margin(by_seed)
     return Difference(float(by_seed.mean()), margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client))
 

@@ -77,11 +77,11 @@ def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
     lines = [
         [
             title,
-            kind.text(one.mean, sign=True),
+            kind.text(one.mean, sign=True) if np.isfinite(one.mean) else "diverged",
             _interval(one.mean, one.margin, kind, sign=True),
             _p(seeds),
             _p(clients),
-            f"{one.better:.0f} %",
+            f"{one.better:.0f} %" if np.isfinite(one.better) else "",
         ]
         for (title, one), seeds, clients in zip(found, p_seeds, p_clients, strict=True)
     ]

@@ -8,7 +8,7 @@ from fedjax_meta import report
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import DRAW, Study
-from fedjax_meta.study.tuning import NEW
+from fedjax_meta.study.tuning import NEW, last_scores
 
 
 def pooled(
@@ -43,8 +43,11 @@ def pooled(
 
 
 def over_orders(outcome: Outcome, clients: Clients, score: str | None = None) -> np.ndarray:
-    """Mean score of the new clients of each draw of them after the last round, `[seeds, orders]`; shares in percent."""
-    values = np.array([report.main_score(trial.rows[-1]["tests"][NEW], score).values for trial in outcome.final])
+    """Mean score of the new clients of each draw of them after the last round, `[seeds, orders]`; shares in percent.
+
+    NaN for a seed that diverged.
+    """
+    values = np.array([last_scores(trial, trial.rows[-1]["tests"][NEW], score) for trial in outcome.final])
     return values.reshape(len(outcome.final), clients.orders, -1).mean(2)
 
 

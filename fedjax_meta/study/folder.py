@@ -22,7 +22,7 @@ from fedjax_meta.study import promise
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
-from fedjax_meta.study.tuning import KNOWN, Trial, points_of
+from fedjax_meta.study.tuning import KNOWN, Trial, last_scores, points_of
 
 Json = Any
 Where = tuple[str, str, str]
@@ -455,10 +455,10 @@ def _run(folder: Path) -> Run:
         names, means, kind = [], [], None
         for path in sorted((folder / "results" / scenario).glob("*.final.json")):
             trials, _ = read_trials(path)
-            found = [report.main_score(trial.rows[-1]["tests"][KNOWN], study.score) for trial in trials.values()]
-            means.append(float(np.mean([one.mean for one in found])))
+            tests = [(trial, trial.rows[-1]["tests"][KNOWN]) for trial in trials.values()]
+            means.append(float(np.mean([last_scores(*one, study.score).mean() for one in tests])))
             names.append(path.name.removesuffix(".final.json"))
-            kind = found[0].kind
+            kind = report.main_score(tests[0][1], study.score).kind
         if kind is not None and np.isfinite(means).any():
             place = kind.best(means)
             title = study.title_of(names[place]) if names[place] in study.systems else names[place]

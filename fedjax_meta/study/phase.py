@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -403,9 +404,12 @@ class _Wave:
             rows = [{} if record is None else report.compact(record) for record in records]
             found = [choice.score(row, self._phase.tuning) if row else None for row in rows]
             kind = next(one[1] for one in found if one is not None)
-            points = [None if record is None else dict(m.numbers) for m, record in zip(self._members, records, strict=True)]
-            values = [float("nan") if one is None else one[0] for one in found]
-            self.active = choice.goes_on(points, values, self._rungs[done], kind)
+            # A point goes on with all of its seeds or none. A seed that has ended counts as the worst.
+            alive = {tuple(m.numbers.items()) for m, here in zip(self._members, self.active, strict=True) if here}
+            points = [dict(m.numbers) if tuple(m.numbers.items()) in alive else None for m in self._members]
+            values = [one[0] if one is not None and here else math.nan for one, here in zip(found, self.active, strict=True)]
+            chosen = choice.goes_on(points, values, self._rungs[done], kind)
+            self.active = [here and on for here, on in zip(self.active, chosen, strict=True)]
         return self.active
 
     def record(self, state: State, done: int, records: Sequence[Record | None]) -> None:

@@ -13,7 +13,7 @@ from fedjax_meta.study import baselines, draws, promise, summary, targets, tunin
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.tuning import KNOWN, NEW, Trial
+from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
 
 Spread = tuple[float, float]
 """A mean over seeds and its sample standard deviation, NaN for one seed."""
@@ -84,8 +84,8 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     algorithm = system.build(clients, **outcome.chosen)
     itself = system.method == LOCAL
     behind = float("nan")
-    if base is not None and not itself and np.isfinite(known.values).all():
-        behind = 100 * float(np.mean(known.kind.gain(known.values.mean(0), base.mean(0)) < 0))
+    if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
+        behind = 100 * float(np.mean(known.kind.gain(_over_draws(study, known.values), _over_draws(study, base)) < 0))
     remarks = [*_remarks(study, outcome, clients), *promise.words(study, algorithm, clients.train.num_clients)]
     remarks += summary.remarks(study, outcome)
     return Line(
@@ -152,10 +152,10 @@ def by_client(trials: Sequence[Trial], group: str, score: str | None) -> ByClien
     )
 
 
-def last_scores(trial: Trial, test: Mapping[str, Any], score: str | None) -> np.ndarray:
-    """A score of each client in a test of a trial; NaN if the trial diverged, whatever the model that was left scores."""
-    values = report.main_score(test, score).values
-    return values if trial.diverged is None else np.full_like(values, np.nan)
+def _over_draws(study: Study, values: np.ndarray) -> np.ndarray:
+    """The mean over seeds of a score `[seeds, N]` of each client: `[N]`, or `[draws N]`, since a draw has clients of its own."""
+    draws = len(study.data_seeds) or 1
+    return values.reshape(draws, -1, values.shape[1]).mean(1).reshape(-1)
 
 
 def _last_tests(trials: Sequence[Trial]) -> dict[str, list[Mapping[str, Any]]]:
@@ -174,7 +174,9 @@ def _others(
             if name != main:
                 some = [report.main_score(test, name) for test in of_seeds]
                 label = name if group == KNOWN else f"{name}, {group}"
-                found[label] = some[0].kind, _over_seeds(np.array([one.mean for one in some]))
+                means = np.array([one.mean for one in some])
+                means[[trial.diverged is not None for trial in trials] or slice(0)] = np.nan
+                found[label] = some[0].kind, _over_seeds(means)
     if trials and USER_ACCURACY in trials[0].rows[-1]["train"]:
         last = [trial.rows[-1]["train"][USER_ACCURACY][-1] for trial in trials]
         found[USER_ACCURACY] = report.Kind(USER_ACCURACY, True, True), _over_seeds(100 * np.array(last, float))
@@ -272,13 +274,15 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
                 if any(group not in trial.rows[-1]["tests"] for other in (one, reference) for trial in other.final):
                     continue
                 mine, base = (by_client(other.final, group, study.score) for other in (one, reference))
-                gain = mine.kind.gain(mine.values.mean(0), base.values.mean(0))
+                gain = mine.kind.gain(*(_over_draws(study, values) for values in (mine.values, base.values)))
                 if not np.isfinite(gain).all():
                     continue
                 least, most = int(gain.argmin()), int(gain.argmax())
-                ids = one.final[0].rows[-1]["tests"][group].get("ids", range(len(gain)))
+                ids = one.final[0].rows[-1]["tests"][group].get("ids", range(mine.values.shape[1]))
                 digits = "+.1f" if mine.kind.share else "+.3g"
-                ends = [f"{gain[i]:{digits}} (client {ids[i]})" for i in (least, most)]
+                names = [f"client {id_}" for id_ in ids]
+                names = [f"{name}, draw {draw}" for draw in study.data_seeds for name in names] or names
+                ends = [f"{gain[i]:{digits}} ({names[i]})" for i in (least, most)]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
                 titles = study.title_of(one.system), study.title_of(reference.system)
                 rows.append([*titles, group, share, f"{np.median(gain):{digits}}", *ends])

@@ -107,7 +107,8 @@ class Scenario:
       model: name in `models.MODELS`; by default the LeNet for colour images, else the perceptron.
       model_options: of the model.
       augment: name in `AUGMENTS`, how training batches are changed; not at all when not given.
-      shift: name in `SHIFTS`, with `shift_options`; none when not given.
+      shift: name in `SHIFTS`, with `shift_options`; none when not given. It changes the clients that train: new clients keep
+        their samples as they are.
       test: share of a client's samples for its test; papers and generators have their own.
       support: share of each part for adaptation.
       adapt_on: what a known client adapts on before its test: "train", and it is tested on all of its test samples; or

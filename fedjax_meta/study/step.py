@@ -1,6 +1,7 @@
 """A system on a scenario: the trials of its grid, then its final runs with every seed."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,10 +101,14 @@ class Step:
             return [final]
         return [(self.tuning(), sweeps.members(self._points, self._study.tuning.seeds)), final]
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, data: FederatedData) -> dict[str, Any]:
         model = [self._place.model, dict(self._place.model_options)]
         config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
         # What is not said is what older runs had.
+        scored = counted(self._study, self._scenario, self._clients, data)
+        if scored is not None:
+            # They depend on the other systems of the scenario.
+            config["scored"] = hashlib.blake2b(scored.tobytes(), digest_size=8).hexdigest()
         if self._study.metrics:
             config["metrics"] = list(self._study.metrics)
         if self._study.store != "device":
@@ -118,7 +123,7 @@ class Step:
         tuning = self._study.tuning
         data, held = choice.data_for(tuning, self._place, self._clients)
         tests = {VALIDATION: self._test(data)}
-        config = self._config()
+        config = self._config(data)
         if held is not None:
             tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics)
             config["held out"] = tuning.clients
@@ -146,7 +151,7 @@ class Step:
             only |= {BACKDOOR: only[KNOWN]} if only else {}
             marked = stamped(clients.train, view, size=attack.config["size"], value=attack.config["value"])
             tests[BACKDOOR], samples[BACKDOOR] = self._test(marked), samples[KNOWN]
-        watched, config = self._study.user_accuracy_of(self._name), self._config()
+        watched, config = self._study.user_accuracy_of(self._name), self._config(clients.train)
         if watched is not None:
             # Its numbers are in the rows of the final runs, which therefore depend on it.
             config["user_accuracy"] = watched

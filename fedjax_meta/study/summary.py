@@ -64,9 +64,11 @@ def values(study: Study, outcome: Outcome, group: str) -> np.ndarray:
     """
     tests = [trial.rows[-1]["tests"][group] for trial in outcome.final]
     if group != BACKDOOR:
-        return np.array([report.main_score(test, study.score).mean for test in tests], float)
-    attack = part("attack", study.system(outcome.system, outcome.scenario).federation["attack"])
-    return 100 * np.array([attacks.backdoor_success(test["confusion"], attack.config["target"]) for test in tests])
+        found = np.array([report.main_score(test, study.score).mean for test in tests], float)
+    else:
+        attack = part("attack", study.system(outcome.system, outcome.scenario).federation["attack"])
+        found = 100 * np.array([attacks.backdoor_success(test["confusion"], attack.config["target"]) for test in tests])
+    return np.where([trial.diverged is None for trial in outcome.final], found, np.nan)
 
 
 def remarks(study: Study, outcome: Outcome) -> list[str]:

@@ -41,6 +41,12 @@ class Trial(NamedTuple):
     diverged: int | None
 
 
+def last_scores(trial: Trial, test: Mapping[str, Any], score: str | None) -> np.ndarray:
+    """A score of each client in a test of a trial; NaN if the trial diverged, whatever the model that was left scores."""
+    values = report.main_score(test, score).values
+    return values if trial.diverged is None else np.full_like(values, np.nan)
+
+
 def points_of(system: System) -> list[Point]:
     """Every point of a system's grid; one without numbers if it has none.
 
@@ -131,8 +137,8 @@ def scores(trials: Sequence[Trial], tuning: Tuning) -> list[Judged]:
     for trial in trials:
         ended = trial.rows[-1]["round"] < last
         if not ended or trial.diverged is not None:
-            # A run that was stopped because it diverged has no score; its point counts as the worst.
-            value = float("nan") if ended else score(trial.rows[-1], tuning)[0]
+            # The model that a diverged run was left with may score well; its point counts as the worst all the same.
+            value = float("nan") if trial.diverged is not None else score(trial.rows[-1], tuning)[0]
             found.setdefault(tuple(trial.numbers.items()), []).append(value)
     return [Judged(dict(point), float(np.mean(values)), kind) for point, values in found.items()]
 

@@ -125,6 +125,15 @@ def test_a_round_reports_its_mixture_and_can_keep_it():
     assert not jax.tree.leaves(plain.memory)
 
 
+def test_empty_places_of_a_cohort_leave_what_is_kept_alone():
+    """Their id is -1, which is no client, not the last one."""
+    schedule = lambda key, r, n, c: jnp.array([5, 6, -1, -1], jnp.int32)  # noqa: E731
+    algorithm = fedpac(keep_mixing=True, cohort_size=4, schedule=schedule)
+    state, info = jax.jit(algorithm.round)(KEY, start(algorithm), problems.data())
+    np.testing.assert_allclose(np.diagonal(state.memory)[5:], np.asarray(info.metrics["own_head_share"])[:2], atol=1e-6)
+    np.testing.assert_allclose(state.memory.sum(1)[5:], 1, atol=1e-5)
+
+
 def test_centroids_are_the_class_means_over_all_samples():
     # The extractor does not move here, so means weighted by class counts are the means of the pooled samples.
     state = run(fedpac(lr=1e-30), 1)

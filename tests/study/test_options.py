@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
 from fedjax_meta.study import estimate, figures, from_tree, page, promise, results, run, tuning
+from fedjax_meta.study.check import check
 from fedjax_meta.study.system import System
 from tests.study.common import TREE, Silent, study, tree
 from tests.study.test_study import without_clocks
@@ -160,6 +161,26 @@ def test_bad_options_get_one_line(fields, words):
     with pytest.raises(ValueError, match=words) as error:
         from_tree(tree(**fields))
     assert "\n" not in str(error.value)
+
+
+def test_results_are_not_taken_over_when_other_clients_are_scored(tmp_path):
+    """Which clients are scored depends on the attacks of all systems of a scenario."""
+    one = {"a": {"method": "fedavg", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}}}
+    attacked = {"b": {**one["a"], "federation": {"attack": {"name": "sign_flip", "attackers": 0.2}}}}
+    run.run(study(systems=one, seeds=[1]), tmp_path, watcher=Silent())
+    with pytest.raises(ValueError, match="scored"):
+        run.run(study(systems=one | attacked, seeds=[1]), tmp_path, watcher=Silent())
+
+
+def test_a_store_refuses_what_it_would_end_with():
+    attack = {"attack": {"name": "sign_flip", "attackers": 0.2}}
+    for systems, words in (
+        ({"a": {"method": "fedavg", "federation": attack}}, "store='host' tests all clients, but those that attack"),
+        ({"a": {"method": "fedavg", "tested_with": {"finetune_epochs": 1}}}, "store='host' cannot go with tested_with"),
+    ):
+        chosen = study(systems=systems, store="host")
+        with pytest.raises(ValueError, match=words):
+            check(chosen, run.build(chosen))
 
 
 def test_what_cannot_be_run_is_refused_before_anything_is_written(tmp_path):

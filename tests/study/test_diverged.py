@@ -1,0 +1,88 @@
+"""Runs that diverged have no score, and clients that are not the same are not compared."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fedjax_meta.study import compare, comparison, draws, from_tree, phase, results, run, summary, tuning
+from fedjax_meta.study.study import Tuning
+from fedjax_meta.study.tuning import Trial
+from tests.study.common import study, tree
+from tests.study.test_compare import system, trial
+
+
+def ended(accuracy, *, seed=0, numbers=None, diverged=None, new=None):
+    """A trial whose clients have these accuracies after its last round."""
+    return trial(seed, accuracy, new=new)._replace(numbers=numbers or {}, diverged=diverged)
+
+
+def outcome(name, trials):
+    return run.Outcome("pairs", name, [], {}, [], trials)
+
+
+def validated(accuracy):
+    """A row with this accuracy on validation samples."""
+    return {"round": 5, "tests": {"validation": ended([accuracy]).rows[-1]["tests"]["known"]}}
+
+
+def test_a_diverged_trial_never_wins_a_grid_whatever_its_model_scores():
+    bad, good = Trial({"lr": 1.0}, 0, [validated(0.9)], 3), Trial({"lr": 0.1}, 0, [validated(0.5)], None)
+    for order in itertools.permutations([bad, good]):
+        found = tuning.best(order, Tuning())
+        assert found.point == {"lr": 0.1} and found.score == pytest.approx(50)
+    assert tuning.best([bad], Tuning()).point == {"lr": 1.0}  # there is no other
+
+
+def test_halving_keeps_no_point_with_a_seed_that_has_diverged(monkeypatch):
+    """Two seeds of three points; the best one has a seed that ended."""
+    halved = Tuning(rounds=8, seeds=[0, 1], halving=2)
+    members = [phase.sweeps.Member({"lr": lr}, seed) for lr in (0.1, 0.2, 0.3) for seed in (0, 1)]
+    wave = object.__new__(phase._Wave)
+    wave._phase = phase.Phase("pairs", "fedavg", "tuning", None, 8, 2, None, {}, {}, tuning=halved)
+    wave._members, wave._rungs = members, {4: 2}
+    wave.active = [False, True, True, True, True, True]
+
+    scores = [None, 0.9, 0.5, 0.5, 0.4, 0.4]
+    monkeypatch.setattr(phase.report, "compact", validated)
+    assert wave.prune(4, scores) == [False, False, True, True, True, True]
+
+
+def test_nobody_is_held_against_a_run_that_diverged():
+    fine, gone = system("a", [[0.4, 0.6]]), system("b", [[0.5, 0.5]])
+    gone = gone._replace(trials=[one._replace(diverged=2) for one in gone.trials])
+    for pair in ((fine, gone), (gone, fine)):
+        found = compare.difference(*pair, "known")
+        assert np.isnan([found.mean, found.better, found.worse]).all()
+    (table,) = [one for one in comparison.tables(compare.compared([gone, fine])) if one.title.startswith("Minus")]
+    assert "nan" not in " ".join(itertools.chain(*table.rows)) and "better" not in table.headings
+
+
+def test_no_table_has_the_score_of_a_diverged_run():
+    one = outcome("fedavg", [ended([0.9, 0.7], diverged=1, new=[0.8]), ended([0.5, 0.3], seed=1, new=[0.6])])
+    assert np.isnan(summary.values(study(), one, "known")[0]) and summary.values(study(), one, "known")[1] == pytest.approx(40)
+    clients = type("Clients", (), {"orders": 1})()
+    assert np.isnan(draws.over_orders(one, clients)[0]).all() and draws.over_orders(one, clients)[1, 0] == pytest.approx(60)
+
+
+def test_clients_of_different_draws_are_different_clients():
+    """Each of FedAvg's clients gains in one draw what it loses in the other."""
+    drawn = from_tree(tree(data_seeds=[1, 2], seeds=[7]))
+    local = outcome("local", [ended([0.5, 0.5]), ended([0.5, 0.5])])
+    other = outcome("fedavg", [ended([0.4, 0.7]), ended([0.7, 0.4])])
+    assert results._over_draws(drawn, np.array([[40.0, 70], [70, 40]])).tolist() == [40, 70, 70, 40]
+    assert results._over_draws(study(), np.array([[40.0, 70], [60, 50]])).tolist() == [50, 60]
+    (row,) = [row for row in results.gains(drawn, [local, other]) if row[2] == "known"][:1]
+    assert row[3] == "50 %" and "(client 0, draw 1)" in row[5] and "(client 1, draw 1)" in row[6]
+
+
+def test_clients_are_compared_by_their_ids():
+    def some(title, ids, accuracy):
+        found = system(title, [accuracy])
+        found.trials[0].rows[-1]["tests"]["known"]["ids"] = ids
+        return found
+
+    a, b = some("a", [0, 2, 3], [0.1, 0.2, 0.3]), some("b", [2, 3, 5, 7], [0.5, 0.5, 0.9, 0.9])
+    assert compare.difference(b, a, "known").mean == pytest.approx(25)
+    assert compare.difference(a, system("all", [[0.1] * 4]), "known").mean == pytest.approx(10)
+    assert compare.difference(a, some("c", [1], [0.9]), "known") is None
