@@ -90,7 +90,6 @@ def test_all_cores_become_devices_and_programs_are_kept(tmp_path):
     code = """
 import jax
 from pathlib import Path
-from unittest import mock
 from fedjax_meta import runtime
 runtime.cores = lambda: 3
 assert [runtime.use_all_cores(), runtime.use_all_cores()] == [3, 3]

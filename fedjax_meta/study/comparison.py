@@ -77,7 +77,7 @@ def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
     lines = [
         [
             title,
-            kind.text(one.mean, sign=True) if np.isfinite(one.mean) else "diverged",
+            kind.text(one.mean, sign=True) if np.isfinite(one.mean) else "one diverged",
             _interval(one.mean, one.margin, kind, sign=True),
             _p(seeds),
             _p(clients),

@@ -167,19 +167,20 @@ def _others(
     study: Study, tests: Mapping[str, Sequence[Mapping[str, Any]]], trials: Sequence[Trial] = ()
 ) -> dict[str, tuple[report.Kind, Spread]]:
     """The metrics beside the main one, and user accuracy after the last round where it was recorded."""
-    found = {}
+    found, lost = {}, [trial.diverged is not None for trial in trials] or False
     for group, of_seeds in tests.items():
         main = report.main_score(of_seeds[0], study.score).name
         for name in of_seeds[0].get("metrics", {}):
             if name != main:
                 some = [report.main_score(test, name) for test in of_seeds]
                 label = name if group == KNOWN else f"{name}, {group}"
-                means = np.array([one.mean for one in some])
-                means[[trial.diverged is not None for trial in trials] or slice(0)] = np.nan
-                found[label] = some[0].kind, _over_seeds(means)
+                found[label] = some[0].kind, _over_seeds(np.where(lost, np.nan, [one.mean for one in some]))
     if trials and USER_ACCURACY in trials[0].rows[-1]["train"]:
         last = [trial.rows[-1]["train"][USER_ACCURACY][-1] for trial in trials]
-        found[USER_ACCURACY] = report.Kind(USER_ACCURACY, True, True), _over_seeds(100 * np.array(last, float))
+        found[USER_ACCURACY] = (
+            report.Kind(USER_ACCURACY, True, True),
+            _over_seeds(np.where(lost, np.nan, 100 * np.array(last, float))),
+        )
     return found
 
 
