@@ -99,9 +99,15 @@ def cores() -> int:
     return allowed
 
 
+def host_bytes() -> int:
+    """The bytes of memory of this host, within the limits of the process's container or job."""
+    limits = [_read(group / "memory.max").strip() for group in _control_groups()]
+    return min([_physical_bytes(), *(int(limit) for limit in limits if limit.isdecimal())])
+
+
 def free_host_bytes() -> int:
     """The bytes of host memory that this process can still allocate, within the limits of its container or job."""
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _physical_bytes()
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable"):
             free = int(line.split()[1]) * 1024
@@ -112,6 +118,10 @@ def free_host_bytes() -> int:
             idle = [line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith("inactive_file ")]
             free = min(free, int(limit) - int(used) + sum(map(int, idle)))
     return max(free, 0)
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _control_groups() -> list[Path]:

@@ -1,11 +1,7 @@
-"""A phase of a study: the trials of a grid, or the final runs of a system; trained in waves, saved as they come."""
+"""A phase of a study: the trials of a grid, or the final runs of a system; which members one program trains."""
 
 import concurrent.futures
 import contextlib
-import dataclasses
-import hashlib
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,17 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, costs, report, runtime, sweeps
-from fedjax_meta import host_store as stores
+from fedjax_meta import costs, report, runtime, sweeps
 from fedjax_meta.algorithm import State
-from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
-from fedjax_meta.study import made
-from fedjax_meta.study import tuning as choice
-from fedjax_meta.study.folder import Metrics, read_trials, save_clients
+from fedjax_meta.simulation import Record
+from fedjax_meta.study.folder import Metrics
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.targets import Target, is_reached
-from fedjax_meta.study.tuning import Trial
 from fedjax_meta.sweeps import Member, MemberEvaluator
 
 Json = Any
@@ -104,6 +95,16 @@ class Phase(NamedTuple):
         """Whether a member may end early by what it has reached itself."""
         return self.stops or self.goal is not None
 
+    def diverged(self, rows: Sequence[Mapping[str, Json]]) -> int | None:
+        """The round by which the evaluations of a member say that it has diverged; `None` if they do not."""
+        return report.diverged(rows, next(iter(self.tests)))
+
+    def has_ended(self, rows: Sequence[Mapping[str, Json]]) -> bool:
+        """Whether a member ended early after these evaluations, because it diverged or reached its goal."""
+        if self.stops and self.diverged(rows) is not None:
+            return True
+        return self.goal is not None and bool(rows) and is_reached(rows, self.goal)
+
     def shape(self, member: Member) -> dict[str, float]:
         """The numbers of a member that decide what its program is."""
         return {name: value for name, value in member.numbers.items() if name in self.shaping}
@@ -137,45 +138,11 @@ class Desk(NamedTuple):
     ahead: "Ahead"
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What a checkpoint of a sweep holds."""
 
     members: State
     round: Any
-
-
-def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
-    """The trials of a phase: those that are finished as they were saved, the others trained in waves that fit the memory.
-
-    Raises:
-      Stopped: `should_stop` said so.
-      ValueError: the folder holds results of other options, or of more rounds.
-    """
-    path = results_path(phase, desk.folder)
-    finished = _finished(path, phase)
-    if phase.name == "final":  # where a grid has moved on, another point may have been trained before
-        finished = {label: trial for label, trial in finished.items() if trial.numbers == members[0].numbers}
-    left = [member for member in members if str(member) not in finished]
-    known = [finished[str(member)] for member in members if str(member) in finished]
-    makers = _makers(path, phase) if left else []
-    if phase.name == "final":
-        desk.metrics.keep_numbers(_where(phase), members[0].numbers)
-    desk.metrics.align(_where(phase), known)
-    if left and any(phase.shape(member) != phase.shape(left[0]) for member in left):
-        # Programs of other shapes are compiled while the first one trains.
-        desk.ahead.start(phase, left)
-    for some in waves(phase, left):
-        trained = _train(phase, some, desk)
-        finished |= {str(member): trial for member, trial in zip(some, trained, strict=True)}
-        lines = {label: trial._asdict() for label, trial in finished.items()}
-        content = {"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines}
-        if phase.name == "final" and not phase.pooled:
-            content["traffic"] = sum(costs.traffic(sweeps.member_algorithm(phase.build, members[0]), phase.data))
-        checkpoint.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
-    found = [finished[str(member)] for member in members]
-    if phase.name == "final":
-        save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples)
-    return found
 
 
 def results_path(phase: Phase, folder: Path) -> Path:
@@ -184,9 +151,10 @@ def results_path(phase: Phase, folder: Path) -> Path:
 
 
 def waves(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
-    """The members in groups of one program whose states fit into a quarter of the free memory.
+    """The members in groups of one program whose states fit into a quarter of the host's memory.
 
-    A point's seeds stay together where they fit; with a store, each member is by itself.
+    It is all of the memory, and not what is free now, so that a run that goes on finds the groups that it saved. A point's seeds
+    stay together where they fit; with a store, each member is by itself.
     """
     if phase.store != "device":
         return [[member] for member in members]
@@ -201,7 +169,7 @@ def waves(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
 def _in_memory(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
     build, bare = phase.traced(members[:1])
     one = costs.size_in_bytes(sweeps.state_shapes(build, bare, phase.data))
-    most = runtime.free_host_bytes() // 4 // max(one, 1) if runtime.on_cpu() else len(members)
+    most = runtime.host_bytes() // 4 // max(one, 1) if runtime.on_cpu() else len(members)
     seeds = sum(member.numbers == members[0].numbers for member in members)
     most = max(1, min(len(members), most // seeds * seeds if most >= seeds else most))
     return [list(members[first : first + most]) for first in range(0, len(members), most)]
@@ -218,10 +186,10 @@ _SETTINGS = ("enable_x64", "numpy_rank_promotion", "numpy_dtype_promotion", "def
 """Settings of JAX that a thread may have of its own, and that a program depends on."""
 
 
-def saved_shapes(phase: Phase, members: Sequence[Member]) -> _Saved:
+def saved_shapes(phase: Phase, members: Sequence[Member]) -> Saved:
     """The shapes of a checkpoint of a sweep."""
     build, bare = phase.traced(members)
-    return _Saved(sweeps.state_shapes(build, bare, phase.data), jax.ShapeDtypeStruct((), np.int32))
+    return Saved(sweeps.state_shapes(build, bare, phase.data), jax.ShapeDtypeStruct((), np.int32))
 
 
 class Ahead:
@@ -270,223 +238,3 @@ class Ahead:
 
 def _key(phase: Phase, members: Sequence[Member]) -> tuple[Any, ...]:
     return phase.scenario, phase.system, phase.name, len(members), *phase.shape(members[0]).items()
-
-
-def _train(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
-    """Trains some members together, from their newest checkpoint on."""
-    if desk.should_stop():
-        raise Stopped(f"{phase.scenario}, {phase.system}, {phase.name}: not begun")
-    wave = _Wave(phase, members, desk)
-    done = wave.restore()
-    desk.watcher.begin(phase.scenario, phase.system, phase.name, len(members), phase.rounds, done)
-    if done == phase.rounds or wave.over:
-        return wave.trials
-    state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, desk)
-    reached = int(np.asarray(state.round).max())
-    if reached < phase.rounds and not wave.over:
-        wave.save_part(state, reached, records)
-        raise Stopped(f"{phase.scenario}, {phase.system}, {phase.name}: round {reached} of {phase.rounds}")
-    return wave.trials
-
-
-def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
-    """Trains the members as one program."""
-    build, bare = phase.traced(members)
-    return sweeps.sweep(
-        build,
-        bare,
-        phase.data,
-        rounds=phase.rounds,
-        eval_every=wave.evaluated,
-        evaluators=phase.tests,
-        state=wave.state,
-        active=wave.active,
-        on_record=wave.record,
-        on_progress=desk.watcher.progress,
-        should_stop=lambda: wave.over or desk.should_stop(),
-        prune=wave.prune if phase.prunes else None,
-        programs=desk.ahead.take(phase, members),
-    )
-
-
-def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
-    """Trains one member, with what its clients keep on the host; states are `[1, ...]`, as those of a sweep of one."""
-    (member,) = members
-    method, federation = phase.build(**member.numbers)
-    algorithm = federate(method, dataclasses.replace(federation, devices=phase.devices))
-    place = stores.MEMORY if phase.store == "host" else desk.folder / "store"
-
-    def lifted(state: State) -> State:
-        return jax.tree.map(lambda leaf: leaf[None], state)
-
-    def on_record(state: State, record: Record) -> None:
-        if phase.ends:
-            wave.prune(record.round, [record])
-        wave.record(lifted(state), record.round, [record])
-
-    known = () if phase.pooled else (choice.KNOWN, choice.VALIDATION)
-    tests = {
-        name: Evaluator(partial(test.measure, algorithm), test.data, known=name in known) for name, test in phase.tests.items()
-    }
-    state, records = simulate(
-        algorithm,
-        phase.data,
-        key=jax.random.key(member.seed),
-        rounds=phase.rounds,
-        eval_every=phase.eval_every,
-        evaluators=tests,
-        state=None if wave.state is None else jax.tree.map(lambda leaf: leaf[0], wave.state),
-        store=place,
-        on_record=on_record,
-        on_progress=lambda done, metrics: desk.watcher.progress(
-            done, {name: values[None] for name, values in metrics.items()}
-        ),
-        should_stop=lambda: wave.over or desk.should_stop(),
-    )
-    return lifted(state), [records]
-
-
-class _Wave:
-    """What is known of some members that train together, and its checkpoints.
-
-    Attributes:
-      trials: of each member.
-      parts: for each member what is known of the rounds since its last evaluation, see `report.joined`.
-      active: which members were not stopped by halving.
-      evaluated: the rounds after which to evaluate.
-      state: where to go on.
-      over: whether all members have ended, because they diverged or reached their goal.
-    """
-
-    def __init__(self, phase: Phase, members: Sequence[Member], desk: Desk) -> None:
-        self._phase, self._members, self._desk = phase, members, desk
-        self._config = {**phase.config, "members": [str(member) for member in members]}
-        # Other members, e.g. those of more seeds, have a folder of their own.
-        who = hashlib.blake2b(repr(self._config["members"]).encode(), digest_size=4).hexdigest()
-        self._folder = desk.folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
-        points = {tuple(member.numbers.items()) for member in members}
-        self._rungs = choice.rungs(len(points), phase.rounds, phase.tuning.halving if phase.tuning else None)
-        self.evaluated = [*schedule(phase.rounds, phase.eval_every), *self._rungs]
-        self.trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
-        self.parts: list[dict[str, Json] | None] = [None] * len(members)
-        self.active = [True] * len(members)
-        self.state: State | None = None
-        self.over = False
-
-    def restore(self) -> int:
-        """Reads the newest checkpoint; the rounds that are finished."""
-        shapes = saved_shapes(self._phase, self._members)
-        saved = checkpoint.restore(self._folder, shapes, self._config)
-        if saved is not None:
-            known = report.numbers_again(saved.records)
-            self.trials = [Trial(**one) for one in known["trials"]]
-            self.parts, self.active, self.state = known["parts"], known["active"], saved.state.members
-            self.over = self._phase.ends and self._all_ended()
-        done = 0 if saved is None else saved.round
-        if done > self._phase.rounds or (done == self._phase.rounds and any(self.parts)):
-            raise ValueError(
-                f"{self._phase.system} has trained {done} rounds in {self._desk.folder}, and rounds={self._phase.rounds} is no "
-                "more: give another folder"
-            )
-        self._desk.metrics.align(_where(self._phase), self.trials)
-        return done
-
-    def prune(self, done: int, records: Sequence[Record | None]) -> list[bool]:
-        """Which members go on after round `done`; the last ones that end are left to end the wave, see `over`."""
-        if self._phase.ends:
-            rows = [None if one is None else self._row(i, one) for i, one in enumerate(records)]
-            left = [row is not None and not self._ended(i, row) for i, row in enumerate(rows)]
-            self.over = not any(here and on for here, on in zip(self.active, left, strict=True))
-            if self.over:
-                return self.active
-            self.active = [here and on for here, on in zip(self.active, left, strict=True)]
-        if done in self._rungs and self._phase.tuning is not None and self._phase.tuning.halving is not None:
-            rows = [{} if record is None else report.compact(record) for record in records]
-            found = [choice.score(row, self._phase.tuning) if row else None for row in rows]
-            kind = next(one[1] for one in found if one is not None)
-            # A point goes on with all of its seeds or none. A seed that has ended counts as the worst.
-            alive = {tuple(m.numbers.items()) for m, here in zip(self._members, self.active, strict=True) if here}
-            points = [dict(m.numbers) if tuple(m.numbers.items()) in alive else None for m in self._members]
-            values = [one[0] if one is not None and here else math.nan for one, here in zip(found, self.active, strict=True)]
-            chosen = choice.goes_on(points, values, self._rungs[done], kind)
-            self.active = [here and on for here, on in zip(self.active, chosen, strict=True)]
-        return self.active
-
-    def record(self, state: State, done: int, records: Sequence[Record | None]) -> None:
-        """Saves what all members have reached."""
-        lines = []
-        for i, record in enumerate(records):
-            if record is None:
-                continue
-            row = self._row(i, record)
-            rows = [*map(report.without_confusion, self.trials[i].rows), row]
-            self.trials[i] = self.trials[i]._replace(rows=rows, diverged=self._diverged(i, row))
-            self.parts[i] = None
-            lines.append((self.trials[i], row))
-        self._save(state, done)
-        self._desk.metrics.append(_where(self._phase), lines)
-        self._desk.watcher.record(done, [record for record in records if record is not None])
-
-    def _row(self, i: int, record: Record) -> dict[str, Json]:
-        row = report.compact(record)
-        for test, ids in self._phase.scored.items():
-            row["tests"][test]["ids"] = ids.tolist()
-        return report.joined(self.parts[i], row)
-
-    def _diverged(self, i: int, row: dict[str, Json]) -> int | None:
-        return report.diverged([*self.trials[i].rows, row], next(iter(self._phase.tests)))
-
-    def _ended(self, i: int, row: dict[str, Json]) -> bool:
-        goal = self._phase.goal
-        if self._phase.stops and self._diverged(i, row) is not None:
-            return True
-        return goal is not None and is_reached([*self.trials[i].rows, row], goal)
-
-    def _all_ended(self) -> bool:
-        def ended(trial: Trial) -> bool:
-            goal = self._phase.goal
-            gone = self._phase.stops and trial.diverged is not None
-            return gone or (goal is not None and bool(trial.rows) and is_reached(trial.rows, goal))
-
-        return all(ended(trial) for trial, here in zip(self.trials, self.active, strict=True) if here)
-
-    def save_part(self, state: State, done: int, records: Sequence[Sequence[Record]]) -> None:
-        """Saves what the members have reached between two evaluations."""
-        for i, mine in enumerate(records):
-            last = self.trials[i].rows[-1]["round"] if self.trials[i].rows else 0
-            if mine and mine[-1].round > last:
-                self.parts[i] = report.joined(self.parts[i], report.compact(mine[-1]))
-        self._save(state, done)
-
-    def _save(self, state: State, done: int) -> None:
-        known = {"trials": [trial._asdict() for trial in self.trials], "parts": self.parts, "active": self.active}
-        checkpoint.save(self._folder, _Saved(state, np.int32(done)), report.strict(known), self._config, keep=1)
-
-
-def _where(phase: Phase) -> tuple[str, str, str]:
-    return phase.scenario, phase.system, phase.name
-
-
-def _makers(path: Path, phase: Phase) -> list[Json]:
-    """By which code the trials of a file are made, see `made`: a list, since others may have been trained before."""
-    before = json.loads(path.read_text(encoding="utf-8")).get("made", []) if path.is_file() else []
-    now = made.made(phase.config["system"]["method"])
-    return [*(one for one in before if one != now), now]
-
-
-def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
-    """The trials that an earlier run saved.
-
-    Raises:
-      ValueError: they were found with other options, or the file is damaged.
-    """
-    if not path.is_file():
-        return {}
-    trials, content = read_trials(path)
-    odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
-    if odd is not None:
-        raise ValueError(
-            f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now; give another folder"
-        )
-    # A run of other rounds is continued from its last state.
-    return trials if content["rounds"] == phase.rounds else {}

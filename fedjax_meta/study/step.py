@@ -17,10 +17,11 @@ from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
-from fedjax_meta.study.phase import Desk, Phase, results_path, trials
+from fedjax_meta.study.phase import Desk, Phase, results_path
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System, part
+from fedjax_meta.study.train import trials
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
 

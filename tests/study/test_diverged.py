@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fedjax_meta.study import compare, comparison, draws, from_tree, phase, results, run, summary, tuning
+from fedjax_meta.study import compare, comparison, draws, from_tree, phase, results, run, summary, train, tuning
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.tuning import Trial
 from tests.study.common import study, tree
@@ -34,18 +34,14 @@ def test_a_diverged_trial_never_wins_a_grid_whatever_its_model_scores():
     assert tuning.best([bad], Tuning()).point == {"lr": 1.0}  # there is no other
 
 
-def test_halving_keeps_no_point_with_a_seed_that_has_diverged(monkeypatch):
+def test_halving_keeps_no_point_with_a_seed_that_has_diverged():
     """Two seeds of three points; the best one has a seed that ended."""
     halved = Tuning(rounds=8, seeds=[0, 1], halving=2)
-    members = [phase.sweeps.Member({"lr": lr}, seed) for lr in (0.1, 0.2, 0.3) for seed in (0, 1)]
-    wave = object.__new__(phase._Wave)
-    wave._phase = phase.Phase("pairs", "fedavg", "tuning", None, 8, 2, None, {}, {}, tuning=halved)
-    wave._members, wave._rungs = members, {4: 2}
-    wave.active = [False, True, True, True, True, True]
-
-    scores = [None, 0.9, 0.5, 0.5, 0.4, 0.4]
-    monkeypatch.setattr(phase.report, "compact", validated)
-    assert wave.prune(4, scores) == [False, False, True, True, True, True]
+    one = phase.Phase("pairs", "fedavg", "tuning", None, 8, 2, None, {}, {}, tuning=halved)
+    numbers = [{"lr": lr} for lr in (0.1, 0.2, 0.3) for _ in range(2)]
+    rows = [None, *map(validated, (0.9, 0.5, 0.5, 0.4, 0.4))]
+    alive = [False, True, True, True, True, True]
+    assert train._cut(one, numbers, rows, alive, 2) == [False, False, True, True, True, True]
 
 
 def test_nobody_is_held_against_a_run_that_diverged():

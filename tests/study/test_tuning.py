@@ -1,15 +1,20 @@
 """How a point of a grid is chosen: held-out clients, halving, grids that move on."""
 
+import itertools
+from functools import partial
+
 import numpy as np
 import pytest
 
 from fedjax_meta import report
-from fedjax_meta.study import System, run, tuning
+from fedjax_meta.study import System, phase, run, tuning
 from tests.study.common import TREE, Silent, study
 
 
 def tuned(tmp_path, grid, **changes):
-    systems = {"fedavg": {**TREE["systems"]["fedavg"], "grid": grid}}
+    fedavg = TREE["systems"]["fedavg"]
+    options = {name: value for name, value in fedavg["options"].items() if name not in grid}
+    systems = {"fedavg": {**fedavg, "options": options, "grid": grid}}
     chosen = study(systems=systems, rounds=2, seeds=[1], tuning={"rounds": 8, **changes})
     return chosen, run.run(chosen, tmp_path, watcher=Silent())[0]
 
@@ -74,6 +79,45 @@ def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rou
         if trial.rows[-1]["round"] == 8:
             assert trial.rows[-1]["tests"]["validation"]["accuracy"] == ends[trial.numbers["lr"]]
     assert halved.chosen == whole.chosen
+
+
+def ends(outcome):
+    """Of each trial: numbers, seed, rounds, and all validation scores."""
+    rows = [(t.numbers, t.seed, [(r["round"], r["tests"]["validation"]["accuracy"]) for r in t.rows]) for t in outcome.tuning]
+    return rows, outcome.chosen
+
+
+def test_halving_compares_all_points_however_they_are_grouped(tmp_path, monkeypatch):
+    """Memory for all members, for three and for one, of a grid whose points one program holds."""
+    grid, changes = {"lr": [1e-5, 0.1, 1e-4, 0.05, 0.003, 0.03]}, {"halving": 2, "seeds": [0, 1]}
+    whole = ends(tuned(tmp_path / "whole", grid, **changes)[1])
+    assert {rounds[-1][0] for _, _, rounds in whole[0]} == {2, 4, 8}
+    for together in (3, 1):
+        monkeypatch.setattr(phase, "_in_memory", lambda _, some, n=together: [some[i : i + n] for i in range(0, len(some), n)])
+        assert ends(tuned(tmp_path / str(together), grid, **changes)[1]) == whole
+
+
+def test_halving_compares_points_of_different_programs(tmp_path):
+    """Numbers of passes shape a program: four points in two programs, of which the two worst end, wherever they are."""
+    grid = {"lr": [1e-6, 0.1], "epochs": [1, 2]}
+    _, halved = tuned(tmp_path, grid, halving=2)
+    last = {tuple(trial.numbers.values()): trial.rows[-1]["round"] for trial in halved.tuning}
+    assert last == {(1e-6, 1): 4, (1e-6, 2): 4, (0.1, 1): 8, (0.1, 2): 8}
+
+
+def test_halving_over_programs_goes_on_where_it_was_stopped(tmp_path):
+    """Stopped again and again, so also between two groups and before a rung."""
+    grid = {"lr": [1e-6, 0.1, 0.03], "epochs": [1, 2]}
+    chosen, whole = tuned(tmp_path / "whole", grid, halving=2)
+    stops = 0
+    while True:
+        answers = itertools.chain([False] * (2 + 3 * stops), itertools.repeat(True))
+        try:
+            (found,) = run.run(chosen, tmp_path / "stopped", watcher=Silent(), should_stop=partial(next, answers))
+            break
+        except run.Stopped:
+            stops += 1
+    assert stops > 1 and ends(found) == ends(whole)
 
 
 def test_ties_go_to_the_earlier_point_and_seeds_stay_together():
