@@ -85,8 +85,9 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
         if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
             return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if len(placed.device_set) > 1 and _platform(placed) == "cpu" and placed.is_fully_addressable:
-            # A JAX buffer is aligned as XLA wants it, so that other devices of the host can read it in place.
-            return jax.device_put(np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
+            # All devices of the host read an array in place if it is aligned as XLA wants it, which a JAX buffer is.
+            there = isinstance(leaf, np.ndarray) and runtime.is_aligned(leaf)
+            return jax.device_put(leaf if there else np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
         # With several processes, only host arrays that are equal in all of them can be put on all devices.
         return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
 

@@ -99,6 +99,23 @@ def cores() -> int:
     return allowed
 
 
+_ALIGNMENT = 64
+"""XLA reads memory of the host in place if it begins at a multiple of so many bytes."""
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that is not filled yet, which the devices of a CPU host read in place."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def is_aligned(array: np.ndarray) -> bool:
+    """Whether the devices of a CPU host read an array in place."""
+    return array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0
+
+
 def host_bytes() -> int:
     """The bytes of memory of this host, within the limits of the process's container or job."""
     limits = [_read(group / "memory.max").strip() for group in _control_groups()]

@@ -385,6 +385,16 @@ def test_host_devices_read_one_copy_of_the_data():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+def test_host_devices_read_samples_where_they_are(devices):
+    """Odd sizes, so that no array is aligned by chance; none is copied."""
+    x = np.arange(33 * 7, dtype=np.float32).reshape(33, 7)
+    data = fm.from_partition(x, np.zeros(33, int), np.arange(33)[::-1], np.full(3, 11), num_classes=2)
+    placed = engine.place_shared(data, NamedSharding(engine.client_mesh(devices), PartitionSpec()))
+    assert {shard.data.unsafe_buffer_pointer() for shard in placed.x.addressable_shards} == {data.x.ctypes.data}
+    assert (np.asarray(placed.x) == x[::-1]).all()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_round_updates_a_large_population_in_place(devices):
     population, each = 50_000, 400
     order, sizes = np.arange(population), np.ones(population, int)
