@@ -155,9 +155,14 @@ class Method:
         uniform weights that is their sum.
       init_memory: `(key, model, num_clients) -> memory` of one client, called when it first takes part, with the model that it
         receives then.
+      memory_of_uploads: whether a memory changes only if the upload of that round arrives, because the server keeps what follows
+        from the memories (SCAFFOLD's c is their mean).
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0.
+      divides_by_statistics: whether the server divides the mean pseudo-gradient by the mean statistics, a scalar or the leading
+        axis of every shared leaf: clients count as much as these (IFCA, AFL). Other aggregators than the mean get the quotients
+        of each client, with its statistics as weights; so they do for statistics that are an `aggregate.Ratio`.
       direction: `(state, mean pseudo-gradient, mean statistics, summed statistics weight, N) -> (pseudo-gradient, statistics)`,
         what the server descends along and what `update_extra` gets, for rules that no weighted mean expresses (FedNova, qFedAvg);
         as they are when not given. `state` is the one before the step, without rows of clients; only shared leaves are there.
@@ -188,8 +193,10 @@ class Method:
     server_optimizer: optax.GradientTransformation | None = None
     sums_pseudo_gradients: bool = False
     init_memory: Callable[[Key, PyTree, int], PyTree] = no_memory
+    memory_of_uploads: bool = False
     init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra
     update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
+    divides_by_statistics: bool = False
     direction: Callable[[Any, Updates, PyTree, Any, int], tuple[Updates, PyTree]] | None = None
     collaborate: Collaboration | None = None
     new_client: Callable[[Key, Population, ClientView], Variables] | None = None

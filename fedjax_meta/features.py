@@ -277,7 +277,7 @@ def no_centroids(task: Task, variables: Variables, data: FederatedData) -> Centr
 
 
 def renewed_centroids(state: Any, mean: PyTree, weight: PyTree, num_clients: int) -> Centroids:
-    """A `Method.update_extra` of centroids from the means of (sums of features `[K, d]`, how many they are `[K]`).
+    """A `Method.update_extra` of centroids from the mean `aggregate.Ratio` of sums of features `[K, d]` and their numbers `[K]`.
 
     A class that no client of the cohort holds keeps its last centroid.
     """

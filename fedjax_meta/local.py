@@ -107,6 +107,22 @@ def train_on(
     return variables, slots, total / jnp.maximum(batches.steps, 1)
 
 
+def separately(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimiser for a tuple of trees, each of which has one of its own: clipping, say, is by the norm of each tree."""
+
+    def init(parts: Any) -> Any:
+        return tuple(optimizer.init(part) for part in parts)
+
+    def update(updates: Any, slots: Any, parts: Any = None) -> tuple[Any, Any]:
+        given = parts if parts is not None else (None,) * len(updates)
+        moved = [optimizer.update(*one) for one in zip(updates, slots, given, strict=True)]
+        found = [one[0] for one in moved]
+        named = hasattr(updates, "_fields")
+        return type(updates)(*found) if named else type(updates)(found), tuple(one[1] for one in moved)
+
+    return optax.GradientTransformation(init, update)
+
+
 def proximal_term(variables: Params, anchor: Params, weight: Rate, mask: Mask | None = None) -> jax.Array:
     """`weight / 2 * ||variables - anchor||^2`, over all leaves or those of a mask; a scalar."""
     moved = jax.tree.map(jnp.subtract, variables, anchor)

@@ -55,6 +55,13 @@ def test_a_participation_in_which_all_finish_changes_nothing(data):
     assert np.all(info.returned) and np.all(same.seen)
 
 
+def test_whoever_works_at_all_takes_a_step(data):
+    """A ten-thousandth of 2, 3 and 5 steps; a client that does nothing takes no part."""
+    _, after, info = one_round(climbing, data, participation=fate(work=[1e-4, 1e-4, 0.0]))
+    np.testing.assert_allclose(after.model, np.full(2, (4 * 1 + 6 * 2) / 10), rtol=1e-6)
+    assert info.returned.tolist() == [True, True, False]
+
+
 def test_weights_are_those_of_the_clients_that_return(data):
     # Clients take 2, 3 and 5 steps up of 1, 2 and 3.
     _, after, info = one_round(climbing, data, participation=fate(returned=[True, False, True]))

@@ -6,7 +6,18 @@ is a plain function of stacked uploads and weights, or a `Rule`, which may have 
 
 from fedjax_meta.aggregate.bounded import centered_clipping, fltrust, norm_bounding
 from fedjax_meta.aggregate.distances import bulyan, geometric_median, krum, multi_krum
-from fedjax_meta.aggregate.means import WEIGHTINGS, WeightedSum, client_weight, mean, per_unit, sum_clients, weigh
+from fedjax_meta.aggregate.means import (
+    WEIGHTINGS,
+    Ratio,
+    WeightedSum,
+    client_weight,
+    mean,
+    of_units,
+    per_unit,
+    sum_clients,
+    units,
+    weigh,
+)
 from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.mixtures import combine
 from fedjax_meta.aggregate.ranks import median, trimmed_mean
@@ -19,6 +30,7 @@ __all__ = [
     "WRAPPERS",
     "Aggregator",
     "Entry",
+    "Ratio",
     "Rule",
     "WeightedSum",
     "as_rule",
@@ -35,9 +47,11 @@ __all__ = [
     "multi_krum",
     "nearest_neighbours",
     "norm_bounding",
+    "of_units",
     "parse",
     "per_unit",
     "sum_clients",
     "trimmed_mean",
+    "units",
     "weigh",
 ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,38 @@ def mean(summed: WeightedSum) -> PyTree:
 
     leaves, structure = jax.tree.flatten(jax.tree.map(divide, summed.weight, summed.total))
     return jax.tree.unflatten(structure, [leaf.astype(dtype) for leaf, dtype in zip(leaves, summed.dtypes, strict=True)])
+
+
+class Ratio(NamedTuple):
+    """A part of an upload whose mean the server divides by another mean, see `per_unit`.
+
+    Attributes:
+      total: a tree whose leaves have the axes of `amount` first.
+      amount: a scalar or `[M]`, at least 0; how many units, e.g. samples of each class, `total` is the sum over.
+    """
+
+    total: PyTree
+    amount: jax.Array
+
+
+def units(ratio: Ratio) -> tuple[PyTree, ...]:
+    """A client's own quotients, one for each of the M amounts (or for the scalar); 0 where the amount is."""
+    quotient = per_unit(ratio.total, ratio.amount)
+    if jnp.ndim(ratio.amount) == 0:
+        return (quotient,)
+    return tuple(jax.tree.map(lambda leaf, m=m: leaf[m], quotient) for m in range(ratio.amount.shape[0]))
+
+
+def of_units(combined: tuple[PyTree, ...], amount: jax.Array) -> Ratio:
+    """The ratio whose quotients are `combined`, see `units`."""
+    if jnp.ndim(amount) == 0:
+        return Ratio(jax.tree.map(lambda leaf: leaf * amount.astype(leaf.dtype), combined[0]), amount)
+
+    def joined(*leaves: jax.Array) -> jax.Array:
+        stacked = jnp.stack(leaves)
+        return stacked * amount.astype(stacked.dtype).reshape(amount.shape + (1,) * (stacked.ndim - 1))
+
+    return Ratio(jax.tree.map(joined, *combined), amount)
 
 
 def per_unit(total: PyTree, amount: jax.Array) -> PyTree:

@@ -56,9 +56,12 @@ class ClientView:
         return min(batch_size, max(self.max_size, 1))
 
     def _performed(self, steps: Scalar) -> Scalar:
-        """The number of steps that the client performs of `steps`."""
+        """The number of steps that the client performs of `steps`: at least one of some, unless it does no work at all."""
+        if self.work is None:
+            return steps
         # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
-        return steps if self.work is None else jnp.ceil(self.work * steps - 1e-3).astype(jnp.int32)
+        rounded = jnp.ceil(self.work * steps - 1e-3).astype(jnp.int32)
+        return jnp.where(self.work > 0, jnp.maximum(rounded, jnp.minimum(steps, 1)), 0)
 
     def take(self, index: jax.Array, weight: jax.Array) -> Batch:
         """A batch of the samples at positions `index` of the view, scaled to the numbers that a model reads.
@@ -185,7 +188,10 @@ class ClientView:
         return self.in_order(-(-largest // -(-largest // most)))
 
     def full(self, steps: int = 1, chunk_size: int | None = None) -> Batches:
-        """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples, see `in_chunks`."""
+        """`steps` steps over the whole view, each summed over chunks of at most `chunk_size` samples, see `in_chunks`.
+
+        A model with batch norm takes its statistics from each chunk. Give `chunk_size` for the same ones on every platform.
+        """
         checks.count("steps", steps, least=0)
         batches = self.in_chunks(chunk_size).as_one_step(steps)
         return dataclasses.replace(batches, steps=self._performed(steps))

@@ -15,14 +15,13 @@ lambda stays in the simplex; each may take more than one local step, and its los
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import per_unit
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
@@ -40,6 +39,13 @@ def projected(values: jax.Array, members: jax.Array, mass: jax.Array) -> jax.Arr
     shift = (mass - jnp.cumsum(jnp.where(there, falling, 0))) / count
     kept = jnp.sum(there & (falling + shift > 0))
     return jnp.where(members, jnp.maximum(values + shift[jnp.maximum(kept - 1, 0)], 0), 0)
+
+
+class Mean(NamedTuple):
+    """The mean of the server's models after the rounds in which a client returned, and how many they are."""
+
+    model: Variables
+    rounds: jax.Array
 
 
 @method_builder
@@ -80,13 +86,15 @@ def afl(
         renewed = projected(cohort.memory + weight_lr * cohort.stacked, cohort.returned, mass)
         return cohort.personal, renewed.astype(cohort.memory.dtype)
 
-    def mean_model(state: State, nothing: PyTree, weight: Any, num_clients: int) -> PyTree:
-        del nothing, weight, num_clients
-        return jax.tree.map(lambda mean, w: mean + (w - mean) / (state.round + 1).astype(w.dtype), state.extra, state.model)
+    def mean_model(state: State, share: PyTree, weight: Any, num_clients: int) -> Mean:
+        del share, weight, num_clients
+        count = state.extra.rounds + 1
+        model = jax.tree.map(lambda mean, w: mean + (w - mean) / count.astype(w.dtype), state.extra.model, state.model)
+        return Mean(model, count)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         del key, support
-        return received.extra if average else received.model
+        return received.extra.model if average else received.model
 
     return Method(
         init=task.init,
@@ -96,10 +104,10 @@ def afl(
         roles=masks.roles(masks.nothing(task), trainable),
         weighting="uniform",
         init_memory=lambda key, model, num_clients: jnp.full((), 1 / num_clients),
-        init_extra=(lambda model, data: model) if average else no_extra,
+        init_extra=(lambda model, data: Mean(model, jnp.zeros((), jnp.int32))) if average else no_extra,
         update_extra=mean_model if average else None,
         sends_extra=False,
-        direction=lambda state, fell, share, weight, num_clients: (per_unit(fell, share), ()),
+        divides_by_statistics=True,
         collaborate=Collaboration(mix, reads="memory", gives="memory"),
     )
 

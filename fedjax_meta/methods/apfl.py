@@ -182,14 +182,16 @@ def apfl(
             slope = jax.grad(lambda share: mixing.loss(own.model, shared, share, batch, batch_key)[0])(share)
             share = jnp.clip(share - share_lr * slope, 0, 1)
         moving = (trainable, trainable)
-        (shared, model), loss = local.train(loss_key, mixing.joint(share), (shared, own.model), batches, optimizer(lr), moving)
+        each = local.separately(optimizer(lr))
+        (shared, model), loss = local.train(loss_key, mixing.joint(share), (shared, own.model), batches, each, moving)
         return Trained(shared, {"loss": loss, "share": share}, memory=Own(model, share))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         shared, (model, share) = received.model, received.memory
         moving = (masks.nothing_like(trainable), trainable)
         passes = {"epochs": new_client_epochs, "batch_size": batch_size, "needed": ~received.seen}
-        pair, _ = local.train_epochs(key, mixing.joint(share), (shared, model), support, optimizer(lr), moving, **passes)
+        each = local.separately(optimizer(lr))
+        pair, _ = local.train_epochs(key, mixing.joint(share), (shared, model), support, each, moving, **passes)
         return mixing.mixture(pair[1], shared, share)
 
     return Method(

@@ -26,7 +26,6 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import per_unit
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.clusters import Place, Pull, check_clusters, losses, split_all
@@ -115,7 +114,8 @@ def cfl(
         # The server knows the clusters, and sends each client the model of its own.
         sends_statistics=False,
         travels=lambda models: (jax.tree.map(lambda leaf: leaf[0], models), ()),
-        direction=lambda state, fell, membership, weight, num_clients: (per_unit(fell, membership), membership),
+        # A mean over all clients, by the share of those of a cluster, is the mean over these.
+        divides_by_statistics=True,
         collaborate=Collaboration(mix, reads="memory", gives="memory"),
         whole_population=True,
     )

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -103,7 +102,7 @@ def fedas(
         roles=masks.roles(own, trainable),
         weighting="uniform",
         init_memory=lambda key, model, num_clients: kept(model),
-        direction=lambda state, fell, amount, weight, num_clients: (per_unit(fell, amount), ()),
+        divides_by_statistics=True,
         needs_classes=True,
     )
 

@@ -102,6 +102,7 @@ def feddyn(
         roles=masks.roles(masks.nothing(task), trainable),
         weighting="uniform",
         init_memory=lambda key, model, num_clients: zeros(model),
+        memory_of_uploads=True,
         init_extra=lambda model, data: zeros(model),
         direction=direction,
         update_extra=lambda state, mean, weight, num_clients: mean,

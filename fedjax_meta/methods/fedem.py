@@ -73,7 +73,8 @@ def fedem(
     Args:
       task: a classifier without buffers.
       components: M.
-      lr, epochs, batch_size, optimizer, weighting: as in `fedavg`. A round also takes one step of expectation and maximisation.
+      lr, epochs, batch_size, weighting: as in `fedavg`. A round also takes one step of expectation and maximisation.
+      optimizer: as in `fedavg`, for each component.
       keep_optimizer: whether a client's optimiser goes on where its last round ended (the authors' code) or starts afresh.
       test_steps: steps of expectation and maximisation by which a client that never took part finds its shares.
 
@@ -103,6 +104,10 @@ def fedem(
         total = loops.fori_loop(batches.steps, step, jnp.zeros_like(share))
         return jnp.where(view.size > 0, total / jnp.maximum(view.size, 1), share)
 
+    # Each component has an optimiser of its own.
+    one = optimizer(lr)
+    step = optax.GradientTransformation(jax.vmap(one.init), jax.vmap(one.update))
+
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         start, (share, slots), everything = received.model, received.memory, masks.everything_like(received.model)
 
@@ -111,7 +116,7 @@ def fedem(
             q = responsibilities(losses(start, batch), share)
             return weighted_mean(jnp.sum(q * training_losses(models, batch, key), -1), batch.weight), models
 
-        step, batches = optimizer(lr), data["train"].epochs(tagged(key, "order"), batch_size, epochs)
+        batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
         slots = slots if keep_optimizer else step.init(start)
         models, slots, value = local.train_on(tagged(key, "loss"), loss, start, slots, batches, step, everything)
         memory = Own(renewed_share(start, share, data["train"]), slots if keep_optimizer else ())
@@ -129,7 +134,7 @@ def fedem(
         return jnp.log(jnp.maximum(mixed, jnp.finfo(mixed.dtype).tiny))
 
     def init_memory(key: Key, model: PyTree, num_clients: int) -> Own:
-        return Own(jnp.full(components, 1 / components), optimizer(lr).init(model) if keep_optimizer else ())
+        return Own(jnp.full(components, 1 / components), step.init(model) if keep_optimizer else ())
 
     return Method(
         init=lambda key: jax.vmap(task.init)(jax.random.split(key, components)),

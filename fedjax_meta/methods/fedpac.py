@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import combine
+from fedjax_meta.aggregate import Ratio, combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra, no_memory
@@ -208,7 +208,7 @@ def fedpac(
             model,
             {"loss": value, "head_loss": head_loss},
             memory=received.memory,
-            statistics=(after.total, after.number) if after else (),
+            statistics=Ratio(after.total, after.number) if after else (),
             # Sums of features are added up: a client has as much influence on a centroid as it has samples.
             statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
             stacked=sent_statistics(tagged(key, "noise before"), before, noise) if collaborate else (),

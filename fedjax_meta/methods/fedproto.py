@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
+from fedjax_meta.aggregate import Ratio
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -90,7 +91,7 @@ def fedproto(
         model, loss = train(key, received.model, received.extra, data["train"], epochs)
         sums = features.class_sums(task, model, data["train"])
         held = (sums.number > 0).astype(sums.total.dtype)
-        sent = (sums.total, sums.number) if by_samples else (sums.mean(), held)
+        sent = Ratio(sums.total, sums.number) if by_samples else Ratio(sums.mean(), held)
         counts = jnp.where(data["train"].size > 0, 1.0, 0.0)
         return Trained(model, {"loss": loss}, statistics=sent, statistics_weight=counts)
 

@@ -111,7 +111,8 @@ def fedrod(
 
     Args:
       task: a classifier with features, without buffers and dropout.
-      lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
+      lr, epochs, batch_size, weighting: as in `fedavg`.
+      optimizer: as in `fedavg`, for the generic model, the personal head and the hypernetwork each.
       balance: gamma >= 0, how strongly the generic loss is balanced; 0 is FedAvg's loss.
       classes: K, for a hypernetwork; without it every client keeps its own head.
       hyper_width: hidden units of the hypernetwork.
@@ -143,8 +144,8 @@ def fedrod(
             return generic + cross_entropy(heads.logits(still, heads.personal(model, counts), z), batch), model
 
         everything = masks.everything_like(received.model)
-        passes = {"epochs": epochs, "batch_size": batch_size}
-        model, total = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), everything, **passes)
+        passes, each = {"epochs": epochs, "batch_size": batch_size}, local.separately(optimizer(lr))
+        model, total = local.train_epochs(key, loss, received.model, data["train"], each, everything, **passes)
         return Trained(model, {"loss": total})
 
     def personalize(key: Key, received: Received, support: ClientView) -> Model:

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
 from fedjax_meta.clusters import check_clusters, losses
 from fedjax_meta.contract import Method, Received, Reduction, Trained
@@ -90,7 +89,7 @@ def ifca(
         init_memory=lambda key, model, num_clients: jnp.zeros((), jnp.int32),
         init_extra=partial(check_clusters, "clusters", clusters),
         # A mean over all clients, by the share of those of a cluster, is the mean over these.
-        direction=lambda state, fell, membership, weight, num_clients: (per_unit(fell, membership), ()),
+        divides_by_statistics=True,
     )
 
 

@@ -21,7 +21,8 @@ as it was initialised, with a 1 appended; classes are told apart one against the
 
 Differs from the code: W is recomputed when Sigma changes, so that it stays the primal model of the dual variables. With
 `smoothing`, Sigma is mixed with the identity, without which a client whose model is 0 can never leave it. Where clients are
-sampled (in the paper all take part), those outside a cohort keep their model until they take part again.
+sampled (in the paper all take part), those outside a cohort keep their model and their row of Sigma until they take part again:
+then Sigma is not symmetric, and its trace is not 1.
 """
 
 from typing import Any, NamedTuple
@@ -171,6 +172,7 @@ def mocha(  # over 80 lines: a client's part and the server's share seven option
         # Nothing is averaged, so that a weight says only whether a client takes part.
         weighting="uniform",
         init_memory=init_memory,
+        memory_of_uploads=True,
         collaborate=Collaboration(mix, reads="", gives="personal"),
         whole_population=True,
         needs_classes=True,

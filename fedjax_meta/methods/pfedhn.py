@@ -233,6 +233,7 @@ def pfedhn(
         weighting="uniform",
         server_optimizer=_sgd(server_lr, 1e-3),
         init_memory=rules.init_memory,
+        memory_of_uploads=True,
         travels=rules.travels,
     )
 

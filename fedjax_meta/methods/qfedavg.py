@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.aggregate import per_unit
 from fedjax_meta.builders import method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained, received_model
 from fedjax_meta.data import ClientData
@@ -76,7 +75,7 @@ def qfedavg(
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
-        direction=lambda state, sent, step, weight, num_clients: (per_unit(sent, step), ()),
+        divides_by_statistics=True,
     )
 
 

@@ -59,7 +59,8 @@ def reptile(
     `server_optimizer`, which replaces epsilon there.
 
     Args:
-      task, inner_lr, inner_optimizer, test_lr, adapts, personal, score, weighting: as in `fedmeta`.
+      task, inner_lr, inner_optimizer, test_lr, personal, score, weighting: as in `fedmeta`.
+      adapts: as in `fedmeta`, which for Reptile are the only leaves that learn: the others stay as `task.init` made them.
       outer_lr: epsilon; personal leaves move by it too, at their client.
       inner_epochs: E, passes over a client's `view` in a round, and over its support view in a test.
       batch_size: samples of an inner step.
@@ -122,7 +123,7 @@ def perfedavg_reptile(
       test_lr: rate of the steps in a test; `inner_lr` when not given.
       interpolation: alpha, how far the model moves towards the result of a batch; 1 moves it all the way.
       outer_batches, inner_batches: tau_out and tau_in. Samples are divided as by `numpy.array_split`; minibatches that get no
-        sample, because the client has too few, move nothing.
+        sample, because the client has too few, have a gradient of 0 (momentum and weight decay go on).
       test_steps: full-batch steps on a test client's support view.
       chunk_size: a minibatch is processed in chunks of at most this many samples, so that small clients need little padding.
       weighting: as in `fedmeta`; "uniform" is the paper's.

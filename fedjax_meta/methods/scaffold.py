@@ -97,6 +97,7 @@ def scaffold(
         roles=masks.roles(masks.nothing(task), trainable),
         weighting="uniform",
         init_memory=lambda key, model, num_clients: zeros(model),
+        memory_of_uploads=True,
         init_extra=lambda model, data: zeros(model),
         update_extra=_update_control,
     )

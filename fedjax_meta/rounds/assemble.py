@@ -13,11 +13,11 @@ from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, Roun
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, replicate, run_cohort
+from fedjax_meta.engine import ClientUpdate, exactness, replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
-from fedjax_meta.rounds import attacked, server, stale
+from fedjax_meta.rounds import attacked, server, stale, units
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds.leaks import refuse_leaks
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
@@ -154,12 +154,14 @@ class _Rounds:
             precision=f.precision,
         )
         outputs = attacked.by_cohort(setting, ids, outputs, state, data)
-        moved = server.next_state(setting, key, state, summed, outputs, ids, data)
+        with exactness(f.precision):
+            moved = server.next_state(setting, key, state, summed, outputs, ids, data)
         target = jnp.where(empty, state.seen.shape[0], rows)
         diagnostics: dict[str, jax.Array] = {}
         if setting.method.collaborate is not None:
             before = Kept(places, seen, *jax.tree.map(lambda leaf: leaf[rows], kept))
-            after, diagnostics = server.collaborate(setting, key, moved, before, outputs, ids, data)
+            with exactness(f.precision):
+                after, diagnostics = server.collaborate(setting, key, moved, before, outputs, ids, data)
             new = (after.personal, after.memory, after.residual)
             kept = jax.tree.map(lambda leaf, row: leaf.at[target].set(row, mode="drop"), kept, new)
         seen = state.seen.at[target].set(seen | outputs.took_part, mode="drop")
@@ -266,7 +268,8 @@ class _Rounds:
         residual = jax.eval_shape(chain.init_memory, upload)
         measured = jax.eval_shape(chain.client, key, upload, residual, kept)[1]
         weight = (*weight, jax.ShapeDtypeStruct((), jnp.result_type(float)))
-        shapes = cast(Any, jax.tree.structure(weight)).flatten_up_to((*upload, measured))
+        parts, weights = jax.eval_shape(partial(units.split, self.setting), (*upload, measured), weight)
+        shapes = cast(Any, jax.tree.structure(weights)).flatten_up_to(parts)
         return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes), past)
 
 

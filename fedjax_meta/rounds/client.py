@@ -49,13 +49,14 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     returned = took_part & arrives
     residual = where(returned, residual, residual_if_lost)
     weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
-    new = where(took_part, (personal, trained.memory, residual), (kept.personal, kept.memory, kept.residual))
+    personal, residual = where(took_part, (personal, residual), (kept.personal, kept.residual))
+    memory = where(returned if method.memory_of_uploads else took_part, trained.memory, kept.memory)
     stacked = zeros_unless(broken < 0, trained.stacked)
-    message = attacked.Message(uploaded, measured, stacked, setting.read(*new[:2]))
+    message = attacked.Message(uploaded, measured, stacked, setting.read(personal, memory))
     message, read = attacked.by_client(setting, key, id_, message, received, state, data)
     sums, separate = _sent(setting, (message.upload, message.measured), weight, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
-    return ClientUpdate(sums, Kept(kept.place, kept.seen, *new), jax.tree.map(jnp.asarray, outputs))
+    return ClientUpdate(sums, Kept(kept.place, kept.seen, personal, memory, residual), jax.tree.map(jnp.asarray, outputs))
 
 
 def receive(setting: Setting, key: Key, state: State, row: Kept, num_clients: int) -> Received:

@@ -1,6 +1,7 @@
 """The server's half of a round: from the sum of the uploads to the next state."""
 
 import dataclasses
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -8,12 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, masks
-from fedjax_meta.aggregate import WeightedSum, mean, sum_clients, weigh
+from fedjax_meta.aggregate import WeightedSum, mean, per_unit, sum_clients, weigh
 from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.rounds import attacked, stale
+from fedjax_meta.rounds import attacked, stale, units
 from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting, must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -51,11 +52,16 @@ def _aggregate(
         summed = _total(setting, key, summed, outputs.returned, ids, data)
         return mean(summed), summed.weight[1], state.aggregation.rule
     uploads, weights = outputs.upload
-    parts, structure = jax.tree.leaves(weights), cast(Any, jax.tree.structure(weights))
-    stacked = structure.flatten_up_to(uploads)
+    split = partial(units.split, setting)
+    separate, separate_weights = jax.vmap(split)(uploads, weights)
+    parts, structure = jax.tree.leaves(separate_weights), cast(Any, jax.tree.structure(separate_weights))
+    stacked = structure.flatten_up_to(separate)
     references: list[PyTree] = [None] * len(parts)
     if rule.root is not None:
-        references = structure.flatten_up_to((*_reference(setting, key, state, data), None))
+        of_server = (*_reference(setting, key, state, data), ())
+        one = jax.tree.map(lambda w: jnp.ones_like(w[0]), weights)
+        references = structure.flatten_up_to(split(of_server, one)[0])
+        references[-1] = None
     memory, result = [], []
     inputs = zip(stacked, parts, state.aggregation.rule, references, strict=True)
     for i, (upload, weight, kept, reference) in enumerate(inputs):
@@ -66,7 +72,7 @@ def _aggregate(
         result.append(combined)
         memory.append(renewed)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-    return jax.tree.unflatten(structure, result), total, tuple(memory)
+    return units.joined(setting, jax.tree.unflatten(structure, result), uploads, weights), total, tuple(memory)
 
 
 def _check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
@@ -122,6 +128,8 @@ def _step(
     method = setting.method
     moving, rest = masks.split(state.model, setting.shared)
     descent, held = masks.split(average, setting.shared)
+    if method.divides_by_statistics:
+        descent = per_unit(descent, statistics)
     if method.direction is not None:
         descent, statistics = method.direction(without_rows(state), descent, statistics, weight, num_clients)
         must_fit(f"the pseudo-gradient that direction of {method.name} returns", descent, moving)

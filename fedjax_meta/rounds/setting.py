@@ -185,6 +185,7 @@ class Setting:
             "reads what clients keep after a round (collaborate)": method.collaborate is not None,
             "keeps more at the server than its model (update_extra)": method.update_extra is not None,
             "steps along more than a mean of changes (direction)": method.direction is not None,
+            "divides a mean of changes by another mean (divides_by_statistics)": method.divides_by_statistics,
             "sends other numbers than those that the simulation averages (travels)": method.travels is not None,
         }
         for what, is_so in more.items():

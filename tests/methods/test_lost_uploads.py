@@ -1,0 +1,65 @@
+"""What clients and the server keep where an upload does not arrive."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_meta.participation import Participation
+from tests import problems
+from tests.methods.common import FULL, KEY, build
+
+
+def late(*clients):
+    """These clients always come back too late."""
+    return lambda key, client: Participation(returned=~jnp.isin(client, jnp.array(clients)))
+
+
+def rounds(algorithm, number=3):
+    """The state after some rounds."""
+    state, data = algorithm.init(KEY, problems.data()), problems.data()
+    for i in range(number):
+        state, _ = jax.jit(algorithm.round)(jax.random.fold_in(KEY, i), state, data)
+    return state
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+def test_the_server_keeps_the_mean_of_the_memories(name):
+    state = rounds(build(name, lr=0.2, participation=late(0), **FULL))
+    of_clients = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), state.memory)
+    assert problems.distance(of_clients, jax.tree.map(jnp.zeros_like, of_clients)) > 0.01
+    assert problems.distance(state.extra, of_clients) < 1e-12
+
+
+def test_embeddings_stay_where_nothing_comes_back():
+    algorithm = build("pfedhn", participation=late(*range(7)), cohort_size=7, devices=1)
+    before = algorithm.init(KEY, problems.data())
+    assert problems.leaves_equal(rounds(algorithm, 1).memory, before.memory)
+
+
+def test_models_of_mocha_do_not_depend_on_uploads_that_never_came():
+    """Client 0 is late from the first round on, on its own data and on those of another seed."""
+    algorithm = build("mocha", participation=late(0), relation_every=1, cohort_size=7, devices=1)
+    data, round_ = problems.data(), jax.jit(algorithm.round)
+    x = np.array(data.x)
+    begin, size = int(data.start["train"][0]), int(data.size["train"][0])
+    x[begin : begin + size] += 1.0
+    found = []
+    for some in (data, data.__class__(**{**vars(data), "x": x})):
+        state = algorithm.init(KEY, some)
+        for i in range(3):
+            state, _ = round_(jax.random.fold_in(KEY, i), state, some)
+        found.append(jax.tree.map(lambda leaf: leaf[1:], state.personal))
+    assert problems.distance(*found) == 0
+
+
+def test_the_mean_model_of_afl_counts_the_rounds_in_which_somebody_returned():
+    coming = build("afl", **FULL | {"batch_size": 32})
+    nobody = build("afl", participation=late(*range(7)), **FULL | {"batch_size": 32})
+    state, data, models = coming.init(KEY, problems.data()), problems.data(), []
+    for i, algorithm in enumerate([coming, nobody, nobody, coming]):
+        state, _ = jax.jit(algorithm.round)(jax.random.fold_in(KEY, i), state, data)
+        if algorithm is coming:
+            models.append(state.model)
+    expected = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *models)
+    assert problems.distance(state.extra.model, expected) < 1e-12 and state.extra.rounds == 2
