@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checkpoint, checks, disk, sweeps
-from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.algorithm import Algorithm, State, state_rows
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
@@ -158,9 +158,12 @@ def personal(
     checks.indices("client", client, data.num_clients)
     data.sizes(support)
 
+    row = int(state_rows(state, data, jnp.asarray(client))) if known else None
+    population = max(state.seen.shape[0], data.total_clients)
+
     def one(key: Key, state: State, data: FederatedData) -> Variables:
         own = jax.random.fold_in(key, data.ids_of(np.array(client)))
-        return algorithm.personalize(own, state, data.client(client)[support], client if known else None)
+        return algorithm.personalize(own, state, data.client(client)[support], row, population)
 
     return jax.jit(one)(key, state, data)
 

@@ -199,7 +199,9 @@ def rounds_to_target(
     at = np.arange(1, table.shape[1] + 1) if rounds is None else checks.numeric("rounds", rounds, integers=True)
     if at.shape != table.shape[1:]:
         raise ValueError(f"rounds has shape {at.shape}, but there are R={table.shape[1]} scores in each run")
-    hit = table >= target if higher_is_better else table <= target
+    # A score of single precision that is the target but for rounding has reached it.
+    least = 1e-6 * abs(target)
+    hit = table >= target - least if higher_is_better else table <= target + least
     first = tuple(int(at[np.argmax(line)]) if line.any() else None for line in hit)
     reached = np.array([number for number in first if number is not None], float)
     mean, margin, runs = math.inf, math.nan, len(first)

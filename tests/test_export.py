@@ -208,3 +208,15 @@ def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):
         export.of_run(tmp_path / "run", "fedper", scenario="pairs")
     with pytest.raises(ValueError, match="central is central training, which knows no clients"):
         export.of_run(tmp_path / "run", "central", scenario="pairs@3", client=0)
+
+
+def test_the_model_of_a_client_of_a_subset_is_its_own():
+    """Clients 3 and 5 of 7: their models are those that they have among all."""
+    algorithm, key, data = problems.build("fedper", lr=0.3, cohort_size=7), jax.random.key(1), problems.data()
+    state = algorithm.init(key, data)
+    for i in range(2):
+        state, _ = jax.jit(algorithm.round)(jax.random.fold_in(key, i), state, data)
+    part = data.select(np.array([3, 5], np.int32))
+    for place, client in enumerate((3, 5)):
+        mine = export.personal(algorithm, key, state, part, place, support="train")
+        assert problems.leaves_equal(mine, export.personal(algorithm, key, state, data, client, support="train"))

@@ -379,3 +379,11 @@ def test_every_registered_rule_can_be_made_from_text(rng):
     rule = aggregate.parse("nearest_neighbours:f=1 + bucketing:size=3+geometric_median:iterations=3")
     assert isinstance(rule, Rule) and [rule.name, rule.config["rule"]["name"]] == ["nearest_neighbours", "bucketing"]
     assert "iterations=3" in rule.config["rule"]["rule"]
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.4999, 2), (0.4999, 10), (0.499999, 4), (0.3333, 3), (0.29, 100), (1 / 3, 9)])
+def test_a_trimmed_mean_cuts_the_whole_clients_of_its_share_and_leaves_some(share, count):
+    values = np.random.default_rng(count).normal(size=(count, 3))
+    cut = int(share * count + 1e-9)
+    expected = np.sort(values, 0)[cut : count - cut].mean(0)
+    np.testing.assert_allclose(use(aggregate.trimmed_mean(share), values, np.ones(count))[0], expected, rtol=1e-12)

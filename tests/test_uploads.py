@@ -13,6 +13,7 @@ import fedjax_meta as fm
 from fedjax_meta import aggregate, uploads
 from fedjax_meta.aggregate import weigh
 from fedjax_meta.uploads.clip import clipped
+from fedjax_meta.uploads.quantize import quantized
 from fedjax_meta.uploads.transform import ServerContext
 from tests import problems
 from tests.test_rounds import DATA, START, N, _adds, _build, _gain, _run, _tested, _who
@@ -625,3 +626,15 @@ def test_new_clients_may_not_read_what_others_keep_where_there_is_noise():
         _tested(_build(new_client=rule, uploads=chain), _build(uploads=chain).init(KEY, DATA), None)
     with pytest.raises(ValueError, match="new_client='old' is unknown; allowed are fresh"):
         fm.Federation(new_client="old")
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 4), (jnp.bfloat16, 8), (jnp.float16, 10), (jnp.float32, 8)])
+def test_quantisation_is_unbiased_in_any_type(dtype, bits):
+    """Means over 4,000 draws of 64 numbers, in steps between two levels; what is sent in 16 bits is rounded to these."""
+    x = jnp.linspace(0.0, 0.9, 64).astype(dtype)
+    keys = jax.random.split(jax.random.key(1), 4000)
+    received = jax.vmap(lambda key: quantized(key, x, bits).astype(jnp.float32))(keys)
+    step = float(x[-1]) / (2**bits - 1)
+    bias = np.asarray(received.mean(0) - x.astype(jnp.float32)) / step
+    rounding = float(jnp.finfo(dtype).eps) / step / 2
+    assert abs(bias.mean()) < 0.01 + rounding / 8 and np.abs(bias).max() < 0.04 + rounding

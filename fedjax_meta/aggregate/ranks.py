@@ -78,7 +78,7 @@ def kth_largest(values: jax.Array, number: int) -> jax.Array:
 
 def _inner_mean(share: float, ordered: jax.Array, count: jax.Array) -> jax.Array:
     # Tolerance: floor(0.29 * 100) must be 29, but the product is 28.999... in floating point.
-    cut = jnp.floor(share * count + 1e-3).astype(count.dtype)
+    cut = jnp.minimum(jnp.floor(share * count * (1 + 1e-6)).astype(count.dtype), (count - 1) // 2)
     rank = jnp.arange(ordered.shape[0]).reshape(-1, *[1] * (ordered.ndim - 1))
     inside = (rank >= cut) & (rank < count - cut)
     return sum_clients(jnp.where(inside, ordered, 0)) / jnp.maximum(count - 2 * cut, 1).astype(ordered.dtype)

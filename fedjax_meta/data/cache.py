@@ -40,7 +40,8 @@ def read(folder: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | N
         return None
     if str(arrays.pop("key", "")) != _key(name, fingerprint):
         return None
-    return arrays if set(ARRAYS) <= arrays.keys() and _valid(arrays) else None
+    names = str(arrays.pop("names", ""))
+    return arrays if names == " ".join(sorted(arrays)) and set(ARRAYS) <= arrays.keys() and _valid(arrays) else None
 
 
 def write(folder: Path, name: str, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -54,7 +55,8 @@ def write(folder: Path, name: str, fingerprint: str, arrays: Mapping[str, np.nda
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".part")
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), **arrays)
+            names = np.array(" ".join(sorted(arrays)))
+            np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), names=names, **arrays)
         os.replace(temporary, path)
     except OSError as error:
         warnings.warn(

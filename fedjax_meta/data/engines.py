@@ -103,6 +103,8 @@ def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, l
         if not set(pair) <= arrays.keys():
             raise ValueError(f"client {client!r} of {shown} has no {' and '.join(pair)}")
         x, y = (np.asarray(arrays[key]) for key in pair)
+        if not np.issubdtype(y.dtype, np.integer) and (np.asarray(y, float) % 1 != 0).any():
+            raise ValueError(f"client {client!r} of {shown} has targets that are no class labels: {pair[1]} is {y.dtype}")
         rows.append((client, x[..., None] if x.ndim == 3 else x, y.astype(np.int32)))
     classes = int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1
     return of_clients(rows, where=shown, num_classes=classes, name=name, published=published)
@@ -224,12 +226,12 @@ def _members(archive: zipfile.ZipFile, names: list[str]) -> Iterator[tuple[str, 
         read: Callable[..., Any] = (
             np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         )
-        shape, _, dtype = read(content)
+        shape, columns_first, dtype = read(content)
         if dtype.hasobject:
             loaded = _Arrays(content).load()
             value = loaded.item() if isinstance(loaded, np.ndarray) and loaded.shape == () else loaded
         else:
-            value = np.frombuffer(content.read(), dtype).reshape(shape)
+            value = np.frombuffer(content.read(), dtype).reshape(shape, order="F" if columns_first else "C")
         yield name.removesuffix(".npy"), value
 
 

@@ -66,18 +66,26 @@ def new_clients(
     return as_population(data, rest), with_views(new, views)
 
 
-def validation_samples(data: FederatedData, share: float, *, support: float = 0.2) -> FederatedData:
+def validation_samples(data: FederatedData, share: float, *, support: float = 0.2, scored: str = "test") -> FederatedData:
     """The same clients without their test samples: the last `share` of each train view is what they are tested on.
 
     Args:
       data: clients with the view "train".
       share: of a client's train samples, in (0, 1); at least one sample, and at least one stays for training.
       support: share of each part for adaptation.
+      scored: the view that clients are scored on: "test", or "test_query", for which at least two samples are held back.
+
+    Raises:
+      ValueError: a share out of range, a client with too few train samples.
     """
     checks.fraction("share", share)
+    checks.one_of("scored", scored, ("test", "test_query"))
     start, size = np.asarray(data.start["train"]), np.asarray(data.size["train"])
-    if size.min() < 2:
-        raise ValueError(f"client {int(size.argmin())} has {size.min()} train samples: validation needs at least 2")
-    held = np.clip((size * share + 1e-9).astype(np.int64), 1, size - 1)
+    least = 2 if scored == "test_query" else 1
+    if size.min() <= least:
+        raise ValueError(
+            f"client {int(size.argmin())} has {size.min()} train samples: validation on {scored!r} needs at least {least + 1}"
+        )
+    held = np.clip((size * share + 1e-9).astype(np.int64), least, size - 1)
     bounds = nested_views((size - held).astype(np.int64), held, support=support)
     return with_views(data, {name: (start + begin, end - begin) for name, (begin, end) in bounds.items()})

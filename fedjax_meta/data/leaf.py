@@ -142,6 +142,9 @@ def _inputs(where: str, kind: str, x: list[Any], known: dict[str, int]) -> np.nd
 def _targets(where: str, kind: str, y: list[Any]) -> np.ndarray:
     if kind == "shakespeare":
         vocabulary = tuple(text.LEAF_CHARACTERS)
+        odd = next((letter for letter in y if not isinstance(letter, str) or len(letter) != 1), None)
+        if odd is not None:
+            raise ValueError(f"{where} has a target that is not one character: {odd!r}")
         return np.array([text.encode(letter, vocabulary, unknown=vocabulary.index(" "))[0] for letter in y], np.int32)
     try:
         labels = np.array(y, float)

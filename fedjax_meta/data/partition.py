@@ -38,7 +38,9 @@ class Partition(NamedTuple):
 
     def class_counts(self, labels: ArrayLike, num_classes: int) -> np.ndarray:
         """Int64 `[N, K]`: the number of samples of each class that each client holds, for the `labels [M]`."""
-        cell = self.owner() * num_classes + np.asarray(labels)[self.order]
+        labels = np.asarray(labels)
+        checks.indices("labels", labels, num_classes)
+        cell = self.owner() * num_classes + labels[self.order]
         return np.bincount(cell, minlength=len(self.sizes) * num_classes).reshape(-1, num_classes)
 
     def shuffled(self, seed: Seed) -> "Partition":
@@ -169,10 +171,11 @@ def dirichlet_classes(
 def dirichlet_clients(
     labels: ArrayLike, num_clients: int, *, concentration: float, seed: Seed, sizes: ArrayLike | None = None
 ) -> Partition:
-    """Draws each client's class mix from Dir_K(concentration * prior) (Hsu, Qi, Brown, arXiv 1909.06335).
+    """Draws each client's class mix from Dir_K(concentration * K * prior) (Hsu, Qi, Brown, arXiv 1909.06335).
 
-    The prior is the class mix of the data set. Client sizes are given, no sample is assigned twice, and with equal sizes (the
-    default) every sample is assigned. When a class has run out, random samples of the remaining classes replace it.
+    The prior is the class mix of the data set; where it is uniform, the parameter of each class is `concentration`. For an alpha
+    that stands for Dir_K(alpha * prior), give alpha / K. Client sizes are given, no sample is assigned twice, and with equal
+    sizes (the default) every sample is assigned. When a class has run out, random samples of the other classes replace it.
 
     Args:
       labels: int `[M]`.

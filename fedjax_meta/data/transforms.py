@@ -100,7 +100,7 @@ def add_noise(
       clip: bounds of the result, or `None`.
 
     Raises:
-      ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs.
+      ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs, other integers.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.not_negative("std", std, each=True)
@@ -112,6 +112,8 @@ def add_noise(
         if bounds.shape != (2,) or not bounds[0] < bounds[1]:
             raise ValueError(f"clip={checks.shown(clip)} must be two bounds, the lower one first, or None")
     one_array("add_noise changes inputs", data.x)
+    if data.x.dtype != np.uint8 and not np.issubdtype(data.x.dtype, np.floating):
+        raise ValueError(f"noise needs floating-point inputs or images of uint8, not {data.x.dtype}")
     if data.x.dtype == np.uint8 and clip is None:
         raise ValueError("clip=None needs floating-point inputs: uint8 cannot hold values outside [0, 1]")
     checks.seed("seed", seed)

@@ -35,9 +35,9 @@ def load(folder: str | Path) -> "pandas.DataFrame":
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
         numbers = line["numbers"]
         for group, test in line["tests"].items():
-            row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round", "seconds")}
+            row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round")}
             key = (*row.values(), tuple(numbers.items()), group)
-            found[key] = {**row, **numbers, "clients": group, **test["scores"]}
+            found[key] = {**row, "seconds": line["seconds"], **numbers, "clients": group, **test["scores"]}
             if group == "known" and USER_ACCURACY in line["train"]:
                 found[key][USER_ACCURACY] = line["train"][USER_ACCURACY][-1]
     return pandas.DataFrame(list(found.values()))

@@ -71,6 +71,16 @@ def _score(score: Score, loss: np.ndarray | None) -> dict[str, Any]:
     return {"values": _numbers(shown), "higher_is_better": score.higher_is_better, "share": score.share}
 
 
+ROUNDING = 1e-6
+"""Scores are computed in single precision: two that differ by less than this part of them are the same."""
+
+
+def difference(mine: Any, reference: Any) -> Any:
+    """`mine - reference`, exactly 0 where only rounding tells them apart: nobody wins by the last bit."""
+    change = np.subtract(mine, reference)
+    return np.where(np.abs(change) <= ROUNDING * np.maximum(np.abs(mine), np.abs(reference)), 0, change)
+
+
 class Kind(NamedTuple):
     """What a score is, so that reports can show and compare it.
 
@@ -104,8 +114,8 @@ class Kind(NamedTuple):
         return "" if self.higher_is_better else " (lower is better)"
 
     def gain(self, mine: Any, reference: Any) -> Any:
-        """By how much `mine` is better than `reference`, numbers or arrays; negative where it is worse."""
-        return mine - reference if self.higher_is_better else reference - mine
+        """By how much `mine` is better than `reference`, numbers or arrays, see `difference`; negative where it is worse."""
+        return difference(mine, reference) if self.higher_is_better else difference(reference, mine)
 
     def reaches(self, scores: Any, target: float) -> Any:
         """Whether scores are at least as good as a target; NaN never is."""

@@ -217,13 +217,14 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
     common, *places = np.intersect1d(one.ids(group), reference.ids(group), return_indices=True)
     if not common.size:
         return None
-    changes = np.array([mine[seed][places[0]] - theirs[seed][places[1]] for seed in seeds])
-    by_seed, by_client = changes.mean(1), changes.mean(0)
+    scores = [np.array([kept[seed][where] for seed in seeds]) for kept, where in zip((mine, theirs), places, strict=True)]
+    by_seed, by_client = (report.difference(*(some.mean(axis) for some in scores)) for axis in (1, 0))
     gain = one.kind.gain(by_client, 0.0)
     known = np.isfinite(gain).all()
     better, worse = (100 * float(np.mean(hit)) if known else NAN for hit in (gain > 0, gain < 0))
     margin = metrics.confidence_margin(by_seed)
-    return Difference(float(by_seed.mean()), margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client))
+    mean = float(report.difference(*(some.mean() for some in scores)))
+    return Difference(mean, margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client))
 
 
 def paired_t(differences: np.ndarray) -> float:

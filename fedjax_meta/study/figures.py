@@ -409,15 +409,16 @@ def _rounds(one: Shown) -> np.ndarray:
 
 
 def _scores(one: Shown, group: str) -> np.ndarray:
-    """Mean of the main score over clients `[seeds, E]`; NaN once a run diverged, or was stopped because it did."""
+    """Mean of the main score over clients `[seeds, E]`; NaN once a run diverged; one that reached its goal stays where it is."""
     rows = [[report.main_score(row["tests"][group], one.score).mean for row in trial.rows] for trial in one.final]
     longest = max(map(len, rows))
-    return np.array([row + [np.nan] * (longest - len(row)) for row in rows], float)
+    ends = [row[-1] if trial.diverged is None else np.nan for row, trial in zip(rows, one.final, strict=True)]
+    return np.array([row + [end] * (longest - len(row)) for row, end in zip(rows, ends, strict=True)], float)
 
 
 def _last(one: Shown, group: str) -> np.ndarray:
-    """The main score of each client at the last evaluation `[seeds, N]`."""
-    return np.array([report.main_score(trial.rows[-1]["tests"][group], one.score).values for trial in one.final], float)
+    """The main score of each client at the last evaluation `[seeds, N]`; NaN for a run that diverged."""
+    return np.array([choice.last_scores(trial, trial.rows[-1]["tests"][group], one.score) for trial in one.final], float)
 
 
 def _best(one: Shown, name: str, value: float) -> float:

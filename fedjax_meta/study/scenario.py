@@ -58,11 +58,14 @@ class Clients(NamedTuple):
 
 
 def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: int) -> FederatedData:
-    """Gaussian noise on the training inputs of a share of the clients."""
+    """Gaussian noise on the training inputs of a share of the clients; inputs in [0, 1], such as images, stay there."""
     noisy = np.random.default_rng(seed).permutation(data.num_clients)[: round(share * data.num_clients)]
     amount = np.zeros(data.num_clients, np.float32)
     amount[noisy] = std
-    return transforms.add_noise(data, amount, seed=seed)
+    transforms.one_array("the shift noise changes inputs", data.x)
+    x = np.asarray(data.x)
+    inside = x.dtype == np.uint8 or bool(x.min() >= 0 and x.max() <= 1)
+    return transforms.add_noise(data, amount, seed=seed, clip=(0.0, 1.0) if inside else None)
 
 
 def _concept(data: FederatedData, *, num_groups: int = 2, seed: int) -> FederatedData:
@@ -215,7 +218,7 @@ class Scenario:
         if self.federation.get("attack") is not None:
             attack = self.federation["attack"]
             title += f", attack {attack['name'] if isinstance(attack, Mapping) else attack}"
-        tuning = holdout.validation_samples(train, self.validation, support=self.support)
+        tuning = holdout.validation_samples(train, self.validation, support=self.support, scored=TESTED_ON[self.adapt_on])
         task = model_for(self.model, train, self.model_options)
         if self.augment is not None:
             task = AUGMENTS[self.augment](task, train)

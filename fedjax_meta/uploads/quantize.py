@@ -39,8 +39,8 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
     """The tree as the server receives it after quantisation.
 
     A number is rounded at random to one of the two nearest of `2^bits` evenly spaced levels between the smallest and the largest
-    number of its leaf, such that its expectation is the number itself. No number leaves the range of its leaf, so variances
-    stay positive. Zeros stay zeros, so that a sparse upload stays sparse. Leaves of integers are sent as they are.
+    number of its leaf, such that its expectation is the number itself, up to the rounding of its type. No number leaves the range
+    of its leaf, so variances stay positive. Zeros stay zeros, so that sparse uploads stay sparse. Integers are sent as they are.
 
     Args:
       key: consumed.
@@ -52,9 +52,13 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
     def one(key: Key, leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        low, high = jnp.min(leaf), jnp.max(leaf)
+        # In 32 bits at least: 16 bits cannot tell the place of a number between two of many levels.
+        exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        low, high = jnp.min(exact), jnp.max(exact)
         width = jnp.where(high > low, (high - low) / steps, 1)
-        level = jnp.floor((leaf - low) / width + jax.random.uniform(key, leaf.shape, leaf.dtype))
-        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high))
+        place = (exact - low) / width
+        level = jnp.floor(place)
+        level = level + (jax.random.uniform(key, leaf.shape, exact.dtype) < place - level)
+        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high)).astype(leaf.dtype)
 
     return per_leaf(one, key, tree)

@@ -277,6 +277,11 @@ def test_snippets_of_both_engines_become_the_same_sequences(tmp_path):
             read_fedjax_sqlite,
             "client 'a' of",
         ),
+        (
+            lambda path: fedjax_file(path, {"a": packed({"x": np.zeros((2, 3)), "y": np.array([0.0, 1.5])})}),
+            read_fedjax_sqlite,
+            "targets that are no class labels: y is float64",
+        ),
         (lambda path: None, read_tff_hdf5, "TensorFlow Federated downloads its archives"),
         (
             lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100)),
@@ -319,6 +324,9 @@ def test_fortran_order_and_other_byte_orders_are_read(tmp_path):
     x = np.asfortranarray(np.arange(12.0).reshape(3, 4)).astype(">f8", order="F")
     for part in ("train", "test"):
         pfllib_client(tmp_path / part, 0, x, np.array([0, 1, 2]))
+    np.testing.assert_array_equal(read_pfllib(tmp_path).x[:3], x)
+    for part in ("train", "test"):
+        np.savez(tmp_path / part / "0.npz", x=x, y=np.array([0, 1, 2]))  # arrays of their own, without a pickle
     np.testing.assert_array_equal(read_pfllib(tmp_path).x[:3], x)
 
 

@@ -61,6 +61,8 @@ def test_no_sample_is_assigned_twice_and_the_seed_determines_the_result(name, da
     mixed = first.shuffled(seed)
     assert np.array_equal(mixed.sizes, first.sizes)
     assert np.array_equal(mixed.class_counts(labels, 3), first.class_counts(labels, 3))
+    with pytest.raises(ValueError, match=r"labels=.* must be integers in \[0, 2\)"):
+        mixed.class_counts(labels, 2)
 
 
 @pytest.mark.parametrize("name", ["iid", "quantity_skew", "shards", "dirichlet_classes", "dirichlet_clients"])

@@ -122,6 +122,18 @@ def test_the_cache_tells_data_dirs_apart(toy, tmp_path):
     assert _same(first, _load(data_dir, tmp_path / "cache"))
 
 
+def test_a_cache_that_lost_a_member_is_made_again(toy, tmp_path):
+    """One flipped bit in the archive's directory, so that a reader does not find a name."""
+    data_dir, _ = toy
+    first = _load(data_dir, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("*.npz")
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"num_classes.npy") + len(b"num_classes.np")] ^= 4
+    path.write_bytes(content)
+    second = _load(data_dir, tmp_path / "cache")
+    assert _same(first, second) and second[4:] == first[4:]
+
+
 def test_preparing_again_invalidates_the_cache(toy, tmp_path):
     data_dir, _ = toy
     first = _load(data_dir, tmp_path / "cache")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_meta.data import from_partition, train_test_views, transforms
+from fedjax_meta.study.scenario import SHIFTS
 from fedjax_meta.task import Batch, Task
 
 SIZES = np.array([10, 14, 8])
@@ -128,3 +129,19 @@ def test_an_error_names_the_argument(case, images):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call(images)
+
+
+def test_a_noise_shift_does_not_clip_features_that_are_no_pixels():
+    x = np.random.default_rng(0).normal(20, 10, (400, 5)).astype(np.float32)
+    data = from_partition(x, np.arange(400) % 2, np.arange(400), np.full(4, 100), num_classes=2)
+    noisy = SHIFTS["noise"](data, share=1.0, std=0.5, seed=0)
+    assert np.std(noisy.x - x) == pytest.approx(0.5, rel=0.05)
+    inside = from_partition((x - x.min()) / np.ptp(x), np.arange(400) % 2, np.arange(400), np.full(4, 100), num_classes=2)
+    clipped = SHIFTS["noise"](inside, share=1.0, std=0.5, seed=0).x
+    assert clipped.min() == 0 and clipped.max() == 1
+
+
+def test_noise_on_integers_is_refused():
+    data = from_partition(np.arange(8).reshape(8, 1), np.arange(8) % 2, np.arange(8), np.full(2, 4), num_classes=2, scale=1.0)
+    with pytest.raises(ValueError, match="noise needs floating-point inputs or images of uint8, not int"):
+        transforms.add_noise(data, 0.1, seed=0, clip=None)

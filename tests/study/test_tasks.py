@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import jax
 import jax.numpy as jnp
@@ -173,13 +174,17 @@ def test_comparisons_differences_targets_and_the_index(made, tmp_path):
     assert result.exit_code == 1 and f"was not measured by 'auroc', but by {score}" in " ".join(result.stderr.split())
 
 
-def test_clients_and_evaluations_are_data_frames(made):
+def test_clients_and_evaluations_are_data_frames(made, tmp_path):
     chosen, built, outcomes, place, score, *_ = made
     table = report.load_clients(place)
     known = table[(table.system == "fedavg") & (table.clients == "known") & (table.seed == 2)]
     np.testing.assert_allclose(known[score], by_hand(outcomes[0], "known", score)[1], rtol=1e-5)
     np.testing.assert_array_equal(known["samples"], built["pairs"].train.size["test"])
     assert f"{score}_mean" in report.load(place)
+    # An evaluation that was made twice took another time.
+    lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, json.dumps({**json.loads(lines[-1]), "seconds": 7.0})]) + "\n")
+    assert len(report.load(tmp_path)) == len(report.load(place)) and (report.load(tmp_path)["seconds"] == 7).any()
     assert chosen.score in (None, score)
 
 

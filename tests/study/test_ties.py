@@ -1,0 +1,41 @@
+"""Scores are computed in single precision: nobody wins, loses or misses a target by the last bit."""
+
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_meta import metrics, report
+from fedjax_meta.study import compare
+from tests.study.test_compare import system
+
+
+def shares(*counts):
+    """Accuracies as evaluation gives them: numbers right of 7, in single precision."""
+    return [float(jnp.float32(count) / 7) for count in counts]
+
+
+def test_an_exact_tie_is_a_tie():
+    """Two seeds of 12 clients: 2/7 and 2/7 against 3/7 and 1/7."""
+    a, b = (system(name, [shares(*[one] * 12) for one in counts]) for name, counts in (("a", (2, 2)), ("b", (3, 1))))
+    found = compare.difference(a, b, "known")
+    assert (found.mean, found.better, found.worse, found.p_clients) == (0, 0, 0, 1)
+
+
+def test_clients_that_gain_are_counted_as_fractions_would():
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 8, (2, 3, 40))
+    a, b = (system(name, [shares(*row) for row in part]) for name, part in zip("ab", counts, strict=True))
+    exact = [sum(Fraction(int(x) - int(y), 7) for x, y in zip(*column, strict=True)) for column in counts.transpose(2, 0, 1)]
+    found = compare.difference(a, b, "known")
+    assert found.better == pytest.approx(100 * np.mean([one > 0 for one in exact]))
+    assert found.worse == pytest.approx(100 * np.mean([one < 0 for one in exact]))
+    assert 0 in exact
+
+
+def test_a_target_that_is_hit_exactly_is_reached():
+    assert metrics.rounds_to_target(np.array(jnp.array([0.5, 0.7])), 0.7).rounds == (2,)
+    kind = report.Kind("accuracy", True, True)
+    assert kind.reaches(100 * 0.57, 57.0) and not kind.reaches(56.99, 57.0) and not kind.reaches(np.nan, 0.0)
+    assert report.Kind("rmse", False, False).reaches(float(jnp.float32(0.1)), 0.1)
