@@ -41,7 +41,7 @@ from fedjax_meta.study.check import check, named
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import passes
 from fedjax_meta.study.study import Study, load, to_yaml
-from fedjax_meta.study.tuning import KNOWN, NEW, points_of
+from fedjax_meta.study.tuning import KNOWN, NEW, points_of, rounds_of_trials
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -435,13 +435,13 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
                 state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
             model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
-            tuning = (study.tuning.rounds or study.rounds) * len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
-            total = tuning + study.rounds * len(study.seeds)
+            total = rounds_of_trials(len(points), study) + study.rounds * len(study.seeds)
             down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
             if system.pooled:
                 total = round(total * passes(system, clients, clients.train))
             sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))
-            rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}"])
+            more = " or more" if len(points) > 1 and study.tuning.extend else ""  # a grid that moves on has more points
+            rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}{more}"])
         headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
         _print_table("", headings, rows)
         for name in study.systems_on(scenario):
@@ -532,13 +532,14 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
         report.series(
             study.title_of(one.system),
             f"{one.scenario}, {group}" if many else group,
-            trial.seed,
+            # Draws have the same seeds: their runs are numbered.
+            number if study.data_seeds else trial.seed,
             trial.rows,
             group,
             study.score,
         )
         for one in outcomes
-        for trial in one.final
+        for number, trial in enumerate(one.final)
         for group in (KNOWN, NEW)
         if group in trial.rows[-1]["tests"]
     ]
@@ -553,7 +554,7 @@ class _Lines(runs.Watcher):
         self._shown, self._system, self._spent = 0.0, ("", ""), ""
 
     def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
-        self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} runs)"
+        self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} run{'' if members == 1 else 's'})"
         self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
         self._system, self._spent = (scenario, system) if phase == "final" else ("", ""), ""
         self._say(f"{self._what}: compiling")

@@ -194,6 +194,11 @@ class Exported(NamedTuple):
     about: dict[str, Json]
 
 
+def titles_of(study: Study) -> dict[str, str]:
+    """The title of each system by its name."""
+    return {name: study.title_of(name) for name in study.systems}
+
+
 def of_run(
     folder: str | Path,
     system: str,
@@ -208,7 +213,7 @@ def of_run(
 
     Args:
       folder: of the run.
-      system: its name in the study.
+      system: its name in the study, or its title where no other one has it.
       scenario: its name in the study; needed where there are several.
       seed: the first of the study when not given.
       client: a known client, whose personalised model is wanted; the server's model when neither this nor `new_client` is given.
@@ -223,7 +228,11 @@ def of_run(
     if not (folder / "study.yaml").is_file():
         raise ValueError(f"{folder} holds no run (no study.yaml)")
     study = load_study(folder / "study.yaml")
-    checks.one_of("system", system, study.systems)
+    titled = [name for name in study.systems if study.title_of(name) == system]
+    system = titled[0] if len(titled) == 1 else system
+    if system not in study.systems:
+        names = ", ".join(name if name == title else f"{name} ({title})" for name, title in titles_of(study).items())
+        raise ValueError(f"system={system!r} is unknown; allowed are {names}")
     place = _place(study, scenario)
     seed = study.seeds[0] if seed is None else seed
     if client is not None and new_client is not None:

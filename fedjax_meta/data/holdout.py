@@ -56,7 +56,9 @@ def new_clients(
     if count == 0:
         return data, None
     if count == data.num_clients:
-        raise ValueError(f"share={share} of N={data.num_clients} clients leaves none to train")
+        raise ValueError(
+            f"{share:g} of N={data.num_clients} clients held out as new ones (share, or new of a scenario) leaves none"
+        )
     order = np.random.default_rng(seed).permutation(data.num_clients)
     held, rest = np.sort(order[:count]), np.sort(order[count:])
     new = as_population(data, held)

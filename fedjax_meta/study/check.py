@@ -81,8 +81,13 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
     _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
-    if system.pooled and (jax.tree.leaves((state.personal, state.memory)) or view is not None):
-        raise ValueError("pooled needs a method whose clients keep nothing, and no user accuracy, e.g. fedavg")
+    if system.pooled and jax.tree.leaves((state.personal, state.memory)):
+        raise ValueError("pooled needs a method whose clients keep nothing, e.g. fedavg")
+    if system.pooled and view is not None:
+        raise ValueError(
+            "central training knows no clients, so that there is no user accuracy: name the systems of which it is recorded, "
+            "e.g. user_accuracy: {fedavg: train}"
+        )
     if view is not None:
         check_view(view, clients.train.views)
         if len(clients.noisy) == clients.train.num_clients:

@@ -23,22 +23,30 @@ def pooled(
 
     Returns:
       (the clients of the first draw of each scenario, an outcome for each scenario and system). Every draw is tuned on its own;
-      the outcome names the point of the first.
+      `chosen` is the point of the first.
     """
     if not study.data_seeds:
         return dict(built), list(outcomes)
     clients: dict[str, Clients] = {}
+    count = len(study.data_seeds)
     for name, one in built.items():
-        clients.setdefault(name.partition(DRAW)[0], one._replace(title=f"{one.title} ({len(study.data_seeds)} draws)"))
+        clients.setdefault(
+            name.partition(DRAW)[0], one._replace(title=f"{one.title} ({count} draw{'' if count == 1 else 's'})")
+        )
     joined: dict[tuple[str, str], Outcome] = {}
     for outcome in outcomes:
         key = outcome.scenario.partition(DRAW)[0], outcome.system
         had = joined.get(key)
         if had is None:
-            joined[key] = outcome._replace(scenario=key[0])
+            joined[key] = outcome._replace(scenario=key[0], draws=(outcome.chosen,))
         else:
             edges = list(dict.fromkeys([*had.at_edge, *outcome.at_edge]))
-            joined[key] = had._replace(tuning=had.tuning + outcome.tuning, final=had.final + outcome.final, at_edge=edges)
+            joined[key] = had._replace(
+                tuning=had.tuning + outcome.tuning,
+                final=had.final + outcome.final,
+                at_edge=edges,
+                draws=(*had.draws, outcome.chosen),
+            )
     return clients, list(joined.values())
 
 

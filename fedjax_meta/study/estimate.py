@@ -16,7 +16,7 @@ from fedjax_meta.data import FederatedData, pooled
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import passes
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.tuning import Point, points_of, shaping
+from fedjax_meta.study.tuning import Point, points_of, rounds_of_trials, shaping
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat": "jaxpr"}
@@ -89,7 +89,7 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
         flops=flops / cohort,
         memory=members * _bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
         programs=3 * ((len(shapes) if trials else 0) + 1),
-        rounds=round(share * ((study.tuning.rounds or study.rounds) * trials + study.rounds * len(study.seeds))),
+        rounds=round(share * (rounds_of_trials(len(points), study) + study.rounds * len(study.seeds))),
         round_seconds=seconds,
         compile_seconds=compiled,
     )

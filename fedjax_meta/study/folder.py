@@ -266,7 +266,12 @@ def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int]
 
 
 def _in_words(odd: Sequence[tuple[str, Json, Json]]) -> str:
-    words = [f"{field} was {old!r} and is {new!r} now" for field, old, new in odd[:_MOST_DIFFERENCES]]
+    words = [
+        f"the data or the clients of scenario {field.removeprefix('clients.')} have changed"
+        if field.startswith("clients.")
+        else f"{field} was {old!r} and is {new!r} now"
+        for field, old, new in odd[:_MOST_DIFFERENCES]
+    ]
     return "; ".join(words) + (f"; and {len(odd) - _MOST_DIFFERENCES} more" if len(odd) > _MOST_DIFFERENCES else "")
 
 

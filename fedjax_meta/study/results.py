@@ -91,7 +91,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     return Line(
         title=study.title_of(outcome.system),
         kind=known.kind,
-        numbers=", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items()),
+        numbers=outcome.numbers,
         known=_over_seeds(known.values.mean(1)),
         worst=_over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
@@ -112,12 +112,13 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     if outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
         remarks.append("all points of its grid scored the same")
     else:
-        remarks += [f"best {name} at the end of its grid" for name in outcome.at_edge]
+        where = " in some draws" if len(outcome.draws) > 1 else ""
+        remarks += [f"best {name} at the end of its grid{where}" for name in outcome.at_edge]
     if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
     if system.pooled:
         remarks.append("central training on all clients' samples")
-    if not system.grid:
+    if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks + draws.remarks(outcome, clients, study.score)
 
@@ -403,7 +404,9 @@ def gains_words(kind: report.Kind) -> str:
 def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
     """What the numbers of the tables of a study mean, see `tables`; the one place that says what ± is."""
     text = f"After round {study.rounds}"
-    text += f"; ± is the sample standard deviation over {len(study.seeds)} seeds." if len(study.seeds) > 1 else " (one seed)."
+    runs, of_draws = len(study.seeds) * max(len(study.data_seeds), 1), len(study.data_seeds) > 1
+    over = f"{runs} runs ({len(study.data_seeds)} draws x {len(study.seeds)} seeds)" if of_draws else f"{runs} seeds"
+    text += f"; ± is the sample standard deviation over {over}." if runs > 1 else " (one seed)."
     text += f" {tuning.words(study, [lines[0].kind.name for lines in found.values()])}".rstrip()
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'

@@ -22,7 +22,7 @@ from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System, part
 from fedjax_meta.study.train import trials
-from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Trial, points_of
+from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Point, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
 
 BACKDOOR = "backdoor"
@@ -38,6 +38,7 @@ class Outcome(NamedTuple):
       chosen: the point that the final runs had.
       at_edge: names of the numbers that were chosen at the end of their grid.
       final: a trial for each seed.
+      draws: of several draws that are shown as one, the point of each, see `draws.pooled`.
     """
 
     scenario: str
@@ -46,6 +47,14 @@ class Outcome(NamedTuple):
     chosen: dict[str, float]
     at_edge: list[str]
     final: list[Trial]
+    draws: tuple[Point, ...] = ()
+
+    @property
+    def numbers(self) -> str:
+        """What was chosen, in words; of several draws the range."""
+        points = self.draws or (self.chosen,)
+        ends = {name: (min(p[name] for p in points), max(p[name] for p in points)) for name in self.chosen}
+        return ", ".join(f"{name}={a:g}" + (f" to {b:g}" if b != a else "") for name, (a, b) in ends.items())
 
     @property
     def seconds(self) -> tuple[float, float]:

@@ -166,6 +166,20 @@ def rungs(points: int, rounds: int, halving: int | None) -> dict[int, int]:
     return {number: left for number, left in found.items() if number < rounds}
 
 
+def rounds_of_trials(points: int, study: Study) -> int:
+    """The rounds of all trials of a grid of `points` that does not move on; 0 for a single point, which is not tried.
+
+    Points that halving ends early have the rounds up to there.
+    """
+    if points < 2:
+        return 0
+    rounds = study.tuning.rounds or study.rounds
+    ends, left, total, done = [*rungs(points, rounds, study.tuning.halving).items(), (rounds, 0)], points, 0, 0
+    for end, after in ends:
+        total, left, done = total + left * (end - done), after, end
+    return total * len(study.tuning.seeds)
+
+
 def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int, kind: report.Kind) -> list[bool]:
     """Which members go on: those of the `most` points with the best mean score; earlier points win ties.
 

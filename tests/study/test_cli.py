@@ -20,7 +20,7 @@ from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, from_tree, short, system, to_tree
+from fedjax_meta.study import catalogue, from_tree, short, system, to_tree, tuning
 from fedjax_meta.study.scenario import SHIFTS
 from tests.study.common import TREE, study
 
@@ -229,3 +229,47 @@ def test_a_metric_of_a_module_that_stands_here_is_found_by_the_installed_command
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "scores_of_mine:close" in done.stdout, done.stderr
+
+
+def test_a_study_of_several_draws_has_a_whole_report(tmp_path):
+    """Draws have the same seeds; each chooses a point of its own."""
+    drawn = {**TREE, "data_seeds": [3, 4], "rounds": 2, "eval_every": 2}
+    drawn["systems"] = {**TREE["systems"], "fedavg": {**TREE["systems"]["fedavg"], "grid": {"lr": [0.01, 0.3]}}}
+    (tmp_path / "drawn.yaml").write_text(yaml.safe_dump(drawn), encoding="utf-8")
+    code, text = said("run", tmp_path / "drawn.yaml", "--out", tmp_path / "run")
+    assert code == 0, text
+    text = " ".join(text.split())
+    assert "over 4 runs (2 draws x 2 seeds)" in text and "(2 draws)" in text
+    assert {"report.html", "report.md", "figure.png", "metrics.jsonl"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_the_rounds_that_are_promised_are_those_that_are_run(tmp_path):
+    """Five points, of which halving ends three early."""
+    halved = {**TREE, "rounds": 3, "tuning": {"rounds": 8, "halving": 2, "seeds": [0, 1]}}
+    halved["systems"] = {"fedavg": {**TREE["systems"]["fedavg"], "grid": {"lr": [0.01, 0.02, 0.05, 0.1, 0.3]}}}
+    (tmp_path / "halved.yaml").write_text(yaml.safe_dump(halved), encoding="utf-8")
+    code, promised = said("run", tmp_path / "halved.yaml", "--dry-run", "--set", "tuning.extend=1")
+    assert code == 0 and "or more" in " ".join(promised.split())
+    code, text = said("run", tmp_path / "halved.yaml", "--out", tmp_path / "run")
+    assert code == 0, text
+    rounds = {}
+    for line in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+        rounds[line["phase"], str(line["numbers"]), line["seed"]] = line["round"]
+    chosen = from_tree(halved)
+    tried = sum(last for (phase, *_), last in rounds.items() if phase == "tuning")
+    assert tuning.rounds_of_trials(5, chosen) == tried < 8 * 10
+    assert f"{tried + 3 * len(chosen.seeds)}" in promised
+
+
+def test_a_system_is_exported_by_its_title_too(tmp_path):
+    systems = "fedavg(lr=0.1), fedavg(lr=0.3)"
+    common = ("run", "--systems", systems, "--dataset", "digits", "--clients", "6", "--rounds", "1", "--out", tmp_path / "run")
+    assert said(*common)[0] == 0
+    models_ = []
+    for name in ("fedavg(lr=0.3)", "fedavg-2"):
+        path = tmp_path / f"{len(models_)}.safetensors"
+        assert said("export", tmp_path / "run", "--system", name, "--out", path)[0] == 0
+        models_.append(path.read_bytes())
+    assert models_[0] == models_[1]
+    code, text = said("export", tmp_path / "run", "--system", "fedavg(lr=0.5)", "--out", tmp_path / "x.safetensors")
+    assert code == 1 and "fedavg-2 (fedavg(lr=0.3))" in " ".join(text.split())
