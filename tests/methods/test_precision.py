@@ -1,4 +1,4 @@
-"""Models in half precision, and losses that are not finite."""
+"""Models in half precision, the precision of products, and losses that are not finite."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta import runtime
 from tests import problems
 from tests.methods.common import KEY
 
@@ -73,3 +74,24 @@ def test_a_client_whose_loss_is_not_a_number_sends_no_number():
     trained = jax.jit(lambda i: method.client(KEY, received, data.client(i)))
     assert all(bool(jnp.all(jnp.isnan(leaf))) for leaf in jax.tree.leaves(trained(3).model))
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(trained(5).model))
+
+
+def products(jaxpr):
+    """The precision of every matrix product of a program, with the shapes of its operands."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"], [variable.aval.shape for variable in equation.invars]
+        for value in equation.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from products(inner)
+
+
+@pytest.mark.parametrize("name", ["fedamp", "mocha", "cfl", "fedpac", "scaffold"])
+def test_an_accelerator_multiplies_as_exactly_at_the_server_as_at_clients(name):
+    with runtime.compiling_for("gpu"):
+        algorithm, data = fm.federate(fm.METHODS[name](problems.task()), fm.Federation(cohort_size=3)), problems.data()
+        state = jax.eval_shape(algorithm.init, KEY, data)
+        found = list(products(jax.make_jaxpr(algorithm.round)(KEY, state, data).jaxpr))
+    assert found and not [shapes for precision, shapes in found if precision is None]
