@@ -112,8 +112,7 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     if outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
         remarks.append("all points of its grid scored the same")
     else:
-        where = " in some draws" if len(outcome.draws) > 1 else ""
-        remarks += [f"best {name} at the end of its grid{where}" for name in outcome.at_edge]
+        remarks += [f"best {name} at the end of its grid{_why_there(study, outcome, clients)}" for name in outcome.at_edge]
     if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
     if system.pooled:
@@ -121,6 +120,17 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks + draws.remarks(outcome, clients, study.score)
+
+
+def _why_there(study: Study, outcome: Outcome, clients: Clients) -> str:
+    """What more there is to say of a best value at the end of its grid."""
+    if len(outcome.draws) > 1:
+        return " in some draws"
+    tried = list({tuple(trial.numbers.items()): trial.numbers for trial in outcome.tuning}.values())
+    system = study.system(outcome.system, outcome.scenario)
+    if study.tuning.extend and not tuning.next_points(tried, outcome.chosen, system, clients):
+        return ", from which it cannot move on"
+    return ""
 
 
 def _reached(study: Study, outcome: Outcome) -> list[str]:

@@ -82,8 +82,8 @@ def products(jaxpr):
         if equation.primitive.name == "dot_general":
             yield equation.params["precision"], [variable.aval.shape for variable in equation.invars]
         for value in equation.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
-                inner = getattr(inner, "jaxpr", inner)
+            for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+                inner = getattr(leaf, "jaxpr", leaf)
                 if hasattr(inner, "eqns"):
                     yield from products(inner)
 

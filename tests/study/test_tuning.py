@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_meta import report
-from fedjax_meta.study import System, phase, run, tuning
+from fedjax_meta.study import System, phase, results, run, tuning
 from tests.study.common import TREE, Silent, study
 
 
@@ -198,3 +198,14 @@ def test_the_text_says_how_it_was_tuned_and_that_grids_differ():
 def test_bad_input_gets_one_line(given, words):
     with pytest.raises(ValueError, match=words):
         study(tuning=given)
+
+
+def test_the_table_says_where_a_grid_cannot_move_on(tmp_path):
+    """The pull of Ditto is best at 0, below which there is nothing."""
+    systems = {"ditto": {"method": "ditto", "grid": {"prox_weight": [0.0, 50.0]}, "options": {"lr": 0.1, "batch_size": 20}}}
+    chosen = study(systems=systems, rounds=2, seeds=[1], tuning={"rounds": 3, "extend": 2})
+    built = run.build(chosen)
+    (found,) = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
+    remarks = results.lines(chosen, "pairs", built["pairs"], [found])[0].remark
+    assert len(found.tuning) == 2 and found.chosen == {"prox_weight": 0.0}, found.chosen
+    assert "best prox_weight at the end of its grid, from which it cannot move on" in remarks
