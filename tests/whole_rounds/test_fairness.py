@@ -75,7 +75,7 @@ def test_two_rounds_of_afl(average):
         share |= dict(zip(cohort, nearest(own + gamma * losses, own.sum()), strict=True))
         w = w - SERVER * RATE * step
         models.append(w)
-        extra = np.mean(models, 0) if average else ()
+        extra = np.r_[np.mean(models, 0), number + 1] if average else ()
         memory = rows({i: [v] for i, v in share.items()}, [0.0])
         check((library.first, library.last)[number], number + 1, model=w, memory=memory, extra=extra)
     assert len({round(v, 6) for v in share.values()}) > 1
