@@ -14,6 +14,7 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.federation import Federation
+from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, promise
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.scenario import Clients
@@ -45,7 +46,9 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
     """Raises where a scenario's task has no such scores."""
     found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
     said = [row.score.removeprefix("raw_").removesuffix("_std") for row in study.published if row.scenario == scenario]
-    for name in (study.score, study.tuned_by.metric, *said):
+    goal = study.goal
+    wanted = None if goal is None or goal.name == USER_ACCURACY else goal.name  # checked when a study is read
+    for name in (study.score, study.tuned_by.metric, wanted, *said):
         base = None if name is None else name.removesuffix("_mean")
         if base is not None and base not in found:
             raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")

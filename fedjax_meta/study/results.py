@@ -67,14 +67,13 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     base = None if local is None else by_client(local.final, KNOWN, study.score).values
     table = [_line(study, outcome, clients, base) for outcome in mine]
     asked = TESTED_ON[study.scenario(scenario).adapt_on]
+    still = "no training, first draw" if len(study.data_seeds) > 1 else "no training"
     for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked).items():
         known, nan = report.main_score(groups[KNOWN], study.score), float("nan")
         new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
         worst = (known.kind.worst_tenth(known.values), nan)
         others = _others(study, {group: [test] for group, test in groups.items()})
-        table.append(
-            Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, "no training", others=others)
-        )
+        table.append(Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, still, others=others))
     return table
 
 

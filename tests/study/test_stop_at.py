@@ -95,3 +95,10 @@ def test_bad_targets_get_one_line(fields, words):
     with pytest.raises(ValueError, match=words) as error:
         from_tree(tree(**fields))
     assert "\n" not in str(error.value)
+
+
+def test_a_goal_that_is_not_measured_is_refused_before_anything_is_trained(tmp_path):
+    chosen = study(stop_at="acuracy=90", rounds=2)
+    with pytest.raises(ValueError, match="the score 'acuracy' is not measured; there are accuracy"):
+        run.run(chosen, tmp_path / "run", watcher=Silent())
+    assert not (tmp_path / "run" / "results").exists()
