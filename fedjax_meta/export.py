@@ -194,11 +194,6 @@ class Exported(NamedTuple):
     about: dict[str, Json]
 
 
-def titles_of(study: Study) -> dict[str, str]:
-    """The title of each system by its name."""
-    return {name: study.title_of(name) for name in study.systems}
-
-
 def of_run(
     folder: str | Path,
     system: str,
@@ -228,10 +223,11 @@ def of_run(
     if not (folder / "study.yaml").is_file():
         raise ValueError(f"{folder} holds no run (no study.yaml)")
     study = load_study(folder / "study.yaml")
-    titled = [name for name in study.systems if study.title_of(name) == system]
+    titles = {name: study.title_of(name) for name in study.systems}
+    titled = [name for name, title in titles.items() if title == system]
     system = titled[0] if len(titled) == 1 else system
     if system not in study.systems:
-        names = ", ".join(name if name == title else f"{name} ({title})" for name, title in titles_of(study).items())
+        names = ", ".join(name if name == title else f"{name} ({title})" for name, title in titles.items())
         raise ValueError(f"system={system!r} is unknown; allowed are {names}")
     place = _place(study, scenario)
     seed = study.seeds[0] if seed is None else seed

@@ -17,7 +17,7 @@ from fedjax_meta.engine import ClientUpdate, exactness, replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
-from fedjax_meta.rounds import attacked, server, stale, units
+from fedjax_meta.rounds import attacked, ratios, server, stale
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds.leaks import refuse_leaks
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
@@ -268,7 +268,7 @@ class _Rounds:
         residual = jax.eval_shape(chain.init_memory, upload)
         measured = jax.eval_shape(chain.client, key, upload, residual, kept)[1]
         weight = (*weight, jax.ShapeDtypeStruct((), jnp.result_type(float)))
-        parts, weights = jax.eval_shape(partial(units.split, self.setting), (*upload, measured), weight)
+        parts, weights = jax.eval_shape(partial(ratios.split, self.setting), (*upload, measured), weight)
         shapes = cast(Any, jax.tree.structure(weights)).flatten_up_to(parts)
         return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes), past)
 

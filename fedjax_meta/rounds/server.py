@@ -14,7 +14,7 @@ from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.rounds import attacked, stale, units
+from fedjax_meta.rounds import attacked, ratios, stale
 from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting, must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -52,7 +52,7 @@ def _aggregate(
         summed = _total(setting, key, summed, outputs.returned, ids, data)
         return mean(summed), summed.weight[1], state.aggregation.rule
     uploads, weights = outputs.upload
-    split = partial(units.split, setting)
+    split = partial(ratios.split, setting)
     separate, separate_weights = jax.vmap(split)(uploads, weights)
     parts, structure = jax.tree.leaves(separate_weights), cast(Any, jax.tree.structure(separate_weights))
     stacked = structure.flatten_up_to(separate)
@@ -72,7 +72,7 @@ def _aggregate(
         result.append(combined)
         memory.append(renewed)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-    return units.joined(setting, jax.tree.unflatten(structure, result), uploads, weights), total, tuple(memory)
+    return ratios.joined(setting, jax.tree.unflatten(structure, result), uploads, weights), total, tuple(memory)
 
 
 def _check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:

@@ -148,7 +148,7 @@ def _train(
     """
     where = f"{phase.scenario}, {phase.system}, {phase.name}"
     if desk.should_stop():
-        raise Stopped(f"{where}: no further")
+        raise Stopped(f"{where}: before the next round")
     done = wave.restore(on)
     desk.watcher.begin(*_where(phase), len(members), phase.rounds, done)
     if done >= wave.until or wave.over:

@@ -1,7 +1,7 @@
 """What another aggregator than the mean combines: the parts of an upload, each with a weight of its own.
 
-A mean may be divided by another mean, so that a client counts as much as its amount. Other aggregators would choose other clients
-for the one than for the other. They get each client's own quotients instead, and its amounts as weights.
+A method may divide one mean by another, so that a client counts as much as its amount. Another aggregator could pick different
+clients for the numerator and the denominator. It gets each client's own quotients instead, with the client's amounts as weights.
 """
 
 from typing import Any
