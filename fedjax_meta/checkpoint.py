@@ -208,11 +208,19 @@ def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
 
 def differences(saved: Json, given: Json) -> Iterator[tuple[str, Json, Json]]:
     """Every field, by name, in which two JSON values differ, see `first_difference`."""
-    absent = "nothing"
     left, right = dict(_fields("", saved)), dict(_fields("", given))
     for name in sorted(left | right):
-        if left.get(name, absent) != right.get(name, absent):
-            yield name, left.get(name, absent), right.get(name, absent)
+        if name not in left or name not in right or not _same(left[name], right[name]):
+            yield name, left.get(name, "nothing"), right.get(name, "nothing")
+
+
+def _same(one: Json, other: Json) -> bool:
+    """Whether two JSON values are equal: NaN equals NaN, and true is no 1."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and (one == other or (one != one and other != other))
 
 
 def _fields(prefix: str, value: Json) -> Iterator[tuple[str, Json]]:

@@ -152,11 +152,6 @@ class ToTarget(NamedTuple):
         return f"{self.mean:.1f}" if math.isnan(self.margin) else f"{self.mean:.1f} ± {self.margin:.1f}"
 
 
-# Two-sided 95 % quantiles of Student's t for 1 to 29 degrees of freedom; from 30 on the normal quantile is within 4 %.
-_STUDENT_T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120]
-_STUDENT_T += [2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045]
-
-
 def confidence_margin(values: ArrayLike) -> float:
     """Half the 95 % confidence interval of the mean of independent values `[n]` (Student's t); NaN for fewer than two.
 
@@ -168,8 +163,9 @@ def confidence_margin(values: ArrayLike) -> float:
     count = numbers.size
     if count < 2:
         return math.nan
-    quantile = _STUDENT_T[count - 2] if count - 2 < len(_STUDENT_T) else 1.96
-    return quantile * float(numbers.std(ddof=1)) / math.sqrt(count)
+    from scipy import special  # here, because it takes a while to import
+
+    return float(special.stdtrit(count - 1, 0.975)) * float(numbers.std(ddof=1)) / math.sqrt(count)
 
 
 def rounds_to_target(

@@ -856,3 +856,13 @@ def test_a_folder_that_is_had_for_a_moment_is_asked_for_again(tmp_path):
         assert stack.enter_context(disk.held(tmp_path))
         threading.Timer(0.1, stack.pop_all().close).start()
         checkpoint.lock(tmp_path)
+
+
+def test_differences_of_configurations():
+    """NaN equals itself, true is no 1, and a value "nothing" is not a missing one."""
+    nan = float("nan")
+    same = {"rate": nan, "list": [nan, {"deep": nan}], "whole": 1}
+    assert checkpoint.first_difference(json.loads(json.dumps(same)), {**same, "whole": 1.0}) is None
+    assert checkpoint.first_difference({"flag": True}, {"flag": 1}) == ("flag", True, 1)
+    assert checkpoint.first_difference({"list": [1, 2]}, {"list": [1, True]}) == ("list", [1, 2], [1, True])
+    assert checkpoint.first_difference({}, {"mode": "nothing"}) == ("mode", "nothing", "nothing")

@@ -100,12 +100,19 @@ def test_the_summary_has_population_deviations(rng):
     assert numbers["loss"] == pytest.approx(np.mean(loss), rel=1e-12)
 
 
+@pytest.mark.parametrize(("count", "quantile"), [(2, 12.706), (5, 2.776), (31, 2.042), (41, 2.021), (121, 1.980)])
+def test_a_confidence_margin_is_that_of_students_t(count, quantile):
+    """Quantiles of a printed table, for 1, 4, 30, 40 and 120 degrees of freedom."""
+    values = np.random.default_rng(count).normal(size=count)
+    assert metrics.confidence_margin(values) == pytest.approx(quantile * np.std(values, ddof=1) / np.sqrt(count), rel=3e-4)
+
+
 def test_rounds_to_target():
     runs = [[0.2, 0.6, 0.4, 0.9], [0.1, 0.2, 0.3, 0.7], [0.7, 0.0, 0.0, 0.0]]
     found = metrics.rounds_to_target(runs, 0.6)
     assert found.rounds == (2, 4, 1) and found.mean == pytest.approx(7 / 3)
     # Student's t with 2 degrees of freedom, by hand: 4.303 * s / sqrt(3), s^2 = 7/3.
-    assert found.margin == pytest.approx(4.303 * math.sqrt(7 / 3 / 3), rel=1e-6)
+    assert found.margin == pytest.approx(4.303 * math.sqrt(7 / 3 / 3), rel=1e-4)
     assert metrics.rounds_to_target(runs, 0.7, rounds=[1, 20, 40, 60]).rounds == (60, 60, 1)
 
 

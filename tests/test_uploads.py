@@ -316,6 +316,7 @@ def test_bytes_on_the_wire():
     assert up(uploads=(uploads.quantize(4),)) == sum(-(-n * 4 // 8) + 16 for n in (20, 4, 12, 3))
     # A quarter of each leaf: 5, 1, 3 and 1 numbers with indices of 5, 2, 4 and 2 bits.
     assert up(uploads=(uploads.sparsify(0.25),)) == sum(-(-k * (64 + b) // 8) for k, b in ((5, 5), (1, 2), (3, 4), (1, 2)))
+    assert up(uploads=(uploads.sparsify(1.0),)) == 39 * 8  # all of a leaf needs no indices
     assert up(uploads=(uploads.mask(),)) == 39 * 4
 
 

@@ -107,8 +107,9 @@ class ClientView:
         if share is not None:
             checks.share("share", share)
         size, batch_size = self._size(), self._room(batch_size)
-        # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
-        count = size if share is None else jnp.ceil(share * size - 1e-3).astype(jnp.int32)
+        count = size
+        if share is not None:  # tolerance: ceil(1/3 * 9) must be 3 despite rounding, but a small share is one sample
+            count = jnp.clip(jnp.ceil(share * size - 1e-3), jnp.sign(share), size).astype(jnp.int32)
         steps_per_epoch = (count + batch_size - 1) // batch_size
         max_steps_per_epoch = -(-self.max_size // batch_size)
         keys = permutation_keys(key, (epochs,))

@@ -48,7 +48,8 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
     def message(message: Message, leaf: Any) -> Message:
         del leaf
         count = kept(message.numbers, share)
-        index_bits = max(math.ceil(math.log2(max(message.numbers, 2))), 1)
+        # All of a leaf needs no indices.
+        index_bits = math.ceil(math.log2(message.numbers)) if count < message.numbers else 0
         return message._replace(numbers=count, extra_bits=message.extra_bits + count * index_bits)
 
     return UploadTransform(

@@ -121,7 +121,7 @@ def test_uint8_inputs_are_scaled_in_a_batch():
     assert np.asarray(data.client(0)["train"].in_order(3).get(0).x)[:, 0] == pytest.approx([-25.5, 0, 102])
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.3, 4), (1 / 3, 4), (0.5, 6), (1.0, 12)])
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1e-6, 1), (0.3, 4), (1 / 3, 4), (0.5, 6), (1.0, 12)])
 def test_a_share_of_a_pass_is_a_random_part_of_the_samples_rounded_up(share, count):
     x = jnp.arange(12, dtype=jnp.float32)[:, None]
     view = ClientView(x, jnp.zeros(12, jnp.int32), None, None, 0, 12, 12)
