@@ -21,6 +21,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -208,10 +209,10 @@ def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
 
 def differences(saved: Json, given: Json) -> Iterator[tuple[str, Json, Json]]:
     """Every field, by name, in which two JSON values differ, see `first_difference`."""
-    left, right = dict(_fields("", saved)), dict(_fields("", given))
+    left, right = dict(_fields((), saved)), dict(_fields((), given))
     for name in sorted(left | right):
         if name not in left or name not in right or not _same(left[name], right[name]):
-            yield name, left.get(name, "nothing"), right.get(name, "nothing")
+            yield ".".join(name), left.get(name, "nothing"), right.get(name, "nothing")
 
 
 def _same(one: Json, other: Json) -> bool:
@@ -220,15 +221,17 @@ def _same(one: Json, other: Json) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return isinstance(one, bool) == isinstance(other, bool) and (one == other or (one != one and other != other))
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+        return True
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def _fields(prefix: str, value: Json) -> Iterator[tuple[str, Json]]:
-    if not isinstance(value, dict):
-        yield prefix, value
+def _fields(place: tuple[str, ...], value: Json) -> Iterator[tuple[tuple[str, ...], Json]]:
+    if not isinstance(value, dict) or (not value and place):
+        yield place, value
         return
     for key, part in value.items():
-        yield from _fields(f"{prefix}.{key}" if prefix else str(key), part)
+        yield from _fields((*place, str(key)), part)
 
 
 def _check_config(saved: Json, given: Json, path: Path) -> None:
@@ -414,7 +417,7 @@ def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
                 f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain[-1])}"
             )
     with _threads() as pool:
-        for leaf, shape in zip(leaves, plain, strict=True):
+        for leaf, shape, wanted in zip(leaves, plain, shapes, strict=True):
             if leaf["kind"] == _HOST:
                 values.append(_mapped(path, run, leaf, shape, pool))
                 continue
@@ -422,7 +425,12 @@ def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
             _read(path, run, leaf, pool, into=array)
             # Copy: JAX could otherwise share the NumPy array's memory, and a run donates the buffers of its state.
             value = jnp.array(array)
-            values.append(value if leaf["kind"] == "array" else jax.random.wrap_key_data(value, impl=leaf["kind"]))
+            value = value if leaf["kind"] == "array" else jax.random.wrap_key_data(value, impl=leaf["kind"])
+            if value.dtype != wanted.dtype:  # another kind of random key, or a type that needs jax_enable_x64
+                raise ValueError(
+                    f"cannot resume: {path} holds another state: {leaf['path']} is {value.dtype}, not {wanted.dtype}"
+                )
+            values.append(value)
     return jax.tree.unflatten(structure, values)
 
 

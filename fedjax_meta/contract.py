@@ -157,6 +157,9 @@ class Method:
         receives then.
       memory_of_uploads: whether a memory changes only if the upload of that round arrives, because the server keeps what follows
         from the memories (SCAFFOLD's c is their mean).
+      remember: `(memory, upload, statistics) -> memory`, the memory of a client whose upload was transformed (clipped, quantised)
+        before it left, from the memory that it had and what it sent: shared leaves and buffers as by how much they fell. For
+        methods whose server's state follows from the memories; by default `Trained.memory` in any case.
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0.
@@ -180,6 +183,8 @@ class Method:
       needs_classes: whether the method works only with one class label a sample; data with other targets are then refused.
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
+      refuses: what of a federation the method's equations do not bear, and why: names of upload transformations, "weighting" (one
+        other than the method's own), or "server_optimizer".
       task: what is learned, filled in by the builder, so that data that it cannot learn from are refused before the first round.
       config: the name and every hyper-parameter, filled in by the builder.
     """
@@ -194,6 +199,7 @@ class Method:
     sums_pseudo_gradients: bool = False
     init_memory: Callable[[Key, PyTree, int], PyTree] = no_memory
     memory_of_uploads: bool = False
+    remember: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
     init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra
     update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
     divides_by_statistics: bool = False
@@ -207,6 +213,7 @@ class Method:
     travels: Callable[[PyTree], tuple[PyTree, PyTree]] | None = None
     needs_classes: bool = False
     whole_population: bool = False
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     task: Task | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -38,6 +38,16 @@ from fedjax_meta.study.tuning import KNOWN, NEW
 from fedjax_meta.sweeps import Member
 from fedjax_meta.types import Key, PyTree, Variables
 
+_TYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    "bool",
+)
+"""What `safetensors.numpy` writes and reads again."""
+
 Json = Any
 """What a JSON text can hold."""
 
@@ -71,8 +81,10 @@ def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None =
         # The reshape is for scalars, of which `ascontiguousarray` makes vectors.
         arrays[name] = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
         dtype = arrays[name].dtype
-        if dtype.kind != "b" and (not jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.complexfloating)):
-            raise ValueError(f"the leaf {name} is {dtype}, which safetensors files cannot hold: real numbers are needed")
+        if dtype.name not in _TYPES:
+            raise ValueError(f"the leaf {name} is {dtype}, which an export cannot hold; it holds {', '.join(_TYPES)}")
+        if name == "__metadata__":
+            raise ValueError("a leaf cannot have the name __metadata__, under which safetensors files keep what is about them")
     if not arrays:
         raise ValueError("there is nothing to export: the model has no leaves")
     for name in arrays:

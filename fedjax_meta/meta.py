@@ -461,7 +461,7 @@ def reptile_gradient(inner: InnerOptimizer, *, steps: int = 1, scale: Rate = 1.0
         query_loss = jnp.full((), jnp.nan)
         if query is not None:
             query_loss = query.mean(lambda batch: loss(adapted, batch), 0)
-        gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, p.dtype), phi, adapted)
+        gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, a.dtype), phi, adapted)
         return MetaGradient(adapted, gradient, Info.of(losses, query_loss, support.steps))
 
     return estimate

@@ -210,6 +210,17 @@ def test_a_state_of_another_shape_or_dtype_is_refused_with_the_leaf(tmp_path):
             checkpoint.restore(tmp_path, like(other), CONFIG)
 
 
+def test_a_random_key_and_its_words_are_different_states(tmp_path):
+    class Round(NamedTuple):
+        round: Any
+        key: Any
+
+    checkpoint.save(tmp_path, Round(jnp.int32(1), jax.random.key(0)), [], CONFIG)
+    for other in (jnp.zeros(2, jnp.uint32), jax.random.key(0, impl="rbg")):
+        with pytest.raises(ValueError, match="cannot resume"):
+            checkpoint.restore(tmp_path, Round(jnp.int32(1), other), CONFIG)
+
+
 def damage_cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -866,3 +877,5 @@ def test_differences_of_configurations():
     assert checkpoint.first_difference({"flag": True}, {"flag": 1}) == ("flag", True, 1)
     assert checkpoint.first_difference({"list": [1, 2]}, {"list": [1, True]}) == ("list", [1, 2], [1, True])
     assert checkpoint.first_difference({}, {"mode": "nothing"}) == ("mode", "nothing", "nothing")
+    assert checkpoint.first_difference({"x": {"sgd": {}}}, {"x": {"adam": {}}}) == ("x.adam", "nothing", {})
+    assert checkpoint.first_difference({"a.b": 1}, {"a": {"b": 1}}) is not None

@@ -153,7 +153,14 @@ def test_variables_come_back_in_any_structure(made, tmp_path):
 
 @pytest.mark.parametrize(
     ("tree", "message"),
-    [({}, "nothing to export"), ({"k": jax.random.key(0)}, "random key"), ({"a": {"b": 1.0}, "a/b": 2.0}, "the name a/b")],
+    [
+        ({}, "nothing to export"),
+        ({"k": jax.random.key(0)}, "random key"),
+        ({"a": {"b": 1.0}, "a/b": 2.0}, "the name a/b"),
+        ({"a": jnp.zeros(2, jnp.float8_e4m3fn)}, "the leaf a is float8_e4m3fn, which an export cannot hold"),
+        ({"a": jnp.zeros(2, jnp.int4)}, "the leaf a is int4, which an export cannot hold"),
+        ({"__metadata__": jnp.zeros(2)}, "cannot have the name __metadata__"),
+    ],
 )
 def test_what_cannot_be_exported(tree, message, tmp_path):
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import optax
 import pytest
 
@@ -33,6 +34,43 @@ def test_a_rate_alone_does_not_silently_replace_a_methods_own_server_optimiser()
     fm.federate(fm.fedadam(problems.task()), fm.Federation(server_optimizer=partial(optax.sgd, momentum=0.9), server_lr=0.1))
 
 
+REFUSED = [
+    ("fednova", {"uploads": (fm.uploads.clip(1.0),)}, "fednova cannot go with clip: it would shrink changes and the numbers"),
+    ("fednova", {"uploads": (fm.uploads.adaptive_clip(1.0),)}, "fednova cannot go with adaptive_clip"),
+    ("feddyn", {"weighting": "samples"}, "feddyn cannot go with weighting: its extra state is the mean"),
+    ("feddbe", {"uploads": (fm.uploads.sparsify(0.5),)}, "feddbe cannot go with sparsify: the mean of features is sent once"),
+    (
+        "pfedsim",
+        {"server_optimizer": optax.sgd, "server_lr": 1.0},
+        "pfedsim cannot go with server_optimizer: after the warm-up",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_what_a_methods_equations_do_not_bear_is_refused_by_name(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        fm.federate(fm.METHODS[name](problems.task()), fm.Federation(**options))
+
+
+def test_the_weighting_that_a_method_has_by_itself_is_not_refused():
+    fm.federate(fm.feddyn(problems.task()), fm.Federation(weighting="uniform"))
+
+
+@pytest.mark.parametrize("name", ["fedpac", "fedproto"])
+def test_sums_are_not_sent_without_their_numbers(name):
+    algorithm = fm.federate(fm.METHODS[name](problems.task()), fm.Federation(uploads=(fm.uploads.sparsify(0.5),)))
+    with pytest.raises(ValueError, match=f"{name} sends sums with their numbers, of which sparsify would send one without"):
+        algorithm.init(jax.random.key(0), problems.data())
+
+
+def test_relations_need_all_clients():
+    algorithm, some = problems.build("mocha", cohort_size=3), problems.data().select([2, 4, 6])
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="mocha relates all 7 clients, but the state has rows of 3 of them"):
+        algorithm.round(key, algorithm.init(key, some), some)
+
+
 def test_only_a_method_and_a_federation_are_put_together():
     with pytest.raises(TypeError, match=r"federate takes a method such as fm.fedavg\(task\), not fedavg"):
         fm.federate(fm.fedavg)
@@ -48,7 +86,5 @@ def test_roles_must_be_those_of_the_whole_model():
         predict=problems.task().predict,
         roles={"body": fm.masks.Role.SHARED, "head": fm.masks.Role.SHARED},
     )
-    import jax
-
     with pytest.raises(ValueError, match=r"the roles of method must have one at every leaf .* one value at \['body'\]"):
         fm.federate(method).init(jax.random.key(0), problems.data())

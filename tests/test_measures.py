@@ -18,15 +18,16 @@ CLASSES = 4
 def measured(metric, outputs, y, weight=None, *, batch_size=7):
     """The result over batches, the last one padded by rows that would spoil it."""
 
-    def filled(values):
-        return jnp.concatenate([values, jnp.full((batch_size - len(values), *values.shape[1:]), 3, values.dtype)])
+    def filled(values, spoils=True):
+        spoiled = jnp.nan if spoils and jnp.issubdtype(values.dtype, jnp.floating) else 3
+        return jnp.concatenate([values, jnp.full((batch_size - len(values), *values.shape[1:]), spoiled, values.dtype)])
 
     start = None
     for first in range(0, len(outputs), batch_size):
         rows = slice(first, first + batch_size)
         targets = filled(y[rows])
         if weight is not None:
-            targets = T.Weighted(targets, filled(weight[rows]))
+            targets = T.Weighted(targets, filled(weight[rows], spoils=False))
         batch = T.Batch(None, targets, (jnp.arange(batch_size) < len(outputs[rows])).astype(float))
         out = filled(outputs[rows])
         start = measures.begin(metric, out, batch) if start is None else start
@@ -96,6 +97,13 @@ def test_scores_of_real_targets_equal_numpy_far_from_zero_too():
         assert measured(measures.rmse(), out, y) == pytest.approx(np.sqrt(((out - y) ** 2).mean()), rel=1e-12)
         r2 = 1 - ((out - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
         assert measured(measures.r2(), out, y) == pytest.approx(r2, rel=1e-9)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 1.7, 123.456])
+def test_r2_of_targets_that_are_all_alike_is_0(value):
+    """Their rounded mean may differ from them."""
+    for count in (3, 7, 11):
+        assert measured(measures.r2(), np.full(count, value + 0.5), np.full(count, value)) == 0
 
 
 # --------------------------------------------------------------------------------------------------------------------- evaluate

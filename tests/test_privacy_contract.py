@@ -17,6 +17,7 @@ REFUSED = {
         ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp", "mocha"),
         "lets the server see what each client sends by itself",
     ),
+    "fednova": "fednova cannot go with clip",
     **dict.fromkeys(("pfedhn", "pfedhn_pc", "pfedsim"), "sends other numbers than those that the simulation averages"),
 }
 """Methods that noise cannot cover."""

@@ -186,6 +186,26 @@ def test_an_own_method_that_sends_statistics_of_samples_is_refused_by_the_name_o
     method(lambda batch, trained: jnp.sum(batch.weight) + trained.model["head"]["b"][0]).init(KEY, data)
 
 
+def test_a_private_gradient_covers_its_batch_alone():
+    """Not where it is taken, nor which samples count."""
+    private, variables, batch = (
+        privacy.private_task(problems.task(), clip=CLIP, noise=1.0),
+        problems.task().init(KEY),
+        _batch(),
+    )
+
+    def gradient(x, at, weight):
+        given = batch._replace(x=x, weight=weight)
+        return jax.grad(lambda variables: private.loss(variables, given, KEY)[0])(at)
+
+    for marked in ((True, False, False), (False, True, False), (False, False, True)):
+        marks = tuple(
+            jax.tree.map(lambda _, m=m: m, tree) for m, tree in zip(marked, (batch.x, variables, batch.weight), strict=True)
+        )
+        found = marks_of(gradient, marks, batch.x, variables, batch.weight)
+        assert set(jax.tree.leaves(found)) == {not marked[0]}
+
+
 def test_dependence_is_followed_through_loops_conditions_and_calls():
     def function(secret, public):
         looped = jax.lax.fori_loop(0, 3, lambda i, c: (c[1], c[2], c[2] + 1), (public, public, secret))

@@ -68,10 +68,17 @@ def numpy_bulyan(uploads, f):
 
 
 def numpy_geometric_median(uploads, iterations):
+    """Vardi and Zhang 2000, equations 2.5 and 2.6."""
     centre = np.median(uploads, 0)
     for _ in range(iterations):
-        shares = np.array([1 / max(np.linalg.norm(x - centre), 1e-6) for x in uploads])
-        centre = sum(share * x for share, x in zip(shares / shares.sum(), uploads, strict=True))
+        away = [x for x in uploads if np.linalg.norm(x - centre) > 1e-6]
+        if not away:
+            return centre
+        shares = np.array([1 / np.linalg.norm(x - centre) for x in away])
+        there = sum(share * x for share, x in zip(shares / shares.sum(), away, strict=True))
+        force = np.linalg.norm(sum(share * (x - centre) for share, x in zip(shares, away, strict=True)))
+        stay = min(1, (len(uploads) - len(away)) / force)
+        centre = (1 - stay) * there + stay * centre
     return centre
 
 
@@ -226,6 +233,19 @@ def test_the_geometric_median_has_the_least_sum_of_distances(rng):
     assert total(np.asarray(few)) < 1.001 * best.fun
 
 
+def test_the_geometric_median_leaves_an_upload_at_which_it_starts():
+    """The median of each number is the first upload, where the optimum is not."""
+    uploads = np.array([[0, 0], [10, 1], [10, 1.2], [-0.1, -10], [-0.12, -10]])
+    total = lambda point: np.linalg.norm(uploads - point, axis=1).sum()  # noqa: E731
+    best = scipy.optimize.minimize(total, uploads.mean(0), method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
+    assert total(np.zeros(2)) > 1.1 * best.fun
+    got = use(aggregate.geometric_median(), uploads, np.ones(5))[0]
+    assert total(np.asarray(got)) < 1.001 * best.fun
+    # Three of five uploads at one point are the optimum.
+    most = np.array([[1, 2], [1, 2], [1, 2], [5, 5], [-3, 8]], float)
+    np.testing.assert_array_equal(use(aggregate.geometric_median(), most, np.ones(5))[0], [1, 2])
+
+
 @pytest.mark.parametrize("radius", [None, 1.5])
 def test_centered_clipping_follows_its_recursion_from_the_last_aggregate(radius, rng):
     """v <- v + 1/n sum_i (x_i - v) min(1, radius / |x_i - v|), two steps a round, over rounds with missing clients."""
@@ -268,6 +288,14 @@ def test_fltrust_is_the_mean_by_trust_of_uploads_of_the_servers_norm(rng):
 def test_fltrust_stands_still_when_it_trusts_nobody(reference):
     rule = aggregate.fltrust(problems.data().client(0))
     assert use(rule, -np.ones((4, 2)), np.ones(4), reference=jnp.array(reference))[0].tolist() == [0, 0]
+
+
+def test_fltrust_withstands_a_huge_upload():
+    """Its squares are no numbers in single precision; it is trusted as the others are and has their norm."""
+    rule = aggregate.fltrust(problems.data().client(0))
+    uploads = np.array([[1, 1], [1.1, 0.9], [3e38, 3e38]], np.float32)
+    got = use(rule, uploads, np.ones(3), reference=jnp.array([1.0, 1.0], jnp.float32))[0]
+    np.testing.assert_allclose(got, [1.0, 1.0], atol=0.06)
 
 
 def test_bucketing_hands_over_means_of_random_buckets_that_hold_each_client_once():

@@ -189,6 +189,41 @@ def test_what_a_client_sends_masked_has_the_bytes_that_costs_says():
     assert {leaf.dtype for leaf in jax.tree.leaves(sent)} == {jnp.dtype("uint32")}
 
 
+@pytest.mark.parametrize("norm", [0.5, 0.05])
+def test_a_mask_beside_noise_is_as_fine_as_beside_equal_clients(norm):
+    """All clients count as 1 there, whatever the weighting says; 20,000 samples were once the unit of what is sent."""
+    sizes = np.array([20_000, 5, 20_000, 3])
+    data = fm.from_partition(
+        np.zeros((sizes.sum(), 2)), np.zeros(sizes.sum(), int), np.arange(sizes.sum()), sizes, num_classes=1
+    )
+
+    def client(key, received, data):
+        return fm.Trained(jax.tree.map(lambda leaf: leaf + 0.1, received.model), {})
+
+    clipped_and_noised = (uploads.clip(norm), uploads.noise(0.0, reproducible=True))
+    found = [
+        _run(_build(client, cohort_size=4, uploads=chain), data=data)[0].model
+        for chain in (clipped_and_noised, (*clipped_and_noised, uploads.mask()))
+    ]
+    assert problems.distance(*found) < 4 * 2.0**-16
+
+
+def test_what_is_masked_stays_within_the_norm_to_which_it_was_clipped():
+    sums = weigh(({"w": jnp.full(10_000, 0.9e-5)}, ()), (jnp.ones(()), jnp.ones(())))
+    for transforms in ((uploads.clip(1e-3), uploads.noise(1.0), uploads.mask()), (uploads.mask(),)):
+        chain = uploads.Chain(transforms)
+        ids = jnp.arange(1, dtype=jnp.int32)
+        sent = chain.encode(KEY, sums, 1.0, ids[0], ids)
+        like = jax.tree.map(lambda leaf: leaf.dtype, sums)
+        got = chain.decode(KEY, sent, 1.0, ids, jnp.ones(1, bool), like)
+        assert (np.linalg.norm(got.total[0]["w"]) <= 0.9e-3) == chain.fixed_divisor
+
+
+def test_a_leaf_without_numbers_is_quantised():
+    sent, _ = uploads.quantize(4).client(KEY, {"none": jnp.zeros((0, 3)), "some": jnp.arange(3.0)}, (), ())
+    assert sent["none"].shape == (0, 3)
+
+
 def test_masks_hold_for_clients_of_any_size():
     """Weights of 20,000 samples each: their sum is beyond 2^31 / 2^16, and is not encoded in those units."""
     sizes = np.array([20_000, 5, 20_000, 3])

@@ -105,7 +105,7 @@ def _by_trust(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, refe
     there = present(stacked, weight)
     if reference is None:
         return like(average(cleaned(stacked, there), equal_shares(there)), stacked), memory
-    clean, reference = cleaned(stacked, there), jax.tree.map(wide, reference)
+    clean, reference = _to_unit_magnitude(cleaned(stacked, there)), jax.tree.map(wide, reference)
     inner = products(clean, jax.tree.map(lambda leaf, r: jnp.broadcast_to(r, leaf.shape), clean, reference))
     size, target = norms(clean), norms(jax.tree.map(lambda leaf: leaf[None], reference))[0]
     usable = there & (size > 0) & (target > 0)
@@ -114,6 +114,13 @@ def _by_trust(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, refe
     trust = jnp.where(usable, jnp.maximum(cosine, 0), 0)
     total = jnp.sum(trust)
     return like(average(clean, jnp.where(total > 0, trust * scale / jnp.where(total > 0, total, 1), 0)), stacked), memory
+
+
+def _to_unit_magnitude(stacked: PyTree) -> PyTree:
+    """Each client's upload over its largest magnitude, so that the squares of huge numbers stay finite."""
+    sizes = jax.tree.map(lambda leaf: jnp.max(jnp.abs(leaf), tuple(range(1, leaf.ndim)), initial=0), stacked)
+    largest = jnp.max(jnp.stack(jax.tree.leaves(sizes)), 0)
+    return jax.tree.map(lambda leaf: leaf / along(jnp.where(largest > 0, largest, 1), leaf), stacked)
 
 
 def _factor(size: jax.Array, bound: Rate | None, there: jax.Array) -> jax.Array:

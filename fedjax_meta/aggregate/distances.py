@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_meta import checks
 from fedjax_meta.aggregate.means import sum_clients, wide
@@ -79,15 +80,16 @@ def bulyan(f: int) -> Aggregator:
 
 
 def geometric_median(iterations: int = 10, smoothing: Rate = 1e-6) -> Aggregator:
-    """The point with the least sum of distances to the uploads, by smoothed Weiszfeld steps.
+    """The point with the least sum of distances to the uploads, by Weiszfeld steps.
 
     RFA: Pillutla, Kakade, Harchaoui: "Robust aggregation for federated learning", IEEE Transactions on Signal Processing 2022,
-    arXiv 1912.13445, Algorithm 2. It withstands fewer than half of the clients. Differs from the paper: clients count equally,
-    and the steps start from the median of each number, which is robust already, so that few are enough.
+    arXiv 1912.13445. It withstands fewer than half of the clients. Differs from the paper: clients count equally; the steps start
+    from the median of each number, which is robust already, so that few are enough; and at an upload they are those of Vardi and
+    Zhang ("The multivariate L1-median and associated data depth", PNAS 2000), where the paper's smoothed ones hardly move.
 
     Args:
       iterations: Weiszfeld steps, at least 1.
-      smoothing: nu, above 0: smaller distances count as this one.
+      smoothing: nu, above 0: the distance within which the point counts as being at an upload.
 
     Raises:
       ValueError: an option out of range.
@@ -215,7 +217,13 @@ def _geometric_median(stacked: PyTree, weight: jax.Array, *, iterations: int, sm
 
     def step(_: Any, centre: PyTree) -> PyTree:
         distance = norms(jax.tree.map(jnp.subtract, clean, centre))
-        share = jnp.where(there, 1 / jnp.maximum(distance, smoothing), 0)
-        return average(clean, share / jnp.maximum(jnp.sum(share), jnp.finfo(share.dtype).tiny))
+        at = there & (distance <= smoothing)
+        share = jnp.where(there & ~at, 1 / jnp.maximum(distance, smoothing), 0)
+        tiny = jnp.finfo(share.dtype).tiny
+        total = jnp.maximum(jnp.sum(share), tiny)
+        way = jax.tree.map(jnp.subtract, average(clean, share / total), centre)
+        # Each upload at the point holds it back with a force of 1, against the sum of the unit vectors to the others.
+        held = jnp.minimum(jnp.sum(at) / jnp.maximum(total * optax.tree.norm(way), tiny), 1)
+        return jax.tree.map(lambda leaf, by: leaf + (1 - held).astype(leaf.dtype) * by, centre, way)
 
     return like(jax.lax.fori_loop(0, iterations, step, median(clean, there.astype(jnp.float32))), stacked)

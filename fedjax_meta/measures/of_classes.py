@@ -164,6 +164,7 @@ def calibration_error(*, bins: int = 15) -> Metric:
         right = _among_first(1, logits, targets(batch))
         confidence = jnp.max(jax.nn.softmax(logits), -1)
         weight = entry_weights(batch, confidence)
+        confidence = jnp.where(weight > 0, confidence, 0)  # what does not count may hold anything
         # A confidence on an edge belongs to the bin below, as in the paper.
         place = jnp.clip(jnp.ceil(confidence * bins) - 1, 0, bins - 1).astype(jnp.int32)
         gaps, total = sums

@@ -34,8 +34,10 @@ def r2() -> Metric:
         y = targets(batch)
         error = _errors("r2", outputs, y)
         weight = entry_weights(batch, error)
+        counts = weight > 0  # what does not count may hold anything
+        error, y = jnp.where(counts, error, 0), jnp.where(counts, y, 0).astype(weight.dtype)
         # Batches are joined by their means: a difference of sums of squares would lose its digits.
-        count, centre, spread, squares = sums
+        count, centre, spread, squares, low, high = sums
         here = jnp.sum(weight)
         mine = jnp.sum(y * weight) / or_one(here)
         total = or_one(count + here)
@@ -45,10 +47,13 @@ def r2() -> Metric:
             centre + gap * here / total,
             spread + jnp.sum(weight * (y - mine) ** 2) + gap**2 * count * here / total,
             squares + jnp.sum(weight * error**2),
+            jnp.minimum(low, jnp.min(y, where=counts, initial=jnp.inf)),
+            jnp.maximum(high, jnp.max(y, where=counts, initial=-jnp.inf)),
         )
 
     def result(sums: Any) -> Any:
-        _, _, spread, squares = sums
-        return jnp.where(spread > 0, 1 - squares / jnp.where(spread > 0, spread, 1), 0.0)
+        _, _, spread, squares, low, high = sums
+        differ = high > low  # the rounded mean of equal numbers may differ from them
+        return jnp.where(differ, 1 - squares / jnp.where(differ, spread, 1), 0.0)
 
-    return Metric(name="r2", init=lambda: (0.0, 0.0, 0.0, 0.0), update=update, result=result)
+    return Metric(name="r2", init=lambda: (0.0, 0.0, 0.0, 0.0, jnp.inf, -jnp.inf), update=update, result=result)

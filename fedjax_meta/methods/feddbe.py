@@ -123,4 +123,5 @@ def feddbe(
         init_extra=lambda model, data: Common(jnp.zeros(width), jnp.zeros((), bool)),
         update_extra=keep_first,
         needs_classes=True,
+        refuses={"sparsify": "the mean of features is sent once, so that what is left out never arrives"},
     )

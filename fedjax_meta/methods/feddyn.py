@@ -103,8 +103,10 @@ def feddyn(
         weighting="uniform",
         init_memory=lambda key, model, num_clients: zeros(model),
         memory_of_uploads=True,
+        remember=lambda memory, fell, nothing: optax.tree.sub(memory, masks.split(fell, trainable)[0]),
         init_extra=lambda model, data: zeros(model),
         direction=direction,
         update_extra=lambda state, mean, weight, num_clients: mean,
         sends_extra=False,
+        refuses={"weighting": "its extra state is the mean of the clients' memories only if all clients count alike"},
     )

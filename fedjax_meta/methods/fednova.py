@@ -100,6 +100,9 @@ def fednova(
             jax.tree.map(lambda leaf: tau.astype(leaf.dtype) * leaf, fell),
             (),
         ),
+        refuses=dict.fromkeys(
+            ("clip", "adaptive_clip"), "it would shrink changes and the numbers of steps, whose product counts"
+        ),
     )
 
 

@@ -92,7 +92,9 @@ def adaptive(
         rate, count = server_lr, slots.count
         if bias_correction:
             count = count + 1
-            rate = rate * jnp.sqrt(1 - jnp.power(b2, count)) / (1 - jnp.power(b1, count))
+            rate = rate / (1 - jnp.power(b1, count))
+            if rule != "adagrad":  # whose v is a sum
+                rate = rate * jnp.sqrt(1 - jnp.power(b2, count))
         updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + tau), first, second)
         return updates, Slots(first, second, count)
 

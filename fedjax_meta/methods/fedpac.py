@@ -204,13 +204,13 @@ def fedpac(
         # The round's own key, so that without alignment the batches are those of FedRep.
         model, value = local.train_epochs(key, loss, model, view, optimizer(lr), body_leaves, **passes)
         after = noisy(tagged(key, "noise after"), features.class_sums(task, model, view), noise) if align else None
+        size = jnp.maximum(view.size, 1)
         return Trained(
             model,
             {"loss": value, "head_loss": head_loss},
             memory=received.memory,
-            statistics=Ratio(after.total, after.number) if after else (),
-            # Sums of features are added up: a client has as much influence on a centroid as it has samples.
-            statistics_weight=jnp.where(view.size > 0, 1.0, 0.0),
+            # Sums of features, which count as the client does. Each is of one sample, so that a clipped upload has room for more.
+            statistics=Ratio(after.total / size, after.number / size) if after else (),
             stacked=sent_statistics(tagged(key, "noise before"), before, noise) if collaborate else (),
         )
 

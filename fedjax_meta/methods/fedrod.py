@@ -43,8 +43,9 @@ class Model(NamedTuple):
 
 
 def balanced_loss(logits: jax.Array, batch: Batch, counts: jax.Array, exponent: Rate) -> jax.Array:
-    """Cross-entropy of softmax(logits + exponent * log counts); a class that the client lacks gets probability 0."""
-    offset = jnp.where(counts > 0, exponent * jnp.log(jnp.where(counts > 0, counts, 1)), -jnp.inf)
+    """Cross-entropy of the softmax of logits whose exponentials are multiplied by counts^exponent (0^0 being 1)."""
+    absent = jnp.where(jnp.asarray(exponent) > 0, -jnp.inf, 0)
+    offset = jnp.where(counts > 0, exponent * jnp.log(jnp.where(counts > 0, counts, 1)), absent)
     return cross_entropy(logits + offset[None], batch)
 
 

@@ -130,7 +130,9 @@ def mocha(  # over 80 lines: a client's part and the server's share seven option
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
         """The models of a cohort from the maps of all clients, and, every few rounds, their rows of the new relations."""
         del key, data
-        count = len(state.seen)
+        count, related = len(state.seen), state.memory.relation.shape[1]
+        if count != related:
+            raise ValueError(f"mocha relates all {related} clients, but the state has rows of {count} of them")
         target = jnp.where(cohort.returned, cohort.ids, count)
 
         def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:

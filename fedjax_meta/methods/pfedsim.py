@@ -111,6 +111,9 @@ def pfedsim(
         # One model travels each way: the server's in the warm-up, the mixture after it. The server averages what it sees.
         travels=lambda model: (model, ()),
         collaborate=Collaboration(mix, reads="", gives=""),
+        refuses={
+            "server_optimizer": "after the warm-up the server's model stays, which one with momentum would go on to move"
+        },
     )
 
 

@@ -98,6 +98,7 @@ def scaffold(
         weighting="uniform",
         init_memory=lambda key, model, num_clients: zeros(model),
         memory_of_uploads=True,
+        remember=lambda own, fell, change: optax.tree.add(own, change),
         init_extra=lambda model, data: zeros(model),
         update_extra=_update_control,
     )

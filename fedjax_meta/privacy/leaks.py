@@ -1,7 +1,8 @@
 """Which parts of what leaves a client depend on its samples in another way than through private gradients.
 
 The client rule is traced once, and the dependence on inputs and labels is followed through its operations. It ends at a private
-gradient (`samples.private_gradient`), whose noise covers it. The number of samples of each client counts as public.
+gradient (`samples.private_gradient`), whose noise covers its batch if nothing else that it reads depends on samples. The number
+of samples of each client counts as public. That rows of a batch are samples, and not mixtures of them, is not followed.
 """
 
 from collections.abc import Sequence
@@ -42,8 +43,11 @@ def _through(program: Jaxpr, inputs: list[bool]) -> list[bool]:
 
 def _of_operation(equation: Any, given: list[bool]) -> list[bool]:
     name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
-    if not any(given) or params.get("name") == PRIVATE_GRADIENT:
+    if not any(given):
         return [False] * count
+    if str(params.get("name")).startswith(PRIVATE_GRADIENT):
+        samples = int(params["name"].removeprefix(PRIVATE_GRADIENT))
+        return [any(given[samples:])] * count
     if name == "while":
         return _of_while(params, given)
     if name == "scan":

@@ -36,7 +36,7 @@ from fedjax_meta.types import Key, Params, Rate, Variables
 from fedjax_meta.uploads.clip import clipped
 from fedjax_meta.uploads.transform import per_leaf
 
-PRIVATE_GRADIENT = "private_gradient"
+PRIVATE_GRADIENT = "private_gradient_of_"
 """The name of the compiled function whose results are private; `leaks` looks for it."""
 
 
@@ -126,7 +126,8 @@ def private_gradient(task: Task, privacy: SamplePrivacy, variables: Variables, b
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), gradient)
         return jax.tree.map(lambda leaf: jnp.where(sample.weight > 0, leaf, 0), clipped(wide, clip))
 
-    def of_batch(variables: Variables, batch: Batch, clip: Rate, noise: Rate, key: Key) -> Params:
+    def of_batch(samples: tuple[Any, Any], variables: Variables, weight: Any, clip: Rate, noise: Rate, key: Key) -> Params:
+        batch = Batch(*samples, weight)
         real = jnp.sum(batch.weight > 0)
         divisor = jnp.maximum(real, 1) if privacy.batch_size is None else privacy.batch_size
         keys = jax.random.split(tagged(key, "samples"), batch.weight.shape[0])
@@ -142,8 +143,9 @@ def private_gradient(task: Task, privacy: SamplePrivacy, variables: Variables, b
         private = per_leaf(noisy, its_key, total)
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), private, variables)
 
-    of_batch.__name__ = PRIVATE_GRADIENT
-    return jax.jit(of_batch)(variables, batch, privacy.clip, privacy.noise, key)
+    # The name tells `leaks` how many of the first arguments are samples.
+    of_batch.__name__ = f"{PRIVATE_GRADIENT}{len(jax.tree.leaves((batch.x, batch.y)))}"
+    return jax.jit(of_batch)((batch.x, batch.y), variables, batch.weight, privacy.clip, privacy.noise, key)
 
 
 def _digest(tree: Any) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import masks
-from fedjax_meta.aggregate import WEIGHTINGS, client_weight, weigh
+from fedjax_meta.aggregate import WEIGHTINGS, Ratio, client_weight, weigh
 from fedjax_meta.algorithm import State
 from fedjax_meta.contract import Received, Trained, no_memory
 from fedjax_meta.data import ClientData, FederatedData
@@ -50,7 +50,11 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     residual = where(returned, residual, residual_if_lost)
     weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
     personal, residual = where(took_part, (personal, residual), (kept.personal, kept.residual))
-    memory = where(returned if method.memory_of_uploads else took_part, trained.memory, kept.memory)
+    learned_memory = trained.memory
+    if method.remember is not None and setting.federation.uploads:
+        learned_memory = method.remember(received.memory, *uploaded)
+        must_fit("what remember returns", learned_memory, kept.memory)
+    memory = where(returned if method.memory_of_uploads else took_part, learned_memory, kept.memory)
     stacked = zeros_unless(broken < 0, trained.stacked)
     message = attacked.Message(uploaded, measured, stacked, setting.read(personal, memory))
     message, read = attacked.by_client(setting, key, id_, message, received, state, data)
@@ -149,6 +153,8 @@ def weight_of(setting: Setting, trained: Trained, client: ClientData) -> jax.Arr
 
 def largest_weight(setting: Setting, data: FederatedData) -> float:
     """The largest weight that a client can have."""
+    if setting.chain.fixed_divisor:
+        return 1.0
     view = WEIGHTINGS[setting.federation.weighting or setting.method.weighting]
     return 1.0 if view is None else float(dict(data.max_size)[view])
 
@@ -167,6 +173,10 @@ def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) 
     held = fell if setting.sends_differences else trained.model
     part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(held, setting.buffers)[0])
     statistics = trained.statistics
+    if isinstance(statistics, Ratio) and any(transform.name == "sparsify" for transform in setting.federation.uploads):
+        raise ValueError(
+            f"{setting.method.name} sends sums with their numbers, of which sparsify would send one without the other"
+        )
     if setting.sends_differences and setting.method.statistics_renew_extra:
         statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)
     return part, statistics

@@ -88,6 +88,7 @@ class Setting:
                 parts({"personal": (), "memory": ()}, words)
             if self.method.collaborate.reads:
                 self.refuse_hiding_uploads()
+        self._refuse_what_the_method_does()
         self._refuse_handing_out_rows()
         self._refuse_asynchronous()
         if self.method.travels is not None and self.federation.uploads:
@@ -197,6 +198,15 @@ class Setting:
             raise ValueError(f"{name} draws no cohorts at random, which noise needs: leave one of them out")
         if self.federation.average_personal:
             raise ValueError(f"average_personal takes means of whole leaves, which {name} cannot weigh: leave one of them out")
+
+    def _refuse_what_the_method_does(self) -> None:
+        method, f = self.method, self.federation
+        given = {transform.name for transform in f.uploads}
+        given |= {"weighting"} if f.weighting not in (None, method.weighting) else set()
+        given |= {"server_optimizer"} if f.server_optimizer is not None else set()
+        for name, why in method.refuses.items():
+            if name in given:
+                raise ValueError(f"{method.name} cannot go with {name}: {why}")
 
     def _refuse_handing_out_rows(self) -> None:
         method = self.method

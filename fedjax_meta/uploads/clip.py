@@ -21,7 +21,8 @@ from fedjax_meta.uploads.transform import ServerContext, UploadTransform
 def clip(norm: Scalar) -> UploadTransform:
     """Clips uploads to `norm`.
 
-    With it, clients send by how much the model moved, buffers included, instead of its values.
+    With it, clients send by how much the model moved, buffers included, instead of its values. The norm is that of all that a
+    client sends: where a method sends statistics (features of each class, control variates), these take a part of it.
 
     Args:
       norm: S, above 0; may be traced.
@@ -103,8 +104,8 @@ def adaptive_clip(
 
 
 def clipped(tree: PyTree, norm: Any) -> PyTree:
-    """The tree scaled down to a Euclidean norm of at most `norm`, in exact arithmetic on the returned numbers; zeros where it is
-    not finite.
+    """The tree scaled down to a Euclidean norm of at most `norm`, in exact arithmetic on the returned numbers; zeros where its
+    norm is not finite.
 
     Example:
       >>> clipped({"a": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}, 1.0)["a"].round(3).tolist()

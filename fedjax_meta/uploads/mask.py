@@ -29,7 +29,8 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
 
     Args:
       fraction_bits: binary digits after the point, from 1 to 30. A number is sent times the client's share of the largest
-        weight that a client can have, and rounded to a multiple of `2^-fraction_bits`; what does not fit is cut to the range.
+        weight that a client can have, and rounded to a multiple of `2^-fraction_bits`, beside `noise` towards zero, so that it
+        stays within the norm to which it was clipped; what does not fit is cut to the range.
         The sum over the cohort must stay below `2^(31 - fraction_bits)` in magnitude, else it wraps around: C numbers of
         magnitude up to `2^(31 - fraction_bits) / C` are safe.
 
@@ -61,12 +62,13 @@ def _scales(scale: float, sums: Any, bound: float, cohort_size: int) -> Any:
     return dataclasses.replace(sums, total=total, weight=jax.tree.map(lambda _: of_weights / bound, sums.weight))
 
 
-def _encode(scale: float, key: Key, sums: Any, bound: float, id_: jax.Array, ids: jax.Array) -> PyTree:
+def _encode(scale: float, key: Key, sums: Any, bound: float, id_: jax.Array, ids: jax.Array, shrinks: bool = False) -> PyTree:
     """What client `id_` of the cohort `ids` sends: fixed-point integers plus its masks, uint32."""
 
     def integers(leaf: jax.Array, factor: float) -> jax.Array:
         most = 2.0**31 - 2**8  # the largest float32 below 2^31 leaves room for rounding
-        fixed = jnp.clip(jnp.round(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * factor), -most, most)
+        exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * factor
+        fixed = jnp.clip(jnp.trunc(exact) if shrinks else jnp.round(exact), -most, most)
         return jax.lax.bitcast_convert_type(jnp.nan_to_num(fixed).astype(jnp.int32), jnp.uint32)
 
     def add(place: Any, total: PyTree) -> PyTree:

@@ -50,7 +50,7 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
     steps = 2**bits - 1
 
     def one(key: Key, leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.size:
             return leaf
         # In 32 bits at least: 16 bits cannot tell the place of a number between two of many levels.
         exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))

@@ -86,8 +86,9 @@ class UploadTransform:
       init_server: `(key, upload) -> kept`, what the transformation keeps at the server, in `State.aggregation`.
       init_memory: `upload -> memory`, a client's first memory of this transformation, e.g. a residual of zeros.
       message: `(message, leaf) -> message`, how the size of a floating-point leaf changes.
-      encode: `(key, weighted sum of one upload, bound, id, ids) -> integers`, for secure aggregation: what one client sends.
-        `bound` is the largest weight that a client can have, a Python number.
+      encode: `(key, weighted sum of one upload, bound, id, ids, shrinks) -> integers`, for secure aggregation: what one client
+        sends. `bound` is the largest weight that a client can have, a Python number; `shrinks` says that no number may become
+        larger in magnitude, because noise is scaled to the norm that uploads were clipped to.
       decode: `(key, sum of the integers, bound, ids, returned, like) -> weighted sum`, its inverse at the server.
       clip_norm: the bound on an upload's norm that this transformation guarantees, if it does: a number, or `kept -> number`.
       spends: for a transformation that releases a noisy measurement of its own, 1 / (its deviation over its sensitivity)^2.
@@ -232,7 +233,7 @@ class Chain:
         """What client `id_` sends in place of its weighted sum, see `UploadTransform.encode`."""
         for transform in self.transforms:
             if transform.encode is not None:
-                sums = transform.encode(key, sums, bound, id_, ids)
+                sums = transform.encode(key, sums, bound, id_, ids, self.fixed_divisor)
         return sums
 
     def decode(self, key: Key, total: PyTree, bound: float, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:

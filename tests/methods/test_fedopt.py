@@ -48,6 +48,14 @@ def test_formulas(rule, initial):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+def test_a_sum_of_squares_is_not_corrected():
+    """Adagrad's first step from v = 0 is the sign of the pseudo-gradient, whatever b2 is."""
+    for b2 in (0.9, 0.999):
+        server = adaptive("adagrad", 0.1, b1=0.0, b2=b2, tau=1e-9, initial=0.0, bias_correction=True)
+        updates, _ = server.update(jnp.array([2.0, -3.0]), server.init(jnp.zeros(2)))
+        np.testing.assert_allclose(updates, [-0.1, 0.1], rtol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def quadratics():
     """Clients of 10, 20 and 40 samples around their own centre; a full-batch step of rate lr goes the share lr of the way."""

@@ -46,6 +46,14 @@ def test_unbalanced_its_generic_model_is_that_of_fedavg():
     assert problems.distance(state.model.generic, average.model) < 1e-12
 
 
+def test_unbalanced_it_knows_classes_that_a_client_lacks():
+    rng = np.random.default_rng(1)
+    logits, y = jnp.asarray(rng.normal(size=(6, 3))), jnp.asarray(rng.integers(0, 2, 6))
+    samples = Batch(None, y, jnp.ones(6))
+    value = balanced_loss(logits, samples, jnp.array([4.0, 2.0, 0.0]), 0.0)
+    np.testing.assert_allclose(value, cross_entropy(logits, samples), rtol=1e-12)
+
+
 def test_one_full_step_of_generic_model_and_personal_head_written_out():
     algorithm = fedrod(**FULL, epochs=1, weighting="uniform")
     state = run(algorithm, 2)

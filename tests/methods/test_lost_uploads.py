@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_meta import uploads
 from fedjax_meta.participation import Participation
 from tests import problems
 from tests.methods.common import FULL, KEY, build
@@ -23,9 +24,21 @@ def rounds(algorithm, number=3):
     return state
 
 
+CHAINS = {
+    "as they are": (),
+    "clipped": (uploads.clip(0.05),),
+    "clipped, with noise of 0": (uploads.clip(0.05), uploads.noise(0.0, reproducible=True)),
+    "quantised": (uploads.quantize(2),),
+    "sparse": (uploads.sparsify(0.2),),
+    "sparse, without feedback": (uploads.sparsify(0.2, feedback=False),),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", ["scaffold", "feddyn"])
-def test_the_server_keeps_the_mean_of_the_memories(name):
-    state = rounds(build(name, lr=0.2, participation=late(0), **FULL))
+def test_the_server_keeps_the_mean_of_the_memories(name, chain):
+    """Whatever happens to uploads on their way: a memory follows what was sent."""
+    state = rounds(build(name, lr=0.2, participation=late(0), uploads=CHAINS[chain], **FULL))
     of_clients = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), state.memory)
     assert problems.distance(of_clients, jax.tree.map(jnp.zeros_like, of_clients)) > 0.01
     assert problems.distance(state.extra, of_clients) < 1e-12
