@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
 from jax.tree_util import Partial
 
 from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches
+from fedjax_meta.dependence import marks_of
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
 ScalarLoss = Callable[[Params, PyTree], jax.Array]
@@ -469,19 +469,16 @@ def _check_state(inner: InnerOptimizer, meta: Params) -> None:
         return _partition(inner.update(meta, gradient, _combine(floats, integers), phi)[1])[1]
 
     differentiable = (meta, phi, floats, phi)
-    jaxpr = jax.make_jaxpr(integers_after)(differentiable, integers).jaxpr
-    needed = {var for var in jaxpr.outvars if _carries_numbers(var)}
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(var for var in equation.invars if _carries_numbers(var))
-    if not needed.isdisjoint(jaxpr.invars[: len(jax.tree.leaves(differentiable))]):
+    marks = (jax.tree.map(lambda _: True, differentiable), jax.tree.map(lambda _: False, integers))
+    if any(jax.tree.leaves(marks_of(integers_after, marks, differentiable, integers, rule=_end_at_comparisons))):
         raise ValueError(
             "the inner optimiser's state has integers that depend on gradients, so it has no exact derivative: use first_order"
         )
 
 
-def _carries_numbers(var: Any) -> bool:
-    return not isinstance(var, Literal) and getattr(var.aval, "dtype", None) != jnp.bool_
+def _end_at_comparisons(equation: Any, given: list[bool]) -> list[bool] | None:
+    del given
+    return [False] if [getattr(var.aval, "dtype", None) for var in equation.outvars] == [jnp.bool_] else None
 
 
 def _partition(tree: PyTree) -> tuple[PyTree, PyTree]:

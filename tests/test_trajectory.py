@@ -141,7 +141,8 @@ def test_integer_state_that_depends_on_gradients_raises() -> None:
     with pytest.raises(ValueError, match="integers that depend on gradients"):
         meta.exact(meta.optimizer(lambda rate: quantised_momentum(), 0.1))(network, parameters(), batch(1, 6), batch(2, 9))
     # A step count does not depend on gradients, and a count of events only through a comparison, which has no derivative.
-    for factory in (optax.adam, lambda rate: counting()):
+    several = lambda rate: optax.MultiSteps(optax.sgd(rate), 2).gradient_transformation()  # noqa: E731
+    for factory in (optax.adam, lambda rate: counting(), lambda rate: optax.apply_if_finite(optax.sgd(rate), 3), several):
         jax.eval_shape(partial(meta.exact(meta.optimizer(factory, 0.1)), network), parameters(), batch(1, 6), batch(2, 9))
 
 
