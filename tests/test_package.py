@@ -11,7 +11,20 @@ import fedjax_meta
 # A module imports only from its own line and the lines above it. A folder counts as one module.
 LAYERS = (
     ("types",),
-    ("checks", "runtime", "keys", "config", "disk", "escape", "syntax", "loops", "hardware", "fitting", "linalg"),
+    (
+        "checks",
+        "runtime",
+        "keys",
+        "config",
+        "disk",
+        "escape",
+        "syntax",
+        "loops",
+        "hardware",
+        "fitting",
+        "linalg",
+        "dependence",
+    ),
     (
         "task",
         "tasks",
