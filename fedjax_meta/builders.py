@@ -90,7 +90,10 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         private = getattr(task, "private", None)
         if private is not None:
             recorded[PRIVATE] = plain(private)
-        return dataclasses.replace(function(*args, **options), task=task, config={"method": name, **recorded})
+        made = function(*args, **options)
+        if not isinstance(made, Method):
+            raise TypeError(f"{name} must return an fm.Method, not {checks.shown(made)}")
+        return dataclasses.replace(made, task=task, config={"method": name, **recorded})
 
     return build
 

@@ -204,7 +204,8 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     # Not `value in allowed`: a list cannot be looked up in a dict, and an array equals a word entry by entry.
     if not any(isinstance(value, type(word)) and value == word for word in allowed):
         hint = nearest(value, allowed)
-        raise ValueError(f"{name}={shown(value)} is unknown{hint}; allowed are {', '.join(map(str, allowed))}")
+        those = f"allowed are {', '.join(map(str, allowed))}" if allowed else "there is none"
+        raise ValueError(f"{name}={shown(value)} is unknown{hint}; {those}")
 
 
 def function(name: str, value: Any, takes: Sequence[str], example: str) -> None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sklearn.metrics import r2_score
 
 import fedjax_meta as fm
 from fedjax_meta import measures, metrics, report
@@ -95,8 +96,14 @@ def test_scores_of_real_targets_equal_numpy_far_from_zero_too():
         out = y + rng.normal(size=y.shape) / 2
         assert measured(measures.mae(), out, y) == pytest.approx(np.abs(out - y).mean(), rel=1e-12)
         assert measured(measures.rmse(), out, y) == pytest.approx(np.sqrt(((out - y) ** 2).mean()), rel=1e-12)
-        r2 = 1 - ((out - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-        assert measured(measures.r2(), out, y) == pytest.approx(r2, rel=1e-9)
+        y[:, 1] -= 50
+        out[:, 1] -= 50
+        expected = r2_score(y, out, multioutput="variance_weighted")
+        pooled = 1 - ((out - y) ** 2).sum() / ((y - y.mean(0)) ** 2).sum()
+        assert measured(measures.r2(), out, y) == pytest.approx(pooled, rel=1e-9) == pytest.approx(expected, rel=1e-9)
+        assert measured(measures.r2(), out[:, 0], y[:, 0]) == pytest.approx(r2_score(y[:, 0], out[:, 0]), rel=1e-9)
+        constant = np.broadcast_to(y.mean(0), y.shape)
+        assert measured(measures.r2(), constant, y) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 1.7, 123.456])

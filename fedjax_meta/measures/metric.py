@@ -18,7 +18,8 @@ class Metric:
 
     Attributes:
       name: for reports.
-      init: `() -> statistics` of no sample, a pytree of numbers or arrays.
+      init: `() -> statistics` of no sample, a pytree of numbers or arrays. A number may stand for an array of that number, of the
+        shape that `update` makes of it, e.g. one for each output.
       update: `(statistics, outputs [B, ...], batch) -> statistics`; rows of weight 0 must not count.
       result: `statistics -> scalar`.
       higher_is_better: whether a larger score is a better one.
@@ -118,6 +119,9 @@ def begin(metric: Metric, outputs: Any, batch: Batch) -> PyTree:
     start = jax.tree.map(jnp.array, metric.init())
     after = jax.eval_shape(metric.update, start, outputs, batch)
     before: Any = jax.tree.structure(start)
+    if before == jax.tree.structure(after):
+        start = jax.tree.map(lambda old, new: old if old.shape else jnp.full(new.shape, old), start, after)
+        after = jax.eval_shape(metric.update, start, outputs, batch)
     if before != jax.tree.structure(after) or any(
         old.shape != new.shape for old, new in zip(jax.tree.leaves(start), jax.tree.leaves(after), strict=True)
     ):

@@ -25,9 +25,10 @@ def _errors(name: str, outputs: jax.Array, y: Any) -> jax.Array:
 
 
 def r2() -> Metric:
-    """R²: 1 minus the squared error over the squared distance of the targets from their mean, over all entries of a client.
+    """R²: 1 minus the squared error over the squared distance of the targets from their means, both over all entries of a client.
 
-    It is 0 for a client whose targets are all alike.
+    Each of several targets `[B, d]` has a mean of its own, so that a constant prediction is never better than 0. It is 0 for a
+    client whose targets are all alike.
     """
 
     def update(sums: Any, outputs: jax.Array, batch: Batch) -> Any:
@@ -36,24 +37,26 @@ def r2() -> Metric:
         weight = entry_weights(batch, error)
         counts = weight > 0  # what does not count may hold anything
         error, y = jnp.where(counts, error, 0), jnp.where(counts, y, 0).astype(weight.dtype)
+        samples = tuple(range(max(y.ndim - 1, 1)))  # all axes but that of the targets
         # Batches are joined by their means: a difference of sums of squares would lose its digits.
         count, centre, spread, squares, low, high = sums
-        here = jnp.sum(weight)
-        mine = jnp.sum(y * weight) / or_one(here)
+        here = jnp.sum(weight, samples)
+        mine = jnp.sum(y * weight, samples) / or_one(here)
         total = or_one(count + here)
         gap = mine - centre
         return (
             count + here,
             centre + gap * here / total,
-            spread + jnp.sum(weight * (y - mine) ** 2) + gap**2 * count * here / total,
+            spread + jnp.sum(weight * (y - mine) ** 2, samples) + gap**2 * count * here / total,
             squares + jnp.sum(weight * error**2),
-            jnp.minimum(low, jnp.min(y, where=counts, initial=jnp.inf)),
-            jnp.maximum(high, jnp.max(y, where=counts, initial=-jnp.inf)),
+            jnp.minimum(low, jnp.min(y, samples, where=counts, initial=jnp.inf)),
+            jnp.maximum(high, jnp.max(y, samples, where=counts, initial=-jnp.inf)),
         )
 
     def result(sums: Any) -> Any:
         _, _, spread, squares, low, high = sums
-        differ = high > low  # the rounded mean of equal numbers may differ from them
-        return jnp.where(differ, 1 - squares / jnp.where(differ, spread, 1), 0.0)
+        # The rounded mean of equal numbers may differ from them.
+        apart = jnp.sum(jnp.where(high > low, spread, 0))
+        return jnp.where(apart > 0, 1 - squares / jnp.where(apart > 0, apart, 1), 0.0)
 
     return Metric(name="r2", init=lambda: (0.0, 0.0, 0.0, 0.0, jnp.inf, -jnp.inf), update=update, result=result)

@@ -17,6 +17,7 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, promise
 from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.parts import part
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import counted
 from fedjax_meta.study.study import Study
@@ -27,6 +28,9 @@ def check(study: Study, built: Mapping[str, Clients]) -> None:
     """Raises `ValueError` where a scenario refuses a score, a system or a point of its grid; trains and writes nothing."""
     for scenario, clients in built.items():
         _check_metrics(study, scenario, clients)
+        for name in study.systems_on(scenario):
+            with named(study, scenario, name):
+                part("attack", study.system(name, scenario).federation.get("attack"))
         for name in study.systems_on(scenario):
             with named(study, scenario, name):
                 _check_system(study, scenario, name, clients)
@@ -93,6 +97,8 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
         )
     if view is not None:
         check_view(view, clients.train.views)
+        if not clients.train.labelled:
+            raise ValueError("user accuracy is of class labels, one a sample, which the data do not have")
         if len(clients.noisy) == clients.train.num_clients:
             raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
 

@@ -172,7 +172,9 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
     for one, name in found:
         known = report.score_names(one.trials[0].rows[-1]["tests"][KNOWN])
         if score is not None and score not in known:
-            raise ValueError(f"{name}: {one.title} was not measured by {score!r}, but by {', '.join(known)}")
+            raise ValueError(
+                f"{name}: {one.title} was not measured by {score!r} in scenario {one.scenario}, but by {', '.join(known)}"
+            )
     return [_named_apart(one, name, found) for one, name in found]
 
 

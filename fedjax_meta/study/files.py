@@ -47,6 +47,10 @@ def read(path: str | Path) -> Tree:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is no text: {error}") from None
+        except IsADirectoryError:
+            raise IsADirectoryError(
+                f"{path} is a folder: give a study file, e.g. {Path(path) / 'study.yaml'} of a run"
+            ) from None
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"No such file or directory: {path}; `fedjax-meta list studies` has those of the package"

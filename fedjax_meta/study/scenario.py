@@ -84,7 +84,12 @@ SHIFTS: dict[str, Callable[..., FederatedData]] = {"noise": _noise, "concept": _
 
 def _crop_and_flip(task: Task, data: FederatedData, *, pad: int = 4) -> Task:
     """Random crops and flips of the images that a client trains on."""
-    black = -jnp.asarray(data.offset) * jnp.asarray(data.scale)
+    transforms.one_array("the augmentation crop_and_flip changes inputs", data.x)
+    if len(data.sample_shapes[0]) != 3:
+        raise ValueError(
+            f"crop_and_flip is for images [height, width, channels], not for inputs {list(data.sample_shapes[0])}"
+        )
+    black = 0.0 if data.offset is None else -jnp.asarray(data.offset) * jnp.asarray(data.scale)
     return transforms.augmented(task, partial(transforms.crop_and_flip, pad=pad, fill=black))
 
 

@@ -37,8 +37,10 @@ def target(text: str, *, name: str = "target") -> Target:
       >>> target("80"), target("rmse=0.9")
       (Target(value=80.0, name=None), Target(value=0.9, name='rmse'))
     """
-    score, _, number = text.rpartition("=")
+    score, equals, number = text.rpartition("=")
     try:
+        if equals and not score.strip():
+            raise ValueError
         value = float(number)
     except ValueError:
         raise ValueError(f"{name}={text!r} must be a number, or SCORE=NUMBER, e.g. 80 or rmse=0.9") from None

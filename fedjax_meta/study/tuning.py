@@ -259,7 +259,8 @@ def words(study: Study, main: Sequence[str]) -> str:
         names = main if metric is None else [metric.removesuffix("_mean")]
         by = f"{' and '.join(dict.fromkeys(name.replace('_', ' ') for name in names))} (mean over clients)"
     else:
-        by = f"{metric.replace('_', ' ')} (over all samples)"
+        samples = metric == "accuracy" and "accuracy" not in study.metrics  # of the confusion matrix
+        by = f"{metric.replace('_', ' ')} ({'over all samples' if samples else 'mean over clients'})"
     text = f"Grids were searched by {by} on {where[tuning.validation]}, after {rounds} rounds."
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."

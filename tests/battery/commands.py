@@ -83,6 +83,7 @@ CALLS = [
     ("fedavg(aggregator='bucketing:sise=2+median')", "bucketing() takes no 'sise' (did you mean 'size'?)"),
     ("fedavg(aggregator=krum)", "aggregator krum needs f"),
     ("fedavg(attack='sign_flop:attackers=0.2')", "attack='sign_flop' is unknown (did you mean 'sign_flip'?)"),
+    ("fedavg(attack={name: sign_flip, attacker: 0.1})", "attack sign_flip takes no 'attacker' (did you mean 'attackers'?)"),
     ("fedavg(attack=sign_flip)", "attack sign_flip needs attackers: give it, or the scenario, a share, attackers=0.2"),
     ("fedavg(attack='sign_flip:attackers=2')", "attackers=2 must be distinct client ids, e.g. (0, 3), or a share, e.g. 0.2"),
     (

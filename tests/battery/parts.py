@@ -217,9 +217,9 @@ ONE = np.ones(1)
 EXPORTS = {
     **rows(export.save, {"path": "never.safetensors", "variables": {"a": ONE}}, [
         ("variables", {}, "there is nothing to export: the model has no leaves"),
-        ("variables", {"a": "x"}, "the leaf a is <U1, which safetensors files cannot hold"),
-        ("variables", {"a": np.array([None])}, "the leaf a is object, which safetensors files cannot hold"),
-        ("variables", {"a": ONE * 1j}, "the leaf a is complex128, which safetensors files cannot hold"),
+        ("variables", {"a": "x"}, "the leaf a is <U1, which an export cannot hold"),
+        ("variables", {"a": np.array([None])}, "the leaf a is object, which an export cannot hold"),
+        ("variables", {"a": ONE * 1j}, "the leaf a is complex128, which an export cannot hold"),
         ("variables", Late(lambda: {"a": jax.random.key(0)}), "the leaf a is a random key"),
         ("variables", {"a/b": ONE, "a": {"b": ONE}}, "two leaves have the name a/b"),
         ("variables", {"a": ONE, "a/b": ONE}, "the leaf a has the name of the branch that holds a/b"),

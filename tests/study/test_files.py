@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from fedjax_meta.front import program
 from fedjax_meta.study import Scenario, System, draws, files, from_tree, load, run, to_tree
 from fedjax_meta.study.tuning import Trial
+from fedjax_meta.task import Batch
 from tests.study.common import TREE, Silent, study, tree
 
 
@@ -196,6 +198,16 @@ def test_a_projection_is_placed_before_the_head_and_crops_change_the_loss():
     assert {leaf.shape for leaf in jax.tree.leaves(model["head"])} == {(10, 64), (10,)}
     with pytest.raises(ValueError, match="projection=0 must be an integer"):
         System(method="moon", projection=0)
+
+
+def test_images_of_real_numbers_are_cropped_with_a_border_of_0(tmp_path):
+    """As stored, they have no offset that would be black."""
+    path = tmp_path / "images.npz"
+    np.savez(path, x=np.ones((40, 6, 5, 1), np.float32), y=np.arange(40) % 2)
+    clients = Scenario(dataset=str(path), partition="iid", clients=2, model="logistic", augment="crop_and_flip").build()
+    batch = Batch(jnp.ones((8, 6, 5, 1)), jnp.arange(8) % 2, jnp.ones(8))
+    prepared = clients.task.loss.prepare(batch, jax.random.key(0))[0].x
+    assert set(np.unique(prepared)) == {0.0, 1.0} and prepared.shape == batch.x.shape
 
 
 def test_a_program_of_a_study_has_the_options_of_run():

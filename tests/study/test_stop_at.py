@@ -87,6 +87,7 @@ def test_a_target_that_nobody_reaches_changes_nothing(whole, tmp_path):
         ({"stop_at": True}, "stop_at=True must be a number"),
         ({"stop_at": [80]}, "must be a number, or SCORE=NUMBER"),
         ({"stop_at": "nan"}, "stop_at=nan"),
+        ({"stop_at": "=80"}, "stop_at='=80' must be a number, or SCORE=NUMBER"),
         ({"stop_at": "user_accuracy=95"}, "needs user_accuracy, which is not recorded of fedavg"),
         ({"stop_at": "user_accuracy=95", "user_accuracy": {"fedavg": "train"}}, "is not recorded of local"),
     ],

@@ -103,6 +103,11 @@ NAN[7] = np.nan
         ({"y": X[:, 0], "x": X.astype(str)}, {"partition": "iid"}, "has x of type <U32: give numbers"),
         ({"y": X[:, :2].astype(str)}, {"partition": "iid"}, "has y of type <U32: give numbers"),
         ({"y": X[:, 0]}, {"partition": "iid", "model": "char_lstm"}, "vocabulary=0"),
+        (
+            {"y": OWNERS},
+            {"partition": "iid", "augment": "crop_and_flip"},
+            r"crop_and_flip is for images .* not for inputs \[4\]",
+        ),
         ({"y": np.zeros(120, int)}, {"partition": "iid"}, r"dataset .*npz: all samples have the label 0"),
         ({"y": X[:, :2] > 0, "client": OWNERS[:90]}, {"partition": "natural"}, r"client has shape \[90\]"),
     ],

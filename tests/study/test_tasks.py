@@ -171,7 +171,9 @@ def test_comparisons_differences_targets_and_the_index(made, tmp_path):
     assert result.exit_code == 0 and ("is a gain" in " ".join(result.output.split())) == (not higher), result.output
     assert all(len(line) <= 80 for line in result.output.splitlines())
     result = CliRunner().invoke(app, ["compare", str(place), "--metric", "auroc"])
-    assert result.exit_code == 1 and f"was not measured by 'auroc', but by {score}" in " ".join(result.stderr.split())
+    assert result.exit_code == 1 and f"was not measured by 'auroc' in scenario pairs, but by {score}" in " ".join(
+        result.stderr.split()
+    )
 
 
 def test_clients_and_evaluations_are_data_frames(made, tmp_path):
