@@ -170,13 +170,14 @@ class Algorithm:
 def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:
     """The rows of a state that belong to the clients at `places` of the data, int32 like `places`.
 
-    Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset, in its order.
+    Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset, in its order;
+    with data that a host store has picked (`FederatedData.drawn`), it holds the rows of these.
 
     Raises:
       ValueError: it holds neither.
     """
     rows = state.seen.shape[0]
-    if data.ids is None or rows == data.num_clients < data.total_clients:
+    if data.ids is None or data.drawn is not None or rows == data.num_clients < data.total_clients:
         return places
     if rows != data.total_clients:
         raise ValueError(

@@ -158,8 +158,9 @@ class Method:
       memory_of_uploads: whether a memory changes only if the upload of that round arrives, because the server keeps what follows
         from the memories (SCAFFOLD's c is their mean).
       remember: `(memory, upload, statistics) -> memory`, the memory of a client whose upload was transformed (clipped, quantised)
-        before it left, from the memory that it had and what it sent: shared leaves and buffers as by how much they fell. For
-        methods whose server's state follows from the memories; by default `Trained.memory` in any case.
+        before it left, from the memory that it had and what it sent; `upload` has the shared leaves and buffers, each the value
+        received minus the value after training. For methods whose server's state follows from the memories; by default
+        `Trained.memory` in any case.
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0.

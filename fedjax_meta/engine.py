@@ -116,6 +116,8 @@ def place_state(state: PyTree, places: PyTree) -> Any:
         if not place.is_fully_addressable and getattr(leaf, "sharding", None) != place:
             # With several processes, only host arrays that are equal in all of them can be put on all devices.
             leaf = np.asarray(leaf)
+        elif isinstance(leaf, jax.Array) and leaf.sharding != place:
+            leaf = jnp.copy(leaf)  # JAX would use the buffer of a device that has the leaf already, in spite of `may_alias`
         return jax.device_put(leaf, place, may_alias=False)
 
     return jax.tree.map(copy, state, places)

@@ -171,9 +171,14 @@ def run_pipelined(
 
 
 def cohort_data(data: FederatedData, ids: np.ndarray, room: int) -> FederatedData:
-    """The data of some clients; samples in NumPy arrays, which stay on the host, are copied."""
-    some = pack(data, ids, room) if _on_host(data) else data.select(ids)
-    return dataclasses.replace(some, drawn=True)
+    """The data of some clients; samples in NumPy arrays, which stay on the host, are copied. An id of -1 is an empty place."""
+    if _on_host(data):
+        some = pack(data, ids, room)
+    else:
+        some = data.select(np.maximum(ids, 0))
+        size = {name: np.where(ids < 0, 0, values) for name, values in some.size.items()}
+        some = dataclasses.replace(some, size=size, ids=data.ids_of(ids))
+    return dataclasses.replace(some, drawn=data.num_clients)
 
 
 def _on_host(data: FederatedData) -> bool:

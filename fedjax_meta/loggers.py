@@ -206,35 +206,41 @@ def made(names: str) -> dict[str, Make]:
 
 
 @contextlib.contextmanager
-def logged(logger: Logger, config: Mapping[str, Json] | None = None) -> Iterator[Callable[[State, Record], None]]:
+def logged(
+    logger: Logger, config: Mapping[str, Json] | None = None, *, rounds: int | None = None
+) -> Iterator[Callable[[State, Record], None]]:
     """Lets a logger watch `simulate`.
 
     Args:
       logger: gets the training metrics of every round, and each evaluator's scores: `metrics.summary` of an `Evaluation`, and
         whatever else is a scalar.
       config: the hyper-parameters, e.g. `algorithm.config`.
+      rounds: of the run; with it, a run that ends before (`should_stop`) is "stopped", else "finished".
 
     Yields:
       What `simulate` takes as `on_record`.
 
     Example:
       ```
-      with loggers.logged(loggers.TensorBoard("runs/tensorboard"), method.config) as on_record:
+      with loggers.logged(loggers.TensorBoard("runs/tensorboard"), method.config, rounds=100) as on_record:
           fm.simulate(method, data, key=key, rounds=100, on_record=on_record)
       ```
     """
-    status = FINISHED
+    status, done = FINISHED, 0
     logger.start({} if config is None else config)
 
     def on_record(state: State, record: Record) -> None:
-        nonlocal status
+        nonlocal status, done
         del state
+        done = record.round
         scores = {name: _scores(evaluation) for name, evaluation in record.evaluations.items()}
         _log(logger, by_step(record._asdict() | {"train": record.metrics}, scores))
         status = DIVERGED if any(fault.diverged for fault in record.faults) else FINISHED
 
     try:
         yield on_record
+        if status == FINISHED and rounds is not None and done < rounds:
+            status = STOPPED
     except BaseException as error:
         status = STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED
         raise

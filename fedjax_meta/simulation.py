@@ -5,6 +5,7 @@ the round, so that a run that resumes from a saved state equals the run that was
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -345,6 +346,8 @@ class _OnHost:
     ) -> None:
         init_key, round_key, measure_key = run_keys(key)
         stores.check_algorithm(algorithm)
+        if data.ids is not None and data.num_clients == data.total_clients:
+            raise ValueError("with a store, all clients must be in their order; data.select(...) may leave some out")
         for name, test in tests.items():
             _check_evaluator(name, test, data.num_clients)
         if state is not None:
@@ -354,8 +357,8 @@ class _OnHost:
         self._place = partial(engine.place_shared, placed=whole)
         begun = stores.initial_state(algorithm, init_key, data, where) if state is None else stores.move_to_host(state, where)
         shared, rows = stores.split_rows(begun)
-        self.state = jax.device_put(shared, whole, may_alias=False)._replace(**rows)
-        self._tests = tests
+        self.state = engine.place_state(shared, jax.tree.map(lambda _: whole, shared))._replace(**rows)
+        self._tests, self._population = tests, data.total_clients
         self._data = stores.place_samples(data, self._place)
         self._test_data = {
             name: stores.place_samples(test.data, self._place) if test.known else self._place(test.data)
@@ -415,6 +418,7 @@ class _OnHost:
             # The last part overlaps the one before, so that all parts have one shape and share one program.
             first = max(ids[-1] + 1 - len(runs[0]), 0)
             rows, part = self._fetch(data, np.arange(first, ids[-1] + 1, dtype=np.int32), room=room)
+            part = dataclasses.replace(part, population=self._population)
             result = run(self._measure_key, self.state._replace(**rows), part)
             odd = [leaf.shape for leaf in jax.tree.leaves(result) if leaf.shape[:1] != (len(runs[0]),)]
             if odd:

@@ -110,7 +110,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
       eval_every: as in `simulate`, or the rounds after which to evaluate; the last round is always one of them.
       evaluators: by name, what to measure.
       state: where to resume: a state of this sweep, leaves `[M, ...]`.
-      active: which members go on, where some were pruned before.
+      active: which members go on, where some were pruned before; these must have finished equally many rounds.
       devices: how many devices share the members; all by default.
       at_once: members that a device trains side by side; one on a CPU and all on an accelerator by default.
       on_record: called after each evaluation with (state of all members, finished rounds, each member's record, `None` for those
@@ -126,8 +126,8 @@ def sweep(  # over 80 lines: half of them explain the arguments
       (state, leaves `[M, ...]`; the records of each member).
 
     Raises:
-      ValueError: no members, members of different names, a value that the method refuses, a state of another sweep, programs of
-        another sweep, and what `simulate` raises.
+      ValueError: no members, members of different names, a value that the method refuses, a state of another sweep or of members
+        that have not finished equally many rounds, programs of another sweep, and what `simulate` raises.
     """
     checks.count("rounds", rounds)
     stops = _stops(rounds, eval_every)
@@ -148,7 +148,12 @@ def sweep(  # over 80 lines: half of them explain the arguments
     elif some_rest and not programs.prunes:
         raise ValueError("these programs were made without prunes=True")
     run = _Sweep(programs, state, active)
-    done = int(np.asarray(run.state.round).max())
+    reached = np.asarray(run.state.round)[run.active]
+    done = int(reached.max())
+    if (reached != done).any():
+        raise ValueError(
+            f"the members have finished {reached.tolist()} rounds: say with active=[...] which of one round go on"
+        )
     if done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
     records: list[list[Record]] = [[] for _ in members]
@@ -195,9 +200,9 @@ def sweep(  # over 80 lines: half of them explain the arguments
 
 def _stops(rounds: int, eval_every: int | Sequence[int]) -> list[int]:
     """The rounds after which to evaluate."""
-    if isinstance(eval_every, int):
+    if isinstance(eval_every, (int, np.integer)):
         checks.count("eval_every", eval_every)
-        return schedule(rounds, eval_every)
+        return schedule(rounds, int(eval_every))
     for number in eval_every:
         checks.count("eval_every", number)
     return sorted({*(number for number in eval_every if number < rounds), rounds})

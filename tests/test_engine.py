@@ -438,6 +438,17 @@ def test_named_devices_run_a_cohort_where_they_are():
     assert fm.Federation(devices=second).config["devices"] == [repr(second[0])]
 
 
+@pytest.mark.parametrize("store", [None, "memory"])
+@pytest.mark.parametrize("device", [0, 1])
+def test_the_state_that_a_caller_gives_stays_whole_wherever_it_is(store, device):
+    data, algorithm = problems.data(), problems.build("fedper", cohort_size=3, devices=2)
+    options = {"key": KEY, "store": store}
+    half, _ = fm.simulate(problems.build("fedper", cohort_size=3, devices=1), data, rounds=2, **options)
+    given = jax.device_put(jax.tree.map(np.asarray, half), jax.devices()[device])
+    fm.simulate(algorithm, data, rounds=4, state=given, **options)
+    assert problems.leaves_equal(given, jax.tree.map(np.asarray, half))
+
+
 def test_a_saved_state_resumes_on_another_number_of_devices():
     data = problems.data()
     options = {"key": KEY, "rounds": 4, "eval_every": 2}

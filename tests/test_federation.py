@@ -60,7 +60,7 @@ def test_the_weighting_that_a_method_has_by_itself_is_not_refused():
 @pytest.mark.parametrize("name", ["fedpac", "fedproto"])
 def test_sums_are_not_sent_without_their_numbers(name):
     algorithm = fm.federate(fm.METHODS[name](problems.task()), fm.Federation(uploads=(fm.uploads.sparsify(0.5),)))
-    with pytest.raises(ValueError, match=f"{name} sends sums with their numbers, of which sparsify would send one without"):
+    with pytest.raises(ValueError, match=f"{name} sends each sum together with the number of its terms; sparsify could"):
         algorithm.init(jax.random.key(0), problems.data())
 
 

@@ -125,6 +125,13 @@ def test_a_pruned_sweep_resumes_bit_for_bit():
     assert problems.leaves_equal(rest[2][-1].evaluations, history[2][-1].evaluations)
 
 
+def test_members_that_rest_must_be_named_when_a_sweep_goes_on():
+    _, half, _ = run(rounds=2)
+    _, pruned, _ = run(rounds=4, state=half, active=[True, False, True, False])
+    with pytest.raises(ValueError, match=r"have finished \[4, 2, 4, 2\] rounds: say with active"):
+        run(rounds=6, state=pruned)
+
+
 def test_a_sweep_that_is_stopped_between_evaluations_goes_on_bit_for_bit():
     _, whole, history = run(eval_every=[3])
     asked = []
@@ -164,6 +171,7 @@ BAD = {
         "all members must name the same numbers",
     ),
     "a rate that is refused": ({"points": grid(lr=[0.1, -1.0], prox_weight=[0.1])}, "lr=-1.0 must be finite and above 0"),
+    "no interval": ({"eval_every": np.int64(0)}, "eval_every=0 must be an integer of at least 1"),
     "a round that is none": ({"eval_every": [0, 2]}, "eval_every=0 must be an integer of at least 1"),
     "nobody goes on": ({"prune": lambda done, records: [False] * 4}, "and keep one"),
     "no rounds": ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),

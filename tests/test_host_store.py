@@ -78,6 +78,41 @@ def test_a_schedule_of_ones_own_runs_in_a_store_as_on_the_device():
     assert np.all(np.asarray(runs[0].seen))
 
 
+@pytest.mark.parametrize("samples", ["host", "device"])
+@pytest.mark.parametrize(
+    ("schedule", "size", "part"),
+    [
+        # Cohorts of everyone, in an order that is not the population's.
+        (fm.schedules.given([[2, 0, 3, 1]]), 4, None),
+        (fm.schedules.passes(3), 4, None),
+        (fm.schedules.poisson(0.5), 4, None),
+        # Empty places, and a part of the clients, from which alone the cohorts come.
+        (fm.schedules.poisson(0.4), 3, None),
+        (fm.schedules.poisson(0.5), 3, [5, 1, 6, 2]),
+    ],
+)
+def test_a_cohort_in_a_store_has_its_own_rows_whatever_its_order_and_size(schedule, size, part, samples):
+    data = problems.clients_of([12, 9, 15, 10] if part is None else [12, 9, 15, 10, 11, 13, 9, 14])
+    data = jax.tree.map(np.asarray, data) if samples == "host" else jax.device_put(data)
+    data = data if part is None else data.select(np.array(part))
+    # A private sum is divided by the expected size of a cohort, which depends on the number of clients.
+    private = (fm.uploads.clip(1.0), fm.uploads.noise(0.1, reproducible=True)) if part else ()
+    algorithm = _algorithm("fedper", cohort_size=size, schedule=schedule, uploads=private)
+    _close(*(simulate(algorithm, data, key=KEY, rounds=4, store=store) for store in ("memory", None)))
+
+
+@pytest.mark.parametrize("method", [fm.fedpac(problems.task(), keep_mixing=True), fm.fedfomo(problems.task())])
+def test_tests_of_some_known_clients_know_how_many_trained(method):
+    data, federation = problems.clients_of([12, 9, 15, 10, 11, 13, 9]), fm.Federation(cohort_size=3)
+    some = Evaluator(
+        lambda key, state, data: fm.evaluate(method, key, state, data, federation=federation),
+        problems.clients_of([12, 9, 15, 10]),
+        known=True,
+    )
+    options = {"key": KEY, "rounds": 2, "federation": federation, "evaluators": {"some": some}}
+    _close(*(simulate(method, data, store=store, **options) for store in ("memory", None)))
+
+
 def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
     monkeypatch.setattr(host_store, "_PART_BYTES", 400)
     monkeypatch.setattr(fm.simulation, "_DRAWN_AHEAD", 3)
@@ -227,6 +262,8 @@ def test_what_a_store_cannot_hold_is_refused(monkeypatch, tmp_path):
     some = Evaluator(lambda key, state, data: state.seen, data.select(np.array([5, 2])), known=True)
     with pytest.raises(ValueError, match="'t' of known clients must have the data of all of them"):
         simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": some}, store="memory")
+    with pytest.raises(ValueError, match="with a store, all clients must be in their order"):
+        simulate(algorithm, data.select(np.array([3, 0, 1, 2, 4, 5, 6])), key=KEY, rounds=1, store="memory")
     fewer = data.select(np.arange(5))
     known = Evaluator(rounds_done, data, known=True)
     with pytest.raises(ValueError, match="have 7 clients and the training 5"):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import fedjax_meta as fm
 from fedjax_meta import evaluation, loggers, report
 from fedjax_meta.cli import app
-from fedjax_meta.simulation import Evaluator
+from fedjax_meta.simulation import Evaluator, Record
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run
 from tests.study.common import TREE, Silent, study
@@ -90,6 +90,14 @@ def test_a_run_that_breaks_says_so(error, status):
     with pytest.raises(error), loggers.logged(memory):
         raise error
     assert memory.status == status and memory.config == {}
+
+
+@pytest.mark.parametrize(("done", "status"), [(4, "finished"), (2, "stopped")])
+def test_a_run_that_ends_before_its_rounds_was_stopped(done, status):
+    memory = Memory()
+    with loggers.logged(memory, rounds=4) as on_record:
+        on_record(None, Record(done, {"loss": np.ones(done)}, {}, 0.0, 0.0, ()))
+    assert memory.status == status
 
 
 def test_tensorboard_reads_what_was_logged_also_while_the_run_goes_on(tmp_path):

@@ -195,6 +195,30 @@ def test_a_memory_that_changes_its_form_is_refused_by_leaf(memory, message):
         algorithm.round(KEY, state, DATA)
 
 
+def test_metrics_of_a_client_are_scalars():
+    def client(key, received, data):
+        return Trained(received.model, {"gain": jnp.zeros(2)})
+
+    with pytest.raises(ValueError, match=r"metric 'gain' of a client of \w* must be a scalar, not of shape \(2,\)"):
+        _run(_build(client))
+
+
+@pytest.mark.parametrize("leaf", [jnp.array([True, False]), jnp.arange(2), jax.random.key(3)], ids=["bool", "int", "key"])
+def test_frozen_leaves_may_be_of_any_type(leaf):
+    trainable = {**TRAINABLE, "fixed": False}
+    roles = masks.roles(
+        {**PERSONAL, "fixed": False}, trainable, frozen={**jax.tree.map(lambda _: False, TRAINABLE), "fixed": True}
+    )
+
+    def client(key, received, data):
+        return Trained({**received.model, "shared": received.model["shared"] + 1}, {})
+
+    start = {**START, "fixed": leaf}
+    state, _ = _run(_build(client, init=lambda key: start, roles=roles))
+    np.testing.assert_allclose(state.model["shared"], START["shared"] + 1)
+    assert state.model["fixed"].dtype == leaf.dtype and bool(jnp.all(state.model["fixed"] == leaf))
+
+
 def test_a_model_or_a_mixture_of_another_form_is_refused_by_leaf():
     def client(key, received, data):
         return Trained({**received.model, "own": received.model["own"].astype(jnp.float16)}, {})

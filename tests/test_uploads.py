@@ -353,6 +353,8 @@ def test_bytes_on_the_wire():
     assert up(uploads=(uploads.sparsify(0.25),)) == sum(-(-k * (64 + b) // 8) for k, b in ((5, 5), (1, 2), (3, 4), (1, 2)))
     assert up(uploads=(uploads.sparsify(1.0),)) == 39 * 8  # all of a leaf needs no indices
     assert up(uploads=(uploads.mask(),)) == 39 * 4
+    # A leaf without numbers has no range either.
+    assert uploads.Chain((uploads.quantize(4),)).message(jnp.zeros((0, 3))).bytes == 0
 
 
 U = uploads

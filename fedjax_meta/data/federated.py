@@ -44,7 +44,8 @@ class FederatedData:
         steps of a client when it compiles, and does not wait for the host after each.
       shapes: of one sample, for each leaf of `x`, static, where `x` holds samples as rows of numbers (see `flat`); `None` where
         it holds them in their shapes.
-      drawn: whether these clients are the cohort of a round, drawn before, as by a host store; static.
+      drawn: where a host store has picked these clients, such as a cohort, and the state's rows are theirs in this order: the
+        number of clients that it drew from, static; else `None`.
     """
 
     x: PyTree
@@ -59,7 +60,7 @@ class FederatedData:
     population: int | None = None
     same_size: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] | None = None
-    drawn: bool = False
+    drawn: int | None = None
 
     @property
     def num_clients(self) -> int:
@@ -74,7 +75,7 @@ class FederatedData:
     @property
     def drawn_from(self) -> int:
         """Number of clients from which a round draws its cohort."""
-        return self.total_clients if self.drawn else self.num_clients
+        return self.num_clients if self.drawn is None else self.drawn
 
     @property
     def labelled(self) -> bool:

@@ -120,7 +120,7 @@ class _Rounds:
 
     def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         setting, f = self.setting, self.setting.federation
-        if data.drawn:
+        if data.drawn is not None:
             places = jnp.arange(f.cohort_size, dtype=jnp.int32)
             empty = jnp.asarray(data.ids) < 0
         else:

@@ -132,6 +132,9 @@ def check_trained(setting: Setting, trained: Any, received: Received, kept: Kept
     method = setting.method
     if not isinstance(trained, Trained) or not isinstance(trained.metrics, dict):
         raise TypeError(f"the client rule of {method.name} must return Trained(model, metrics), metrics being a dict")
+    for name, value in trained.metrics.items():
+        if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(value)):
+            raise ValueError(f"metric {name!r} of a client of {method.name} must be a scalar, not of shape {jnp.shape(value)}")
     must_fit("the model that a client returns", trained.model, received.model)
     if method.init_memory is no_memory and jax.tree.leaves(trained.memory):
         raise ValueError(f"clients of {method.name} keep a memory: give Method(init_memory=...) its first value")
@@ -168,15 +171,19 @@ def learned_of(setting: Setting, trained: Trained) -> PyTree:
 
 def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:
     """(the model's part, statistics): shared leaves as a pseudo-gradient, buffers as values or by how much they fell."""
-    fell = jax.tree.map(jnp.subtract, model, trained.model)
-    descent = fell if trained.pseudo_gradient is None else trained.pseudo_gradient
-    held = fell if setting.sends_differences else trained.model
-    part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(held, setting.buffers)[0])
+
+    def fell(of: PyTree) -> PyTree:
+        # Only these leaves: others need no difference, and some have none, such as Booleans.
+        return jax.tree.map(jnp.subtract, masks.split(model, of)[0], masks.split(trained.model, of)[0])
+
+    given = trained.pseudo_gradient
+    descent = fell(setting.shared) if given is None else masks.split(given, setting.shared)[0]
+    held = fell(setting.buffers) if setting.sends_differences else masks.split(trained.model, setting.buffers)[0]
     statistics = trained.statistics
     if isinstance(statistics, Ratio) and any(transform.name == "sparsify" for transform in setting.federation.uploads):
         raise ValueError(
-            f"{setting.method.name} sends sums with their numbers, of which sparsify would send one without the other"
+            f"{setting.method.name} sends each sum together with the number of its terms; sparsify could leave one of the two out"
         )
     if setting.sends_differences and setting.method.statistics_renew_extra:
         statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)
-    return part, statistics
+    return masks.merge(descent, held), statistics

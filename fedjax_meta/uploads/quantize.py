@@ -30,6 +30,8 @@ def quantize(bits: int) -> UploadTransform:
         return quantized(key, upload, bits), memory
 
     def message(message: Message, leaf: Any) -> Message:
+        if not leaf.size:
+            return message  # no numbers, and no range of them
         return message._replace(bits=bits, extra_bits=message.extra_bits + 2 * 8 * leaf.dtype.itemsize)
 
     return UploadTransform(name="quantize", client=client, message=message, config={"bits": bits})
