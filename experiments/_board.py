@@ -19,6 +19,8 @@ from fedjax_meta import checkpoint, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, estimate, load, tuning
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study.scenario import TESTED_ON
+from fedjax_meta.study.step import counted
 from fedjax_meta.study.study import to_tree
 
 HERE = Path(__file__).parent
@@ -360,7 +362,8 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
     study, scenario = cell.study, cell.found.scenario
     clients = study.scenarios[scenario].build(data_dir)
     lines = []
-    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics).items():
+    asked, scored = TESTED_ON[study.scenario(scenario).adapt_on], counted(study, scenario, clients, clients.train)
+    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked, scored).items():
         known, new = (report.main_score(groups[g], study.score) if g in groups else None for g in (compare.KNOWN, compare.NEW))
         lines.append(
             Line(

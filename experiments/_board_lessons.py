@@ -224,6 +224,7 @@ class Order(NamedTuple):
       best, worst: systems.
       clients: "known" or "new".
       by: how many points are printed between them; NaN where it prints no numbers.
+      but: scenarios on whose data the source prints another order.
     """
 
     source: str
@@ -231,20 +232,22 @@ class Order(NamedTuple):
     worst: str
     clients: str
     by: float = math.nan
+    but: tuple[str, ...] = ()
 
 
 def orderings() -> list[Order]:
-    """What is published, pair by pair."""
+    """What is published, pair by pair; numbers are compared within a table, where one protocol gave them."""
     runs, pairs = {run.name: run for run in standing.read_list()}, []
     for entry in yaml.safe_load(ORDERINGS.read_text(encoding="utf-8")):
         if "systems" in entry:
-            pairs += [Order(entry["source"], *pair, "known") for pair in itertools.pairwise(entry["systems"])]
+            but = tuple(entry.get("but", ()))
+            pairs += [Order(entry["source"], *pair, "known", but=but) for pair in itertools.pairwise(entry["systems"])]
             continue
-        scores: dict[str, dict[str, float]] = {}
-        for one in runs[entry["run"]].load().published:
-            if one.score == "accuracy":
-                scores.setdefault(one.clients, {})[one.system] = one.value
-        for clients, values in scores.items():
+        names = entry.get("names", {})
+        for (_, clients, scores), numbers in standing.published_tables(runs[entry["run"]].load()).items():
+            if "accuracy" not in scores:
+                continue
+            values = {names.get(system, system): given["accuracy"] for system, given in numbers.items()}
             for one, other in itertools.combinations(values, 2):
                 if values[one] != values[other]:
                     best, worst = (one, other) if values[one] > values[other] else (other, one)
@@ -261,11 +264,13 @@ def _orderings(found: Board) -> list[str]:
     tried: list[tuple[str, Order, Gap]] = []
     for scenario, systems in found.items():
         for order in pairs:
-            if order.best in systems and order.worst in systems:
+            if order.best in systems and order.worst in systems and scenario not in order.but:
                 one = gaps.of_lines(systems[order.best], systems[order.worst], order.clients)
                 tried += [] if one is None else [(scenario, order, one)]
     if not tried:
         return ["Nothing was run yet.", ""]
+    there = {system for systems in found.values() for system in systems}
+    lacking = sorted({system for order in pairs for system in (order.best, order.worst)} - there)
     verdicts: dict[tuple[str, str, str], set[str]] = {}
     for _, order, one in tried:
         verdicts.setdefault((order.best, order.worst, order.clients), set()).add(one.verdict)
@@ -277,7 +282,8 @@ def _orderings(found: Board) -> list[str]:
         "",
         f"Of {len(verdicts)} pairs, {len(holds - turns)} hold on one scenario or more and are turned on none, "
         f"{len(turns - holds)} are turned and hold nowhere, {len(holds & turns)} do both, and "
-        f"{len(verdicts) - len(holds | turns)} are undecided everywhere.",
+        f"{len(verdicts) - len(holds | turns)} are undecided everywhere."
+        + (f" Pairs with systems that the leaderboard lacks are left out: {', '.join(lacking)}." if lacking else ""),
         "",
         "By how much the source prints (points; a pair counts once a source and scenario):",
         "",

@@ -178,9 +178,9 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
     ]
     text += [_table(headings, scores), ""]
     constant = next((some for system, some in systems.items() if not some[0].method and system != baselines.UNTRAINED), ())
-    costs = [[_title(system, marks), *_costs(systems[system], constant)] for system in ranked if system in trained]
-    headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
     target, goal = board.target(lines), ""
+    costs = [[_title(system, marks), *_costs(systems[system], constant, target)] for system in ranked if system in trained]
+    headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
     if target is not None:
         local = next(line.system for line in lines if line.method == LOCAL)
         goal = (
@@ -188,6 +188,11 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
             f"those of the first test that reached it, mean over seeds; tests come after round 1 and every "
             f"{runs[0].load().eval_every} rounds."
         )
+        if any(_own_target(line, target) for line in lines):
+            goal += (
+                " Rows whose remark has another target are of a run that trained locally once more, with sums in another order; "
+                "its local training is what they are behind or not."
+            )
     text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
     text += ["† The files that this method imports, or what the study says of it, have changed since.", ""] if marks else []
     reports = [f"{name}.html" for name in dict.fromkeys(line.run for line in lines) if (board.RAW / f"{name}.html").is_file()]
@@ -257,7 +262,12 @@ def _difference(lines: Sequence[Line], reference: Sequence[Line], name: str) -> 
     return kind.text(mean, sign=True) + interval
 
 
-def _costs(lines: Sequence[Line], constant: Sequence[Line]) -> list[str]:
+def _own_target(line: Line, target: compare.Target | None) -> bool:
+    """Whether a row was measured by another local training than the one that gave the target."""
+    return target is not None and line.target != target.value and not math.isnan(line.target)
+
+
+def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Target | None) -> list[str]:
     first = lines[0]
     rounds = np.array([line.reached for line in lines])
     missed = int(np.isinf(rounds).sum())
@@ -271,6 +281,8 @@ def _costs(lines: Sequence[Line], constant: Sequence[Line]) -> list[str]:
     diverged = [line.diverged for line in lines if line.diverged]
     remarks = [f"{len(diverged)} of {len(lines)} seeds diverged"] if diverged else []
     remarks += [f"{name} at the end of its grid" for name in first.edge.split()]
+    if _own_target(first, target):
+        remarks.append(f"target {first.kind.text(first.target)}")
     mean, least = (float(np.mean([line.known for line in some])) if some else NAN for some in (lines, constant))
     if mean < least if first.kind.higher_is_better else mean > least:
         remarks.append(f"behind the {constant[0].system}")

@@ -6,7 +6,6 @@ configuration; tables, verdicts and totals are made from extracts and from the s
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import yaml
 
 from experiments import _user_accuracy as users
-from experiments._verdicts import NOT, ORDER, UNRUN, VERDICTS, WITHIN, measured, verdicts
+from experiments._verdicts import NOT, ONE, ORDER, UNRUN, VERDICTS, WITHIN, measured, order, verdicts
 from fedjax_meta import report
 from fedjax_meta.study import Study, load
 from fedjax_meta.study import folder as folders
@@ -196,7 +195,10 @@ def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, A
         tests = [trial["rows"][-1]["tests"].get(clients) for trial in trials]
         if tests[0] is None:
             continue
-        scores = [_scores(test, orders if clients == "new" else 1) for test in tests]
+        scores = [
+            _scores(test, orders if clients == "new" else 1, diverged=trial["diverged"] is not None)
+            for trial, test in zip(trials, tests, strict=True)
+        ]
         by_order = {name: np.array([one[name] for one in scores]) for name in scores[0]}  # [seeds, orders]
         row[clients] = {name: _rounded(values.mean(1)) for name, values in by_order.items()}
         if clients == "new" and orders > 1:
@@ -208,11 +210,13 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [round(100 * float(value), 3) if np.isfinite(value) else None for value in values]
 
 
-def _scores(test: Mapping[str, Any], orders: int) -> dict[str, np.ndarray]:
+def _scores(test: Mapping[str, Any], orders: int, *, diverged: bool = False) -> dict[str, np.ndarray]:
     """Scores of each order `[orders]`: `SCORES`, or mean and deviation of each share that the study measures in their place.
 
-    Deviations are those of the population, as papers give them.
+    Deviations are those of the population, as papers give them. What a diverged run predicts is no score: all are NaN.
     """
+    if diverged:
+        return {name: np.full(orders, np.nan) for name in _scores(test, orders)}
     if "confusion" not in test:
         shares = {name: one["values"] for name, one in test["metrics"].items() if one["share"]}
         by_order = {name: np.array(values, float).reshape(orders, -1) for name, values in shares.items()}
@@ -248,12 +252,20 @@ def page(runs: Sequence[Run], extracts: Mapping[str, Mapping[str, Any]]) -> str:
         [
             run.title,
             _state(run, extracts.get(run.name)),
-            *(str(section.verdicts.count(v) or "") for v in VERDICTS),
+            *(str(section.numbers.count(v) or "") for v in VERDICTS),
+            f"{section.orders.count(ORDER)} of {judged}" if judged else "",
         ]
         for run, section in zip(runs, sections, strict=True)
+        for judged in [sum(word not in (ONE, UNRUN) for word in section.orders)]
     ]
-    text = ["## What stands", "", "How many published numbers (the first score of each table) have which verdict.", ""]
-    text += [report.markdown_table(["run", "state", *VERDICTS], totals, text_columns=2), ""]
+    text = [
+        "## What stands",
+        "",
+        "How many published numbers (the first score of each table) have which verdict, and how many of the orders that a paper "
+        "asserts hold, of those that were run with several seeds.",
+        "",
+    ]
+    text += [report.markdown_table(["run", "state", *VERDICTS, "orders that hold"], totals, text_columns=2), ""]
     for run, section in zip(runs, sections, strict=True):
         if run.name in extracts:
             text += section.lines
@@ -280,18 +292,21 @@ def _state(run: Run, found: Mapping[str, Any] | None) -> str:
 
 
 class _Section(NamedTuple):
+    """A run on the page; `numbers` and `orders` are the verdicts on what its paper prints and on what it says of orders."""
+
     lines: list[str]
-    verdicts: list[str]
+    numbers: list[str]
+    orders: list[str]
 
 
 def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     study = run.load()
     rows = {(row["scenario"], row["system"]): row for row in (found or {"rows": ()})["rows"]}
-    lines, told = [f"## {run.title}", ""], []
+    lines, told, orders = [f"## {run.title}", ""], [], []
     if found is not None:
         lines += [f"    {found['command']}", "", _facts(found), ""]
     shown: set[tuple[str, str, str]] = set()
-    for (scenario, clients, scores), numbers in _published(study).items():
+    for (scenario, clients, scores), numbers in published_tables(study).items():
         table, words = _against(run, study, rows, scenario, clients, scores, numbers)
         told += words
         lines += [f"### {_titled(study, scenario, f'{clients} clients')}", "", *table, ""]
@@ -301,11 +316,11 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     for claim in run.claims:
         for scenario in claim.scenarios:
             sentence, word = _claim(claim, scenario, rows)
-            told.append(word)
+            orders.append(word)
             lines += [f"- {_titled(study, scenario, claim.says, ': ')}: **{word}**{sentence}"]
     lines += [""] if run.claims else []
     lines += [line for note in run.notes for line in (note.strip(), "")]
-    return _Section(lines, told)
+    return _Section(lines, told, orders)
 
 
 def _facts(found: Mapping[str, Any]) -> str:
@@ -323,8 +338,8 @@ def _titled(study: Study, scenario: str, words: str, join: str = ", ") -> str:
     return words[:1].upper() + words[1:] if only else f"{scenario}{join}{words}"
 
 
-def _published(study: Study) -> dict[tuple[str, str, tuple[str, ...]], dict[str, dict[str, float]]]:
-    """By scenario, clients and scores: the published numbers of each system, by score."""
+def published_tables(study: Study) -> dict[tuple[str, str, tuple[str, ...]], dict[str, dict[str, float]]]:
+    """The tables that a study says are published, by scenario, clients and scores: the numbers of each system, by score."""
     by_system: dict[tuple[str, str, str], dict[str, float]] = {}
     for one in study.published:
         by_system.setdefault((one.scenario, one.clients, one.system), {})[one.score] = one.value
@@ -423,16 +438,14 @@ def _claim(claim: Claim, scenario: str, rows: Mapping[tuple[str, str], Mapping[s
         return "", UNRUN
     found = [_claimed(rows[scenario, system], claim) for system in claim.systems]
     sentence = f" ({', '.join(f'{system} {one.words}' for system, one in zip(claim.systems, found, strict=True))})"
-    if all(first.rank > second.rank for first, second in itertools.pairwise(found)):
-        return sentence, ORDER
-    return sentence, NOT
+    return sentence, order([one.values for one in found])
 
 
 def _claimed(row: Mapping[str, Any], claim: Claim) -> users.Claimed:
     if claim.score not in SCORES:
         return users.claimed(row["users"], claim.score)
-    found = measured(row, claim.clients, claim.score)
-    return users.Claimed(found.mean, str(found))
+    values = [-math.inf if value is None else value for value in row[claim.clients][claim.score]]
+    return users.Claimed(values, str(measured(row, claim.clients, claim.score)))
 
 
 def with_generated(text: str, generated: str) -> str:

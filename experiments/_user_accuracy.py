@@ -14,21 +14,28 @@ class Claimed(NamedTuple):
     """A score that a claim speaks of.
 
     Attributes:
-      rank: mean over seeds, the higher the better: rounds count negative, and a target that a seed never reached is -infinity.
+      values: by seed, the higher the better: rounds count negative; -infinity if a seed diverged or never reached its target.
       words: mean and sample deviation over seeds.
     """
 
-    rank: float
+    values: list[float]
     words: str
 
 
 def extract(trials: Sequence[Mapping[str, Any]], targets: Sequence[float]) -> dict[str, list[float | None]]:
-    """The scores of each seed: shares in percent, rounds from 1 on, `None` for a target that was not reached; {} without any."""
+    """The scores of each seed: shares in percent, rounds from 1 on, `None` for a target that was not reached; {} without any.
+
+    From the round on in which a run diverged it has no score, and reaches nothing.
+    """
     curves = [np.array([v for row in t["rows"] for v in row["train"].get(LAST, ())], float) for t in trials]
     if not all(curve.size for curve in curves):
         return {}
-    last = [trial["rows"][-1]["train"] for trial in trials]
-    found: dict[str, list[float | None]] = {name: [_percent(train[name][-1]) for train in last] for name in (LAST, DEVIATION)}
+    ends = [trial["diverged"] for trial in trials]
+    curves = [curve if end is None else curve[: end - 1] for curve, end in zip(curves, ends, strict=True)]
+    found: dict[str, list[float | None]] = {
+        name: [_percent(t["rows"][-1]["train"][name][-1]) if t["diverged"] is None else None for t in trials]
+        for name in (LAST, DEVIATION)
+    }
     for target in targets:
         hits = [np.flatnonzero(100 * curve >= target) for curve in curves]
         found[f"{ROUNDS}{target:g}"] = [int(hit[0]) + 1 if hit.size else None for hit in hits]
@@ -46,14 +53,14 @@ def claimed(scores: Mapping[str, Sequence[float | None]], name: str) -> Claimed:
       KeyError: the extract has no such score.
     """
     values = scores[name]
-    missing = sum(value is None for value in values)
+    missing, fine = sum(value is None for value in values), not name.startswith(ROUNDS)
+    ranks = [-math.inf if value is None else value if fine else -value for value in values]
     if missing:
         many = "" if missing == len(values) else f" in {missing} of {len(values)} seeds"
-        return Claimed(-math.inf, f"never{many}" if name.startswith(ROUNDS) else "diverged")
-    known = np.array(values, float)
-    mean, fine = float(known.mean()), not name.startswith(ROUNDS)
-    spread = f" ±{known.std(ddof=1):.{2 if fine else 1}f}" if known.size > 1 else ""
-    return Claimed(mean, f"{mean:.2f}{spread}") if fine else Claimed(-mean, f"{mean:.1f}{spread}")
+        return Claimed(ranks, "diverged" if fine else f"never{many}")
+    known, digits = np.array(values, float), 2 if fine else 1
+    spread = f" ±{known.std(ddof=1):.{digits}f}" if known.size > 1 else ""
+    return Claimed(ranks, f"{known.mean():.{digits}f}{spread}")
 
 
 def table(rows: Sequence[tuple[str, Mapping[str, Sequence[float | None]]]]) -> tuple[list[str], list[list[str]]]:

@@ -1,13 +1,19 @@
-"""Verdicts on published numbers, from scores over seeds and over orders of the labels."""
+"""Verdicts on published numbers and orders, from scores over seeds and over orders of the labels."""
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_meta import metrics
+
 WITHIN, ORDER, NOT, ONE, UNRUN = "within the spread", "in order", "not reproduced", "one run, no spread", "not run"
 VERDICTS = (WITHIN, ORDER, NOT, ONE, UNRUN)
+"""On numbers; on orders, `ORDER`, `NOT`, `OPEN`, `ONE` and `UNRUN`."""
+
+OPEN = "undecided"
 
 
 class Measured(NamedTuple):
@@ -84,3 +90,28 @@ def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> d
 
 def _or_0(value: float) -> float:
     return 0.0 if math.isnan(value) else value
+
+
+def order(systems: Sequence[Sequence[float]]) -> str:
+    """What stands of an order.
+
+    Args:
+      systems: of each, that which is said to be best first, the values by seed, higher ones being better and the seeds the same;
+        -infinity for a seed without a value.
+
+    Returns:
+      `ORDER` if each system is above the next: the 95 % interval of the mean paired difference lies above 0. `NOT` if one of them
+      lies below 0, else `OPEN`; `ONE` for one seed. Where a seed has no value, all seeds must say the same.
+    """
+    words = {_pair(np.array(first), np.array(second)) for first, second in itertools.pairwise(systems)}
+    return next(word for word in (NOT, OPEN, ONE, ORDER) if word in words)
+
+
+def _pair(first: np.ndarray, second: np.ndarray) -> str:
+    if first.size == 1:
+        return ONE
+    if np.isfinite([first, second]).all():
+        gaps = first - second
+        mean, margin = gaps.mean(), metrics.confidence_margin(gaps)
+        return ORDER if mean - margin > 0 else NOT if mean + margin < 0 else OPEN
+    return ORDER if (first > second).all() else NOT if (first < second).all() else OPEN

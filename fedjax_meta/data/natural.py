@@ -55,15 +55,21 @@ class Natural(NamedTuple):
     def at_least(self, samples: int, *, most_clients: int | None = None) -> "Natural":
         """The clients that have at least so many samples, the first `most_clients` of them.
 
+        Where the data set has a split of its own, they have at least 2 in each of its parts, too, as `federated` needs.
+
         Raises:
           ValueError: counts below 1, or no client that has so many.
         """
         checks.count("samples", samples)
         if most_clients is not None:
             checks.count("most_clients", most_clients)
-        kept = np.flatnonzero(self.sizes >= samples)[:most_clients]
+        enough = self.sizes >= samples
+        if self.train_sizes is not None:
+            enough &= np.minimum(self.train_sizes, self.sizes - self.train_sizes) >= 2
+        kept = np.flatnonzero(enough)[:most_clients]
         if not len(kept):
-            raise ValueError(f"no client of {self.name} has {samples} samples; the largest has {self.sizes.max()}")
+            parts = "" if self.train_sizes is None else " and 2 in each part of its split"
+            raise ValueError(f"no client of {self.name} has {samples} samples{parts}; the largest has {self.sizes.max()}")
         rows = runs.positions((np.cumsum(self.sizes) - self.sizes)[kept], self.sizes[kept])
         return self._replace(
             x=jax.tree.map(lambda leaf: leaf[rows], self.x),

@@ -245,7 +245,7 @@ def dominant_groups(
       num_classes: K; `max(labels) + 1` if not given.
 
     Raises:
-      ValueError: a class that is too small (unless `share`), groups with unknown classes.
+      ValueError: a class that is too small (unless `share`), groups with unknown classes or with a class twice.
     """
     labels = check_labels(labels)
     checks.count("num_clients", num_clients)
@@ -260,6 +260,8 @@ def dominant_groups(
     if lists:
         for group in groups:
             checks.indices("groups", group, num_classes)
+            if len({*map(int, group)}) < len(group):
+                raise ValueError(f"groups={checks.shown(groups)}: the group {checks.shown(group)} names a class twice")
     if not lists or not groups or any(len(group) == 0 for group in groups):
         raise ValueError(f"groups={checks.shown(groups)} must be non-empty lists of classes in [0, {num_classes})")
     counts = np.bincount(labels, minlength=num_classes)

@@ -43,6 +43,11 @@ def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed:
     for label in range(count):
         owners = [i for i, mine in enumerate(held) if label in mine]
         if owners:
+            have = int(np.sum(labels == label))
+            if have < len(owners):
+                raise ValueError(
+                    f"class {label} has {have} samples for {len(owners)} clients: take fewer clients or a smaller per_client"
+                )
             samples = rng.permutation(np.flatnonzero(labels == label))
             for owner, piece in zip(owners, np.array_split(samples, len(owners)), strict=True):
                 parts[owner].append(piece)

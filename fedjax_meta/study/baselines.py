@@ -26,7 +26,9 @@ Json = Any
 UNTRAINED = "untrained model"
 
 
-def measured(clients: Clients, seed: int, metrics: Sequence[str] = (), asked: str = "test") -> dict[str, dict[str, Json]]:
+def measured(
+    clients: Clients, seed: int, metrics: Sequence[str] = (), asked: str = "test", ids: np.ndarray | None = None
+) -> dict[str, dict[str, Json]]:
     """Every score of known and new clients, without any training.
 
     Args:
@@ -34,6 +36,7 @@ def measured(clients: Clients, seed: int, metrics: Sequence[str] = (), asked: st
       seed: of the untrained model.
       metrics: what is measured, see `Study.metrics`.
       asked: the view that known clients are tested on, see `Scenario.adapt_on`.
+      ids: of the known clients that are scored, see `step.counted`; all of them if not given.
 
     Returns:
       By name and by group of clients a test as in a row of `report.compact`. "untrained model" is the model as the seed
@@ -47,11 +50,11 @@ def measured(clients: Clients, seed: int, metrics: Sequence[str] = (), asked: st
     constant = _constant(clients.task, clients.train)
     if constant is not None:
         rows = {constant.title: _always(plain, clients.task, constant), **rows}
-    groups = {KNOWN: (clients.train, "train", asked)}
+    groups: dict[str, tuple[Any, ...]] = {KNOWN: (clients.train, "train", asked, ids)}
     if clients.new is not None:
-        groups[NEW] = (clients.new, "support", "query")
+        groups[NEW] = (clients.new, "support", "query", None)
     return {
-        title: {group: _test(algorithm, state, *where, metrics) for group, where in groups.items()}
+        title: {group: _test(algorithm, state, *where, metrics=metrics) for group, where in groups.items()}
         for title, algorithm in rows.items()
     }
 
@@ -69,7 +72,7 @@ def scored(clients: Clients, metrics: Sequence[str], algorithm: Algorithm) -> li
     """
 
     def scores(state: State) -> Evaluation:
-        return _evaluated(algorithm, state, clients.train, "train", "test", metrics)
+        return _evaluated(algorithm, state, clients.train, "train", "test", None, metrics=metrics)
 
     found = jax.eval_shape(scores, jax.eval_shape(algorithm.init, jax.random.key(0), clients.train))
     test: dict[str, Json] = {} if found.confusion is None else {"accuracy": [], "f1": []}
@@ -77,14 +80,22 @@ def scored(clients: Clients, metrics: Sequence[str], algorithm: Algorithm) -> li
 
 
 def _evaluated(
-    algorithm: Algorithm, state: State, data: FederatedData, seen: str, asked: str, metrics: Sequence[str]
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    seen: str,
+    asked: str,
+    ids: np.ndarray | None,
+    *,
+    metrics: Sequence[str],
 ) -> Evaluation:
     options: dict[str, Any] = {"support": seen, "query": asked, "known": False, "devices": 1, "metrics": metrics or None}
-    return evaluate(algorithm, jax.random.key(0), state, data, **options)
+    scored = None if ids is None else jnp.asarray(ids)
+    return evaluate(algorithm, jax.random.key(0), state, data, ids=scored, **options)
 
 
-def _test(algorithm: Algorithm, state: State, data: FederatedData, seen: str, asked: str, metrics: Sequence[str]) -> Json:
-    found = jax.tree.map(np.asarray, _evaluated(algorithm, state, data, seen, asked, metrics))
+def _test(algorithm: Algorithm, state: State, *where: Any, metrics: Sequence[str]) -> Json:
+    found = jax.tree.map(np.asarray, _evaluated(algorithm, state, *where, metrics=metrics))
     return report.compact(Record(0, {}, {"it": found}, 0.0, 0.0, ()))["tests"]["it"]
 
 

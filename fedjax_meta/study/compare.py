@@ -211,7 +211,12 @@ def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float
 
 
 def difference(one: Finished, reference: Finished, group: str) -> Difference | None:
-    """`one` minus `reference` on the seeds and the clients that both have; `None` if there are none."""
+    """`one` minus `reference` on the seeds and the clients that both have; `None` if there are none.
+
+    There are none of a local model of clients that never trained it, as new clients do not unless they are given epochs.
+    """
+    if any(system.alone and group not in system.alone for system in (one, reference)):
+        return None
     mine, theirs = one.by_client(group), reference.by_client(group)
     seeds = sorted(set(mine) & set(theirs))
     if not seeds:

@@ -11,7 +11,7 @@ from fedjax_meta import costs, escape, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, promise, summary, targets, tuning
 from fedjax_meta.study.scenario import TESTED_ON, Clients
-from fedjax_meta.study.step import Outcome
+from fedjax_meta.study.step import Outcome, counted
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
 
@@ -68,7 +68,8 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     table = [_line(study, outcome, clients, base) for outcome in mine]
     asked = TESTED_ON[study.scenario(scenario).adapt_on]
     still = "no training, first draw" if len(study.data_seeds) > 1 else "no training"
-    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked).items():
+    scored = counted(study, scenario, clients, clients.train)
+    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked, scored).items():
         known, nan = report.main_score(groups[KNOWN], study.score), float("nan")
         new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
         worst = (known.kind.worst_tenth(known.values), nan)

@@ -83,6 +83,11 @@ def test_clients_with_few_samples_can_be_left_out():
     np.testing.assert_array_equal(large.x[9:], three().x[14:])
     assert three().at_least(5, most_clients=2).clients == ("a", "b")
     refused(lambda: three().at_least(21), "no client of three has 21 samples; the largest has 20")
+    # A split of its own must leave two samples in each part.
+    split = three()._replace(train_sizes=np.array([8, 3, 15]))
+    assert split.at_least(2).clients == ("b", "c") and split.at_least(2).federated().num_clients == 2
+    alone = split._replace(train_sizes=np.array([8, 4, 19]))
+    refused(lambda: alone.at_least(2), "no client of three has 2 samples and 2 in each part of its split")
 
 
 def test_views_keep_every_client_to_its_own_samples_and_the_split_of_the_data_set():

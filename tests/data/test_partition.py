@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fedjax_meta.data import partition as part
 from fedjax_meta.data import slots
+from fedjax_meta.data.registry import PARTITIONS
 
 # For each partitioner: a call with (labels, clients, seed), and whether every sample is assigned.
 PARTITIONERS = {
@@ -175,6 +176,17 @@ def test_dominant_groups_gives_the_remainder_to_the_last_class():
     expected[10:36] += 30
     expected[35] += 20
     assert np.array_equal(counts[1], expected) and (counts.sum(1) == 1000).all()
+
+
+def test_a_group_names_a_class_once():
+    with pytest.raises(ValueError, match=r"the group \[0, 0, 1\] names a class twice"):
+        part.dominant_groups(np.repeat(np.arange(3), 50), 3, groups=[[2], [0, 0, 1]], size=10)
+
+
+def test_a_class_with_fewer_samples_than_clients_is_refused():
+    labels = np.array([0] * 20 + [1] * 3)
+    with pytest.raises(ValueError, match="class 1 has 3 samples for 4 clients: take fewer clients"):
+        PARTITIONS["classes"](labels, 4, per_client=2, seed=0)
 
 
 def test_dominant_groups_shares_samples_only_if_allowed():

@@ -177,19 +177,43 @@ def test_the_spread_joins_seeds_and_orders():
 
 
 def test_a_claim_holds_only_in_its_order():
-    rows = {("s", name): {"known": {"accuracy_mean": [value]}} for name, value in (("a", 3.0), ("b", 2.0), ("c", 1.0))}
-    claim = standing.Claim("first", ["a", "b", "c"], ["s"])
-    assert standing._claim(claim, "s", rows)[1] == "in order"
-    assert standing._claim(claim._replace(systems=["a", "c", "b"]), "s", rows)[1] == "not reproduced"
-    assert standing._claim(claim, "other", rows) == ("", "not run")
+    means = {"a": [3.0, 4.0, 5.0], "b": [2.0, 3.1, 3.9], "c": [1.0, 2.0, 3.0], "like b": [2.1, 2.8, 4.1]}
+    means["lost"] = [9.0, 9.0, None]
+    rows = {("s", name): {"known": {"accuracy_mean": values}} for name, values in means.items()}
+    rows |= {("one", name): {"known": {"accuracy_mean": values[:1]}} for name, values in means.items()}
+
+    def verdict(*systems, scenario="s"):
+        return standing._claim(standing.Claim("first", list(systems), [scenario]), scenario, rows)[1]
+
+    assert verdict("a", "b", "c") == verdict("a", "c") == "in order"
+    assert verdict("a", "c", "b") == verdict("c", "b") == "not reproduced"
+    # Paired differences -0.1, 0.3, -0.2: their interval holds 0. A run that diverged in one seed of three decides nothing.
+    assert (
+        verdict("b", "like b") == verdict("like b", "b") == verdict("a", "b", "like b") == verdict("lost", "a") == "undecided"
+    )
+    assert verdict("a", "b", scenario="one") == verdict("b", "a", scenario="one") == "one run, no spread"
+    assert standing._claim(standing.Claim("first", ["a", "b"], ["other"]), "other", rows) == ("", "not run")
 
 
-def watched(curve, deviation=0.1):
+def test_a_diverged_run_has_no_scores(tmp_path):
+    test = {"accuracy": [0.5, 1.0], "f1": [0.5, 1.0], "confusion": [[[1, 1], [0, 0]], [[2, 0], [0, 0]]]}
+    row = {"round": 4, "seconds": 0.0, "compile_seconds": 0.0, "train": {}, "tests": {"known": test, "new": None}}
+    trials = {
+        f"seed {seed}": {"seed": seed, "numbers": {}, "rows": [row], "diverged": diverged}
+        for seed, diverged in ((1, None), (2, 3))
+    }
+    path = tmp_path / "a.final.json"
+    path.write_text(json.dumps({"trials": trials}))
+    found, _ = standing._row(path, 1, [])
+    assert found["known"]["accuracy_mean"] == [75.0, None] and found["known"]["f1_std"] == [25.0, None]
+
+
+def watched(curve, deviation=0.1, diverged=None):
     """A trial whose user accuracy is recorded in rows of two rounds."""
     rows = [
         {"train": {"user_accuracy": curve[i : i + 2], "user_accuracy_std": [deviation] * 2}} for i in range(0, len(curve), 2)
     ]
-    return {"rows": rows}
+    return {"rows": rows, "diverged": diverged}
 
 
 def test_rounds_to_a_target_are_those_of_each_seed():
@@ -204,16 +228,21 @@ def test_rounds_to_a_target_are_those_of_each_seed():
     headings, (line,) = users.table([("FL", found)])
     assert headings[-1] == "rounds to 97.5 %"
     assert line == ["FL", "97.50 ±0.71", "15.00 ±7.07", "1.5 ±0.7", "never in 1 of 2 seeds"]
-    assert users.extract([{"rows": [{"train": {"loss": [1.0]}}]}], [95]) == {}
+    assert users.extract([{"rows": [{"train": {"loss": [1.0]}}], "diverged": None}], [95]) == {}
+    # From round 2 on, nothing counts.
+    found = users.extract([watched([0.96, 0.98, 0.99, 0.99], diverged=2)], [95, 97.5])
+    assert found == {"user_accuracy": [None], "user_accuracy_std": [None], "rounds to 95": [1], "rounds to 97.5": [None]}
 
 
 def test_fewer_rounds_are_better_and_never_is_worst():
     scores = {"a": [3, 5], "b": [4, 6], "c": [4, None], "d": [None, None]}
+    undecided = (("b", "c"), ("c", "d"), ("d", "d"))
     rows = {("s", name): {"users": {"rounds to 95": values}} for name, values in scores.items()}
     claim = standing.Claim("first", [], ["s"], score="rounds to 95")
-    for first, second, wanted in (("a", "b", True), ("b", "a", False), ("b", "c", True), ("c", "d", False)):
-        word = standing._claim(claim._replace(systems=[first, second]), "s", rows)[1]
-        assert word == ("in order" if wanted else "not reproduced")
+    words = {"in order": (("a", "b"), ("b", "d")), "not reproduced": (("b", "a"), ("d", "a")), "undecided": undecided}
+    for wanted, pairs in words.items():
+        for first, second in pairs:
+            assert standing._claim(claim._replace(systems=[first, second]), "s", rows)[1] == wanted
     assert "d never" in standing._claim(claim._replace(systems=["a", "d"]), "s", rows)[0]
 
 

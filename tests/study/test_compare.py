@@ -54,6 +54,18 @@ def test_a_difference_is_taken_on_the_same_seeds_and_clients():
     assert (same.mean, same.p_seeds, same.p_clients) == (0, 1, 1)
 
 
+def test_new_clients_are_not_held_against_a_local_model_that_they_never_trained():
+    def with_new(title, **more):
+        return compare.Finished(title, "pairs", "abc", [trial(0, [0.5, 0.7], new=[0.4, 0.6])], **more)
+
+    fedavg = with_new("fedavg")
+    for alone, there in ((("known",), False), (("known", "new"), True)):
+        local = with_new("local", method="local_only", alone=alone)
+        for pair in ((fedavg, local), (local, fedavg)):
+            assert (compare.difference(*pair, "new") is not None) == there
+            assert compare.difference(*pair, "known") is not None
+
+
 def test_p_values_against_permutations():
     values = np.array([3.0, -1.0, 4.0, 2.5, 6.0, -0.5, 5.0])
     # Of all signs of the ranks, the share that is at least as far from the middle.

@@ -10,7 +10,7 @@ import yaml
 import fedjax_meta as fm
 from fedjax_meta import report
 from fedjax_meta.simulation import run_keys
-from fedjax_meta.study import Scenario, System, from_tree, load, results, run, to_tree, to_yaml
+from fedjax_meta.study import Scenario, System, baselines, from_tree, load, results, run, to_tree, to_yaml
 from tests.study.common import TREE, Silent, study, tree
 
 
@@ -317,6 +317,15 @@ def test_user_accuracy_is_that_of_the_round_s_clients_before_they_train(tmp_path
     one, other = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
     mine = [value for row in one.final[0].rows for value in row["train"]["user_accuracy"]]
     clients = built["pairs"]
+    # Rows without training are of the clients that the systems' rows are of.
+    scored = np.setdiff1d(np.arange(8), clients.noisy)
+    accuracy = one.final[0].rows[-1]["tests"]["known"]["accuracy"]
+    untrained = results.lines(chosen, "pairs", clients, [one, other])[-1]
+    plain = baselines.untrained(clients)
+    fresh = plain.init(run_keys(jax.random.key(3))[0], clients.train)
+    alone = fm.evaluate(plain, jax.random.key(0), fresh, clients.train, known=False, support="train", query="test")
+    expected = 100 * np.asarray(fm.metrics.accuracy(alone.confusion))[scored].mean()
+    assert untrained.title == baselines.UNTRAINED and len(accuracy) == 6 and untrained.known[0] == pytest.approx(expected)
     assert clients.noisy.size == 2 and "user_accuracy" not in other.final[0].rows[0]["train"]
     algorithm = fm.federate(fm.fedper(clients.task, epochs=1, batch_size=20, lr=0.1), fm.Federation(cohort_size=4, devices=1))
     init, rounds, _ = run_keys(jax.random.key(3))
