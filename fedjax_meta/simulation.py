@@ -292,26 +292,26 @@ class _OnDevice:
         *,
         most: int,
     ) -> None:
-        init_key, round_key, measure_key = run_keys(key)
-        initial = jax.jit(algorithm.init).lower(init_key, data)
+        # Each program derives its key from that of the run, which saves programs that would do nothing else.
+        initial = jax.jit(lambda key, data: algorithm.init(run_keys(key)[0], data)).lower(key, data)
         # `algorithm.init` decides where a state is placed; a given state and all that is read go to the same devices.
         begin = runtime.compiled(initial, once=True)
         places = begin.output_shardings
         if state is None:
-            self.state = begin(init_key, data)
+            self.state = begin(key, data)
         else:
             _must_fit(state, initial.out_info)
             self.state = engine.place_state(state, places)
         whole = places.round
         test_data = {name: test.data for name, test in tests.items()}
-        self._read = engine.place_shared((data, round_key), whole)
-        self._test_read = engine.place_shared((test_data, measure_key), whole)
+        self._data, self._test_data, self._key = engine.place_shared((data, test_data, key), whole)
 
         def block(state: State, data: FederatedData, key: Key, count: Any) -> Any:
-            return run_rounds(algorithm, key, state, data, count, most=most)
+            return run_rounds(algorithm, run_keys(key)[1], state, data, count, most=most)
 
         def measure(state: State, data: Any, key: Key) -> Any:
-            return {name: _measured(name, test, key, state, data[name]) for name, test in tests.items()}
+            own = run_keys(key)[2]
+            return {name: _measured(name, test, own, state, data[name]) for name, test in tests.items()}
 
         self._block = Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
         self._measure = Compiled(jax.jit(measure, out_shardings=whole))
@@ -319,12 +319,12 @@ class _OnDevice:
     def train(self, count: int) -> Log:
         """`count` rounds, to their end."""
         # Without waiting, the clock would be wrong where there is nothing to log.
-        self.state, log = jax.block_until_ready(self._block(self.state, *self._read, count))
+        self.state, log = jax.block_until_ready(self._block(self.state, self._data, self._key, count))
         return jax.tree.map(lambda line: np.asarray(line)[:count], log)
 
     def measure(self) -> dict[str, Any]:
         """What each evaluator finds."""
-        return jax.tree.map(np.asarray, self._measure(self.state, *self._test_read))
+        return jax.tree.map(np.asarray, self._measure(self.state, self._test_data, self._key))
 
     @property
     def compile_seconds(self) -> float:
