@@ -134,7 +134,8 @@ def check_trained(setting: Setting, trained: Any, received: Received, kept: Kept
         raise TypeError(f"the client rule of {method.name} must return Trained(model, metrics), metrics being a dict")
     for name, value in trained.metrics.items():
         if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(value)):
-            raise ValueError(f"metric {name!r} of a client of {method.name} must be a scalar, not of shape {jnp.shape(value)}")
+            shape = jax.tree.map(jnp.shape, value)
+            raise ValueError(f"metric {name!r} of a client of {method.name} must be a scalar, not of shape {shape}")
     must_fit("the model that a client returns", trained.model, received.model)
     if method.init_memory is no_memory and jax.tree.leaves(trained.memory):
         raise ValueError(f"clients of {method.name} keep a memory: give Method(init_memory=...) its first value")
