@@ -34,7 +34,8 @@ class Evaluation(NamedTuple):
     """The results of N clients.
 
     Attributes:
-      confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns; `None` if it was not measured.
+      confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns, or float32 where targets have real weights;
+        `None` if it was not measured.
       loss: `[N]`, the mean loss: of class labels the cross-entropy, else the task's loss. Where it is not finite, the model has
         diverged and the scores mean nothing: take them through `metrics.where_finite`, as `summary` does. `None` where the task's
         loss is an opaque function and the method predicts by more than the task's variables.

@@ -372,7 +372,15 @@ def _tree(record: Any, like: PyTree) -> PyTree:
         if _is_key(shape):
             leaves.append(jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(jax.random.key(0))))
         else:
-            leaves.append(jnp.asarray(array if array.dtype == shape.dtype else array.view(shape.dtype)))
+            # NumPy keeps bytes of bfloat16, but not their type.
+            untyped = array.dtype.kind == "V" and array.dtype.itemsize == shape.dtype.itemsize
+            typed = array.view(shape.dtype) if untyped else array
+            if typed.dtype != shape.dtype or typed.shape != shape.shape:
+                raise ValueError(
+                    f"{array.dtype}{list(array.shape)} came where {shape.dtype}{list(shape.shape)} was expected: do client and "
+                    "server run the same method in the same precision?"
+                )
+            leaves.append(jnp.asarray(typed))
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -217,7 +217,7 @@ class _Linear(nn.Module):
       features: number of outputs.
       start: initial values. `"torch"`: kernel and bias uniform within ±1/sqrt(fan in). `"lecun"`: kernel truncated normal of
         variance 1/(fan in), bias 0 (Flax's default).
-      dtype: dtype of the products, e.g. `jnp.bfloat16`; parameters and outputs keep theirs.
+      dtype: of the products, e.g. `jnp.bfloat16`; that of the parameters when not given. Parameters and outputs keep theirs.
     """
 
     features: int
@@ -235,8 +235,9 @@ class _Linear(nn.Module):
     def _shifted(self, product: jax.Array, bias: jax.Array) -> jax.Array:
         return product.astype(bias.dtype) + _channels(bias, product)
 
-    def _cast(self, x: jax.Array) -> jax.Array:
-        return x if self.dtype is None else x.astype(self.dtype)
+    def _cast(self, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dtype = kernel.dtype if self.dtype is None else self.dtype
+        return x.astype(dtype), kernel.astype(dtype)
 
 
 class Dense(_Linear):
@@ -246,7 +247,7 @@ class Dense(_Linear):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x [..., in]` to `[..., features]`."""
         kernel, bias = self._parameters((x.shape[-1],))
-        return self._shifted(dense(self._cast(x), self._cast(kernel)), bias)
+        return self._shifted(dense(*self._cast(x, kernel)), bias)
 
 
 class Conv(_Linear):
@@ -271,7 +272,7 @@ class Conv(_Linear):
     def __call__(self, x: jax.Array, before_pool: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
         """`x [B, H, W, in]` to `[B, H', W', features]`; `before_pool` (a batch norm) sees all outputs, channels last."""
         kernel, bias = self._parameters((self.size, self.size, x.shape[-1]))
-        x, kernel = self._cast(x), self._cast(kernel)
+        x, kernel = self._cast(x, kernel)
         convolve = partial(convolution, padding=self.padding, form=self.form)
         windows = partial(convolution_windows, padding=self.padding, form=self.form)
         height, width = (extent + 2 * self.padding - self.size + 1 for extent in x.shape[1:3])

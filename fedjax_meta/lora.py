@@ -128,15 +128,20 @@ class _Adapters:
     def merged(self, variables: Variables) -> Variables:
         """The variables of the base task."""
         adapters = variables["adapters"]
+        # A pass in another type, as of `mixed_precision`, has only the adapters in that type.
+        kind, own_kind = (
+            jnp.result_type(*jax.tree.leaves(tree)) for tree in (adapters, [leaf for _, leaf in self._targets()])
+        )
 
         def adapted(path: Any, leaf: jax.Array, chosen: bool) -> jax.Array:
+            leaf = leaf.astype(kind) if leaf.dtype == own_kind else leaf
             if not chosen:
                 return leaf
             names = masks.path_names(path)
             own = adapters
             for name in names:
                 own = own[name]
-            a = own["lora_A"] if self._frozen is None else self._frozen[names]
+            a = own["lora_A"] if self._frozen is None else self._frozen[names].astype(kind)
             product = own["lora_B"] @ a
             return leaf + self._scale * (product.T if self._inputs_first else product)
 

@@ -1,6 +1,7 @@
 """Few-shot clients, scores by support samples and steps, rates that change over rounds, given weights, mixed precision."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -176,6 +177,45 @@ def test_mixed_precision_rounds_the_passes_and_nothing_else():
     assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(state.model))
     with pytest.raises(ValueError, match="must be a floating-point type"):
         tasks.mixed_precision(task, jnp.int8)
+
+
+def _products(jaxpr):
+    """The types that the products of a program read, those in its loops too."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            found |= {var.aval.dtype for var in equation.invars}
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found |= _products(inner)
+    return found
+
+
+NETWORKS = {
+    "mlp": lambda: (fm.models.mlp(inputs=6, hidden=(5,)), (6,)),
+    "lenet": lambda: (fm.models.lenet(), (32, 32, 3)),
+    "mtfl_cnn": lambda: (fm.models.mtfl_cnn(), (32, 32, 3)),
+    "resnet18": lambda: (fm.models.resnet18(width=4), (32, 32, 3)),
+    "sensor_cnn": lambda: (fm.models.sensor_cnn(), (128, 9)),
+    "lora": lambda: (_adapted(fm.models.mlp(inputs=6, hidden=(5,))), (6,)),
+}
+
+
+def _adapted(task):
+    return fm.lora.lora(task, task.init(KEY), rank=2)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_product_of_a_mixed_network_is_narrow(name):
+    task, shape = NETWORKS[name]()
+    mixed = tasks.mixed_precision(task)
+    variables = jax.eval_shape(mixed.init, KEY)
+    batch = fm.Batch(jnp.zeros((2, *shape)), jnp.zeros(2, jnp.int32), jnp.ones(2))
+
+    def trained(variables):
+        return jax.grad(lambda v: mixed.loss(v, batch, KEY)[0])(variables)
+
+    for function in (trained, lambda variables: mixed.predict(variables, batch.x)):
+        assert _products(jax.make_jaxpr(function)(variables).jaxpr) == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_mixed_precision_keeps_the_buffers_of_a_batch_norm_in_their_type():

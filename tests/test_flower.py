@@ -155,6 +155,23 @@ def test_a_client_that_fails_is_left_out_of_its_round():
         fielded(method, 1, broken=range(7))
 
 
+def test_arrays_of_another_type_or_shape_are_refused():
+    class Record:
+        def __init__(self, *arrays):
+            self._arrays = arrays
+
+        def to_numpy_ndarrays(self):
+            return list(self._arrays)
+
+    like = {"a": np.zeros(4, np.float32), "b": jax.numpy.zeros(2, jax.numpy.bfloat16)}
+    half = np.asarray(jax.numpy.array([1.5, -2.0], jax.numpy.bfloat16)).view("V2")
+    tree = flower._tree(Record(np.arange(4, dtype=np.float32), half), like)
+    assert tree["a"].tolist() == [0, 1, 2, 3] and tree["b"].tolist() == [1.5, -2.0]
+    for odd in (np.ones(4, np.int32), np.ones(4), np.ones(1, np.float32), np.ones(8, np.float16)):
+        with pytest.raises(ValueError, match=r"came where float32\[4\] was expected"):
+            flower._tree(Record(odd, half), like)
+
+
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr.clientapp", None)
     with pytest.raises(ImportError, match="pip install 'flwr"):

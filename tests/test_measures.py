@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sklearn.metrics import r2_score
+import sklearn.metrics
 
 import fedjax_meta as fm
 from fedjax_meta import measures, metrics, report
@@ -98,10 +98,12 @@ def test_scores_of_real_targets_equal_numpy_far_from_zero_too():
         assert measured(measures.rmse(), out, y) == pytest.approx(np.sqrt(((out - y) ** 2).mean()), rel=1e-12)
         y[:, 1] -= 50
         out[:, 1] -= 50
-        expected = r2_score(y, out, multioutput="variance_weighted")
+        expected = sklearn.metrics.r2_score(y, out, multioutput="variance_weighted")
         pooled = 1 - ((out - y) ** 2).sum() / ((y - y.mean(0)) ** 2).sum()
         assert measured(measures.r2(), out, y) == pytest.approx(pooled, rel=1e-9) == pytest.approx(expected, rel=1e-9)
-        assert measured(measures.r2(), out[:, 0], y[:, 0]) == pytest.approx(r2_score(y[:, 0], out[:, 0]), rel=1e-9)
+        assert measured(measures.r2(), out[:, 0], y[:, 0]) == pytest.approx(
+            sklearn.metrics.r2_score(y[:, 0], out[:, 0]), rel=1e-9
+        )
         constant = np.broadcast_to(y.mean(0), y.shape)
         assert measured(measures.r2(), constant, y) == pytest.approx(0, abs=1e-9)
 
@@ -114,6 +116,19 @@ def test_r2_of_targets_that_are_all_alike_is_0(value):
 
 
 # --------------------------------------------------------------------------------------------------------------------- evaluate
+
+
+def test_fractions_of_samples_count_in_the_confusion_matrix():
+    rng = np.random.default_rng(2)
+    labels, logits, weight = rng.integers(0, 3, 30), rng.normal(size=(30, 3)), rng.random(30).astype(np.float32)
+    metric = measures.METRICS["confusion"](3)
+    batch = fm.Batch(jnp.zeros((30, 1)), fm.Weighted(jnp.asarray(labels), jnp.asarray(weight)), jnp.ones(30))
+    start = measures.begin(metric, jnp.asarray(logits), batch)
+    found = metric.result(measures.update(metric, start, jnp.asarray(logits), batch))
+    expected = sklearn.metrics.confusion_matrix(labels, logits.argmax(1), labels=np.arange(3), sample_weight=weight)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    counted = batch._replace(y=fm.Weighted(jnp.asarray(labels), jnp.asarray(weight > 0.5)))
+    assert measures.begin(metric, jnp.asarray(logits), counted).dtype == jnp.int32
 
 
 def test_evaluate_gives_what_was_asked_for_beside_the_same_confusion_and_loss():

@@ -121,4 +121,4 @@ class Batches:
 
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(term, 0))
         total, weight = loops.fori_loop(self.chunks, lambda c, acc: jax.tree.map(jnp.add, acc, term(c)), zero)
-        return jax.tree.map(lambda leaf: leaf / jnp.maximum(weight, 1e-30).astype(leaf.dtype), total)
+        return jax.tree.map(lambda leaf: leaf / jnp.where(weight > 0, weight, 1).astype(leaf.dtype), total)

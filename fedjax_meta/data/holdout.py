@@ -14,7 +14,7 @@ Runs = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def with_views(data: FederatedData, views: Runs) -> FederatedData:
-    """The same clients with other views; no sample is copied."""
+    """The same clients with other views `[N]`; no sample is copied."""
     return dataclasses.replace(
         data,
         start={name: start.astype(np.int32) for name, (start, _) in views.items()},
@@ -27,11 +27,11 @@ def as_population(data: FederatedData, clients: np.ndarray) -> FederatedData:
     """Some clients as a population of their own, with ids from 0; no sample is copied.
 
     Args:
-      data: clients whose ids are their positions.
+      data: clients.
       clients: int `[N']`, positions.
     """
     views = {name: (np.asarray(data.start[name])[clients], np.asarray(data.size[name])[clients]) for name in data.views}
-    return with_views(data, views)
+    return dataclasses.replace(with_views(data, views), ids=None, population=None)
 
 
 def new_clients(
@@ -49,15 +49,25 @@ def new_clients(
       (the clients that train, the new ones with the views "support" and "query"; `None` if there are none).
 
     Raises:
-      ValueError: a share out of range, or no client left to train.
+      ValueError: a share out of range, no client left to train, a client whose test samples do not follow its training samples.
     """
     checks.share("share", share)
+    checks.fraction("support", support)
+    checks.seed("seed", seed)
     count = round(share * data.num_clients)
     if count == 0:
         return data, None
     if count == data.num_clients:
         raise ValueError(
             f"{share:g} of N={data.num_clients} clients held out as new ones (share, or new of a scenario) leaves none"
+        )
+    # A new client's samples are one run, which must not reach into those of others.
+    end = np.asarray(data.sizes("train")) + np.asarray(data.start["train"])
+    gap = (np.asarray(data.sizes("test")) > 0) & (end != np.asarray(data.start["test"]))
+    if gap.any():
+        raise ValueError(
+            f"the test samples of client {int(np.argmax(gap))} do not follow its training samples, as those of "
+            "train_test_views do: new clients cannot be made of them"
         )
     order = np.random.default_rng(seed).permutation(data.num_clients)
     held, rest = np.sort(order[:count]), np.sort(order[count:])

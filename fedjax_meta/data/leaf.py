@@ -40,7 +40,7 @@ def read_leaf(folder: str | os.PathLike, kind: str, *, vocabulary: int = 10_000)
     Args:
       folder: with folders `train` and `test` of .json files, or with .json files alone.
       kind: one of `KINDS`.
-      vocabulary: words of Sent140, the most frequent ones of the training part.
+      vocabulary: words of Sent140, the most frequent ones of the folder `train`, or of all samples where there is none.
 
     Raises:
       ValueError: no such folder or files, a file that is cut off or is no LEAF file, a user without data or samples, counts that

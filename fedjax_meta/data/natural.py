@@ -97,10 +97,9 @@ class Natural(NamedTuple):
         checks.fraction("test", test)
         checks.fraction("support", support)
         checks.seed("seed", seed)
-        if self.train_sizes is not None and own_split:
-            train = self.train_sizes
-        else:
-            train = np.clip((self.sizes * (1 - test) + 1e-9).astype(np.int64), 2, self.sizes - 2)
+        given = self.train_sizes if own_split else None
+        cut = np.clip((self.sizes * (1 - test) + 1e-9).astype(np.int64), 2, self.sizes - 2)
+        train = cut if given is None else given
         short = np.minimum(train, self.sizes - train) < 2
         if short.any():
             client = int(np.argmax(short))
@@ -108,24 +107,20 @@ class Natural(NamedTuple):
                 f"client {self.clients[client]!r} of {self.name} has {train[client]} training and "
                 f"{self.sizes[client] - train[client]} test samples; each part needs 2: take at_least(samples)"
             )
-        order = self._order(train, seed)
+        order = self._order(given, seed)
         views = nested_views(train, self.sizes - train, support=support)
         options = {} if scale is None else {"scale": scale}
         return from_partition(self.x, self.y, order, self.sizes, num_classes=self.num_classes, views=views, **options)
 
-    def _order(self, train: np.ndarray, seed: int) -> np.ndarray:
+    def _order(self, given: np.ndarray | None, seed: int) -> np.ndarray:
+        """Samples in random order, each in the part in which a given split has it."""
         order = np.arange(int(self.sizes.sum()))
         if self.ordered:
             return order
         rng = np.random.default_rng(seed)
-        for first, size, cut in zip(np.cumsum(self.sizes) - self.sizes, self.sizes, train, strict=True):
-            # Samples stay in the part that the data set puts them in.
-            parts = (
-                ((first, first + cut), (first + cut, first + size))
-                if self.train_sizes is not None
-                else ((first, first + size),)
-            )
-            for begin, end in parts:
+        cuts = np.zeros_like(self.sizes) if given is None else given
+        for first, size, cut in zip(np.cumsum(self.sizes) - self.sizes, self.sizes, cuts, strict=True):
+            for begin, end in ((first, first + cut), (first + cut, first + size)):
                 order[begin:end] = begin + rng.permutation(end - begin)
         return order
 

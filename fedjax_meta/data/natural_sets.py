@@ -164,7 +164,7 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
             f"there is no file {shown}: download a MovieLens archive from https://grouplens.org/datasets/movielens/"
         )
     users: dict[str, list[tuple[float, str, float]]] = {}
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         file.seek(0)
         split = "::" if "::" in first else "\t" if "\t" in first else ","

@@ -4,6 +4,7 @@ Papers: FedMeta-Per (Nguyen and Cao), FedPAC (Xu, Tong and Huang, ICLR 2023), Pe
 and Min, arXiv 2007.09236). Axis letters: M samples of the data set, N clients, S samples that clients hold, K classes.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from fedjax_meta import checks
 from fedjax_meta.data import partition, runs, slots, synthetic, transforms
 from fedjax_meta.data.builders import from_partition, nested_views, train_test_views
 from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data.holdout import with_views
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.scaling import Scaling, pixel_scaling
 from fedjax_meta.data.sources import Source
@@ -39,6 +41,7 @@ class Protocol(NamedTuple):
       note: one line that belongs next to results on these data; may be empty.
       noisy: int64, the clients whose training inputs are noisy. MTFL leaves them out of its average accuracies.
       orders: how many draws of the new clients `new` holds one after the other, each of the same number of clients.
+      targets: what targets that are no classes are, `targets.REAL` or `targets.LABELS`, where a file says it by their type.
     """
 
     train: FederatedData
@@ -47,6 +50,7 @@ class Protocol(NamedTuple):
     note: str = ""
     noisy: np.ndarray = np.zeros(0, np.int64)
     orders: int = 1
+    targets: str = ""
 
 
 def fedmeta_per_clients(
@@ -389,28 +393,16 @@ def pooled(data: FederatedData) -> FederatedData:
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     parts = ("support", "query", "test_support", "test_query")
-    base = np.zeros(1, np.int64)
-    begin, end = {}, {}
-    pieces = []
+    pieces, ends, end = [], {}, 0
     for name in parts:
-        length, start = np.asarray(data.sizes(name), np.int64), np.asarray(data.start[name], np.int64)
-        pieces.append(runs.positions(start, length))
-        begin[name], end[name] = base, base + length.sum()
-        base = end[name]
-    views = {name: (begin[name], end[name]) for name in parts}
-    views = {"train": (begin["support"], end["query"]), "test": (begin["test_support"], end["test_query"]), **views}
-    return on_device(
-        from_partition(
-            np.asarray(data.x),
-            np.asarray(data.y),
-            np.concatenate(pieces),
-            base,
-            num_classes=data.num_classes,
-            views={name: views[name] for name in data.views},
-            offset=data.offset,
-            scale=data.scale,
-        )
-    )
+        pieces.append(runs.positions(np.asarray(data.start[name], np.int64), np.asarray(data.sizes(name), np.int64)))
+        ends[name] = (end, end := end + len(pieces[-1]))
+    views = {"train": (0, ends["query"][1]), "test": (ends["test_support"][0], end), **ends}
+    rows = np.concatenate(pieces)
+    # The samples stay as they are stored: their types, shapes and scale, and weights of targets.
+    x, y = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], (data.x, data.y))
+    whole = {name: (np.array([views[name][0]]), np.array([views[name][1] - views[name][0]])) for name in data.views}
+    return on_device(dataclasses.replace(with_views(data, whole), x=x, y=y, ids=None, population=None))
 
 
 def on_device(data: FederatedData) -> FederatedData:

@@ -25,6 +25,7 @@ class Targets(NamedTuple):
       name: of the file, without its ending.
       num_classes: 0.
       note: what the targets are.
+      kind: `REAL` or `LABELS`, by their type in the file.
     """
 
     x: np.ndarray
@@ -32,6 +33,7 @@ class Targets(NamedTuple):
     name: str
     num_classes: int = 0
     note: str = ""
+    kind: str = ""
 
     def pooled(self) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of all samples, those of the training split first."""
@@ -82,7 +84,8 @@ def read(path: str | os.PathLike) -> Targets | None:
             raise ValueError(f"{shown} holds NaN or infinite values in {name}, first in sample {sample}")
     x = x[..., None] if x.dtype == np.uint8 and x.ndim == 3 else x
     y = y.reshape(len(y), -1).astype(np.float32)
-    return Targets(x, y, Path(path).stem, note=f"{REAL if real else LABELS}, {y.shape[1]} a sample")
+    kind = REAL if real else LABELS
+    return Targets(x, y, Path(path).stem, note=f"{kind}, {y.shape[1]} a sample", kind=kind)
 
 
 def kind(y: Any) -> str:

@@ -76,7 +76,7 @@ def speakers(play: str) -> dict[str, str]:
       {'First': 'Yes.\\nWell.', 'Second': 'No.'}
     """
     spoken: dict[str, list[str]] = {}
-    for paragraph in re.split(r"\n\s*\n", play):
+    for paragraph in re.split(r"\n\s*\n", play.replace("\r\n", "\n")):
         name, colon, words = paragraph.strip().partition(":\n")
         if colon and words.strip() and "\n" not in name:
             spoken.setdefault(name.strip(), []).append(words.strip())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks
 from fedjax_meta.measures.metric import CONFUSION, Metric, mean, or_one
-from fedjax_meta.task import Batch, check_alike, check_labels, cross_entropy, entry_weights, targets
+from fedjax_meta.task import Batch, Weighted, check_alike, check_labels, cross_entropy, entry_weights, targets
 
 
 def accuracy(name: str = "accuracy") -> Metric:
@@ -37,7 +37,10 @@ def _among_first(k: int, logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def confusion(classes: int) -> Metric:
-    """The confusion matrix `[K, K]` of true classes in rows and predicted ones in columns; `Evaluation.confusion` holds it."""
+    """The confusion matrix `[K, K]` of true classes in rows and predicted ones in columns; `Evaluation.confusion` holds it.
+
+    It has counts of samples or tokens, or the sums of their weights where targets have real weights (`Weighted`).
+    """
     checks.count("classes", classes)
 
     def update(counts: jax.Array, logits: jax.Array, batch: Batch) -> jax.Array:
@@ -48,7 +51,10 @@ def confusion(classes: int) -> Metric:
                 "(num_classes is the largest label plus 1 where the data were built without it)"
             )
         cell = labels * classes + jnp.argmax(logits, -1)
-        return counts.at[cell].add(entry_weights(batch, cell).astype(jnp.int32))
+        weight = entry_weights(batch, cell)
+        if isinstance(batch.y, Weighted) and checks.is_real(batch.y.weight.dtype):
+            return counts.astype(jnp.float32).at[cell].add(weight.astype(jnp.float32))  # fractions
+        return counts.at[cell].add(weight.astype(jnp.int32))
 
     return Metric(
         name=CONFUSION,

@@ -50,7 +50,7 @@ class _Strided(nn.Module):
             x = _windows(x, axis, self.size, self.stride, spatial)
         # [B, positions..., offsets of the last axis, ..., of the first, in]; the kernel has the first axis first.
         flat = jnp.transpose(kernel, (0, *range(spatial, 0, -1), spatial + 1)).reshape(self.features, -1)
-        z = dense(x.reshape(*x.shape[: 1 + spatial], -1), flat)
+        z = dense(x.reshape(*x.shape[: 1 + spatial], -1).astype(flat.dtype), flat)
         if self.bias:
             start = _within(fan_in**-0.5) if self.start == "torch" else nn.initializers.zeros
             z = z + self.param("bias", start, (self.features,), real).reshape((1,) * (z.ndim - 1) + (-1,))

@@ -224,7 +224,7 @@ class Scenario:
             attack = self.federation["attack"]
             title += f", attack {attack['name'] if isinstance(attack, Mapping) else attack}"
         tuning = holdout.validation_samples(train, self.validation, support=self.support, scored=TESTED_ON[self.adapt_on])
-        task = model_for(self.model, train, self.model_options)
+        task = model_for(self.model, train, self.model_options, made.targets)
         if self.augment is not None:
             task = AUGMENTS[self.augment](task, train)
         digest = fingerprint(train, made.new)
@@ -287,7 +287,8 @@ class Scenario:
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
         server = cut(own, np.array([self.server])).client(0) if self.server else None
-        return Protocol(train, new, title, source.note), server
+        kind = source.kind if isinstance(source, targets.Targets) else ""
+        return Protocol(train, new, title, source.note, targets=kind), server
 
     def _source(self, data_dir: str | None) -> sources.Source | targets.Targets:
         """The samples that a partition divides."""
@@ -313,8 +314,11 @@ def model_name(name: str | None, data: FederatedData) -> str:
     return name or ("lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp")
 
 
-def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any]) -> Task:
-    """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron."""
+def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any], kind: str = "") -> Task:
+    """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron.
+
+    Targets that are no classes are what `kind` says, see `Protocol.targets`, else what `targets.kind` finds in their values.
+    """
     if name == "matrix_factorisation":
         return models.matrix_factorisation(**{"items": int(np.max(data.x["item"])) + 1, **options})
     if isinstance(data.x, dict):
@@ -326,7 +330,7 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any])
     if "vocabulary" in takes:
         return build(vocabulary=data.num_classes, length=shape[0], **options)
     if not data.num_classes:
-        return _of_targets(name, data, options)
+        return _of_targets(name, data, options, kind)
     return build(**_form(takes, shape), classes=data.num_classes, **options)
 
 
@@ -339,12 +343,12 @@ def _form(takes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     return {"image": shape if len(shape) == 3 else (*shape, 1)}
 
 
-def _of_targets(name: str, data: FederatedData, options: Mapping[str, Any]) -> Task:
+def _of_targets(name: str, data: FederatedData, options: Mapping[str, Any], kind: str) -> Task:
     """A model with an output for each target `[S, d]`, the loss that they ask for, and what is measured of it."""
     build, y = models.MODELS[name], data.y
     if getattr(y, "ndim", 0) != 2:
         raise ValueError(f"model={name!r} takes targets [S, d] where there are no classes, not {checks.shown(y)}")
-    several = targets.kind(y) == targets.LABELS
+    several = (kind or targets.kind(y)) == targets.LABELS
     loss = tasks.sigmoid_cross_entropy if several else tasks.squared_error()
     metrics = ("label_accuracy", "f1") if several else ("mae", "rmse", "r2")
     form = _form(inspect.signature(build).parameters, data.x.shape[1:])

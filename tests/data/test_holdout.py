@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedjax_meta.data import from_partition, holdout
+from fedjax_meta.data import from_clients, from_partition, holdout
 from fedjax_meta.study.scenario import Scenario
 
 
@@ -31,3 +31,33 @@ def test_clients_that_are_too_small_are_named():
 def test_a_study_that_adapts_on_a_part_of_the_test_samples_tunes_on_some():
     scenario = Scenario(dataset="mnist_small", partition="iid", clients=300, adapt_on="test_support", new=0.0)
     assert np.asarray(scenario.build().tuning.sizes("test_query")).min() >= 1
+
+
+def _numbered(views):
+    """4 clients of 40 samples; client c holds the numbers from 100 c on."""
+    x = np.concatenate([100.0 * client + np.arange(40.0) for client in range(4)])[:, None]
+    views = {name: (np.full(4, begin), np.full(4, end)) for name, (begin, end) in views.items()}
+    return from_partition(x, np.zeros(160, int), np.arange(160), np.full(4, 40), num_classes=2, views=views)
+
+
+def test_new_clients_have_their_own_samples_alone():
+    data = _numbered({"train": (0, 30), "test": (30, 40)})
+    _, new = holdout.new_clients(data, 0.25, seed=0)
+    begin, end = int(new.start["support"][0]), int(new.start["query"][0] + new.size["query"][0])
+    assert end - begin == 40 and len({int(x) // 100 for x in np.asarray(data.x)[begin:end, 0]}) == 1
+    for odd in (_numbered({"test": (0, 10), "train": (10, 40)}), data.limited("train", 5)):
+        with pytest.raises(ValueError, match="the test samples of client 0 do not follow its training samples"):
+            holdout.new_clients(odd, 0.25, seed=0)
+    for support in (2.0, float("nan"), -1):
+        with pytest.raises(ValueError, match="support="):
+            holdout.new_clients(data, 0.25, support=support, seed=0)
+    with pytest.raises(ValueError, match="view 'test'"):
+        holdout.new_clients(_numbered({"train": (0, 40)}), 0.25, seed=0)
+
+
+def test_clients_that_stay_have_ids_of_their_own():
+    some = from_clients([(np.full((20, 2), float(c)), np.arange(20) % 2) for c in range(5)]).select(np.array([4, 2, 0, 1]))
+    rest, new = holdout.new_clients(some, 0.25, seed=0)
+    for data in (rest, new):
+        assert data.ids is None and data.total_clients == data.num_clients
+        assert data.ids_of(np.arange(data.num_clients)).tolist() == list(range(data.num_clients))

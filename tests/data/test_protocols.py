@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_meta.data import Source, from_arrays, pixel_scaling, protocols
+from fedjax_meta.data import Source, from_arrays, from_partition, pixel_scaling, protocols
+from fedjax_meta.data.builders import train_test_views
+from fedjax_meta.task import Weighted
 
 MNIST_TRAIN = (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949)
 MNIST_TEST = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
@@ -363,3 +365,31 @@ def test_an_error_is_one_line_and_names_the_argument(case, mnist):
     with pytest.raises(ValueError, match=message) as caught:
         call(mnist)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["stored bytes", "flat", "tree", "weighted targets"])
+def test_pooled_clients_hold_the_samples_as_they_are(form):
+    rng = np.random.default_rng(0)
+    x, y, options = rng.integers(0, 256, (40, 4, 4, 1)).astype(np.uint8), np.arange(40) % 3, {}
+    if form == "stored bytes":
+        options = {"scale": "stored"}
+    if form == "tree":
+        x = {"item": np.arange(40, dtype=np.int32), "image": x.astype(np.float32)}
+    if form == "weighted targets":
+        y = Weighted(np.stack([y, y], 1), rng.random((40, 2)).astype(np.float32))
+    sizes = np.array([25, 15])
+    data = from_partition(x, y, np.arange(40), sizes, num_classes=3, views=train_test_views(sizes), **options)
+    data = data.flat() if form == "flat" else data
+    one = protocols.pooled(data)
+    assert one.num_clients == 1 and one.sample_shapes == data.sample_shapes and one.num_classes == 3
+
+    def held(client, view):
+        """Bytes of the samples and targets of a client, as its batches have them."""
+        batch = client[view].full(chunk_size=40).get(0, 0)
+        rows = jax.tree.map(lambda leaf: np.asarray(leaf)[np.asarray(batch.weight) > 0], (batch.x, batch.y))
+        return [(leaf.dtype, sorted(map(bytes, leaf))) for leaf in jax.tree.leaves(rows)]
+
+    for view in data.views:
+        wanted = [held(data.client(c), view) for c in (0, 1)]
+        together = [(kind, sorted(one + other)) for (kind, one), (_, other) in zip(*wanted, strict=True)]
+        assert held(one.client(0), view) == together

@@ -138,6 +138,15 @@ def test_a_task_knows_whether_training_is_evaluation():
     assert fm.models.mlp(inputs=5, classes=3).loss.as_predicted
     assert not problems.normed_task().loss.as_predicted
     assert not dropping().loss.as_predicted
+    # The same steps with other constants are another model.
+    for train_scale, same in ((2.0, False), (1.0, True)):
+        scales = {True: train_scale * jnp.ones(5), False: jnp.ones(5)}
+
+        def apply(variables, x, *, train, key, weight, scales=scales):
+            return (x * scales[train]) @ variables["w"], variables
+
+        start = lambda key: {"w": jnp.ones((5, 3))}  # noqa: E731
+        assert fm.models.from_functions(start, apply, (5,)).loss.as_predicted == same
 
 
 def test_the_penalised_loss_is_the_tasks_loss_plus_the_penalty_on_the_same_samples():

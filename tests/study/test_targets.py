@@ -38,6 +38,13 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("partition", ["natural", "iid"])
+def test_real_targets_that_are_all_0_or_1_are_real(partition, write):
+    y = (X[:, 0] > 0).astype(np.float64)
+    clients = Scenario(dataset=write(x=X, y=y, client=OWNERS), partition=partition, model="mlp", new=0.0).build()
+    assert clients.task.metrics == ("mae", "rmse", "r2")
+
+
 @pytest.mark.parametrize("model", ["mlp", "logistic"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_clients_of_a_file_have_its_samples_and_a_model_for_its_targets(form, model, write):
