@@ -312,11 +312,12 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         tests = [trial.rows[-1]["tests"].get(row.clients, {}) for one in found for trial in one.final]
         kind = _kind_of(row.score, tests)
         values = np.array([test.get("scores", {}).get(row.score, np.nan) for test in tests], float)
-        values[[trial.diverged is not None for one in found for trial in one.final]] = np.nan
+        diverged = [trial.diverged is not None for one in found for trial in one.final]
+        values[diverged] = np.nan
         values *= 100 if kind.share else 1
         measured = difference = "not run"
         if values.size:
-            measured = kind.spread(*_over_seeds(values)) or "diverged"
+            measured = kind.spread(*_over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
             difference = kind.text(values.mean() - row.value, sign=True)
         told = [kind.text(row.value), measured, difference if np.isfinite(values).all() else "", row.note]
         rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])

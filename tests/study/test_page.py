@@ -177,6 +177,8 @@ def test_a_system_that_diverges_is_reported_as_such(tmp_path):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "diverged at round" in text and "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
     assert results.published(chosen, outcomes)[0][5] == "diverged"
+    whole = [one._replace(final=[trial._replace(diverged=None) for trial in one.final]) for one in outcomes]
+    assert results.published(chosen, whole)[0][5:7] == ["not measured", ""]
     goal = compare.Target(10)
     rows = compare.compared([compare.Finished(one.system, "pairs", "abc", one.final) for one in outcomes], target=goal)
     assert "diverged" in comparison.tables(rows)[0].rows[0]
