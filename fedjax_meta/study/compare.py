@@ -224,7 +224,7 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
 
     There are none of a local model of clients that never trained it, as new clients do not unless they are given epochs.
     """
-    if any(system.alone and group not in system.alone for system in (one, reference)):
+    if not results.trained(group, one.alone, reference.alone):
         return None
     mine, theirs = one.by_client(group), reference.by_client(group)
     seeds = sorted(set(mine) & set(theirs))
