@@ -93,6 +93,30 @@ SetOption = Annotated[
         "--set", metavar="FIELD=VALUE", help="Override a field, e.g. `rounds=20` or `systems.fedavg.options.epochs=5`."
     ),
 ]
+RoundsOption = Annotated[
+    int | None, typer.Option(min=1, help="Short for `--set rounds=N`; trials get no more, either.", show_default=False)
+]
+SeedsOption = Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)]
+ExtendOption = Annotated[
+    bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
+]
+DevicesOption = Annotated[
+    int | None, typer.Option(min=1, help="Devices that share the work; all when not given.", show_default=False)
+]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(help="Where what clients keep is: device, host (its memory) or disk.", show_default=False),
+]
+DeltaOption = Annotated[
+    float | None, typer.Option(help="Of the epsilon of systems with noise; N^-1.1 when not given.", show_default=False)
+]
+OnDivergenceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What a run that diverged does: `continue` (the default), or `stop` at the next evaluation.",
+        show_default=False,
+    ),
+]
 DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.", show_default=False)]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -142,32 +166,15 @@ def run(
     partition: PartitionOption = None,
     clients: ClientsOption = None,
     model: ModelOption = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Short for `--set rounds=N`; trials get no more, either.", show_default=False)
-    ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
+    rounds: RoundsOption = None,
+    seeds: SeedsOption = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and what it will cost, and stop.")] = False,
-    extend: Annotated[
-        bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
-    ] = False,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices that share the work; all when not given.", show_default=False)
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(help="Where what clients keep is: device, host (its memory) or disk.", show_default=False),
-    ] = None,
-    delta: Annotated[
-        float | None, typer.Option(help="Of the epsilon of systems with noise; N^-1.1 when not given.", show_default=False)
-    ] = None,
-    on_divergence: Annotated[
-        str | None,
-        typer.Option(
-            help="What a run that diverged does: `continue` (the default), or `stop` at the next evaluation.",
-            show_default=False,
-        ),
-    ] = None,
+    extend: ExtendOption = False,
+    devices: DevicesOption = None,
+    store: StoreOption = None,
+    delta: DeltaOption = None,
+    on_divergence: OnDivergenceOption = None,
     shared: Annotated[
         bool,
         typer.Option(
@@ -193,15 +200,24 @@ def run(
     with one_line_errors(debug):
         if shared and out is None:
             raise ValueError("--shared: processes share a run by its folder, so --out must name it")
-        short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
-        given = {"devices": devices, "store": store, "delta": delta, "on_divergence": on_divergence}
-        short += [f"{name}={value}" for name, value in given.items() if value is not None]
-        place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
-        chosen = _load(study, variant, quick, systems, [*short, *(set_ or ())], place)
-        if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
-            chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
-        if extend and not chosen.tuning.extend:
-            chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
+        chosen = _chosen(
+            study,
+            variant=variant,
+            quick=quick,
+            systems=systems,
+            dataset=dataset,
+            partition=partition,
+            clients=clients,
+            model=model,
+            rounds=rounds,
+            seeds=seeds,
+            set_=set_,
+            extend=extend,
+            devices=devices,
+            store=store,
+            delta=delta,
+            on_divergence=on_divergence,
+        )
         makes = loggers.made(log) if log else {}
         runtime.use_all_cores()
         built = runs.build(chosen, data_dir)
@@ -241,7 +257,14 @@ def show(
     partition: PartitionOption = None,
     clients: ClientsOption = None,
     model: ModelOption = None,
+    rounds: RoundsOption = None,
+    seeds: SeedsOption = None,
     set_: SetOption = None,
+    extend: ExtendOption = False,
+    devices: DevicesOption = None,
+    store: StoreOption = None,
+    delta: DeltaOption = None,
+    on_divergence: OnDivergenceOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Prints a study with every field filled in, as YAML that runs again.
@@ -251,19 +274,54 @@ def show(
     `fedjax-meta show study.yaml --set rounds=20`
     """
     with one_line_errors(debug):
-        place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
-        print(to_yaml(_load(study, variant, quick, systems, set_ or (), place)), end="")
+        chosen = _chosen(
+            study,
+            variant=variant,
+            quick=quick,
+            systems=systems,
+            dataset=dataset,
+            partition=partition,
+            clients=clients,
+            model=model,
+            rounds=rounds,
+            seeds=seeds,
+            set_=set_,
+            extend=extend,
+            devices=devices,
+            store=store,
+            delta=delta,
+            on_divergence=on_divergence,
+        )
+        print(to_yaml(chosen), end="")
 
 
-def _load(
+def _chosen(
     study: Path | None,
+    *,
     variant: Sequence[str] | None,
     quick: bool,
     systems: str | None,
-    overrides: Sequence[str],
-    place: Mapping[str, Any],
+    dataset: str | None,
+    partition: str | None,
+    clients: int | None,
+    model: str | None,
+    rounds: int | None,
+    seeds: str | None,
+    set_: Sequence[str] | None,
+    extend: bool,
+    **fields: Any,
 ) -> Study:
-    return load(study, overrides, variants=[*(variant or ()), *(["quick"] if quick else [])], systems=systems, place=place)
+    """The study that the options of `run` and `show` say; `fields` of it are overridden where they are given."""
+    short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
+    short += [f"{name}={value}" for name, value in fields.items() if value is not None]
+    place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
+    variants = [*(variant or ()), *(["quick"] if quick else [])]
+    chosen = load(study, [*short, *(set_ or ())], variants=variants, systems=systems, place=place)
+    if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
+        chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
+    if extend and not chosen.tuning.extend:
+        chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
+    return chosen
 
 
 @app.command()

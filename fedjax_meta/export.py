@@ -322,7 +322,7 @@ def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> t
       clients: of the scenario.
 
     Raises:
-      ValueError: no finished results, no such seed, other clients, or no checkpoint.
+      ValueError: no finished results, no such seed, other clients, or no checkpoint of the results' last round.
     """
     scenario, system = final.scenario, final.system
     path = folder / "results" / scenario / f"{system}.final.json"
@@ -332,8 +332,8 @@ def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> t
     chosen = next(((label, trial) for label, trial in trials.items() if trial.seed == seed), None)
     if chosen is None:
         raise ValueError(f"seed={seed} was not run; {system} has the seeds {', '.join(str(t.seed) for t in trials.values())}")
-    label = chosen[0]
-
+    label, done = chosen[0], chosen[1].rows[-1]["round"]
+    # Seeds that were added later lie beside the older ones, whose checkpoint may be of fewer rounds than the results.
     for states in sorted((folder / "state" / scenario).glob(f"{system}.final.*")):
         config = checkpoint.saved_config(states)
         if config is None or label not in config["members"]:
@@ -343,7 +343,7 @@ def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> t
         members = [Member(trials[name].numbers, trials[name].seed) for name in config["members"]]
         shapes = phase.saved_shapes(final, members)
         saved = checkpoint.restore(states, shapes, config)
-        if saved is not None:
-            number = config["members"].index(label)
+        number = config["members"].index(label)
+        if saved is not None and int(saved.state.members.round[number]) == done:
             return members[number], jax.tree.map(lambda leaf, m=number: leaf[m], saved.state.members)
-    raise ValueError(f"{folder} has no checkpoint of {system} with {label}")
+    raise ValueError(f"{folder} has no checkpoint of {system} with {label} after round {done}, of which its results are")

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import shutil
 import subprocess
 import sys
 
@@ -133,6 +134,19 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
     own = export.of_run(folder, "ditto", client=0).variables
     other = export.of_run(folder, "ditto", client=1).variables
     assert not np.allclose(own["params"]["head"]["kernel"], other["params"]["head"]["kernel"])
+
+
+def test_the_model_is_that_of_the_results_where_rounds_and_seeds_grew_together(tmp_path):
+    systems = {"tuned": SYSTEMS["tuned"]}
+    run.run(study(systems=systems, rounds=1), tmp_path, watcher=Silent())
+    (old,) = (tmp_path / "state" / "pairs").iterdir()
+    (outcome,) = run.run(study(systems=systems, rounds=2, seeds=[1, 2, 5]), tmp_path, watcher=Silent())
+    (new,) = set((tmp_path / "state" / "pairs").iterdir()) - {old}
+    old.rename(old.with_name("tuned.final.0"))  # it is found first
+    assert export.of_run(tmp_path, "tuned", seed=1).about["round"] == outcome.final[0].rows[-1]["round"] == 2
+    shutil.rmtree(new)
+    with pytest.raises(ValueError, match="no checkpoint of tuned with .* after round 2, of which its results are"):
+        export.of_run(tmp_path, "tuned", seed=1)
 
 
 def test_variables_come_back_in_any_structure(made, tmp_path):

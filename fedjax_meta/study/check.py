@@ -20,8 +20,8 @@ from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import counted
-from fedjax_meta.study.study import Study
-from fedjax_meta.study.tuning import points_of
+from fedjax_meta.study.study import DRAW, Study
+from fedjax_meta.study.tuning import NEW, points_of
 
 
 def check(study: Study, built: Mapping[str, Clients]) -> None:
@@ -47,15 +47,18 @@ def named(study: Study, scenario: str, name: str) -> Iterator[None]:
 
 
 def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
-    """Raises where a scenario's task has no such scores."""
+    """Raises where a scenario's task has no such scores, or where it has no new clients of which a number is published."""
     found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
-    said = [row.score.removeprefix("raw_").removesuffix("_std") for row in study.published if row.scenario == scenario]
+    published = [row for row in study.published if row.scenario == scenario.partition(DRAW)[0]]
+    said = [row.score.removeprefix("raw_").removesuffix("_std") for row in published]
     goal = study.goal
     wanted = None if goal is None or goal.name == USER_ACCURACY else goal.name  # checked when a study is read
     for name in (study.score, study.tuned_by.metric, wanted, *said):
         base = None if name is None else name.removesuffix("_mean")
         if base is not None and base not in found:
             raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
+    if clients.new is None and any(row.clients == NEW for row in published):
+        raise ValueError(f"scenario {scenario}: a published number is of new clients, but there are none")
 
 
 def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> None:

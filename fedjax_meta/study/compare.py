@@ -26,10 +26,9 @@ class Finished(NamedTuple):
     """The final runs of a system, as a folder holds them.
 
     Attributes:
-      title: of the system; with the folder's name where several runs have a system of this title.
-      scenario: its name in the study; with the folders' names where runs have other clients under this name.
-      fingerprint: of the clients' data, and of what they are tested on where that is a part: only systems of one fingerprint are
-        compared.
+      title: of the system; with the names of the scenario and the folder where several that are compared have this title.
+      scenario: its name in the study; with the folders' names where runs have other clients or models under this name.
+      fingerprint: of the clients' data, and of what they are tested on where that is a part.
       trials: one for each seed.
       method: name in `METHODS`.
       cohorts: what the cohorts of a seed depend on.
@@ -37,6 +36,7 @@ class Finished(NamedTuple):
       alone: the groups of clients that train by themselves with it.
       score: name of the score that is compared; that of `report.score_names` when not given.
       pooled: whether it trains on the samples of all clients together, so that it is not its method in a federation.
+      model: of the scenario, with its options.
     """
 
     title: str
@@ -49,6 +49,12 @@ class Finished(NamedTuple):
     alone: tuple[str, ...] = ()
     score: str | None = None
     pooled: bool = False
+    model: str = ""
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """The clients and the model: only systems of one task are compared."""
+        return self.fingerprint, self.model
 
     @property
     def kind(self) -> report.Kind:
@@ -160,12 +166,13 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
         score = study.score if score is None else score
         traffic = read_run(folder).get("traffic", {})
         before = len(found)
-        for scenario in study.scenarios:
+        for scenario, place in study.scenarios.items():
+            model = json.dumps([place.model, dict(place.model_options)], sort_keys=True)
             for name in study.systems:
                 path = folder / "results" / scenario / f"{name}.final.json"
                 if path.is_file():
                     bytes_ = float(traffic.get(scenario, {}).get(name, NAN))
-                    found.append((_finished(study, scenario, name, path, bytes_), folder.name))
+                    found.append((_finished(study, scenario, name, path, bytes_)._replace(model=model), folder.name))
         if len(found) == before:
             raise ValueError(f"{folder} has no finished results yet")
     found = [(one._replace(score=score), name) for one, name in found]
@@ -179,14 +186,16 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
 
 
 def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]) -> Finished:
-    """The system with the run's name behind what others have, too: its title, or the name of a scenario with other clients."""
-    there = [(other, run) for other, run in found if other.scenario == one.scenario]
-    if [other.title for other, _ in there if other.fingerprint == one.fingerprint].count(one.title) > 1:
-        one = one._replace(title=f"{one.title} ({name})")
-    if len({other.fingerprint for other, _ in there}) > 1:
-        runs = dict.fromkeys(run for other, run in there if other.fingerprint == one.fingerprint)
-        one = one._replace(scenario=f"{one.scenario} ({', '.join(runs)})")
-    return one
+    """The system with names behind what others have, too: its title, or the name of a scenario of another task."""
+    alike = [(other.scenario, run) for other, run in found if (other.task, other.title) == (one.task, one.title)]
+    there = [(other.task, run) for other, run in found if other.scenario == one.scenario]
+    more = [one.scenario] if len({scenario for scenario, _ in alike}) > 1 else []
+    more += [name] if [scenario for scenario, _ in alike].count(one.scenario) > 1 else []
+    runs = dict.fromkeys(run for task, run in there if task == one.task)
+    return one._replace(
+        title=f"{one.title} ({', '.join(more)})" if more else one.title,
+        scenario=f"{one.scenario} ({', '.join(runs)})" if len({task for task, _ in there}) > 1 else one.scenario,
+    )
 
 
 def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float) -> Finished:
@@ -215,7 +224,7 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
 
     There are none of a local model of clients that never trained it, as new clients do not unless they are given epochs.
     """
-    if any(system.alone and group not in system.alone for system in (one, reference)):
+    if not results.trained(group, one.alone, reference.alone):
         return None
     mine, theirs = one.by_client(group), reference.by_client(group)
     seeds = sorted(set(mine) & set(theirs))
@@ -276,7 +285,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def by_scenario(systems: Sequence[Finished], *, reference: str | None = None, target: Target | None = None) -> list[list[Row]]:
-    """The numbers of systems, those of one fingerprint together; arguments as in `compared`.
+    """The numbers of systems, those of one task together; arguments as in `compared`.
 
     Raises:
       ValueError: no such reference, a target in a score that was not measured.
@@ -284,8 +293,8 @@ def by_scenario(systems: Sequence[Finished], *, reference: str | None = None, ta
     if reference is not None:
         checks.one_of("reference", reference, [one.title for one in systems])
     groups = []
-    for fingerprint in dict.fromkeys(one.fingerprint for one in systems):
-        mine = [one for one in systems if one.fingerprint == fingerprint]
+    for task in dict.fromkeys(one.task for one in systems):
+        mine = [one for one in systems if one.task == task]
         here = reference if reference in [one.title for one in mine] else None
         groups.append(compared(mine, reference=here, target=target))
     return groups
@@ -295,7 +304,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     """The numbers of systems of one scenario.
 
     Args:
-      systems: at least one, all of one fingerprint.
+      systems: at least one, all of one task.
       reference: title of the one that the others are held against; the first when not given.
       target: what the known clients' mean should reach.
 

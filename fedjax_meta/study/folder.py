@@ -22,7 +22,7 @@ from fedjax_meta.study import promise
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
-from fedjax_meta.study.tuning import KNOWN, Trial, last_scores, points_of
+from fedjax_meta.study.tuning import KNOWN, Trial, last_scores, points_of, rungs
 
 Json = Any
 Where = tuple[str, str, str]
@@ -52,7 +52,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     begun = _begun(folder)
     if path.is_file() and begun:
         content = read_run(folder)
-        _compare(folder, content, fixed, rounds, begun)
+        _compare(folder, content, fixed, rounds, begun, cut=_cut(study, begun))
         before, started = content["fixed"], content.get("started", started)
         fixed = {kind: {**before.get(kind, {}), **given} for kind, given in fixed.items()}
     facts = {
@@ -242,8 +242,16 @@ def _begun(folder: Path) -> set[str]:
     return found
 
 
-def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str]) -> None:
-    """Raises where a study contradicts what its folder has results of."""
+def _cut(study: Study, begun: set[str]) -> bool:
+    """Whether halving ends trials of what has begun early, after rounds that depend on how many there are."""
+    rounds, halving = study.tuning.rounds or study.rounds, study.tuning.halving
+    places = [(scenario, name) for scenario in study.scenarios for name in study.systems_on(scenario)]
+    systems = {name for scenario, name in places if f"{scenario}/{name}" in begun}
+    return any(rungs(len(points_of(study.systems[name])), rounds, halving) for name in systems)
+
+
+def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str], *, cut: bool) -> None:
+    """Raises where a study contradicts what its folder has results of; `cut`: whether halving ended trials early."""
     systems = {name.partition("/")[2] for name in begun}
     known = {"scenarios": begun, "systems": systems, "clients": begun, "tuning": set(fixed["tuning"])}
     odd: list[tuple[str, Json, Json]] = []
@@ -261,6 +269,8 @@ def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int]
         field = "rounds" if name == "final" else "tuning.rounds"
         if number < before:
             odd.append((f"{field} (a run takes more, not fewer)", before, number))
+        elif number > before and name == "tuning" and cut:
+            odd.append((f"{field} (halving ends trials after parts of them)", before, number))
     if odd:
         raise ValueError(f"{folder} holds another study: {_in_words(odd)}; give another folder")
 

@@ -204,6 +204,11 @@ def alone(study: Study, system: str) -> tuple[str, ...]:
     return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
 
 
+def trained(group: str, *alone: tuple[str, ...]) -> bool:
+    """Whether no system's clients of a group have a local model that they never trained; `alone` of each system."""
+    return all(not groups or group in groups for groups in alone)
+
+
 class Table(NamedTuple):
     """Headings and rows of text."""
 
@@ -282,7 +287,9 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         for one in outcomes:
             if reference is None or one is reference:
                 continue
-            for group in alone(study, reference.system) if method == LOCAL else (KNOWN, NEW):
+            for group in (KNOWN, NEW):
+                if not trained(group, *(alone(study, other.system) for other in (one, reference))):
+                    continue
                 if any(group not in trial.rows[-1]["tests"] for other in (one, reference) for trial in other.final):
                     continue
                 mine, base = (by_client(other.final, group, study.score) for other in (one, reference))
@@ -312,11 +319,12 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         tests = [trial.rows[-1]["tests"].get(row.clients, {}) for one in found for trial in one.final]
         kind = _kind_of(row.score, tests)
         values = np.array([test.get("scores", {}).get(row.score, np.nan) for test in tests], float)
-        values[[trial.diverged is not None for one in found for trial in one.final]] = np.nan
+        diverged = [trial.diverged is not None for one in found for trial in one.final]
+        values[diverged] = np.nan
         values *= 100 if kind.share else 1
         measured = difference = "not run"
         if values.size:
-            measured = kind.spread(*_over_seeds(values)) or "diverged"
+            measured = kind.spread(*_over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
             difference = kind.text(values.mean() - row.value, sign=True)
         told = [kind.text(row.value), measured, difference if np.isfinite(values).all() else "", row.note]
         rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])

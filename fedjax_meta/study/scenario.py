@@ -187,6 +187,9 @@ class Scenario:
         checks.count("server", self.server, least=0)
         if self.server and (self.dataset in GENERATED or self.dataset in NATURAL or self.rule not in PARTITIONS):
             raise ValueError(f"server={self.server} needs one of the partitions {', '.join(PARTITIONS)}")
+        if self.test != Scenario.test and (self.dataset in GENERATED or (self.dataset not in NATURAL and self.rule in PAPERS)):
+            cut = self.dataset if self.dataset in GENERATED else self.rule
+            raise ValueError(f"test={self.test}, but {cut} cuts the test samples of its clients itself: leave test out")
         if self.attackers is not None:
             checks.fraction("attackers", self.attackers)
         if self.clients is not None:

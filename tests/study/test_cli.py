@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
-from fedjax_meta import models
+from fedjax_meta import cli, models
 from fedjax_meta.cli import app
 from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
@@ -103,6 +103,16 @@ def test_a_run_becomes_a_preset_and_a_line_of_the_index(file, tmp_path, monkeypa
 def test_show_prints_a_study_that_runs_again(file):
     code, text = said("show", file, "--set", "rounds=9")
     assert code == 0 and to_tree(from_tree(yaml.safe_load(text))) == to_tree(study(rounds=9))
+
+
+def test_show_takes_what_shapes_a_study_in_run(file):
+    taken = [set(inspect.signature(command).parameters) for command in (cli.run, cli.show)]
+    assert taken[0] - taken[1] == {"out", "dry_run", "shared", "data_dir", "log"} and taken[1] <= taken[0]
+    words = ["--rounds", "2", "--seeds", "3,4", "--store", "host", "--delta", "0.01", "--devices", "1", "--extend"]
+    code, text = said("show", file, *words, "--on-divergence", "stop")
+    given = {"rounds": 2, "seeds": [3, 4], "store": "host", "delta": 0.01, "devices": 1, "on_divergence": "stop"}
+    wanted = study(**given, tuning={**TREE["tuning"], "rounds": 2, "extend": cli.EXTENSIONS})
+    assert code == 0 and to_tree(from_tree(yaml.safe_load(text))) == to_tree(wanted)
 
 
 @pytest.mark.parametrize("what", ["methods", "partitions", "models", "masks", "shifts", "parts", "datasets", "presets"])

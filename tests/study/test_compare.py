@@ -41,6 +41,24 @@ def test_what_two_runs_call_alike_gets_their_names():
     assert [n.scenario for n in named] == ["pairs (monday, friday)"] * 3 + ["pairs (other)"]
 
 
+def test_scenarios_of_the_same_clients_and_another_model_have_tables_of_their_own(tmp_path):
+    pairs = {**TREE["scenarios"]["pairs"], "model": "mlp", "model_options": {"hidden": [4]}}
+    places = {"pairs": pairs, "logistic": TREE["scenarios"]["pairs"]}
+    local = {"local": TREE["systems"]["local"]}
+    run.run(study(scenarios=places, systems=local, rounds=1, seeds=[1]), tmp_path / "both", watcher=Silent())
+    run.run(study(scenarios={"pairs": pairs}, systems=local, rounds=1, seeds=[2]), tmp_path / "one", watcher=Silent())
+    groups = compare.by_scenario(compare.finished([tmp_path / "both", tmp_path / "one"]), reference="Local only")
+    told = [[(row.system.scenario, row.system.title) for row in rows] for rows in groups]
+    assert told == [[("pairs", "Local only (both)"), ("pairs", "Local only (one)")], [("logistic", "Local only")]]
+
+
+def test_scenarios_that_differ_in_neither_clients_nor_model_are_told_apart_by_their_names():
+    one = system("a", [[0.5, 0.7]])
+    found = [(one, "run"), (one._replace(scenario="noise"), "run"), (one._replace(scenario="noise"), "again")]
+    named = [compare._named_apart(*pair, found).title for pair in found]
+    assert named == ["a (pairs)", "a (noise, run)", "a (noise, again)"]
+
+
 def test_a_difference_is_taken_on_the_same_seeds_and_clients():
     first = system("a", [[0.5, 0.7], [0.6, 0.8], [0.1, 0.1]])
     second = system("b", [[0.6, 0.7], [0.8, 0.8]])

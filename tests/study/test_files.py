@@ -188,6 +188,15 @@ def test_papers_without_new_clients_can_hold_some_out():
         Scenario(dataset="mnist_small", partition="fedmeta_per", new=0.5).build()
 
 
+@pytest.mark.parametrize(
+    ("given", "name"), [({"dataset": "synthetic"}, "synthetic"), ({"partition": "fedmeta_per"}, "fedmeta_per")]
+)
+def test_a_share_of_test_samples_is_refused_where_it_would_say_nothing(given, name):
+    with pytest.raises(ValueError, match=f"test=0.4, but {name} cuts the test samples of its clients itself: leave test out"):
+        Scenario(**given, test=0.4)
+    assert Scenario(**given, test=0.25).test == Scenario(dataset="digits", partition="iid").test
+
+
 def test_a_projection_is_placed_before_the_head_and_crops_change_the_loss():
     scenario = {"dataset": "mnist_small", "partition": "iid", "clients": 4, "model": "fedpac_cnn"}
     plain, cropped = Scenario(**scenario).build(), Scenario(**scenario, augment="crop_and_flip").build()

@@ -78,8 +78,9 @@ def test_the_tables_are_those_of_the_trials(made):
     assert shown[2:] == [
         f"{v:+.1f} (client {i})" for v, i in ((change.min(), change.argmin()), (change.max(), change.argmax()))
     ]
-    # New clients of this local-only system do not train, so that nobody is held against them.
-    assert ("fedavg", "Local only", "new") not in gains and ("Local only", "fedavg", "new") in gains
+    # New clients of this local-only system do not train, so that nobody is held against them, nor they against others.
+    assert not {("fedavg", "Local only", "new"), ("Local only", "fedavg", "new")} & set(gains)
+    assert ("Local only", "fedavg", "known") in gains
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert f"{mean:.2f} ±{spread:.2f}" in text and "new clients do not train" in text
     assert text.count("sample standard deviation") == 1
@@ -177,6 +178,8 @@ def test_a_system_that_diverges_is_reported_as_such(tmp_path):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "diverged at round" in text and "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
     assert results.published(chosen, outcomes)[0][5] == "diverged"
+    whole = [one._replace(final=[trial._replace(diverged=None) for trial in one.final]) for one in outcomes]
+    assert results.published(chosen, whole)[0][5:7] == ["not measured", ""]
     goal = compare.Target(10)
     rows = compare.compared([compare.Finished(one.system, "pairs", "abc", one.final) for one in outcomes], target=goal)
     assert "diverged" in comparison.tables(rows)[0].rows[0]

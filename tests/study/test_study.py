@@ -11,6 +11,7 @@ import fedjax_meta as fm
 from fedjax_meta import report
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import Scenario, System, baselines, from_tree, load, results, run, to_tree, to_yaml
+from fedjax_meta.study.check import check
 from tests.study.common import TREE, Silent, study, tree
 
 
@@ -225,6 +226,22 @@ def test_bad_input_gets_one_line_that_names_the_field(given, words):
     with pytest.raises(ValueError, match=words) as error:
         from_tree(given)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("draws", [[], [1, 2]])
+@pytest.mark.parametrize(
+    ("new", "row", "words"),
+    [
+        (0.2, {"score": "rmse"}, "the score 'rmse' is not measured"),
+        (0.0, {"clients": "new"}, "is of new clients, but there are none"),
+    ],
+)
+def test_published_numbers_of_what_is_not_measured_are_refused(draws, new, row, words):
+    place = {**TREE["scenarios"]["pairs"], "new": new}
+    rows = [{"system": "fedavg", "scenario": "pairs", "value": 1.0, **row}]
+    chosen = study(scenarios={"pairs": place}, data_seeds=draws, published=rows)
+    with pytest.raises(ValueError, match=f"scenario pairs{'@1' if draws else ''}: .*{words}"):
+        check(chosen, run.build(chosen))
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,19 @@ def test_halving_over_programs_goes_on_where_it_was_stopped(tmp_path):
     assert stops > 1 and ends(found) == ends(whole)
 
 
+def test_the_rounds_of_trials_grow_unless_halving_has_cut_points_after_parts_of_them(tmp_path):
+    grid = {"lr": [1e-5, 0.003, 0.1]}
+    tuned(tmp_path / "halved", grid, rounds=2, halving=2)
+    words = r"holds another study: tuning.rounds \(halving ends trials after parts of them\) was 2 and is 4 now"
+    with pytest.raises(ValueError, match=words):
+        tuned(tmp_path / "halved", grid, rounds=4, halving=2)
+    # Two points are never cut.
+    for name, values, halving in (("whole", grid["lr"], None), ("two", grid["lr"][1:], 2)):
+        tuned(tmp_path / name, {"lr": values}, rounds=2, halving=halving)
+        _, more = tuned(tmp_path / name, {"lr": values}, rounds=4, halving=halving)
+        assert {trial.rows[-1]["round"] for trial in more.tuning} == {4}
+
+
 def test_ties_go_to_the_earlier_point_and_seeds_stay_together():
     points = [{"lr": 0.1}, {"lr": 0.1}, None, None, {"lr": 0.3}, {"lr": 0.3}, {"lr": 0.4}, {"lr": 0.4}]
     accuracy, values = report.Kind("accuracy", True, True), [0.5, 0.5, 9, 9, 0.1, 0.9, 0.9, 0.0]
