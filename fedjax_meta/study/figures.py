@@ -410,7 +410,7 @@ def _rounds(one: Shown) -> np.ndarray:
 
 def _scores(one: Shown, group: str) -> np.ndarray:
     """Mean of the main score over clients `[seeds, E]`; NaN once a run diverged; one that reached its goal stays where it is."""
-    rows = [[report.main_score(row["tests"][group], one.score).mean for row in trial.rows] for trial in one.final]
+    rows = [[report.mean_score(row, group, one.score, test=KNOWN) for row in trial.rows] for trial in one.final]
     longest = max(map(len, rows))
     ends = [row[-1] if trial.diverged is None else np.nan for row, trial in zip(rows, one.final, strict=True)]
     return np.array([row + [end] * (longest - len(row)) for row, end in zip(rows, ends, strict=True)], float)
