@@ -206,8 +206,21 @@ def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int, 
 
 
 def told_apart(trials: Sequence[Trial], tuning: Tuning) -> bool:
-    """Whether the points of a grid differ in their score; those of local training do not on clients that were held out."""
-    return len({one.score for one in scores(trials, tuning)}) > 1
+    """Whether the points of a grid differ in their score; those of local training do not on clients that were held out.
+
+    Points that halving ended early are compared with those that were trained as far. All that diverged score the same.
+    """
+    for end in {trial.rows[-1]["round"] for trial in trials}:
+        judged = scores([then for trial in trials if (then := _up_to(trial, end)).rows], tuning)
+        if len({one.score if math.isfinite(one.score) else None for one in judged}) > 1:
+            return True
+    return False
+
+
+def _up_to(trial: Trial, done: int) -> Trial:
+    """A trial as it was after `done` rounds."""
+    rows = [row for row in trial.rows if row["round"] <= done]
+    return trial if len(rows) == len(trial.rows) else trial._replace(rows=rows, diverged=report.diverged(rows, VALIDATION))
 
 
 def at_edge(points: Sequence[Point], chosen: Point) -> list[str]:

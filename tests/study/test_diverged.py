@@ -83,6 +83,22 @@ def test_a_run_that_diverged_reaches_nothing_from_then_on():
     np.testing.assert_allclose(shown, [[30, np.nan, 50, 90]])
 
 
+def test_points_are_told_apart_where_halving_ended_some():
+    def some(lr, *accuracies, diverged=None):
+        rows = [{**validated(accuracy), "round": 5 * number} for number, accuracy in enumerate(accuracies, 1)]
+        return Trial({"lr": lr}, 0, rows, diverged)
+
+    same = [some(0.1, 0.4, 0.5), some(0.2, 0.4, 0.5)]
+    assert not tuning.told_apart(same, Tuning())
+    assert not tuning.told_apart([*same, some(0.3, 0.4)], Tuning())
+    assert tuning.told_apart([*same, some(0.3, 0.2)], Tuning())
+    assert tuning.told_apart([*same, some(0.3, np.nan, diverged=5)], Tuning())
+    gone = [some(lr, 0.3 + lr, np.nan, diverged=10) for lr in (0.1, 0.2)]
+    assert not tuning.told_apart(gone, Tuning())
+    # Both had another score before they diverged, which is not what they are chosen by.
+    assert tuning.told_apart([*gone, some(0.3, 0.4, 0.5)], Tuning())
+
+
 def test_user_accuracy_ends_at_the_round_in_which_a_run_diverged():
     rows = [{**row, "train": {"user_accuracy": [0.1 * row["round"] / 5] * 5}} for row in trial(0, [0.9], [0.3] * 3).rows]
     rows[1] = lost(rows[1], 7)
