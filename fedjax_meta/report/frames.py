@@ -1,6 +1,8 @@
 """The folder of a run of a study as data frames of pandas, which is imported only here."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,8 @@ USER_ACCURACY = "user_accuracy"
 def load(folder: str | Path) -> "pandas.DataFrame":
     """Every evaluation of a run: one row for each scenario, system, phase, member, round and group of clients.
 
-    A run that was stopped may have evaluated a round twice; the last line counts.
+    A run that was stopped may have evaluated a round twice; the last line counts. What was taken out of the run's study is left
+    out.
 
     Raises:
       OSError: the folder holds no `metrics.jsonl`.
@@ -27,12 +30,14 @@ def load(folder: str | Path) -> "pandas.DataFrame":
     import pandas
 
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    path = Path(folder) / "metrics.jsonl"
+    path, belongs = Path(folder) / "metrics.jsonl", _belongs(Path(folder))
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             line = numbers_again(json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+        if not belongs(line["scenario"], line["system"], line["phase"], line["seed"]):
+            continue
         numbers = line["numbers"]
         for group, test in line["tests"].items():
             row = {key: line[key] for key in ("scenario", "system", "phase", "seed", "round")}
@@ -46,29 +51,43 @@ def load(folder: str | Path) -> "pandas.DataFrame":
 def load_clients(folder: str | Path) -> "pandas.DataFrame":
     """Every client of a run after the last round: one row for each scenario, system, seed, group and client.
 
+    What was taken out of the run's study is left out.
+
     Raises:
       OSError: the folder holds no finished results.
     """
     import pandas
 
-    frames = []
+    frames, belongs = [], _belongs(Path(folder))
     for path in sorted((Path(folder) / "results").glob("*/*.clients.npz")):
+        facts = {"scenario": path.parent.name, "system": path.name.removesuffix(".clients.npz")}
         with np.load(path) as arrays:
-            seeds = arrays["seeds"]
+            kept = np.array([belongs(facts["scenario"], facts["system"], "final", int(seed)) for seed in arrays["seeds"]])
+            if not kept.any():
+                continue
+            seeds = arrays["seeds"][kept]
             for group in [name.removesuffix("_samples") for name in arrays.files if name.endswith("_samples")]:
                 samples = arrays[f"{group}_samples"]
                 scores = {
                     name.removeprefix(f"{group}_"): arrays[name] for name in arrays.files if name.startswith(f"{group}_")
                 }
-                facts = {"scenario": path.parent.name, "system": path.name.removesuffix(".clients.npz")}
                 rows = {
                     "seed": np.repeat(seeds, len(samples)),
                     "clients": group,
                     "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
                     "samples": np.tile(samples, len(seeds)),
                 }
-                flat = {name: values.ravel() for name, values in scores.items() if name != "samples"}
+                flat = {name: values[kept].ravel() for name, values in scores.items() if name != "samples"}
                 frames.append(pandas.DataFrame({**rows, **flat}).assign(**facts))
     if not frames:
         raise FileNotFoundError(f"{folder} has no finished results")
     return pandas.concat(frames, ignore_index=True)
+
+
+def _belongs(folder: Path) -> Callable[[str, str, str, int], bool]:
+    """Whether the folder's study still speaks of a (scenario, system, phase, seed); true where no study is said."""
+    from fedjax_meta.study import folder as folders  # they import this module
+    from fedjax_meta.study import load as load_study
+
+    path = folder / "study.yaml"
+    return partial(folders.belongs, load_study(path)) if path.is_file() else lambda *_: True

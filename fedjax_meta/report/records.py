@@ -243,6 +243,22 @@ def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:
     return since
 
 
+def mean_score(row: Mapping[str, Any], group: str, name: str | None, *, test: str, overall: bool = False) -> float:
+    """A score of an evaluation, mean over clients, in percent if it is a share; NaN where the run counts as diverged there.
+
+    A round in which nobody's update was finite leaves a model that may score well, see `diverged`.
+
+    Args:
+      row: of the evaluation, see `compact`.
+      group: of the clients.
+      name: of the score, see `main_score`.
+      test: by which the run counts as diverged.
+      overall: whether to take `MainScore.overall` instead of the mean.
+    """
+    one = main_score(row["tests"][group], name)
+    return math.nan if diverged([row], test) is not None else one.overall if overall else one.mean
+
+
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.study import results, targets
-from fedjax_meta.study.folder import read_run, read_trials
+from fedjax_meta.study.folder import read_final, read_run
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.targets import Target
@@ -166,13 +166,13 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
         score = study.score if score is None else score
         traffic = read_run(folder).get("traffic", {})
         before = len(found)
-        for scenario, place in study.scenarios.items():
-            model = json.dumps([place.model, dict(place.model_options)], sort_keys=True)
-            for name in study.systems:
-                path = folder / "results" / scenario / f"{name}.final.json"
-                if path.is_file():
-                    bytes_ = float(traffic.get(scenario, {}).get(name, NAN))
-                    found.append((_finished(study, scenario, name, path, bytes_)._replace(model=model), folder.name))
+        for scenario in study.scenarios:
+            for name in study.systems_on(scenario):
+                trials, content = read_final(folder, study, scenario, name)
+                if trials:
+                    # Runs of older versions know the traffic of the first point of a grid alone.
+                    bytes_ = float(content.get("traffic", traffic.get(scenario, {}).get(name, NAN)))
+                    found.append((_finished(study, scenario, name, trials, content["config"]["data"], bytes_), folder.name))
         if len(found) == before:
             raise ValueError(f"{folder} has no finished results yet")
     found = [(one._replace(score=score), name) for one, name in found]
@@ -198,24 +198,23 @@ def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]
     )
 
 
-def _finished(study: Study, scenario: str, name: str, path: Path, traffic: float) -> Finished:
-    trials, content = read_trials(path)
-    # Runs of older versions know the traffic of the first point of a grid alone, which differs where the grid has sizes.
-    traffic = float(content.get("traffic", traffic))
+def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data: str, traffic: float) -> Finished:
     federation = study.system(name, scenario).federation
     cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
     cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}
-    tested = TESTED_ON[study.scenarios[scenario].adapt_on]
+    place = study.scenarios[scenario]
+    tested = TESTED_ON[place.adapt_on]
     return Finished(
         study.title_of(name),
         scenario,
-        content["config"]["data"] + ("" if tested == "test" else f" ({tested})"),
-        list(trials.values()),
+        data + ("" if tested == "test" else f" ({tested})"),
+        trials,
         study.systems[name].method,
         json.dumps(cohorts, sort_keys=True),
         traffic,
         results.alone(study, name),
         pooled=study.systems[name].pooled,
+        model=json.dumps([place.model, dict(place.model_options)], sort_keys=True),
     )
 
 

@@ -207,10 +207,10 @@ def against(systems: Sequence[Shown]) -> Figure:
 
     def by_time(axis: "Axes") -> None:
         for one in systems:
-            longest = max(len(trial.rows) for trial in one.final)
-            whole = [trial for trial in one.final if len(trial.rows) == longest]
-            seconds = np.mean([np.cumsum([row["seconds"] for row in trial.rows]) for trial in whole], 0)
-            _curve(axis, one, seconds, _scores(one, KNOWN))
+            rounds = _rounds(one)
+            whole = [trial for trial in one.final if trial.rows[-1]["round"] == rounds[-1]]
+            clocks = [np.cumsum([row["seconds"] for row in trial.rows])[_places(trial, rounds)] for trial in whole]
+            _curve(axis, one, np.mean(clocks, 0), _scores(one, KNOWN))
         axis.set_xlabel("seconds of training and testing")
         axis.set_ylabel(kind.label)
 
@@ -404,16 +404,26 @@ def _kind(systems: Sequence[Shown]) -> report.Kind:
 
 
 def _rounds(one: Shown) -> np.ndarray:
-    """The rounds of the longest run `[E]`."""
-    return np.array([row["round"] for row in max((trial.rows for trial in one.final), key=len)])
+    """The rounds after which every seed was tested `[E]`; one that ended early counts at all later ones."""
+    tested = [{row["round"] for row in trial.rows} for trial in one.final]
+    return np.array([r for r in sorted(set().union(*tested)) if all(r in mine or r > max(mine) for mine in tested)])
 
 
 def _scores(one: Shown, group: str) -> np.ndarray:
-    """Mean of the main score over clients `[seeds, E]`; NaN once a run diverged; one that reached its goal stays where it is."""
-    rows = [[report.main_score(row["tests"][group], one.score).mean for row in trial.rows] for trial in one.final]
-    longest = max(map(len, rows))
-    ends = [row[-1] if trial.diverged is None else np.nan for row, trial in zip(rows, one.final, strict=True)]
-    return np.array([row + [end] * (longest - len(row)) for row, end in zip(rows, ends, strict=True)], float)
+    """Mean of the main score over clients `[seeds, E]` after `_rounds`; a run that ended early stays where it was.
+
+    NaN where a run had diverged.
+    """
+    found = []
+    for trial in one.final:
+        values = [report.mean_score(row, group, one.score, test=KNOWN) for row in trial.rows]
+        found.append(np.array(values)[_places(trial, _rounds(one))])
+    return np.array(found, float)
+
+
+def _places(trial: Trial, rounds: np.ndarray) -> np.ndarray:
+    """Which of a trial's rows hold after some of its rounds `[E]`: the last one of those up to there."""
+    return np.searchsorted([row["round"] for row in trial.rows], rounds, side="right") - 1
 
 
 def _last(one: Shown, group: str) -> np.ndarray:

@@ -22,7 +22,7 @@ from fedjax_meta.study import promise
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
-from fedjax_meta.study.tuning import KNOWN, Trial, last_scores, points_of, rungs
+from fedjax_meta.study.tuning import KNOWN, Trial, best, last_scores, points_of, rungs
 
 Json = Any
 Where = tuple[str, str, str]
@@ -172,6 +172,42 @@ def read_trials(path: Path) -> tuple[dict[str, Trial], dict[str, Json]]:
     if not whole:
         raise ValueError(f"{path} is damaged: it holds no tests")
     return trials, content
+
+
+def belongs(study: Study, scenario: str, system: str, phase: str, seed: int) -> bool:
+    """Whether a study still speaks of a trial: a folder keeps what was taken out of its study, which reports do not show."""
+    if scenario not in study.scenarios or system not in study.systems_on(scenario):
+        return False
+    return seed in (study.seeds if phase == "final" else study.tuning.seeds)
+
+
+def read_final(folder: Path, study: Study, scenario: str, system: str) -> tuple[list[Trial], dict[str, Json]]:
+    """(the final trials of a system, one for each seed that the study has and that is finished, all that their file says).
+
+    Raises:
+      ValueError: a file is damaged.
+      OSError: it cannot be read.
+    """
+    path = folder / "results" / scenario / f"{system}.final.json"
+    if not path.is_file():
+        return [], {}
+    trials, content = read_trials(path)
+    found = [trial for trial in trials.values() if belongs(study, scenario, system, "final", trial.seed)]
+    if any(trial.numbers != found[0].numbers for trial in found):
+        point = _chosen(path.with_name(f"{system}.tuning.json"), study, study.system(system, scenario))
+        found = [trial for trial in found if trial.numbers == point]
+    return sorted(found, key=lambda trial: study.seeds.index(trial.seed)), content
+
+
+def _chosen(path: Path, study: Study, system: System) -> Mapping[str, float]:
+    """The point of a system's grid that its trials, if it has some, chose."""
+    points = points_of(system)
+    if len(points) == 1:
+        return points[0]
+    trials = [trial for trial in read_trials(path)[0].values() if trial.seed in study.tuning.seeds]
+    if not study.tuning.extend:
+        trials = [trial for trial in trials if trial.numbers in points]
+    return best(trials, study.tuned_by).point
 
 
 def close_run(folder: Path) -> None:
@@ -465,18 +501,19 @@ def index(root: Path) -> list[Run]:
 
 def _run(folder: Path) -> Run:
     content, study = read_run(folder), load(folder / "study.yaml")
-    best = []
+    winners = []
     for scenario in study.scenarios:
         names, means, kind = [], [], None
-        for path in sorted((folder / "results" / scenario).glob("*.final.json")):
-            trials, _ = read_trials(path)
-            tests = [(trial, trial.rows[-1]["tests"][KNOWN]) for trial in trials.values()]
+        for name in study.systems_on(scenario):
+            tests = [(trial, trial.rows[-1]["tests"][KNOWN]) for trial in read_final(folder, study, scenario, name)[0]]
+            if not tests:
+                continue
             means.append(float(np.mean([last_scores(*one, study.score).mean() for one in tests])))
-            names.append(path.name.removesuffix(".final.json"))
+            names.append(name)
             kind = report.main_score(tests[0][1], study.score).kind
         if kind is not None and np.isfinite(means).any():
             place = kind.best(means)
-            title = study.title_of(names[place]) if names[place] in study.systems else names[place]
-            best.append((scenario, title, f"{kind.words} {kind.text(means[place])}{' %' if kind.share else ''}"))
+            title = study.title_of(names[place])
+            winners.append((scenario, title, f"{kind.words} {kind.text(means[place])}{' %' if kind.share else ''}"))
     state = "finished" if content.get("finished") else "running" if disk.locked(folder) else "stopped"
-    return Run(folder, study.title, content.get("started", ""), state, best)
+    return Run(folder, study.title, content.get("started", ""), state, winners)

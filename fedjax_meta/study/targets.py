@@ -51,6 +51,8 @@ def target(text: str, *, name: str = "target") -> Target:
 def curve(rows: Sequence[Mapping[str, Any]], score: str | None) -> tuple[np.ndarray, np.ndarray, report.Kind]:
     """(rounds `[E]`, mean scores of known clients `[E]`, what they are) of a run; user accuracy is known of every round.
 
+    Scores are NaN from the round on in which the run diverged.
+
     Args:
       rows: its evaluations, see `report.compact`.
       score: its name; the first one that was measured when not given.
@@ -59,12 +61,28 @@ def curve(rows: Sequence[Mapping[str, Any]], score: str | None) -> tuple[np.ndar
       ValueError: the score was not measured.
     """
     if score == USER_ACCURACY:
-        values = [value for row in rows for value in row["train"].get(score, ())]
-        if not values:
+        values = _of_every_round(rows, score)
+        if not values.size:
             raise ValueError(f"no {score} was recorded: name it in the study, see user_accuracy")
-        return np.arange(1, len(values) + 1), 100 * np.array(values, float), report.Kind(score, True, True)
-    found = [report.main_score(row["tests"][_KNOWN], score) for row in rows]
-    return np.array([row["round"] for row in rows]), np.array([one.mean for one in found]), found[0].kind
+        return np.arange(1, len(values) + 1), 100 * values, report.Kind(score, True, True)
+    means = [report.mean_score(row, _KNOWN, score, test=_KNOWN) for row in rows]
+    kind = report.main_score(rows[0]["tests"][_KNOWN], score).kind
+    return np.array([row["round"] for row in rows]), np.array(means), kind
+
+
+def _of_every_round(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """What was recorded of every round `[R]`; NaN from the round on in which the run diverged, up to where it recovered."""
+    values: list[float] = []
+    since = None
+    for row in rows:
+        before = len(values)
+        values += row["train"].get(name, ())
+        first = report.diverged([row], _KNOWN)
+        since = first if since is None or first is None else since
+        if since is not None:
+            lost = max(since - 1, before)
+            values[lost:] = [np.nan] * (len(values) - lost)
+    return np.array(values, float)
 
 
 def is_reached(rows: Sequence[Mapping[str, Any]], goal: Target) -> bool:

@@ -286,16 +286,18 @@ class _Wave:
 
     def prune(self, done: int, records: Sequence[Record | None]) -> list[bool]:
         """Which members go on after round `done`; the last ones that end are left to end the wave, see `over`."""
+        at_rung = self._compares and done in self._rungs
+        if not (self._phase.ends or at_rung):
+            return self.active
+        rows = [None if one is None else self._row(i, one) for i, one in enumerate(records)]
         if self._phase.ends:
-            rows = [None if one is None else self._row(i, one) for i, one in enumerate(records)]
             lines = [[*trial.rows, row] if row is not None else None for trial, row in zip(self.trials, rows, strict=True)]
             left = [line is not None and not self._phase.has_ended(line) for line in lines]
             self.over = not any(here and on for here, on in zip(self.active, left, strict=True))
             if self.over:
                 return self.active
             self.active = [here and on for here, on in zip(self.active, left, strict=True)]
-        if self._compares and done in self._rungs:
-            rows = [None if record is None else report.compact(record) for record in records]
+        if at_rung:
             numbers = [member.numbers for member in self._members]
             self.active = _cut(self._phase, numbers, rows, self.active, self._rungs[done])
         return self.active

@@ -115,6 +115,8 @@ class Judged(NamedTuple):
 def score(row: Mapping[str, Json], tuning: Tuning) -> tuple[float, report.Kind]:
     """The score of an evaluation by which points are compared, in percent if it is a share, and what it is.
 
+    The score is NaN where the run counts as diverged there, see `report.mean_score`.
+
     Args:
       row: of the evaluation, see `report.compact`.
       tuning: how, see `Study.tuned_by`.
@@ -124,9 +126,10 @@ def score(row: Mapping[str, Json], tuning: Tuning) -> tuple[float, report.Kind]:
     """
     name = tuning.metric
     base = None if name is None else name.removesuffix("_mean")
-    found = [report.main_score(row["tests"][group], base) for group in _GROUPS[tuning.validation]]
-    over_clients = name is None or name.endswith("_mean")
-    return float(np.mean([one.mean if over_clients else one.overall for one in found])), found[0].kind
+    overall = name is not None and not name.endswith("_mean")
+    groups = _GROUPS[tuning.validation]
+    means = [report.mean_score(row, group, base, test=VALIDATION, overall=overall) for group in groups]
+    return float(np.mean(means)), report.main_score(row["tests"][groups[0]], base).kind
 
 
 def scores(trials: Sequence[Trial], tuning: Tuning) -> list[Judged]:
@@ -203,8 +206,21 @@ def goes_on(points: Sequence[Point | None], values: Sequence[float], most: int, 
 
 
 def told_apart(trials: Sequence[Trial], tuning: Tuning) -> bool:
-    """Whether the points of a grid differ in their score; those of local training do not on clients that were held out."""
-    return len({one.score for one in scores(trials, tuning)}) > 1
+    """Whether the points of a grid differ in their score; those of local training do not on clients that were held out.
+
+    Points that halving ended early are compared with those that were trained as far. All that diverged score the same.
+    """
+    for end in {trial.rows[-1]["round"] for trial in trials}:
+        judged = scores([then for trial in trials if (then := _up_to(trial, end)).rows], tuning)
+        if len({one.score if math.isfinite(one.score) else None for one in judged}) > 1:
+            return True
+    return False
+
+
+def _up_to(trial: Trial, done: int) -> Trial:
+    """A trial as it was after `done` rounds."""
+    rows = [row for row in trial.rows if row["round"] <= done]
+    return trial if len(rows) == len(trial.rows) else trial._replace(rows=rows, diverged=report.diverged(rows, VALIDATION))
 
 
 def at_edge(points: Sequence[Point], chosen: Point) -> list[str]:

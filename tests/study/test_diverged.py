@@ -5,7 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from fedjax_meta.study import compare, comparison, draws, from_tree, phase, results, run, summary, train, tuning
+from fedjax_meta.study import (
+    compare,
+    comparison,
+    draws,
+    figures,
+    from_tree,
+    phase,
+    results,
+    run,
+    summary,
+    targets,
+    train,
+    tuning,
+)
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.tuning import Trial
 from tests.study.common import study, tree
@@ -42,6 +55,56 @@ def test_halving_keeps_no_point_with_a_seed_that_has_diverged():
     rows = [None, *map(validated, (0.9, 0.5, 0.5, 0.4, 0.4))]
     alive = [False, True, True, True, True, True]
     assert train._cut(one, numbers, rows, alive, 2) == [False, False, True, True, True, True]
+
+
+def lost(row, at):
+    """A row whose model scores well, though in a round before it nobody's update was finite."""
+    return {**row, "faults": [{"round": at, "diverged": True}]}
+
+
+def test_halving_counts_a_point_as_the_worst_that_diverged_and_scores_well():
+    halved = Tuning(rounds=8, seeds=[0], halving=2)
+    one = phase.Phase("pairs", "fedavg", "tuning", None, 8, 2, None, {"validation": None}, {}, tuning=halved)
+    numbers = [{"lr": lr} for lr in (0.1, 0.2, 0.3)]
+    rows = [lost(validated(0.9), 4), validated(0.5), validated(0.4)]
+    assert train._cut(one, numbers, rows, [True] * 3, 2) == [False, True, True]
+    trials = [Trial(point, 0, [row], None) for point, row in zip(numbers, rows, strict=True)]
+    assert train._going_on(one, trials, [True] * 3, 5, 2) == [False, True, True]
+
+
+def test_a_run_that_diverged_reaches_nothing_from_then_on():
+    run_ = trial(0, [0.9], [0.3, 0.9, 0.5, 0.9])
+    broken = run_._replace(rows=[run_.rows[0], lost(run_.rows[1], 7), *run_.rows[2:]])
+    one = compare.Finished("a", "pairs", "abc", [broken])
+    assert compare.reached(one, targets.target("80")).rounds.tolist() == [20]
+    assert compare.reached(one, targets.target("30")).rounds.tolist() == [5]
+    assert not targets.is_reached(broken.rows[:2], targets.target("80"))
+    shown = figures._scores(figures.Shown("a", 0, [broken]), "known")
+    np.testing.assert_allclose(shown, [[30, np.nan, 50, 90]])
+
+
+def test_points_are_told_apart_where_halving_ended_some():
+    def some(lr, *accuracies, diverged=None):
+        rows = [{**validated(accuracy), "round": 5 * number} for number, accuracy in enumerate(accuracies, 1)]
+        return Trial({"lr": lr}, 0, rows, diverged)
+
+    same = [some(0.1, 0.4, 0.5), some(0.2, 0.4, 0.5)]
+    assert not tuning.told_apart(same, Tuning())
+    assert not tuning.told_apart([*same, some(0.3, 0.4)], Tuning())
+    assert tuning.told_apart([*same, some(0.3, 0.2)], Tuning())
+    assert tuning.told_apart([*same, some(0.3, np.nan, diverged=5)], Tuning())
+    gone = [some(lr, 0.3 + lr, np.nan, diverged=10) for lr in (0.1, 0.2)]
+    assert not tuning.told_apart(gone, Tuning())
+    # Both had another score before they diverged, which is not what they are chosen by.
+    assert tuning.told_apart([*gone, some(0.3, 0.4, 0.5)], Tuning())
+
+
+def test_user_accuracy_ends_at_the_round_in_which_a_run_diverged():
+    rows = [{**row, "train": {"user_accuracy": [0.1 * row["round"] / 5] * 5}} for row in trial(0, [0.9], [0.3] * 3).rows]
+    rows[1] = lost(rows[1], 7)
+    rounds, scores, _ = targets.curve(rows, "user_accuracy")
+    np.testing.assert_allclose(scores, [10] * 5 + [20] + [np.nan] * 4 + [30] * 5)
+    assert rounds.tolist() == list(range(1, 16))
 
 
 def test_nobody_is_held_against_a_run_that_diverged():

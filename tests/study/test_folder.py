@@ -1,14 +1,16 @@
 """The folder of a run: facts, metrics after a kill, clients, contradictions, the index."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import yaml
 
 from fedjax_meta import disk, report
+from fedjax_meta.study import compare, from_tree, run
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study import from_tree, run
+from fedjax_meta.study.study import to_yaml
 from tests.study.common import TREE, Silent, study, tree
 
 
@@ -107,6 +109,38 @@ def test_metrics_of_a_killed_run_become_those_of_its_checkpoints(finished, tmp_p
     assert '"final"' in text and not any(
         '"fedavg"' in line and '"final"' in line for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
+
+
+def test_what_was_taken_out_of_a_study_is_in_no_comparison_index_or_data_frame(finished, tmp_path):
+    """A seed and a system, whose results stay in the folder."""
+    folder, (fedavg, _) = finished
+    place = tmp_path / "run"
+    shutil.copytree(folder, place)
+    less = study(seeds=[2], systems={"fedavg": TREE["systems"]["fedavg"]})
+    (place / "study.yaml").write_text(to_yaml(less))
+    (one,) = compare.finished([place])
+    assert (one.title, [trial.seed for trial in one.trials]) == ("fedavg", [2])
+    assert one.trials[0].rows == fedavg.final[1].rows
+    (run_,) = folders.index(place)
+    score = 100 * fedavg.final[1].rows[-1]["tests"]["known"]["scores"]["accuracy_mean"]
+    assert run_.best == [("pairs", "fedavg", f"accuracy {score:.2f} %")]
+    clients, rounds = report.load_clients(place), report.load(place)
+    assert set(clients.seed) == set(rounds[rounds.phase == "final"].seed) == {2}
+    assert set(clients.system) == set(rounds.system) == {"fedavg"} and set(rounds.phase) == {"tuning", "final"}
+    # A file that holds other numbers, too: those of the report.
+    path = place / "results" / "pairs" / "fedavg.final.json"
+    content = json.loads(path.read_text())
+    content["trials"] = {
+        "other": {**next(iter(content["trials"].values())), "seed": 2, "numbers": {"lr": 9.0}},
+        **content["trials"],
+    }
+    path.write_text(json.dumps(content))
+    assert [trial.numbers for trial in compare.finished([place])[0].trials] == [fedavg.chosen]
+    (place / "study.yaml").write_text(to_yaml(study(seeds=[3])))
+    with pytest.raises(ValueError, match="has no finished results yet"):
+        compare.finished([place])
+    with pytest.raises(OSError, match="no finished results"):
+        report.load_clients(place)
 
 
 def test_the_index_says_what_each_folder_holds(finished, tmp_path):

@@ -10,10 +10,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
 from fedjax_meta.report import COLORS
 from fedjax_meta.study import compare, comparison, figures, page, results, run
 from tests.study.common import TREE, Silent, study
+from tests.study.test_compare import trial as trial_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -138,8 +140,6 @@ def test_a_page_of_many_systems_stays_small(made):
 
 def test_a_line_is_the_mean_over_seeds_and_its_band_one_deviation(made):
     chosen, built, outcomes, _ = made
-    from matplotlib.figure import Figure
-
     shown = page.systems(chosen, built["pairs"], outcomes)
     axis = Figure().subplots()
     figures.by_round(shown).panels[1].draw(axis)
@@ -147,6 +147,25 @@ def test_a_line_is_the_mean_over_seeds_and_its_band_one_deviation(made):
     np.testing.assert_allclose(axis.lines[0].get_ydata(), scores.mean(0))
     band = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert band.max() == pytest.approx((scores.mean(0) + scores.std(0, ddof=1)).max())
+
+
+def test_a_curve_has_the_rounds_that_all_seeds_have():
+    """Seeds that were tested after unlike rounds, and one that reached its goal early."""
+
+    def tested(seed, curve):
+        one = trial_of(seed, [0.5], list(curve.values()))
+        return one._replace(rows=[{**row, "round": at} for row, at in zip(one.rows, curve, strict=True)])
+
+    first, second = tested(1, {1: 0.1, 3: 0.3, 6: 0.6}), tested(2, {1: 0.2, 2: 0.4, 3: 0.5, 4: 0.7, 6: 0.8})
+    shown = figures.Shown("a", 0, [first, second])
+    assert figures._rounds(shown).tolist() == [1, 3, 6]
+    np.testing.assert_allclose(figures._scores(shown, "known"), [[10, 30, 60], [20, 50, 80]])
+    shown = shown._replace(final=[first, second, tested(3, {1: 0.3, 2: 0.9})])
+    assert figures._rounds(shown).tolist() == [1, 3, 6]
+    np.testing.assert_allclose(figures._scores(shown, "known")[2], [30, 90, 90])
+    axis = Figure().subplots()
+    figures.against([shown]).panels[-1].draw(axis)
+    np.testing.assert_allclose(axis.lines[0].get_xdata(), np.mean([[2, 4, 6], [2, 6, 10]], 0))
 
 
 def test_what_was_not_run_is_not_spoken_of(tmp_path):
