@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from fedjax_meta import runtime
+from fedjax_meta import checks, runtime
 
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
@@ -95,6 +95,22 @@ def _banded(x: jax.Array, kernel: jax.Array, block: tuple[int, int], offsets: li
     return product[: len(flat)].reshape(*fields.shape[:3], -1)
 
 
+def _form(form: str | None) -> str:
+    if form is None:
+        return default_form()
+    checks.one_of("form", form, FORMS)
+    return form
+
+
+def _must_fit(x: jax.Array, kernel: jax.Array, least: int) -> None:
+    """Raises unless the result of a convolution has at least so many rows and columns."""
+    if min(x.shape[1] - kernel.shape[1], x.shape[2] - kernel.shape[2]) + 1 < least:
+        pooled = " and a 2x2 pooling" if least > 1 else ""
+        raise ValueError(
+            f"a kernel of {kernel.shape[1]}x{kernel.shape[2]}{pooled} does not fit into {x.shape[1]}x{x.shape[2]} pixels"
+        )
+
+
 def _padded(x: jax.Array, padding: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0))) if padding else x
 
@@ -111,9 +127,12 @@ def convolution(x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str 
 
     Returns:
       `[B, H + 2 padding - kernel height + 1, W + 2 padding - kernel width + 1, out]`.
+
+    Raises:
+      ValueError: an unknown form, a kernel that is larger than the padded image.
     """
-    form = form or default_form()
-    x = _padded(x, padding)
+    form, x = _form(form), _padded(x, padding)
+    _must_fit(x, kernel, 1)
     if form == "lax":
         dimensions = ("NHWC", "OHWI", "NHWC")
         return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=dimensions)
@@ -131,12 +150,14 @@ def convolution_windows(
     `H' x W'` is the size of the pooled image (an odd last row or column is dropped, as in pooling), and axis 3 runs over the
     four entries of each pooling window. `pool_windows` then computes the maximum. The banded form computes its outputs in this
     order, `block` columns at a time (an even divisor of 2 W'), so that pooling moves no data.
+
+    Raises:
+      ValueError: an unknown form, a result smaller than a pooling window.
     """
-    form = form or default_form()
+    form, x = _form(form), _padded(x, padding)
+    _must_fit(x, kernel, 2)
     if form != "banded":
-        z = convolution(x, kernel, padding=padding, form=form)
-        return _windows(z)[:, :, None]
-    x = _padded(x, padding)
+        return _windows(convolution(x, kernel, form=form))[:, :, None]
     outputs = kernel.shape[0]
     height, width = (x.shape[1] - kernel.shape[1] + 1) // 2, (x.shape[2] - kernel.shape[2] + 1) // 2
     x = x[:, : 2 * height + kernel.shape[1] - 1, : 2 * width + kernel.shape[2] - 1]

@@ -229,7 +229,11 @@ class MeanLoss:
 
     def weighted(self, outputs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(losses, weights) of the entries, of one shape."""
-        losses = self.entries(outputs, targets(batch))
+        # NaN in a target without weight, which stands for a missing value, would be NaN in gradients.
+        known = jax.tree.map(
+            lambda y: jnp.where(entry_weights(batch, y) > 0, y, 0) if checks.is_real(y.dtype) else y, targets(batch)
+        )
+        losses = self.entries(outputs, known)
         return losses, entry_weights(batch, losses)
 
 

@@ -79,6 +79,18 @@ def test_banded_convolution_equals_xla_for_any_shape(image, channels, outputs, s
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.parametrize("form", [None, *layers.FORMS])
+def test_a_kernel_that_does_not_fit_is_refused(form):
+    x, kernel = jnp.zeros((2, 4, 4, 1)), jnp.zeros((3, 5, 5, 1))
+    with pytest.raises(ValueError, match="a kernel of 5x5 does not fit into 4x4 pixels"):
+        layers.convolution(x, kernel, form=form)
+    with pytest.raises(ValueError, match="a kernel of 4x4 and a 2x2 pooling does not fit into 4x4 pixels"):
+        layers.convolution_windows(x, kernel[:, :4, :4], form=form)
+    assert layers.convolution(x, kernel, padding=1, form=form).shape == (2, 2, 2, 3)
+    with pytest.raises(ValueError, match="form"):
+        layers.convolution(x, kernel, form="foo")
+
+
 @pytest.mark.parametrize("block", [2, 4, 12])
 def test_block_size_does_not_change_the_result(block):
     rng = np.random.default_rng(0)

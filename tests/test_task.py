@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_meta.models import Network
-from fedjax_meta.task import Batch, Task, classification, cross_entropy, require_task, weighted_mean
+from fedjax_meta.task import Batch, Task, Weighted, classification, cross_entropy, require_task, weighted_mean
+from fedjax_meta.tasks import regression
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1, max_size=8))
@@ -51,6 +52,25 @@ def test_an_invalid_label_in_a_padded_row_changes_nothing(label):
     alone, gradient_alone = of(logits[:1], Batch(None, jnp.array([1]), jnp.ones(1)))
     np.testing.assert_allclose(loss, alone, rtol=1e-6)
     np.testing.assert_allclose(gradient, jnp.concatenate([gradient_alone, jnp.zeros((1, 3))]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("missing", ["row", "entry"])
+def test_a_missing_target_is_in_no_gradient(missing):
+    task = regression(lambda key: {"w": jnp.ones((3, 2))}, lambda v, x: x @ v["w"])
+    y, weight = np.array([[1.0, 2.0], [3.0, 4.0]]), np.ones((2, 2))
+    rows, held = jnp.ones(2), y.copy()
+    if missing == "row":
+        y, rows = np.where([[True], [False]], y, np.nan), jnp.array([1.0, 0.0])
+        held = np.where([[True], [False]], held, 0)
+    else:
+        weight[1, 0] = 0
+        y, held = np.where(weight > 0, y, np.nan), np.where(weight > 0, held, 0)
+
+    def gradient(values):
+        batch = Batch(jnp.ones((2, 3)), Weighted(jnp.asarray(values), jnp.asarray(weight)), rows)
+        return jax.grad(lambda v: task.loss(v, batch, jax.random.key(0))[0])(task.init(jax.random.key(0)))["w"]
+
+    assert np.isfinite(gradient(y)).all() and np.array_equal(gradient(y), gradient(held))
 
 
 def test_classification_of_a_users_own_model():
