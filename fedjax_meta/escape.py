@@ -14,9 +14,17 @@ def console(text: object) -> str:
       >>> print(console("runs/lr[red]"))
       runs/lr\\[red]
     """
-    from rich.markup import escape
+    from rich.markup import RE_TAGS
 
-    return escape(str(text))
+    # rich's own `escape` loses a backslash before a bracket that begins no tag: there, rich reads `\[` as a bracket.
+    plain, parts, end = str(text), [], 0
+    for tag in RE_TAGS.finditer(plain):
+        slashes = tag[2]
+        parts += [plain[end : tag.start()].replace("\\[", "\\\\["), slashes * 2, "\\", tag[1].removeprefix(slashes)]
+        end = tag.end()
+    parts.append(plain[end:].replace("\\[", "\\\\["))
+    # One at the end would escape what follows.
+    return "".join(parts) + "\\" * (plain.endswith("\\") and not plain.endswith("\\\\"))
 
 
 def markdown(text: object) -> str:

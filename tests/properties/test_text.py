@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedjax_meta import checks, escape
@@ -57,6 +57,8 @@ TEXT = st.text(st.characters(codec="ascii", categories=("L", "N", "P", "S", "Zs"
 
 # rich doubles a backslash at the end, lest it escape what follows.
 @given(text=TEXT.filter(lambda text: not text.endswith("\\")))
+@example(text="\\[")
+@example(text="a\\\\[ [Red] \\[Red] \\\\[red] [/x][")
 def test_the_console_shows_text_as_it_is(text):
     rich_console = pytest.importorskip("rich.console", reason="the console needs rich")
     file = io.StringIO()
