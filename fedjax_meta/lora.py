@@ -115,6 +115,7 @@ class _Adapters:
     ) -> None:
         self._base, self._chosen, self._whole, self._rank, self._scale = base, chosen, whole, rank, scale
         self._inputs_first, self._frozen = inputs_first, None
+        self._kind = jnp.result_type(*(leaf for _, leaf in self._targets()))
         if frozen_a is not None:
             self._frozen = self._drawn(jax.random.key(frozen_a))
 
@@ -128,20 +129,18 @@ class _Adapters:
     def merged(self, variables: Variables) -> Variables:
         """The variables of the base task."""
         adapters = variables["adapters"]
-        # A pass in another type, as of `mixed_precision`, has only the adapters in that type.
-        kind, own_kind = (
-            jnp.result_type(*jax.tree.leaves(tree)) for tree in (adapters, [leaf for _, leaf in self._targets()])
-        )
+        kind = jnp.result_type(*jax.tree.leaves(adapters))
 
         def adapted(path: Any, leaf: jax.Array, chosen: bool) -> jax.Array:
-            leaf = leaf.astype(kind) if leaf.dtype == own_kind else leaf
+            # `mixed_precision` casts variables, of which the base is none.
+            leaf = leaf.astype(kind) if leaf.dtype == self._kind else leaf
             if not chosen:
                 return leaf
             names = masks.path_names(path)
             own = adapters
             for name in names:
                 own = own[name]
-            a = own["lora_A"] if self._frozen is None else self._frozen[names].astype(kind)
+            a = own["lora_A"] if self._frozen is None else self._frozen[names].astype(own["lora_B"].dtype)
             product = own["lora_B"] @ a
             return leaf + self._scale * (product.T if self._inputs_first else product)
 

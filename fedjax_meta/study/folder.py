@@ -174,15 +174,10 @@ def read_trials(path: Path) -> tuple[dict[str, Trial], dict[str, Json]]:
     return trials, content
 
 
-def belongs(study: Study, scenario: str, system: str, phase: str, seed: int) -> bool:
-    """Whether a study still speaks of a trial: a folder keeps what was taken out of its study, which reports do not show."""
-    if scenario not in study.scenarios or system not in study.systems_on(scenario):
-        return False
-    return seed in (study.seeds if phase == "final" else study.tuning.seeds)
-
-
 def read_final(folder: Path, study: Study, scenario: str, system: str) -> tuple[list[Trial], dict[str, Json]]:
     """(the final trials of a system, one for each seed that the study has and that is finished, all that their file says).
+
+    A folder keeps what was taken out of its study; reports leave it out.
 
     Raises:
       ValueError: a file is damaged.
@@ -192,7 +187,7 @@ def read_final(folder: Path, study: Study, scenario: str, system: str) -> tuple[
     if not path.is_file():
         return [], {}
     trials, content = read_trials(path)
-    found = [trial for trial in trials.values() if belongs(study, scenario, system, "final", trial.seed)]
+    found = [trial for trial in trials.values() if trial.seed in study.seeds]
     if any(trial.numbers != found[0].numbers for trial in found):
         point = _chosen(path.with_name(f"{system}.tuning.json"), study, study.system(system, scenario))
         found = [trial for trial in found if trial.numbers == point]
