@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedjax_meta import checks
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.contract import Method
@@ -51,8 +53,11 @@ def adaptation(
 
     Raises:
       ValueError: counts below 1, and as in `evaluate`.
-      TypeError: `steps` without a function that takes them.
+      TypeError: `steps` without a function that takes them, one number in place of several.
     """
+    for name, counts in (("samples", samples), ("steps", steps)):
+        if counts is not None and np.ndim(counts) != 1:
+            raise TypeError(f"{name}={checks.shown(counts)} must be several numbers, e.g. {name}=(1, 5, 10)")
     for count in samples:
         if count is not None:
             checks.count("samples", count)

@@ -243,6 +243,9 @@ def of_run(
         raise ValueError(f"system={system!r} is unknown; allowed are {names}")
     place = _place(study, scenario)
     seed = study.seeds[0] if seed is None else seed
+    if seed not in study.seeds:
+        # A folder keeps what was taken out of its study; reports and exports leave it out.
+        raise ValueError(f"seed={seed} is not in the study, which has the seeds {', '.join(map(str, study.seeds))}")
     if client is not None and new_client is not None:
         raise ValueError(f"client={client} and new_client={new_client}: give one of them")
     clients = study.scenarios[place].build(data_dir)

@@ -101,6 +101,12 @@ def test_steps_need_a_function_of_them():
         adaptation.adaptation(fm.fedavg(problems.task()), KEY, None, problems.data(), steps=(1,))
 
 
+@pytest.mark.parametrize("name", ["steps", "samples"])
+def test_one_number_in_place_of_several_gets_one_line(name):
+    with pytest.raises(TypeError, match=f"{name}=5 must be several numbers"):
+        adaptation.adaptation(fm.fedavg(problems.task()), KEY, None, problems.data(), **{name: 5})
+
+
 # ------------------------------------------------------------------------------------------------------------- rates over rounds
 
 

@@ -190,7 +190,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 BAD = {
     "no run": (["nowhere", "--system", "ditto"], "holds no run"),
     "no such system": (["RUN", "--system", "dito"], "system='dito' is unknown"),
-    "no such seed": (["RUN", "--system", "ditto", "--seed", "9"], "seed=9 was not run; ditto has the seeds 1, 2, 5"),
+    "no such seed": (["RUN", "--system", "ditto", "--seed", "9"], "seed=9 is not in the study, which has the seeds 1, 2, 5"),
     "no such client": (["RUN", "--system", "ditto", "--client", "8"], "client=8"),
     "both": (["RUN", "--system", "ditto", "--client", "1", "--new-client", "1"], "give one of them"),
     "no such scenario": (["RUN", "--system", "ditto", "--scenario", "x"], "scenario='x' is unknown"),

@@ -157,7 +157,7 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
     """
     found: list[tuple[Finished, str]] = []
     places = [Path(folder).resolve() for folder in folders]
-    for folder in map(Path, folders):
+    for folder, label in zip(map(Path, folders), _labels(places), strict=True):
         if places.count(folder.resolve()) > 1:
             raise ValueError(f"{folder} is named twice: it would be compared with itself")
         if not (folder / "run.json").is_file():
@@ -172,7 +172,7 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
                 if trials:
                     # Runs of older versions know the traffic of the first point of a grid alone.
                     bytes_ = float(content.get("traffic", traffic.get(scenario, {}).get(name, NAN)))
-                    found.append((_finished(study, scenario, name, trials, content["config"]["data"], bytes_), folder.name))
+                    found.append((_finished(study, scenario, name, trials, content["config"]["data"], bytes_), label))
         if len(found) == before:
             raise ValueError(f"{folder} has no finished results yet")
     found = [(one._replace(score=score), name) for one, name in found]
@@ -183,6 +183,20 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
                 f"{name}: {one.title} was not measured by {score!r} in scenario {one.scenario}, but by {', '.join(known)}"
             )
     return [_named_apart(one, name, found) for one, name in found]
+
+
+def _labels(places: Sequence[Path]) -> list[str]:
+    """Names of folders: their last parts, as many as tell them apart.
+
+    Example:
+      >>> _labels([Path("/a/first"), Path("/b/first"), Path("/b/second")])
+      ['a/first', 'b/first', 'b/second']
+    """
+    for parts in range(1, 1 + max(len(place.parts) for place in places)):
+        names = ["/".join(place.parts[-parts:]) for place in places]
+        if len(set(names)) == len(set(places)):
+            break
+    return names
 
 
 def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]) -> Finished:

@@ -15,6 +15,9 @@ from fedjax_meta import checks
 DEEPEST = 20
 """Dots in the path of a field; no study has so many."""
 
+MAKES = {"scenarios": "dataset", "systems": "method"}
+"""By the kind of an entry, the field that an override may make a new one with."""
+
 Tree = dict[str, Any]
 """Nested mappings, lists and plain values, as YAML holds them."""
 
@@ -155,8 +158,10 @@ def override(tree: Tree, text: str) -> None:
     An entry that is set to null, "systems.fedavg=null", is left out, as in `variants`. Below it null is a value, as in
     "systems.fedavg.options.batch_size=null".
 
+    An entry that is not there is made by the field without which it is none: "systems.mine.method=fedavg".
+
     Raises:
-      ValueError: no field, no value, a field of what is no mapping, or an entry to leave out that is not there.
+      ValueError: no field, no value, a field of what is no mapping, or of an entry that is not there.
     """
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")) or path.count(".") > DEEPEST:
@@ -170,11 +175,12 @@ def override(tree: Tree, text: str) -> None:
         checks.one_of(kind, name, tree.get(kind) or {})
         del tree[kind][name]
         return
-    entry, deeper, _ = name.partition(".")
+    entry, _, field = name.partition(".")
     known = tree.get(kind) or {}
     # An override may make an entry, but not by a slip.
-    if kind in ("scenarios", "systems") and deeper and entry not in known and (hint := checks.nearest(entry, known)):
-        raise ValueError(f"{kind} has no {entry!r}{hint}")
+    if kind in MAKES and field and entry not in known and (field != MAKES[kind] or checks.nearest(entry, known)):
+        begin = f"; --set {kind}.{entry}.{MAKES[kind]}=... makes one"
+        raise ValueError(f"{kind} has no {entry!r}{checks.nearest(entry, known) or begin}")
     put(tree, path, read)
 
 

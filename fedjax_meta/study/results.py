@@ -109,7 +109,9 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
     remarks = [f"diverged at round {min(diverged)}"] if diverged else []
     remarks += _reached(study, outcome)
-    if outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
+    if outcome.tuning and all(trial.diverged is not None for trial in outcome.tuning):
+        remarks.append("all points of its grid diverged")
+    elif outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
         remarks.append("all points of its grid scored the same")
     else:
         remarks += [f"best {name} at the end of its grid{_why_there(study, outcome, clients)}" for name in outcome.at_edge]

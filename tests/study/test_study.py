@@ -262,6 +262,26 @@ def test_an_override_that_names_no_field_is_refused(tmp_path, override):
         load(tmp_path / "study.yaml", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("scenarios.other.test=0.5", "scenarios has no 'other'; --set scenarios.other.dataset=... makes one"),
+        ("scenarios.pair.dataset=digits", "scenarios has no 'pair' .did you mean 'pairs'"),
+        ("systems.other.options.lr=0.5", "systems has no 'other'; --set systems.other.method=... makes one"),
+    ],
+)
+def test_an_override_makes_no_entry_by_a_slip(tmp_path, override, words):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / "study.yaml", [override])
+
+
+def test_an_override_makes_an_entry_that_the_next_ones_change(tmp_path):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    found = load(tmp_path / "study.yaml", ["systems.mine.method=fedavg", "systems.mine.options.lr=0.5"])
+    assert found.systems["mine"].options["lr"] == 0.5
+
+
 def test_an_entry_that_is_overridden_by_null_is_left_out(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({**TREE, "scenarios": {**TREE["scenarios"], "more": {}}}), encoding="utf-8")
