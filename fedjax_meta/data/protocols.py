@@ -90,7 +90,7 @@ def fedmeta_per_clients(
         would be empty.
       newcomers: see `slots.new_client_slots`.
       orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`.
-      num_new: new clients of each order that are kept, the first ones; all N if not given.
+      num_new: new clients of each order, who share all test parts; N if not given. The authors' study of iMAML has 30.
 
     Returns:
       A `Protocol`; arrays are on the default device, images are uint8. Its new clients stand order by order.
@@ -125,42 +125,41 @@ def fedmeta_per_clients(
     test_begin, test_end = views["test"]
     tests = held.order[runs.positions(np.cumsum(held.sizes) - held.sizes + test_begin, test_end - test_begin)]
     pool = new_rng.permutation(tests)
-    found = _new_pairs(pairs, source.num_classes, new_rng, newcomers, orders)
-    kept = num_clients if num_new is None else num_new
-    checks.count("num_new", kept)
-    if kept > num_clients:
-        raise ValueError(f"num_new={kept} is more than the N={num_clients} clients of an order")
+    many = num_clients if num_new is None else num_new
+    checks.count("num_new", many)
+    found = _new_pairs(pairs, source.num_classes, new_rng, newcomers, orders, many)
+    divisor = num_clients * pairs.shape[1] // source.num_classes + 1
     order, sizes_ = [], []
     for new_pairs in found:
         least = _min_samples(y[pool], new_pairs, min_samples)
-        cut = slots.stick_breaking(y[pool], new_pairs, seed=seed, min_samples=least).shuffled(new_rng)
-        order.append(pool[cut.order[: cut.sizes[:kept].sum()]])
-        sizes_.append(cut.sizes[:kept])
+        cut = slots.stick_breaking(y[pool], new_pairs, seed=seed, min_samples=least, divisor=divisor).shuffled(new_rng)
+        order.append(pool[cut.order])
+        sizes_.append(cut.sizes)
     size = np.concatenate(sizes_)
     support = np.maximum(size // 5, 1)
     new_views = {"support": (np.zeros_like(support), support), "query": (support, size)}
     new = from_partition(x, y, np.concatenate(order), size, num_classes=source.num_classes, views=new_views, **scale)
     shared = [slots.shared_pairs(pairs, new_pairs) for new_pairs in found]
-    many = "an order of the labels, which shares" if len(found) == 1 else f"{len(found)} orders of the labels, which share"
-    note = f"New clients: {many} {', '.join(map(str, shared))} pairs of classes with training clients."
+    which = "an order of the labels, which shares" if len(found) == 1 else f"{len(found)} orders of the labels, which share"
+    note = f"New clients: {which} {', '.join(map(str, shared))} pairs of classes with training clients."
     name = f"FedMeta-Per on {source.name}"
     return Protocol(on_device(train), on_device(new), name, " ".join(filter(None, [source.note, note])), orders=len(found))
 
 
 def _new_pairs(
-    pairs: np.ndarray, classes: int, rng: np.random.Generator, newcomers: str, orders: int | Sequence[Sequence[int]]
+    pairs: np.ndarray, classes: int, rng: np.random.Generator, newcomers: str, orders: int | Sequence[Sequence[int]], many: int
 ) -> list[np.ndarray]:
-    """The class pairs `[N, 2]` of new clients for each order of the labels, drawn or given."""
+    """The class pairs `[many, 2]` of new clients for each order of the labels, drawn or given."""
     checks.one_of("newcomers", newcomers, slots.NEWCOMERS)
     if isinstance(orders, int):
         checks.count("orders", orders)
-        return [slots.new_client_slots(pairs, classes, rng, newcomers=newcomers) for _ in range(orders)]
+        return [slots.new_client_slots(pairs, classes, rng, newcomers=newcomers, num_new=many) for _ in range(orders)]
     given = checks.numeric("orders", orders, integers=True)
     if given.ndim != 2 or given.shape[1] != classes or not given.size or (np.sort(given, 1) != np.arange(classes)).any():
         raise ValueError(
             f"orders={checks.shown(orders)} must be a number, or lists that name each of the {classes} classes once"
         )
-    return [order[slots.class_slots(len(pairs), classes, stride=1)] for order in given]
+    return [order[slots.class_slots(many, classes, stride=1)] for order in given]
 
 
 def fedmeta_per_iid_clients(

@@ -40,9 +40,14 @@ NEWCOMERS = ("as published", "unlike")
 
 
 def new_client_slots(
-    slots: np.ndarray, num_classes: int, rng: np.random.Generator, *, newcomers: str = "unlike"
+    slots: np.ndarray,
+    num_classes: int,
+    rng: np.random.Generator,
+    *,
+    newcomers: str = "unlike",
+    num_new: int | None = None,
 ) -> np.ndarray:
-    """Int `[N, 2]`: class pairs for new clients.
+    """Int `[num_new, 2]`: class pairs for new clients.
 
     The classes are put in random order, and client u gets two neighbours in that order.
 
@@ -52,6 +57,7 @@ def new_client_slots(
       rng: source of the random orders.
       newcomers: "as published" takes the first order, as the authors of FedMeta-Per do, so that new clients may have a pair of
         training clients. "unlike" draws orders until no pair is in `slots`, which is harder.
+      num_new: how many there are; N if not given.
 
     Raises:
       ValueError: no such order among 10,000 draws, because there are too few classes.
@@ -61,7 +67,7 @@ def new_client_slots(
         raise ValueError(f"slots must be pairs of classes [N, 2], not of shape {list(slots.shape)}")
     checks.instance("rng", rng, np.random.Generator, "np.random.default_rng(1)")
     checks.one_of("newcomers", newcomers, NEWCOMERS)
-    place = class_slots(len(slots), num_classes, stride=1)
+    place = class_slots(len(slots) if num_new is None else num_new, num_classes, stride=1)
     for _ in range(10_000):
         new = rng.permutation(num_classes)[place]
         if newcomers == "as published" or not shared_pairs(slots, new):
@@ -81,12 +87,19 @@ def shared_pairs(slots: np.ndarray, others: np.ndarray) -> int:
 
 
 def stick_breaking(
-    labels: ArrayLike, slots: ArrayLike, *, seed: int, min_samples: int = 0, in_turn: bool = False, at_random: bool = False
+    labels: ArrayLike,
+    slots: ArrayLike,
+    *,
+    seed: int,
+    min_samples: int = 0,
+    divisor: int | None = None,
+    in_turn: bool = False,
+    at_random: bool = False,
 ) -> Partition:
     """Splits each class into unequal parts, one per client that holds the class (FedMeta-Per's generator for MNIST).
 
-    For a class with h holders, h - 1 parts are drawn one after the other from [rest // (h + 1), rest // 2), where `rest` is
-    what remains at that point and h is constant; the last holder gets the remainder. Every sample of a class with holders is
+    For a class with h holders, h - 1 parts are drawn one after the other from [rest // divisor, rest // 2), where `rest` is
+    what remains at that point; the last holder gets the remainder. Every sample of a class with holders is
     assigned once. The draws come from NumPy's legacy generator, so that seed 1 gives the sizes that the authors of FedMeta-Per
     drew.
 
@@ -100,6 +113,7 @@ def stick_breaking(
       slots: int `[N, J]`, the classes of each client, all different within a row; from `class_slots`.
       seed: an integer.
       min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
+      divisor: at least 2; h + 1 if not given. The authors' code has 11, whatever h is.
       in_turn: whether parts go to the slots in turn, and clients share samples.
       at_random: with `in_turn`, whether a slot takes samples of its class at random, none twice, in place of the first ones.
 
@@ -112,6 +126,8 @@ def stick_breaking(
     slots = _check_slots(slots, labels)
     checks.count("min_samples", min_samples, least=0)
     checks.seed("seed", seed, bits=32)
+    if divisor is not None:
+        checks.count("divisor", divisor, least=2)
     if at_random and not in_turn:
         raise ValueError("at_random=True needs in_turn=True: otherwise no two clients have a sample")
     generator = np.random.RandomState(seed)
@@ -128,7 +144,7 @@ def stick_breaking(
             raise ValueError(f"class {c} has {counts[c]} samples, too few for min_samples={min_samples} of {holders} clients")
         drawn = []
         for _ in range(holders - 1):
-            low = rest // (holders + 1)
+            low = rest // (holders + 1 if divisor is None else divisor)
             drawn.append(int(generator.randint(low, max(rest // 2, low + 1))))
             rest -= drawn[-1]
         parts[holds] = min_samples + np.array([*drawn, rest])

@@ -113,7 +113,7 @@ def test_new_clients_of_fedmeta_per_share_the_test_parts_and_have_other_pairs(na
 
 
 def test_orders_of_new_clients_stand_one_after_the_other(mnist):
-    """Each order cuts all test parts again; a given order fixes the pairs, and only the first clients may be kept."""
+    """Each order cuts all test parts again, for 30 clients by the loop of the authors' study of iMAML."""
     order = [3, 8, 0, 1, 4, 2, 5, 9, 6, 7]
     p = protocols.fedmeta_per_clients(mnist, orders=[order, list(range(10))], num_new=30)
     assert p.orders == 2 and p.new.num_clients == 60 and "2, 5 pairs" in p.note
@@ -121,9 +121,18 @@ def test_orders_of_new_clients_stand_one_after_the_other(mnist):
     pairs = [set(np.flatnonzero(row).tolist()) for row in whole]
     assert pairs[:30] == [{order[u % 10], order[(u + 1) % 10]} for u in range(30)]
     assert pairs[30:] == [{u % 10, (u + 1) % 10} for u in range(30)]
+    tests = np.sort(np.concatenate([_numbers(p.train, "test", u) for u in range(50)]))
     for block in (slice(0, 30), slice(30, 60)):
         held = np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(60)[block]])
-        assert len(set(held.tolist())) == len(held)
+        assert np.array_equal(np.sort(held), tests)
+    generator = np.random.RandomState(1)
+    for label, count in enumerate(_counts(p.train, "test").sum(0).tolist()):
+        parts, rest = [], count
+        for _ in range(5):
+            parts.append(generator.randint(rest // 11, rest // 2))
+            rest -= parts[-1]
+        for block in (whole[:30, label], whole[30:, label]):
+            assert block[block > 0].tolist() == [*parts, rest]
 
 
 def test_the_seed_determines_fedmeta_per(mnist):
@@ -328,7 +337,7 @@ BAD = {
     "unknown newcomers": (lambda s: protocols.fedmeta_per_clients(s, newcomers="like"), "newcomers='like' is unknown"),
     "an order that lacks a class": (lambda s: protocols.fedmeta_per_clients(s, orders=[[0, 1]]), "orders=.* must be a number"),
     "no orders": (lambda s: protocols.fedmeta_per_clients(s, orders=0), "orders=0 must be an integer"),
-    "too many new clients": (lambda s: protocols.fedmeta_per_clients(s, num_new=51), "num_new=51 is more than the N=50"),
+    "no new clients": (lambda s: protocols.fedmeta_per_clients(s, num_new=0), "num_new=0 must be an integer"),
     "unknown sizes": (lambda s: protocols.fedmeta_per_clients(s, sizes="equal"), "sizes='equal' is unknown"),
     "unknown samples": (lambda s: protocols.fedmeta_per_clients(s, samples="last"), "samples='last' is unknown"),
     "random samples that nobody shares": (
