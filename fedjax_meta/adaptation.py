@@ -56,7 +56,7 @@ def adaptation(
       TypeError: `steps` without a function that takes them, one number in place of several.
     """
     for name, counts in (("samples", samples), ("steps", steps)):
-        if counts is not None and np.ndim(counts) != 1:
+        if counts is not None and not np.iterable(counts):
             raise TypeError(f"{name}={checks.shown(counts)} must be several numbers, e.g. {name}=(1, 5, 10)")
     for count in samples:
         if count is not None:

@@ -120,7 +120,8 @@ def _run(count: Scalar, body: Callable[..., Any], carry: Any, *beside: PyTree, b
         return (packed, *after[1:])
 
     start = (packing.pack(carry), *beside)
-    if isinstance(count, int) and count == 1:
+    # What is recorded must come of a traced step, as its shapes do.
+    if isinstance(count, int) and count == 1 and not beside:
         found = step(0, start)
     else:
         start = typed(lambda carry: step(jnp.zeros((), jnp.int32), carry), start)

@@ -175,8 +175,8 @@ def optimizer(
 ) -> InnerOptimizer:
     """Any optax optimiser for the inner steps (momentum, Adam, ...).
 
-    Its state starts fresh in every inner loop and is differentiated through. Where an entry of a gradient is exactly 0, as that
-    of a parameter on which the loss does not depend, the derivative of a root of its square counts as 0 (Adam).
+    Its state starts fresh in every inner loop and is differentiated through. At 0 the derivative of a square root counts as 0:
+    Adam takes the root of squares, and the gradient of a parameter on which the loss does not depend is exactly 0.
 
     Args:
       factory: `rate -> optax.GradientTransformation`, e.g. `optax.adam`. Bind other arguments with `functools.partial` or a

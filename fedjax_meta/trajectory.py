@@ -19,6 +19,7 @@ from jax.tree_util import Partial
 from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches
 from fedjax_meta.dependence import marks_of
+from fedjax_meta.roots import finite_at_zero
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
 ScalarLoss = Callable[[Params, PyTree], jax.Array]
@@ -129,26 +130,33 @@ def hessian_product(
     and the compiler leaves out what only they would need.
     """
 
-    def gradient_and_value(params: Params, batch: PyTree) -> tuple[Updates, jax.Array]:
-        if mask is not None:
-            params = jax.tree.map(lambda moves, leaf: leaf if moves else jax.lax.stop_gradient(leaf), mask, params)
-        value, gradient = jax.value_and_grad(loss)(params, batch)
+    adapts = masks.everything_like(params) if mask is None else mask
+    # Not `stop_gradient` of the others: it would cut a user's derivative of the result, too.
+    moving, fixed = masks.split(params, adapts)
+
+    def gradient_and_value(moving: Params, batch: PyTree) -> tuple[Updates, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(masks.merge(moving, fixed), batch)
         return gradient, value
 
     # The Hessian is symmetric, so the forward derivative of the gradient is also the transposed product.
     if isinstance(batches.chunks, int) and batches.chunks == 1:
         batch = batches.get(step, 0)
-        gradient, linear, value = jax.linearize(lambda params: gradient_and_value(params, batch), params, has_aux=True)
-        return value, gradient, linear
+        gradient, linear, value = jax.linearize(lambda moving: gradient_and_value(moving, batch), moving, has_aux=True)
+        return value, gradient, Partial(partial(_of_moving, adapts), linear)
     value, gradient = value_and_gradient(loss, params, batches, step)
 
     def product(vector: Updates) -> Updates:
         def of_chunk(batch: PyTree) -> Updates:
-            return jax.jvp(lambda params: gradient_and_value(params, batch)[0], (params,), (vector,))[1]
+            along = masks.split(vector, adapts)[0]
+            return jax.jvp(lambda moving: gradient_and_value(moving, batch)[0], (moving,), (along,))[1]
 
         return batches.mean(of_chunk, step)
 
     return value, gradient, product
+
+
+def _of_moving(adapts: Mask, linear: Callable[[Params], Updates], vector: Updates) -> Updates:
+    return linear(masks.split(vector, adapts)[0])
 
 
 def exact_product(
@@ -257,6 +265,8 @@ def second_order_vjp(
       ValueError: the integer state of the optimiser depends on parameters or gradients.
     """
     _check_state(inner, meta)
+    # A weak type (of `jnp.array(1.0)`) lasts for one step: the stored values of the first step would be others than later ones.
+    meta = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)), meta)
 
     def tape(support: Batches, t: Scalar, phi: Params, state: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """One inner step: (loss, (phi, state) after it, product with its transposed Jacobian as a pytree)."""
@@ -292,22 +302,8 @@ def _pull_update(inner: InnerOptimizer, meta: Params, gradient: Updates, state: 
         floats, moved_on = _partition(state)
         return (phi, floats), moved_on
 
-    (after, floats_after), pull_update, integers = jax.vjp(update, meta, gradient, floats, phi, has_aux=True)
-    if jax.tree.leaves(floats):
-        zeros = jax.tree.map(lambda leaf: leaf == 0, (gradient, floats))
-        pull_update = Partial(_pull_beside_roots, pull_update, zeros)
+    (after, floats_after), pull_update, integers = jax.vjp(finite_at_zero(update), meta, gradient, floats, phi, has_aux=True)
     return (after, _combine(floats_after, integers)), pull_update
-
-
-def _pull_beside_roots(pull_update: Callable[..., PyTree], zeros: PyTree, cotangents: PyTree) -> PyTree:
-    """`pull_update`, with 0 in place of NaN at those entries of gradient and state that are exactly 0.
-
-    Adam divides by the root of a mean of squares, whose derivative at 0 is infinite, times that of the square, which is 0. A
-    gradient is exactly 0 where the loss does not depend on a parameter at all (a pixel that is always black, a dead unit).
-    """
-    to_meta, *entries, to_phi = pull_update(cotangents)
-    to_gradient, to_state = jax.tree.map(lambda zero, leaf: jnp.where(zero & jnp.isnan(leaf), 0, leaf), zeros, tuple(entries))
-    return to_meta, to_gradient, to_state, to_phi
 
 
 def _pull(learned: bool, product: Callable[..., Updates], pull_update: Callable[..., PyTree], carry: PyTree) -> PyTree:

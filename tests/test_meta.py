@@ -340,6 +340,24 @@ def test_masked_leaves_do_not_adapt_but_get_a_meta_gradient() -> None:
     assert float(jnp.linalg.norm(result.gradient["body"]["w"])) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["exact", "implicit"])
+def test_a_meta_gradient_can_be_differentiated_where_some_leaves_adapt(name: str) -> None:
+    """Forward and reverse derivatives of the gradient, against central differences: leaves that stay are no constants there."""
+    inner, steps = meta.sgd(0.4, mask=HEAD_ONLY), 2
+    estimator = meta.exact(inner, steps=steps)
+    if name == "implicit":
+        estimator = implicit_gradient(inner, steps=steps, prox_weight=2.0, cg_steps=3)
+    support, query = batch(1, 6), batch(2, 9)
+    flat, back = ravel_pytree(parameters())
+    gradient = jax.jit(lambda theta: ravel_pytree(estimator(network, back(theta), support, query).gradient)[0])
+    direction, step = jnp.cos(3 * flat), 1e-5
+    expected = (gradient(flat + step * direction) - gradient(flat - step * direction)) / (2 * step)
+    forward = jax.jvp(gradient, (flat,), (direction,))[1]
+    np.testing.assert_allclose(forward, expected, atol=1e-8)
+    if name == "exact":
+        np.testing.assert_allclose(jax.jacrev(gradient)(flat) @ direction, expected, atol=1e-8)
+
+
 def test_other_estimators_ignore_hessian_batches() -> None:
     support, query = batch(1, 6), batch(2, 9)
     for estimator in (meta.exact, meta.first_order, meta.reptile_gradient):

@@ -24,6 +24,7 @@ LAYERS = (
         "fitting",
         "linalg",
         "dependence",
+        "roots",
     ),
     (
         "task",

@@ -61,6 +61,22 @@ def test_first_order_pull_back_holds_the_inner_gradients_constant(name: str) -> 
     assert_close(*both(start_of(inner)), 1e-12)
 
 
+@pytest.mark.parametrize("scale", [np.ones(()), jnp.array(1.0), 1.0], ids=["strong", "weak", "a number"])
+@pytest.mark.parametrize("k", [4, 5])
+def test_segments_record_alike_also_outside_of_a_program(k: int, scale: Any) -> None:
+    """The last segment of five steps has one step, and a weak type lasts for one step."""
+    weights = {"w": normal(0, 50, 40) / 7, "v": normal(1, 40) / 7, "scale": scale}
+    sample = {"x": normal(2, 4, 50), "y": np.ones(4)}
+
+    def loss(p: Any, b: Any) -> Any:
+        return jnp.mean((jnp.tanh(b["x"] @ p["w"]) @ p["v"] * p["scale"] - b["y"]) ** 2)
+
+    def gradient(**way: Any) -> Any:
+        return meta.exact(meta.sgd(0.01), steps=k, **way)(loss, weights, sample, sample).gradient
+
+    assert_close(gradient(checkpoint_every=2, keep="linearisation"), gradient(), 1e-12)
+
+
 @pytest.mark.parametrize(("name", "k"), [("sgd", 1), ("rate per entry", 4), ("adam", 3), ("Meta-SGD, head only", 4)])
 def test_storage_options_do_not_change_the_gradient(name: str, k: int) -> None:
     inner = RULES[name]()

@@ -97,7 +97,7 @@ def feddbe(
             mean = (1 - momentum) * variables.mean + momentum * here
             away = jnp.where(known, regularisation, 0) * jnp.mean((mean - common) ** 2) / 2
             value = parts.criterion(head(variables.model, z + jnp.where(known, variables.shift, 0)), batch)
-            return value + away, variables._replace(mean=jax.lax.stop_gradient(mean))
+            return value + away, variables._replace(mean=mean)
 
         start = Local(received.model, received.memory, jnp.zeros(width))
         moves: Mask = Local(everything, True, False)  # type: ignore[arg-type]

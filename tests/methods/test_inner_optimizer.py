@@ -21,6 +21,10 @@ FACTORIES = {
     "momentum": partial(optax.sgd, momentum=0.9, nesterov=True),
     "rmsprop": optax.rmsprop,
     "adagrad": optax.adagrad,
+    "clipped adam": lambda rate: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(rate)),
+    "adam with clipped blocks": lambda rate: optax.chain(optax.clip_by_block_rms(0.01), optax.adam(rate)),
+    "adafactor": partial(optax.adafactor, multiply_by_parameter_scale=False),
+    "skipping": lambda rate: optax.apply_if_finite(optax.amsgrad(rate), 3),
 }
 BASE = {"inner_lr": 0.05, "batch_size": None, "inner_steps": 3, "outer_lr": 1.0, "outer_optimizer": optax.sgd}
 
