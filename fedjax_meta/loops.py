@@ -191,6 +191,19 @@ def storage(count: int, shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.lax.empty((count, *leaf.shape), leaf.dtype, out_sharding=whole), shapes)
 
 
+def strongly_typed(tree: PyTree) -> PyTree:
+    """The tree with arrays of their own type for numbers and weakly typed arrays, such as `jnp.array(1.0)`.
+
+    A weak type lasts until the first sum with another array, so that what is traced with it is traced again.
+    """
+
+    def strong(leaf: Any) -> Any:
+        weak = isinstance(leaf, (bool, int, float, complex)) or getattr(leaf, "weak_type", False)
+        return jax.lax.convert_element_type(leaf, jnp.result_type(leaf)) if weak else leaf
+
+    return jax.tree.map(strong, tree)
+
+
 def typed(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """The carry with the type that `body` returns: varying along the same axes, and sharded on the same explicit mesh."""
     if _explicit_mesh():

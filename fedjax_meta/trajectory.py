@@ -265,8 +265,8 @@ def second_order_vjp(
       ValueError: the integer state of the optimiser depends on parameters or gradients.
     """
     _check_state(inner, meta)
-    # A weak type (of `jnp.array(1.0)`) lasts for one step: the stored values of the first step would be others than later ones.
-    meta = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)), meta)
+    # A weak type lasts for one step: what is stored of the first one would have another form than that of later ones.
+    meta = loops.strongly_typed(meta)
 
     def tape(support: Batches, t: Scalar, phi: Params, state: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """One inner step: (loss, (phi, state) after it, product with its transposed Jacobian as a pytree)."""

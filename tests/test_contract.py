@@ -85,6 +85,16 @@ def test_a_round_is_pure_and_its_state_never_changes_form(name):
     assert problems.finite(after)
 
 
+def test_weakly_typed_parameters_are_traced_once():
+    init = lambda key: {"w": jax.random.normal(key, (5, 3)), "scale": jnp.array(1.0)}  # noqa: E731
+    task = fm.classification(init, lambda p, x: x @ p["w"] * p["scale"], layers=("w", "scale"))
+    data = fm.from_clients([(np.ones((8, 5)), np.arange(8) % 3)] * 2, num_classes=3)
+    algorithm = fm.federate(fm.fedavg(task), fm.Federation(cohort_size=2))
+    step = jax.jit(algorithm.round)
+    run(step, algorithm.init(KEY, data), 3, data)
+    assert step._cache_size() == 1
+
+
 def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run_equals_it_bit_for_bit(name):
     # Two lanes on two devices do not divide a cohort of five: some lanes are padding.
     _, step, start = build(name)

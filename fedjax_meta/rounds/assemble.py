@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import checks, engine, hardware, masks
+from fedjax_meta import checks, engine, hardware, loops, masks
 from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, RoundInfo, State, check_support, state_rows
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
@@ -83,7 +83,7 @@ class _Rounds:
     def init(self, key: Key, data: FederatedData) -> State:
         setting, method, devices = self.setting, self.setting.method, self.setting.federation.devices
         check_data(method, setting.federation, data)
-        model = replicate(method.init(tagged(key, "model")), devices)
+        model = replicate(loops.strongly_typed(method.init(tagged(key, "model"))), devices)
         self._check_model(model)
         own = masks.split(model, setting.personal)[0]
         fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
