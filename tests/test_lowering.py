@@ -1,6 +1,7 @@
-"""Every program lowers for a GPU and a TPU on a machine that has neither, and asks nothing of its host.
+"""The round and both evaluations of every method lower for a GPU and a TPU where neither is, and ask nothing of their host.
 
-One trace serves both platforms. Nothing is compiled here; `test_accelerators.py` does that.
+All are lowered in the ordinary suite, and one trace serves both platforms. Nothing is compiled for them here:
+`test_accelerators.py` does that in the long tier, and tests programs for several devices.
 """
 
 import re
