@@ -1,6 +1,7 @@
 """What a first accelerator must answer, in one command: is it right, how fast is it, and which of our choices hold there.
 
-Parts, the most important first; each writes its rows at once, and none begins after the time limit:
+Parts, the most important first; each writes its rows at once. At the time limit nothing more begins, and what runs is stopped:
+every measurement has a process of its own. This one does not start JAX, because a TPU belongs to one process at a time.
 
 - numbers: loss, gradient and Hessian-vector product of every network on the accelerator against the CPU of the same process.
 - rounds: the workloads at several cohort sizes, with PyTorch's loop, `torch.func.vmap` and its compiled form beside; exact
@@ -12,6 +13,7 @@ No data set is needed, nor any package but this library's and, for the compariso
 """
 
 import contextlib
+import multiprocessing
 import os
 import threading
 import time
@@ -54,6 +56,41 @@ class Clock:
     def left(self) -> float:
         """Seconds."""
         return self._end - time.monotonic()
+
+
+def in_process(clock: Clock, measure: Callable[..., Row], *arguments: Any) -> Row:
+    """What `measure(*arguments)` finds in a process of its own, which ends at the time limit.
+
+    Raises:
+      TimeoutError: the limit came first.
+      RuntimeError: the measurement failed; the message has its error.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, measure, arguments), daemon=True)
+    process.start()
+    sender.close()  # the process has its own, so that its end is seen here
+    try:
+        if not receiver.poll(max(clock.left, 0)):
+            raise TimeoutError(f"{measure.__name__} ran into the time limit")
+        found, error = receiver.recv()
+    except EOFError:
+        process.join()
+        error = f"ended with exit status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if error is not None:
+        raise RuntimeError(error)
+    return found
+
+
+def _send(sender: Any, measure: Callable[..., Row], arguments: tuple[Any, ...]) -> None:
+    """Sends (what a measurement finds, `None`), or (`None`, its error)."""
+    try:
+        sender.send((measure(*arguments), None))
+    except Exception as error:
+        sender.send((None, f"{type(error).__name__}: {error}"))
 
 
 # Is it right?
@@ -160,12 +197,12 @@ def forms(name: str, lanes: int, rows: int, repeats: int) -> Row:
 
 
 def plan(
-    cases: list[str], cohorts: list[int], parts: list[str], repeats: int, rows: int, clock: Clock
+    cases: list[str], cohorts: list[int], parts: list[str], repeats: int, rows: int, clock: Clock, platform: str
 ) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """What is measured, as (what it is, the measurement)."""
+    """What is measured on a platform, as (what it is, the measurement)."""
     if "numbers" in parts:
         for name in ("mlp", "mtfl_mlp", *IMAGES):
-            yield {"part": "numbers", "model": name}, partial(numbers, name, rows)
+            yield {"part": "numbers", "model": name}, partial(in_process, clock, numbers, name, rows)
     if "rounds" in parts:
         for cohort in cohorts:
             for case in cases:
@@ -173,7 +210,7 @@ def plan(
                 for peer in peers.TORCH:
                     if peers.installed(peer):
                         yield {"part": "rounds", "case": name, "peer": peer}, partial(rounds, name, peer, repeats, clock)
-    if "graphs" in parts and runtime.platform() == "gpu":
+    if "graphs" in parts and platform == "gpu":
         for cohort in cohorts:
             for graphs, flags in GRAPHS.items():
                 about = {"part": "graphs", "case": f"W2-{cohort}", "graphs": graphs}
@@ -182,7 +219,7 @@ def plan(
         for cohort in cohorts:
             for name in IMAGES:
                 about = {"part": "forms", "model": name, "lanes": cohort, "batch_size": rows}
-                yield about, partial(forms, name, cohort, rows, repeats)
+                yield about, partial(in_process, clock, forms, name, cohort, rows, repeats)
 
 
 PARTS = ("numbers", "rounds", "graphs", "forms")
@@ -211,10 +248,16 @@ def main(
     check_outputs(output)
     for name in part or ():
         checks.one_of("--part", name, PARTS)
-    clock, console, about = Clock(limit), Console(), environment()
+    clock, console = Clock(limit), Console()
+    try:
+        about = in_process(clock, environment)
+    except TimeoutError:
+        console.print("time is up before the devices were found")
+        return
     console.print(f"{about['device']} x {about['devices']}, {limit:.0f} s", soft_wrap=True)
     done = 0
-    for what, measure in plan(case or [*CASES], cohort or [*COHORTS], part or [*PARTS], repeats, rows, clock):
+    chosen = (case or [*CASES], cohort or [*COHORTS], part or [*PARTS])
+    for what, measure in plan(*chosen, repeats, rows, clock, about["platform"]):
         if clock.left <= 0:
             console.print(f"time is up after {done} measurements; the first that is missing: {_words(what)}", soft_wrap=True)
             return

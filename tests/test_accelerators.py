@@ -107,6 +107,9 @@ def test_devices_meet_once_a_round_for_each_type_of_number(target, name):
 
 @pytest.mark.parametrize("case", ["W2", "FedMeta-Per"])
 def test_a_cohort_of_500_fits_a_device(target, case):
+    """`test_static.py` holds the committed rows of all cases against the same memory."""
+    if (target, case) == ("v5e", "FedMeta-Per"):
+        pytest.skip("its program for a TPU is not compiled: docs/benchmarks.md")
     device = described(target)[0]
     row = static.measure(case, 500, target)
     assert row["temp_bytes"] + row["argument_bytes"] < engine.free_bytes(device)

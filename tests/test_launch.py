@@ -72,3 +72,18 @@ def test_the_scripts_are_shell_and_give_options_that_there_are(name):
     given = set(re.findall(r"(--[a-z-]+)", called.splitlines()[0]))
     assert "--out" in given
     assert given <= known
+
+
+def test_a_slice_installs_the_wheel_that_it_was_sent(tmp_path):
+    """gcloud is a script that writes down what it was asked."""
+    gcloud, calls = tmp_path / "gcloud", tmp_path / "calls"
+    gcloud.write_text(f"#!/bin/bash\necho \"$@\" >> '{calls}'\n")
+    gcloud.chmod(0o755)
+    given = {"NAME": "slice", "ZONE": "zone", "OUT": "/mnt/run", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(LAUNCH / "tpu.sh")]
+    refused = subprocess.run(script, env=given, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0 and "a wheel of fedjax_meta" in refused.stderr and not calls.exists()
+    subprocess.run(script, env={**given, "WHEEL": "dist/fedjax_meta-1.whl"}, check=True)
+    sent, run = calls.read_text().splitlines()
+    assert "scp run.py dist/fedjax_meta-1.whl slice: " in sent
+    assert "pip install -q './fedjax_meta-1.whl[tpu]' && python run.py --distributed --out '/mnt/run' --rounds 1000" in run

@@ -184,6 +184,16 @@ def test_an_objective_that_is_zero_up_to_rounding_counts_as_solved():
         assert objective_at(np.asarray(result.weights[0]), 0, v, h) < 1e-16 and float(result.gap[0]) < 1e-6
 
 
+def test_a_client_keeps_its_own_head_where_rounding_leaves_a_worse_mixture():
+    """Variances and distances over many decades: without the comparison at the end a mixture is up to 1,000 times worse."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        h, v = rng.normal(size=(12, 2)) * 10 ** rng.uniform(-4, 4, (12, 1)), 10 ** rng.uniform(-20, 1, 12)
+        weights = solve(v, h)
+        for i in range(12):
+            assert objective_at(weights[i], i, v, h) <= v[i] * (1 + 1e-14)
+
+
 def test_too_few_steps_are_reported_and_do_not_harm():
     v, h = hard("narrow", 8, 0)
     few = solved(jnp.asarray(h), jnp.asarray(v), pair_steps=1, max_steps=1)

@@ -112,6 +112,13 @@ def test_new_clients_of_fedmeta_per_share_the_test_parts_and_have_other_pairs(na
     assert np.array_equal(p.new.sizes("support"), np.maximum(sizes // 5, 1)) and sizes.std() > 0.5 * sizes.mean()
 
 
+def test_new_clients_of_fedmeta_per_may_have_pairs_of_training_clients_unless_told_otherwise(mnist):
+    """As published, the first order of the labels counts; seed 1 gives one that shares pairs."""
+    given, left = (protocols.fedmeta_per_clients(mnist, **options) for options in ({"newcomers": "as published"}, {}))
+    pairs = [_pairs(p.new, "query") for p in (given, left)]
+    assert pairs[0] == pairs[1] and pairs[0] & _pairs(given.train, "train")
+
+
 def test_orders_of_new_clients_stand_one_after_the_other(mnist):
     """Each order cuts all test parts again, for 30 clients by the loop of the authors' study of iMAML."""
     order = [3, 8, 0, 1, 4, 2, 5, 9, 6, 7]
