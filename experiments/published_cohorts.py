@@ -44,7 +44,7 @@ TESTED = {
 }
 """By system, how the name of the log of its tests of known clients begins."""
 CENTRAL = "cd4a092:experiments/centralized/mnist/[ACC, 0.9707] [MNIST]_ Learning rate_ 1e-05 - Batch size_ 32.html"
-PASSES = (100, 200, 300)
+PASSES = (10, 100, 200, 300)
 LAST = 100
 """Rounds at the end over which training losses are compared."""
 MNIST = np.array([6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958])
