@@ -345,7 +345,7 @@ def _facts(found: Mapping[str, Any]) -> str:
     seeds = ", ".join(map(str, found["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"{found['rounds']} rounds; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
+        f"{found['rounds']} round{'s' * (found['rounds'] > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
         f"`{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
     )
 
@@ -409,7 +409,7 @@ def _in_words(words: Sequence[str], distance: str) -> str:
     if len(words) == 1 or first in (ONE, UNRUN):
         return f"{first}{distance}"
     if within == len(words):
-        return f"all {within} numbers {WITHIN}"
+        return f"{'both' if within == 2 else f'all {within}'} numbers {WITHIN}"
     count = f"{within} of {len(words)} numbers"
     return f"first score {first}; {count}" if first == WITHIN else f"first score {first}{distance}; {count} {WITHIN}"
 

@@ -184,6 +184,7 @@ def test_verdicts(found, wanted):
         (["in order"], "in order, +1.00 points"),
         (["within the spread", "not reproduced", "in order"], "first score within the spread; 1 of 3 numbers"),
         (["in order", "within the spread"], "first score in order, +1.00 points; 1 of 2 numbers within the spread"),
+        (["within the spread"] * 2, "both numbers within the spread"),
         (["within the spread"] * 5, "all 5 numbers within the spread"),
         (["one run, no spread"] * 5, "one run, no spread, +1.00 points"),
         (["not run"] * 5, "not run"),
