@@ -342,10 +342,10 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
 
 
 def _facts(found: Mapping[str, Any]) -> str:
-    seeds = ", ".join(map(str, found["seeds"]))
+    rounds, seeds = found["rounds"], ", ".join(map(str, found["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"{found['rounds']} round{'s' * (found['rounds'] > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
+        f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
         f"`{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
     )
 
