@@ -345,8 +345,8 @@ def _facts(found: Mapping[str, Any]) -> str:
     rounds, seeds = found["rounds"], ", ".join(map(str, found["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
-        f"`{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
+        f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; "
+        f"configuration `{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
     )
 
 
