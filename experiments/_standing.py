@@ -319,7 +319,10 @@ class _Section(NamedTuple):
 def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     study = run.load()
     rows = {(row["scenario"], row["system"]): row for row in (found or {"rows": ()})["rows"]}
-    lines, told, every, orders = [f"## {run.title}", ""], [], [], []
+    lines = [f"## {run.title}", ""]
+    told: list[str] = []
+    every: list[str] = []
+    orders: list[str] = []
     if found is not None:
         lines += [f"    {found['command']}", "", _facts(found), ""]
     shown: set[tuple[str, str, str]] = set()
