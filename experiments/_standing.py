@@ -44,7 +44,7 @@ class Claim(NamedTuple):
       says: in words.
       systems: names in the study, the best first.
       scenarios: on which it is said.
-      clients, score: of a test; or a score of user accuracy, "user_accuracy" or "rounds to 95".
+      clients, score: of a test; or a score of user accuracy, "user_accuracy" or "rounds to 95". Deviations are better if small.
     """
 
     says: str
@@ -251,21 +251,23 @@ def page(runs: Sequence[Run], extracts: Mapping[str, Mapping[str, Any]]) -> str:
     totals = [
         [
             run.title,
-            _state(run, extracts.get(run.name)),
+            in_docs(run, extracts.get(run.name)),
             *(str(section.numbers.count(v) or "") for v in VERDICTS),
-            f"{section.orders.count(ORDER)} of {judged}" if judged else "",
+            _share(WITHIN, section.scores),
+            _share(ORDER, section.orders),
         ]
         for run, section in zip(runs, sections, strict=True)
-        for judged in [sum(word not in (ONE, UNRUN) for word in section.orders)]
     ]
     text = [
         "## What stands",
         "",
-        "How many published numbers (the first score of each table) have which verdict, and how many of the orders that a paper "
-        "asserts hold, of those that were run with several seeds.",
+        "How many published rows have which verdict, by the first score of their table; how many of the published numbers of all "
+        "scores are within the spread; and how many of the orders that a paper asserts hold. The last two are of what was run "
+        "with several seeds.",
         "",
     ]
-    text += [report.markdown_table(["run", "state", *VERDICTS, "orders that hold"], totals, text_columns=2), ""]
+    headings = ["run", "state", *VERDICTS, "all numbers within the spread", "orders that hold"]
+    text += [report.markdown_table(headings, totals, text_columns=2), ""]
     for run, section in zip(runs, sections, strict=True):
         if run.name in extracts:
             text += section.lines
@@ -282,7 +284,14 @@ def page(runs: Sequence[Run], extracts: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def _state(run: Run, found: Mapping[str, Any] | None) -> str:
+def _share(word: str, words: Sequence[str]) -> str:
+    """How many verdicts are `word`, of those that could be judged."""
+    judged = [one for one in words if one not in (ONE, UNRUN)]
+    return f"{judged.count(word)} of {len(judged)}" if judged else ""
+
+
+def in_docs(run: Run, found: Mapping[str, Any] | None) -> str:
+    """What of a run docs/results has: "not run", "4 of 8 rows, 1 seed" or "3 seeds"."""
     if found is None:
         return UNRUN
     study, seeds = run.load(), len(found["seeds"])
@@ -292,23 +301,35 @@ def _state(run: Run, found: Mapping[str, Any] | None) -> str:
 
 
 class _Section(NamedTuple):
-    """A run on the page; `numbers` and `orders` are the verdicts on what its paper prints and on what it says of orders."""
+    """A run on the page.
+
+    Attributes:
+      lines: its text.
+      numbers: verdicts on what its paper prints, of the first score of each table.
+      scores: the same of every score.
+      orders: verdicts on what its paper says of orders.
+    """
 
     lines: list[str]
     numbers: list[str]
+    scores: list[str]
     orders: list[str]
 
 
 def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     study = run.load()
     rows = {(row["scenario"], row["system"]): row for row in (found or {"rows": ()})["rows"]}
-    lines, told, orders = [f"## {run.title}", ""], [], []
+    lines = [f"## {run.title}", ""]
+    told: list[str] = []
+    every: list[str] = []
+    orders: list[str] = []
     if found is not None:
         lines += [f"    {found['command']}", "", _facts(found), ""]
     shown: set[tuple[str, str, str]] = set()
     for (scenario, clients, scores), numbers in published_tables(study).items():
-        table, words = _against(run, study, rows, scenario, clients, scores, numbers)
-        told += words
+        table, by_score = _against(run, study, rows, scenario, clients, scores, numbers)
+        told += by_score[scores[0]].values()
+        every += [word for words in by_score.values() for word in words.values()]
         lines += [f"### {_titled(study, scenario, f'{clients} clients')}", "", *table, ""]
         shown |= {(scenario, clients, system) for system in numbers}
     lines += _others(study, rows, shown)
@@ -320,15 +341,15 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
             lines += [f"- {_titled(study, scenario, claim.says, ': ')}: **{word}**{sentence}"]
     lines += [""] if run.claims else []
     lines += [line for note in run.notes for line in (note.strip(), "")]
-    return _Section(lines, told, orders)
+    return _Section(lines, told, every, orders)
 
 
 def _facts(found: Mapping[str, Any]) -> str:
-    seeds = ", ".join(map(str, found["seeds"]))
+    rounds, seeds = found["rounds"], ", ".join(map(str, found["seeds"]))
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"{found['rounds']} rounds; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; configuration "
-        f"`{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
+        f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; "
+        f"configuration `{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
     )
 
 
@@ -357,8 +378,8 @@ def _against(
     clients: str,
     scores: Sequence[str],
     numbers: Mapping[str, Mapping[str, float]],
-) -> tuple[list[str], list[str]]:
-    """A table of measured numbers with the published ones in brackets, and the verdicts of its first score."""
+) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """A table of measured numbers with the published ones in brackets, and the verdicts by score and system."""
     found = {
         (system, score): measured(rows[scenario, system], clients, score)
         for system in numbers
@@ -380,12 +401,20 @@ def _against(
         off = found[system, scores[0]].mean - given[scores[0]] if (system, scores[0]) in found else math.nan
         distance = "" if word == WITHIN or math.isnan(off) else f", {off:+.2f} points"
         cause = f": {run.causes.get(system, 'cause unknown')}" if word in (ORDER, NOT) else ""
-        within = sum(by_score[score][system] == WITHIN for score in scores)
-        count = f" ({within} of {len(scores)} numbers within)" if len(scores) > 1 and word != UNRUN else ""
-        table.append([*cells, f"{word}{distance}{count}{cause}"])
+        table.append([*cells, f"{_in_words([by_score[score][system] for score in scores], distance)}{cause}"])
     headings = ["system", *(HEADINGS[score] for score in scores), "verdict"]
-    lines = [report.markdown_table(headings, table)]
-    return lines, list(by_score[scores[0]].values())
+    return [report.markdown_table(headings, table)], by_score
+
+
+def _in_words(words: Sequence[str], distance: str) -> str:
+    """The verdict on a row: that on its first score, and how many of its scores are within the spread."""
+    first, within = words[0], words.count(WITHIN)
+    if len(words) == 1 or first in (ONE, UNRUN):
+        return f"{first}{distance}"
+    if within == len(words):
+        return f"{'both' if within == 2 else f'all {within}'} numbers {WITHIN}"
+    count = f"{within} of {len(words)} numbers"
+    return f"first score {first}; {count}" if first == WITHIN else f"first score {first}{distance}; {count} {WITHIN}"
 
 
 def _others(
@@ -444,7 +473,8 @@ def _claim(claim: Claim, scenario: str, rows: Mapping[tuple[str, str], Mapping[s
 def _claimed(row: Mapping[str, Any], claim: Claim) -> users.Claimed:
     if claim.score not in SCORES:
         return users.claimed(row["users"], claim.score)
-    values = [-math.inf if value is None else value for value in row[claim.clients][claim.score]]
+    sign = -1 if claim.score.endswith("_std") else 1
+    values = [-math.inf if value is None else sign * value for value in row[claim.clients][claim.score]]
     return users.Claimed(values, str(measured(row, claim.clients, claim.score)))
 
 

@@ -13,10 +13,14 @@ Which classes a client has shows in how hard its cohorts are: the classes of cli
 The runs of FedAvg train on support and query, so that their logs give all training samples of a client. These numbers are exactly
 those of parts by stick-breaking that are dealt to the slots in turn, where the first image of the test set (a 7) is missing, as
 when pandas takes the first row of a file for its heading, and every slot but the first one of its class has one sample less.
+
+Centralised training has no logs, but a figure of an older commit holds its accuracies: of 300 passes over 1641 batches of 32, as
+many as three quarters of 70,000 images make.
 """
 
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +43,10 @@ TESTED = {
     "fedmeta_per_metasgd": "per_old/json/[Test][mnist, FedMetaSGD]:",
 }
 """By system, how the name of the log of its tests of known clients begins."""
+CENTRAL = "cd4a092:experiments/centralized/mnist/[ACC, 0.9707] [MNIST]_ Learning rate_ 1e-05 - Batch size_ 32.html"
+PASSES = (10, 100, 200, 300)
+LAST = 100
+"""Rounds at the end over which training losses are compared."""
 MNIST = np.array([6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958])
 """Images of each digit, training and test."""
 
@@ -51,7 +59,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to print.")] = 300,
     run: Annotated[
         Path | None,
-        typer.Option(help="Folder of a run of fedmeta_per_published_cohorts, whose last test losses stand beside the logs'."),
+        typer.Option(help="Folder of a run of fedmeta_per_published_cohorts, whose losses stand beside the logs'."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
@@ -72,6 +80,9 @@ def main(
         if run is not None:
             headings = ["system", "log", "by samples", "mean over clients", "seeds"]
             console.print(report.rich_table("Loss of the last test, known clients", headings, test_losses(clone, run)))
+            headings = ["system", "log", "run, by seed", "correlation of changes, by seed"]
+            rows = training_losses(clone, run)
+            console.print(report.rich_table(f"Loss of training, mean of the last {LAST} rounds", headings, rows))
             return
         accuracies = np.array(list(logs(clone, "FedMeta", "acc", 8).values()))
         sums, agree = denominators(accuracies)
@@ -80,7 +91,7 @@ def main(
         whole, _ = denominators(np.array(list(logs(clone, "FedAvg", "acc", 8).values())), most=16_000)
         training = query_sizes(whole, cohorts(len(whole)))
         said = (*compare(sums, agree, sizes), *splits(np.round(training), np.round(sizes)), *periods(fedavg, np.round(sizes)))
-        for line in said:
+        for line in (*said, pair(clone), *central(clone)):
             console.print(line, soft_wrap=True, markup=False)
 
 
@@ -119,16 +130,12 @@ def test_losses(clone: Path, run: Path) -> list[list[str]]:
       ValueError: the folder is no clone with these logs.
       OSError: there is no such run.
     """
-    listed = _git(clone, "ls-tree", "-r", "--name-only", "HEAD", LOGS).splitlines()
     found = []
     for system, begins in TESTED.items():
         path = run / "results" / "pairs" / f"{system}.final.json"
-        names = [name for name in listed if name.startswith(LOGS + begins)]
-        if len(names) != 1:
-            raise ValueError(f"{clone} has {len(names)} logs that begin with {LOGS + begins}, not 1")
+        logged = _losses(clone, begins)[-1]
         if not path.is_file():
             continue
-        logged = json.loads(_git(clone, "show", f"HEAD:{names[0]}"))["loss"][-1]
         trials, _ = folders.read_trials(path)
         with np.load(path.with_name(f"{system}.clients.npz")) as saved:
             samples = saved["known_samples"]
@@ -137,6 +144,64 @@ def test_losses(clone: Path, run: Path) -> list[list[str]]:
         spreads = [f"{one.mean():.3f}" + (f" ±{one.std(ddof=1):.3f}" if len(one) > 1 else "") for one in ways]
         found.append([system, f"{logged:.3f}", *spreads, str(len(losses))])
     return found
+
+
+def training_losses(clone: Path, run: Path) -> list[list[str]]:
+    """A row for each finished system: means of the last training losses of the log and of each seed, and how they vary together.
+
+    Raises:
+      ValueError: the folder is no clone with these logs.
+      OSError: there is no such run.
+    """
+    found = []
+    for system, begins in TESTED.items():
+        path = run / "results" / "pairs" / f"{system}.final.json"
+        if not path.is_file():
+            continue
+        logged = _losses(clone, begins.replace("[Test]", "[Train]"))
+        trials, _ = folders.read_trials(path)
+        curves = [np.concatenate([row["train"]["loss"] for row in trial.rows]) for trial in trials.values()]
+        means = ", ".join(f"{curve[-LAST:].mean():.3f}" for curve in curves)
+        found.append(
+            [system, f"{logged[-LAST:].mean():.3f}", means, ", ".join(f"{together(logged, one):.2f}" for one in curves)]
+        )
+    return found
+
+
+def together(one: np.ndarray, other: np.ndarray) -> float:
+    """The correlation of the changes of two courses `[rounds]` from round to round, over the last of them."""
+    return float(np.corrcoef(np.diff(one)[-LAST:], np.diff(other)[-LAST:])[0, 1])
+
+
+def pair(clone: Path) -> str:
+    """How the training losses of both runs of FedMeta(MAML) vary together, in words."""
+    known, new = (_losses(clone, f"meta_{clients}/json/[Train][mnist, FedMetaMAML]:") for clients in ("old", "new"))
+    share = together(known, new)
+    return f"correlation of the changes of training loss in the last {LAST} rounds, both runs of FedMeta(MAML): {share:.2f}"
+
+
+def central(clone: Path) -> list[str]:
+    """What the figure of centralised training holds, in words.
+
+    Raises:
+      ValueError: the folder is no clone with its commit.
+    """
+    drawn = _git(clone, "show", CENTRAL).rpartition("Plotly.newPlot(")[2]
+    training, tests = (np.array(json.loads(values)) for values in re.findall(r'"y":(\[[^\]]*\])', drawn))
+    trained, tested = (int(denominators(curve[::10, None], 10_000, 60_000)[0][0]) for curve in (training, tests))
+    return [
+        f"centralised training: {len(tests)} passes; accuracies are shares of {trained} training and {tested} test samples",
+        f"its accuracy in tests after {', '.join(f'{passes} passes: {100 * tests[passes - 1]:.2f}' for passes in PASSES)}",
+    ]
+
+
+def _losses(clone: Path, begins: str) -> np.ndarray:
+    """The losses of the one log whose path begins so."""
+    listed = _git(clone, "ls-tree", "-r", "--name-only", "HEAD", LOGS).splitlines()
+    names = [name for name in listed if name.startswith(LOGS + begins)]
+    if len(names) != 1:
+        raise ValueError(f"{clone} has {len(names)} logs that begin with {LOGS + begins}, not 1")
+    return np.array(json.loads(_git(clone, "show", f"HEAD:{names[0]}"))["loss"])
 
 
 def _git(clone: Path, *words: str) -> str:

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,12 +58,11 @@ def main(
     with one_line_errors(debug):
         chosen = pick(standing.read_list(), only)
         if write_docs is not None:
-            for line in write(chosen, write_docs):
-                console.print(line, soft_wrap=True, markup=False)
+            for said in write(chosen, write_docs):
+                console.print(said, soft_wrap=True, markup=False)
         elif list_:
-            took = {name: f"{found['hours']:.2f}" for name, found in standing.read_extracts().items()}
-            table = [[run.name, f"{run.hours:g}", took.get(run.name, ""), state(run, runs), run.title] for run in chosen]
-            headings = ["name", "hours", "measured so far", "state", "title"]
+            table = [line(run, runs, standing.read_extracts().get(run.name)) for run in chosen]
+            headings = ["name", "hours", "", "state", "in docs", "title"]
             console.print(report.rich_table("Runs", headings, table, text_columns=1))
         else:
             raise typer.Exit(run_all(chosen, runs, data_dir, hours))
@@ -82,6 +82,12 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
     if unknown:
         checks.one_of("run", unknown[0], [run.name for run in listed])
     return [run for run in listed if run.name in names]
+
+
+def line(run: standing.Run, root: Path, found: Mapping[str, Any] | None) -> list[str]:
+    """A run in the list; its hours are measured where docs/results has them."""
+    hours, how = (run.hours, "estimated") if found is None else (round(found["hours"], 2), "measured")
+    return [run.name, f"{hours:g}", how, state(run, root), standing.in_docs(run, found), run.title]
 
 
 def state(run: standing.Run, root: Path) -> str:

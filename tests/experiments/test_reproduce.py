@@ -123,6 +123,14 @@ def test_states_of_the_list(folder, capsys):
         (root / "kept").rename(root / "digits/results/pairs/local.final.json")
 
 
+def test_the_list_has_measured_hours_and_what_is_in_the_docs(folder):
+    listed, root = folder
+    name, *rest = listed.name, "0.1", "estimated", "done", "not run", "Digits"
+    assert reproduce.line(listed, root, None) == [name, *rest]
+    found = {"hours": 1.234, "seeds": [1], "rows": [{}]}
+    assert reproduce.line(listed, root, found) == [name, "1.23", "measured", "done", "1 of 2 rows, 1 seed", "Digits"]
+
+
 def test_scores_of_orders_are_those_of_each_part():
     """Two orders of three clients; hits of 2 classes."""
     rng = np.random.default_rng(0)
@@ -167,6 +175,45 @@ def measured(mean, seeds=math.nan, orders=math.nan):
 )
 def test_verdicts(found, wanted):
     assert verdicts.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["within the spread"], "within the spread"),
+        (["in order"], "in order, +1.00 points"),
+        (["within the spread", "not reproduced", "in order"], "first score within the spread; 1 of 3 numbers"),
+        (["in order", "within the spread"], "first score in order, +1.00 points; 1 of 2 numbers within the spread"),
+        (["within the spread"] * 2, "both numbers within the spread"),
+        (["within the spread"] * 5, "all 5 numbers within the spread"),
+        (["one run, no spread"] * 5, "one run, no spread, +1.00 points"),
+        (["not run"] * 5, "not run"),
+    ],
+)
+def test_the_verdict_on_a_row_counts_all_of_its_scores(words, said):
+    assert standing._in_words(words, "" if words[0] in ("within the spread", "not run") else ", +1.00 points") == said
+
+
+def test_totals_count_every_score_that_can_be_judged():
+    words = ["within the spread", "in order", "not run", "one run, no spread", "within the spread"]
+    assert standing._share("within the spread", words) == "2 of 3"
+    assert standing._share("within the spread", words[2:4]) == ""
+    found = standing.read_extracts()["fedmeta_per"]
+    section = standing._section(next(one for one in LISTED if one.name == "fedmeta_per"), found)
+    assert len(section.scores) > len(section.numbers)
+    (total,) = [
+        line
+        for line in standing.page(LISTED, {"fedmeta_per": found}).splitlines()
+        if line.startswith("| FedMeta-Per, MNIST |")
+    ]
+    assert standing._share("within the spread", section.scores) in total
+
+
+def test_the_smaller_deviation_is_the_better_one():
+    means = {"a": [1.0, 1.1, 0.9], "b": [3.0, 3.1, 2.9]}
+    rows = {("s", name): {"known": {"accuracy_std": values}} for name, values in means.items()}
+    claim = standing.Claim("first", ["a", "b"], ["s"], score="accuracy_std")
+    assert standing._claim(claim, "s", rows) == (" (a 1.00 ±0.10, b 3.00 ±0.10)", "in order")
 
 
 def test_the_spread_joins_seeds_and_orders():
@@ -350,13 +397,37 @@ def test_cohorts_and_sizes_are_found_from_training_accuracies():
     assert np.abs(published_cohorts.membership(others) @ found - sums).mean() > 100
 
 
-def test_losses_of_a_run_stand_beside_the_logs_in_both_ways(folder, tmp_path):
+def test_courses_are_compared_by_their_changes():
+    rng = np.random.default_rng(3)
+    changes = rng.normal(size=300)
+    course, trend = np.cumsum(changes), np.linspace(5, 0, 301)[1:]
+    assert published_cohorts.together(course, 2 * course + trend) == pytest.approx(1)
+    other = np.concatenate([changes[:150], rng.normal(size=150)])
+    assert abs(published_cohorts.together(course, np.cumsum(other))) < 0.3
+
+
+def test_the_figure_of_centralised_training_is_read(monkeypatch):
+    rng = np.random.default_rng(4)
+    curves = [np.float32(np.sort(rng.integers(1, size, 300)) / size).astype(float).tolist() for size in (52_512, 17_488)]
+    drawn = (
+        "Plotly.newPlot(old)"
+        + "Plotly.newPlot("
+        + "".join(json.dumps({"x": [0], "y": curve}).replace(": ", ":") for curve in curves)
+    )
+    monkeypatch.setattr(published_cohorts, "_git", lambda clone, *words: drawn)
+    said = published_cohorts.central(Path("clone"))
+    assert said[0].startswith("centralised training: 300 passes") and "52512 training and 17488 test samples" in said[0]
+    assert f"300 passes: {100 * curves[1][-1]:.2f}" in said[1]
+
+
+def test_losses_of_a_run_stand_beside_the_logs_in_both_ways(folder, tmp_path, monkeypatch):
     _, root = folder
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for begins in published_cohorts.TESTED.values():
         path = tmp_path / published_cohorts.LOGS / f"{begins} Epochs: 1.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"loss": [2.5, 0.125], "acc": [0.1, 0.9]}))
+        path.with_name(path.name.replace("[Test]", "[Train]")).write_text(json.dumps({"loss": [3.0, 2.0]}))
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "logs"]):
         subprocess.run([*git, *words], check=True)
     ((system, logged, by_samples, over_clients, seeds),) = published_cohorts.test_losses(tmp_path, root / "digits")
@@ -367,6 +438,11 @@ def test_losses_of_a_run_stand_beside_the_logs_in_both_ways(folder, tmp_path):
     means = [sum(n * value for n, value in zip(samples, one, strict=True)) / sum(samples) for one in losses]
     assert by_samples == f"{sum(means) / 2:.3f} ±{abs(means[0] - means[1]) / math.sqrt(2):.3f}"
     assert over_clients.startswith(f"{sum(map(sum, losses)) / 2 / len(samples):.3f} ±")
+    monkeypatch.setattr(published_cohorts, "together", lambda one, other: len(one) / len(other))  # two rounds have one change
+    ((system, logged, by_seed, shares),) = published_cohorts.training_losses(tmp_path, root / "digits")
+    assert shares == "1.00, 1.00"
+    curves = [[loss for row in trial["rows"] for loss in row["train"]["loss"]] for trial in content["trials"].values()]
+    assert (system, logged, by_seed) == ("fedavg", "2.500", ", ".join(f"{sum(curve) / 2:.3f}" for curve in curves))
     with pytest.raises(ValueError, match="has 0 logs that begin with"):
         subprocess.run([*git, "rm", "-qr", "."], check=True)
         subprocess.run([*git, "commit", "-qm", "none", "--allow-empty"], check=True)
