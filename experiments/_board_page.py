@@ -1,19 +1,20 @@
 """The page of the leaderboard, docs/leaderboard.md, which is made of the committed raw results alone."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from experiments import _board as board
+from experiments import _board_changed as changed
 from experiments import _board_lessons as lessons
 from experiments import _board_new as newcomers
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
 from fedjax_meta import checkpoint, metrics, report
-from fedjax_meta.study import Study, baselines, compare, comparison, made
+from fedjax_meta.study import baselines, compare, comparison
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
 NEW = board.RAW / "new_clients"
@@ -82,43 +83,11 @@ def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
     return {path.stem: newcomers.from_csv(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
 
 
-# Rows that later code may have changed.
-
-
-def changed_rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Which rows were made by other code or another study than that of this folder, in words, and by what."""
-    return [
-        f"{first.scenario}, {first.system}: {' and '.join(_changed(first, study))} changed since "
-        f"{(first.again or first.commit)[:12]}"
-        for first, study in _firsts(listed, lines)
-        if _changed(first, study)
-    ]
-
-
-def _firsts(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, Study | None]]:
-    """The first line of each system that was trained, and the study of its run now; `None` if it is no longer in the list."""
-    studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
-    for some in lines.values():
-        for first, *_ in _by_system(some).values():
-            if first.method:
-                yield first, studies.get(first.run)
-
-
-def _changed(line: Line, study: Study | None) -> list[str]:
-    now = made.digests(line.method)
-    same = [line.made == now["method"], line.runner == now["runner"]]
-    if study is None or line.scenario not in study.scenarios or line.system not in study.systems:
-        same.append(False)
-    else:
-        same.append(line.said == board.said(study, line.scenario, line.system))
-    return [what for what, one in zip(("the method's files", "the runner", "the study"), same, strict=True) if not one]
-
-
 def marked(markdown: str) -> str:
     """The page with a dagger at rows whose method's files or study have changed since they were made."""
     listed, lines = standing.read_list(board.LIST), board.read_lines()
-    rows = {(one.scenario, one.system) for one, study in _firsts(listed, lines) if set(_changed(one, study)) - {"the runner"}}
-    return standing.with_generated(markdown, page(listed, lines, read_tested(), changed=rows))
+    rows = {(one.scenario, one.system) for one, what in changed.rows(listed, lines) if set(what) - {changed.RUNNER}}
+    return standing.with_generated(markdown, page(listed, lines, read_tested(), marks=rows))
 
 
 # The page.
@@ -136,20 +105,20 @@ def page(
     lines: Mapping[str, Sequence[Line]],
     tested: Mapping[str, Sequence[Tested]] | None = None,
     *,
-    changed: Iterable[tuple[str, str]] = (),
+    marks: Iterable[tuple[str, str]] = (),
 ) -> str:
     """The generated part of docs/leaderboard.md.
 
     Args:
       listed: all runs of the list.
       lines, tested: of each scenario.
-      changed: scenario and system of rows that get a mark.
+      marks: scenario and system of rows that get a dagger.
     """
     order = [scenario for run in listed for scenario in run.load().scenarios]
     text: list[str] = []
     for scenario in dict.fromkeys(one for one in order if one in lines):
-        marks = {system for where, system in changed if where == scenario}
-        text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], marks)
+        mine = {system for where, system in marks if where == scenario}
+        text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], mine)
         text += _new_clients((tested or {}).get(scenario, ()), lines[scenario][0].kind)
     text += _not_run(listed, lines)
     return "\n".join(text)
@@ -194,7 +163,7 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
                 "its local training is what they are behind or not."
             )
     text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
-    text += ["† The files that this method imports, or what the study says of it, have changed since.", ""] if marks else []
+    text += ["† What the method or the scenario imports, or what the study says of them, has changed since.", ""] if marks else []
     reports = [f"{name}.html" for name in dict.fromkeys(line.run for line in lines) if (board.RAW / f"{name}.html").is_file()]
     links = ", ".join(f"[{name}](leaderboard/{name})" for name in reports)
     text += [f"Every number: [{scenario}.csv](leaderboard/{scenario}.csv); curves and clients: {links}.", ""]

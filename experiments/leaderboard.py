@@ -12,6 +12,7 @@ import typer
 
 from experiments import _board as board
 from experiments import _board_again as again
+from experiments import _board_changed as rows
 from experiments import _board_new as newcomers
 from experiments import _board_page as pages
 from experiments import _standing as standing
@@ -74,7 +75,7 @@ def main(
             if missing:
                 console.print(f"in no run: {', '.join(missing)}", soft_wrap=True, markup=False)
         elif changed:
-            for line in pages.changed_rows(listed, board.read_lines()):
+            for line in rows.in_words(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
         elif count_flops or new_clients or confirm:
             for run in chosen:
