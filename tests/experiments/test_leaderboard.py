@@ -32,6 +32,7 @@ again = pytest.importorskip("experiments._board_again")
 rows = pytest.importorskip("experiments._board_changed")
 newcomers = pytest.importorskip("experiments._board_new")
 gaps = pytest.importorskip("experiments._board_gaps")
+missing = pytest.importorskip("experiments._board_missing")
 lessons = pytest.importorskip("experiments._board_lessons")
 pages = pytest.importorskip("experiments._board_page")
 standing = pytest.importorskip("experiments._standing")
@@ -320,7 +321,32 @@ def test_the_section_has_paired_differences(folder, lines):
     assert (
         f"{mean:+.2f} \\[{mean - margin:+.2f}, {mean + margin:+.2f}\\]" in row or f"{mean:+.2f} [{mean - margin:+.2f}" in row
     )
-    assert "## Not run yet" not in text
+    assert "Measurements that rows lack" in text and "in this order" not in text
+
+
+def test_the_points_that_were_tried_stand_beside_the_scores(folder, lines):
+    listed, _ = folder
+    other = [line._replace(tried=9, edge="lr") if line.system == "local_only" else line._replace(edge="") for line in lines]
+    rows = pages.page([listed], {"pairs": other}).splitlines()
+    assert next(row for row in rows if row.startswith("| system | known")).endswith("| points |")
+    assert next(row for row in rows if row.startswith("| local\\_only |")).endswith("| 9 ‡ |")
+    assert next(row for row in rows if row.startswith("| fedavg\\_ft |")).endswith("| 3 |")
+    assert next(row for row in rows if row.startswith("| majority class |")).endswith("|  |")
+
+
+def test_measurements_that_are_missing_are_listed(folder, lines, tested):
+    """By scenario, and a column of which nothing was counted is left out."""
+    listed, _ = folder
+    counted = [line._replace(flops=1e6) if line.method else line for line in lines]
+    assert "## Not run yet" not in pages.page([listed], {"pairs": counted}, {"pairs": tested})
+    text = pages.page([listed], {"pairs": lines}, {"pairs": tested})
+    assert "| pairs | FLOPs | all | digits | 2 of 2 |" in text and "| pairs | new clients |" not in text
+    assert "MFLOP" not in text and "FLOPs were not counted" in text
+    some = [line._replace(flops=math.nan) if line.system == "fedavg_ft" else line for line in counted]
+    text = pages.page([listed], {"pairs": some}, {"pairs": [one for one in tested if one.system == "fedavg_ft"]})
+    assert "| pairs | FLOPs | fedavg\\_ft | digits | 1 of 2 |" in text and "counted for 1 of 2 systems" in text
+    assert "| pairs | new clients | local\\_only | digits | 1 of 2 |" in text and "1 of 2 systems were tested so" in text
+    assert "| not counted |" in text
 
 
 @pytest.fixture
@@ -364,7 +390,7 @@ def test_rows_whose_folder_is_gone_stay(folder, lines, tested, docs):
     text = (docs / "page.md").read_text(encoding="utf-8")
     assert "[others.html](leaderboard/others.html)" in text and "digits.html" not in text
     assert (docs / "raw/others.html").is_file() and not (docs / "raw/digits.html").exists()
-    assert pages.rows_there(listed, {"pairs": found}) == "2 of 2"
+    assert missing.rows_there(listed, {"pairs": found}) == "2 of 2"
 
 
 def test_missing_systems_in_words():
@@ -392,7 +418,7 @@ def test_what_was_not_run_is_listed(folder, lines):
     listed, _ = folder
     other = replace(listed, name="other", settings=["scenarios.pairs.clients=12"])
     text = pages.page([listed, other], {"pairs": of(lines, "local_only")})
-    waiting = text.partition("## Not run yet")[2]
+    waiting = text.partition("## Not run yet")[2].partition("Measurements")[0]
     assert "fedavg\\_ft" in waiting and "local\\_only" not in waiting
     assert "| all |" in pages.page([listed], {}).partition("## Not run yet")[2]
 
@@ -718,11 +744,14 @@ def test_lessons_count_what_their_intervals_say():
     text = lessons.page([listed], {"mnist_small": lines})
     assert "Of 2 intervals between the second-order and the first-order gradient of one method, 1 say that the second" in text
     assert (
-        "0 that it is worse, and 1 hold 0. In 1 of the 1 one of the two systems chose a value at the end of its grid" in text
+        "0 that it is worse, and 1 hold 0. Where neither system's best value stands at an end of its grid, 0 of 0 say" in text
     )
-    assert "| FedMeta(MAML) | 1 | 1 | 0 | 1 |  |" in text and "| +2.00 \\[+1.75, +2.25\\] ‡ |" in text
+    assert "| FedMeta(MAML) | 1 | 1 | 0 | 0 | 0 | 0 |  |" in text and "| +2.00 \\[+1.75, +2.25\\] ‡ |" in text
     # Both meta-learners are below fine-tuned FedAvg on known clients, and one of them on new ones; the other way round as it is.
-    assert "| mnist\\_small | fedavg\\_ft | 0 | 1 | 3 | 2 |" in text and "| mnist\\_small | fedavg | 3 | 1 | 0 | 2 |" in text
+    # Of four pairs, the two of fedmeta alone are of systems neither of which stands at an end.
+    assert "| mnist\\_small | fedavg\\_ft | 0 | 1 | 3 | 0 | 1 | 1 |" in text
+    assert "| mnist\\_small | fedavg | 3 | 1 | 0 | 1 | 1 | 0 |" in text
+    assert "against fedavg_ft: 0 of 4 intervals say better, 3 worse, and 1 hold 0; of pairs inside their grids, 0 of 2" in text
     # The order that the paper prints is turned here: fedavg_ft lies above fedpac.
     turned = text.partition("What is turned")[2]
     assert "fedpac above fedavg\\_ft" in turned and turned.count("FedPAC") == 1
@@ -782,8 +811,17 @@ def test_what_new_clients_need():
     ]
     text = lessons.page([listed], {"mnist_small": lines}, {"mnist_small": tested})
     # Central training is none of the systems without a gradient, local training none of those that adapt. Ditto equals FedAvg.
-    assert "| mnist\\_small | 1 | scaffold 76.02 | ditto 75.02 | 0 | 1 | 1 | 50.02 |" in text
-    assert "| mnist\\_small | all | scaffold 76.02 | fedavg\\_ft 90.52 | 1 | 0 | 1 | 90.02 |" in text
+    assert "| mnist\\_small | 1 | scaffold 76.02 | ditto 75.02 | 0 | 1 | 1 | 0 | 1 | 1 | 50.02 |" in text
+    assert "| mnist\\_small | all | scaffold 76.02 | fedavg\\_ft 90.52 | 1 | 0 | 1 | 1 | 0 | 1 | 90.02 |" in text
+    at_end = [line._replace(edge="lr" * (line.system == "fedavg_ft")) for line in lines]
+    other = lessons.page([listed], {"mnist_small": at_end}, {"mnist_small": tested})
+    assert "| mnist\\_small | all | scaffold 76.02 | fedavg\\_ft ‡ 90.52 | 1 | 0 | 1 | 0 | 0 | 1 | 90.02 |" in other
+    assert "| mnist\\_small ‡ | 1, 2 |" in other and "| mnist\\_small | fedavg\\_ft ‡ |" in other
+    assert "Not all systems were tested" not in text
+    few = [one for one in tested if one.system != "ditto"]
+    assert "Not all systems were tested: 5 of 6 on mnist_small." in lessons.page(
+        [listed], {"mnist_small": lines}, {"mnist_small": few}
+    )
     assert "| mnist\\_small | 1, 2 |  | 5, all |" in text
     assert "| mnist\\_small | 1 | 1 | 0 |".replace(" 0 |", "") in text.partition("How many passes")[2]
     # By 2 samples fine-tuning is worse than local training once more; FedAvg's model as it is has no row.
