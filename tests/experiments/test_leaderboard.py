@@ -21,6 +21,7 @@ from fedjax_meta import metrics
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import depends as depends_on
 from fedjax_meta.study import load, made, run, tuning
+from fedjax_meta.study.folder import processor
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.system import keywords
 from fedjax_meta.study.tuning import points_of
@@ -989,7 +990,7 @@ def test_a_row_depends_on_the_data_sets_and_models_of_its_scenario(tmp_path):
         (root / path).write_text(f"{text}\n_MORE = 1\n", encoding="utf-8")
         after = digests()
         (root / path).write_text(text, encoding="utf-8")
-        assert {scenario for scenario in PLACES if after[scenario]["method"] != before[scenario]["method"]} == wanted, path
+        assert {scenario for scenario in PLACES if after[scenario] != before[scenario]} == wanted, path
 
 
 def test_a_method_depends_on_its_own_file_alone():
@@ -1023,38 +1024,74 @@ def test_methods_from_elsewhere_have_digests(tmp_path, monkeypatch):
 
 # One cell again.
 
+TRAIN = """
+import dataclasses, pathlib, sys
+from fedjax_meta.study import load, run
+study, system, out, *settings = sys.argv[1:]
+study = load(study, settings)
+alone = dataclasses.replace(study, systems={system: study.systems[system]})
+run.run(alone, pathlib.Path(out), watcher=type("Silent", (run.Watcher,), {})())
+"""
+"""What the command of a row does, without its report."""
 
-@pytest.mark.long
-def test_a_committed_cell_comes_out_again(tmp_path):
-    """The command of a row gives its numbers, up to rounding, which other code or another processor amplifies.
 
-    A test sample of the known clients is 0.1 %, of the new ones 0.125 %: two of each may differ.
-    """
-    wanted = of(board.read_lines()["mnist_small"], "local_only")[0]
+def trained_again(system, out, words, code=ROOT):
+    """(the first seed of a committed row, the content of the results of a command that trains it anew by some code)."""
+    wanted = of(board.read_lines()["mnist_small"], system)[0]
     listed = next(one for one in LISTED if one.name == wanted.run)
     name, value = wanted.chosen.split("=")
-    command = [
-        sys.executable,
-        "-m",
-        "fedjax_meta",
-        "run",
-        listed.study,
-        "--systems",
-        "local_only",
-        "--seeds",
-        str(wanted.seed),
-    ]
-    command += ["--set", f"systems.local_only.grid={{{name}: [{value}]}}", "--out", str(tmp_path / "cell")]
+    settings = [f"systems.{system}.grid={{{name}: [{value}]}}", f"seeds=[{wanted.seed}]"]
     # As a user's shell has it: the tests' own flags and 64 bits are for tests.
     environment = {key: text for key, text in os.environ.items() if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True, timeout=1200)
-    content = json.loads((tmp_path / "cell/results/mnist_small/local_only.final.json").read_text())
+    command = [sys.executable, *words(str(ROOT / listed.study), system, str(out), settings)]
+    environment["PYTHONPATH"] = str(code)
+    subprocess.run(command, check=True, env=environment, cwd=code, capture_output=True, timeout=1200)
+    return wanted, json.loads((out / f"results/mnist_small/{system}.final.json").read_text())
+
+
+def by_the_runner(study, system, out, settings):
+    return ["-c", TRAIN, study, system, out, *settings]
+
+
+def by_the_command(study, system, out, settings):
+    sets = itertools.chain.from_iterable(("--set", one) for one in settings)
+    return ["-m", "fedjax_meta", "run", study, "--systems", system, *sets, "--out", out]
+
+
+def check_same(wanted, content, *, moved=math.nan):
+    """The numbers of a row: equal on the same kind of processor with the same JAX, unless the code is known to round otherwise.
+
+    Elsewhere within two test samples of each: one is 0.1 % of the known clients' and 0.125 % of the new ones'.
+    """
     (trial,) = content["trials"].values()
-    tests = trial["rows"][-1]["tests"]
-    assert 100 * np.mean(tests["known"]["accuracy"]) == pytest.approx(wanted.known, abs=0.21)
-    assert 100 * np.mean(tests["new"]["accuracy"]) == pytest.approx(wanted.new, abs=0.26)
+    known, new = (100 * np.mean(trial["rows"][-1]["tests"][group]["accuracy"]) for group in ("known", "new"))
+    if wanted.device == processor() and f"jax={jax.__version__}" in wanted.versions.split() and math.isnan(moved):
+        assert (f"{known:.6g}", f"{new:.6g}") == (f"{wanted.known:.6g}", f"{wanted.new:.6g}")
+    else:
+        assert known == pytest.approx(wanted.known, abs=0.21) and new == pytest.approx(wanted.new, abs=0.26)
     assert wanted.rounds == trial["rows"][-1]["round"] and content["config"]["system"]["options"]["epochs"] == 2
     assert content["config"]["data"] == wanted.data
+
+
+def test_a_committed_cell_comes_out_again(tmp_path):
+    """12 seconds of one core."""
+    wanted, content = trained_again("local_only", tmp_path / "cell", by_the_runner)
+    check_same(wanted, content, moved=wanted.moved)
+
+
+@pytest.mark.long
+def test_the_command_of_a_row_gives_its_numbers(tmp_path):
+    wanted, content = trained_again("local_only", tmp_path / "cell", by_the_command)
+    check_same(wanted, content, moved=wanted.moved)
+
+
+@pytest.mark.long
+def test_a_cell_comes_out_by_its_own_commit(tmp_path):
+    """Later code adds up in another order for FedAvg: 0.2 % fewer samples of the known clients are right at the end."""
+    source = rows._source(of(board.read_lines()["mnist_small"], "fedavg")[0].commit)
+    if source is None:
+        pytest.skip("the repository does not have the commit")
+    check_same(*trained_again("fedavg", tmp_path / "cell", by_the_runner, source.parent))
 
 
 @pytest.mark.parametrize(
