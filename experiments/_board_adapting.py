@@ -1,6 +1,6 @@
 """What new clients need, by their tests with fewer samples and with other numbers of passes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from experiments import _board as board
 from experiments import _board_gaps as gaps
 from experiments import _board_new as newcomers
 from experiments._board import LOCAL, Line
-from experiments._board_gaps import BETTER, OPEN, WORSE
+from experiments._board_gaps import BETTER, OPEN, WORSE, Gap
 from experiments._board_new import Tested
 from fedjax_meta import report
 from fedjax_meta.study.system import System
@@ -44,18 +44,23 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         plain = [name for name in samples if name not in adapt and systems[name].method != LOCAL and not systems[name].pooled]
         numbers = sorted({number for some in samples.values() for number in some}, key=_in_order)
         longest = max(_means(passes.get(LOCAL, {}), kind).items(), key=lambda item: item[1], default=None)
-        rows += [_row(scenario, number, samples, adapt, plain, kind) for number in SHOWN if number in numbers]
+        ends = {name for name, lines in found[scenario].items() if lines[0].edge}
+        rows += [_row(scenario, number, samples, adapt, plain, kind, ends) for number in SHOWN if number in numbers]
         alone += [] if longest is None else [f"{scenario} {kind.text(abs(longest[1]))} ({longest[0]} passes)"]
-        tuned += _fine_tuning(scenario, numbers, samples, kind)
+        tuned += _fine_tuning(scenario, numbers, samples, kind, ends)
         own += _own_best(scenario, {name: passes[name] for name in adapt if name in passes}, kind)
-        enough += list(_enough(scenario, samples, passes, kind))
+        enough += [
+            [where, _marked(system, ends), *words] for where, system, *words in _enough(scenario, samples, passes, kind)
+        ]
     text = [
         "The best systems that take no gradient before they are tested and the best that do, by the number of samples that a new "
         "client has to adapt on, beside a client that trains by itself. How many of those that adapt are better or worse than "
-        "FedAvg's model as it is:",
+        f"FedAvg's model as it is, of all and of those inside their grids; {gaps.END} the best value stands at an end of the "
+        f"grid.{_of_tested(found, tested)}",
         "",
     ]
-    headings = ["scenario", "samples", "best without a gradient", "best that adapts", "better", "undecided", "worse", LOCAL]
+    counted = [BETTER, OPEN, WORSE, *(f"{word}, inside" for word in (BETTER, OPEN, WORSE))]
+    headings = ["scenario", "samples", "best without a gradient", "best that adapts", *counted, LOCAL]
     text += [report.markdown_table(headings, rows, text_columns=1), ""]
     if alone:
         text += [f"By the best number of passes over all samples, {LOCAL} reaches: {'; '.join(alone)}.", ""]
@@ -121,21 +126,54 @@ def _means(of_numbers: Mapping[int, Mapping[int, float]], kind: report.Kind) -> 
 
 
 def _row(
-    scenario: str, number: int, samples: Scores, adapt: Sequence[str], plain: Sequence[str], kind: report.Kind
+    scenario: str,
+    number: int,
+    samples: Scores,
+    adapt: Sequence[str],
+    plain: Sequence[str],
+    kind: report.Kind,
+    ends: Collection[str],
 ) -> list[str]:
     def best(names: Sequence[str]) -> str:
         means = {name: _means(samples[name], kind)[number] for name in names if number in samples[name]}
         means = {name: mean for name, mean in means.items() if np.isfinite(mean)}
-        return f"{(top := max(means, key=lambda name: means[name]))} {kind.text(abs(means[top]))}" if means else ""
+        top = max(means, key=lambda name: means[name], default="")
+        return f"{_marked(top, ends)} {kind.text(abs(means[top]))}" if means else ""
 
     as_it_is = samples.get("fedavg", {}).get(number, {})
-    found = [gaps.between(samples[name][number], as_it_is, kind) for name in adapt if number in samples[name]]
+    found = [_gap(name, "fedavg", samples[name][number], as_it_is, kind, ends) for name in adapt if number in samples[name]]
     alone = samples.get(LOCAL, {}).get(number, {})
     local = kind.text(float(np.mean(list(alone.values())))) if alone else ""
-    return [scenario, str(number or "all"), best(plain), best(adapt), *map(str, gaps.counts(found)), local]
+    counted = [*gaps.counts(found), *gaps.counts(gaps.inside(found))]
+    return [scenario, str(number or "all"), best(plain), best(adapt), *map(str, counted), local]
 
 
-def _fine_tuning(scenario: str, numbers: Sequence[int], samples: Scores, kind: report.Kind) -> list[list[str]]:
+def _gap(
+    first: str, second: str, one: Mapping[int, float], other: Mapping[int, float], kind: report.Kind, ends: Collection[str]
+) -> Gap | None:
+    """The difference of two systems' scores by seed."""
+    found = gaps.between(one, other, kind)
+    return None if found is None else found._replace(at_end=bool({first, second} & {*ends}))
+
+
+def _marked(name: str, ends: Collection[str]) -> str:
+    return f"{name} {gaps.END}" if name in ends else name
+
+
+def _of_tested(found: Board, tested: Mapping[str, Sequence[Tested]]) -> str:
+    """The scenarios of which some systems were not tested, in words."""
+    counts = {scenario: len({one.system for one in tested.get(scenario, ())} & {*found[scenario]}) for scenario in found}
+    some = [
+        f"{count} of {len(found[scenario])} on {scenario}"
+        for scenario, count in counts.items()
+        if count < len(found[scenario])
+    ]
+    return f" Not all systems were tested: {', '.join(some)}." if some else ""
+
+
+def _fine_tuning(
+    scenario: str, numbers: Sequence[int], samples: Scores, kind: report.Kind, ends: Collection[str]
+) -> list[list[str]]:
     """For which numbers of samples fine-tuned FedAvg is worse or better than FedAvg."""
     verdicts: dict[str, list[str]] = {WORSE: [], OPEN: [], BETTER: []}
     for number in numbers:
@@ -143,7 +181,8 @@ def _fine_tuning(scenario: str, numbers: Sequence[int], samples: Scores, kind: r
         found = gaps.between(one, other, kind)
         if found is not None:
             verdicts[found.verdict].append(str(number or "all"))
-    return [[scenario, *map(", ".join, verdicts.values())]] if any(verdicts.values()) else []
+    title = f"{scenario} {gaps.END}" if {"fedavg", "fedavg_ft"} & {*ends} else scenario
+    return [[title, *map(", ".join, verdicts.values())]] if any(verdicts.values()) else []
 
 
 def _own_best(scenario: str, passes: Scores, kind: report.Kind) -> list[tuple[str, dict[int, int]]]:

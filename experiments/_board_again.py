@@ -38,7 +38,7 @@ def confirm(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
     done = board.read_again(folder)
     built: dict[str, Clients] = {}
     for cell in board.cells_of(run, folder):
-        scenario, now = cell.found.scenario, made.made(cell.found.method)
+        scenario, now = cell.found.scenario, made.made(cell.found.method, cell.study.scenario(cell.found.scenario))
         last = done.setdefault(scenario, {}).get(cell.system)
         if (now["method"], now["runner"]) in (cell.digests(last), last and (last.method, last.runner)):
             continue

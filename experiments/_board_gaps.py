@@ -9,6 +9,8 @@ from experiments._board import Line
 from fedjax_meta import metrics, report
 
 BETTER, OPEN, WORSE = "better", "undecided", "worse"
+END = "‡"
+"""Marks a system whose best value stands at an end of its grid, and a comparison with one."""
 
 
 class Gap(NamedTuple):
@@ -40,6 +42,11 @@ def of_lines(first: Sequence[Line], second: Sequence[Line], name: str) -> Gap | 
     """The difference of two systems in "known" or "new"."""
     found = between(*({line.seed: getattr(line, name) for line in some} for some in (first, second)), first[0].kind)
     return None if found is None else found._replace(at_end=bool(first[0].edge or second[0].edge))
+
+
+def inside(gaps: Iterable[Gap | None]) -> list[Gap]:
+    """Those of two systems neither of which chose a value at the end of its grid."""
+    return [one for one in gaps if one is not None and not one.at_end]
 
 
 def counts(gaps: Iterable[Gap | None]) -> list[int]:

@@ -72,7 +72,7 @@ def page(
     systems = {name: system for study in studies for name, system in study.systems.items()}
     text = ["## When second order pays", "", *_second_order(found), "## When meta-learning pays", "", *_meta_learning(found)]
     text += ["## What new clients need", "", *adapting.section(found, systems, tested or {})]
-    text += ["## Which published orderings survive equal tuning", "", *_orderings(found)]
+    text += ["## Which published orderings survive", "", *_orderings(found)]
     text += ["## What rounding does", "", *_rounding(found), "## What was not run", ""]
     return "\n".join([*text, *_not_run(dict(zip((run.name for run in listed), studies, strict=True)), lines, found)])
 
@@ -127,7 +127,7 @@ class _Compared(NamedTuple):
 
 
 def _marked(one: Gap | None) -> str:
-    return "" if one is None else one.words + " ‡" * one.at_end
+    return "" if one is None else one.words + f" {gaps.END}" * one.at_end
 
 
 def _compared(found: Board, pairs: Sequence[tuple[str, str, str]]) -> _Compared:
@@ -138,32 +138,68 @@ def _compared(found: Board, pairs: Sequence[tuple[str, str, str]]) -> _Compared:
             if first in systems and second in systems:
                 one, other = systems[first], systems[second]
                 by_pair.setdefault(title, {})[scenario] = [gaps.of_lines(one, other, name) for name in GROUPS]
-                ratio = one[0].flops / other[0].flops
+                ratio = _ratio(systems, first, second)
                 flops.setdefault(title, []).extend([ratio] if np.isfinite(ratio) else [])
     return _Compared(by_pair, flops)
 
 
+def _ratio(systems: Mapping[str, Sequence[Line]], first: str, second: str) -> float:
+    """The FLOPs of one system over those of another; NaN where one of them has none."""
+    one, other = (systems[name][0].flops if name in systems else math.nan for name in (first, second))
+    return one / other
+
+
+def _said(some: Iterable[Gap | None]) -> tuple[int, int, int, int]:
+    """How many there are, and how many say better, worse, and nothing."""
+    better, undecided, worse = gaps.counts(some)
+    return better + undecided + worse, better, worse, undecided
+
+
+def _inside(some: Iterable[Gap | None], better: str) -> str:
+    """The same of pairs inside their grids, in a sentence."""
+    count, up, down, undecided = _said(gaps.inside(some))
+    return (
+        f"Where neither system's best value stands at an end of its grid, {up} of {count} {better}, {down} that it is worse, and "
+        f"{undecided} hold 0."
+    )
+
+
 def _counts(some: Iterable[Gap | None]) -> list[str]:
-    """Better, undecided, worse, and how many of the decided ones have a system at the end of its grid."""
-    there = [one for one in some if one is not None]
-    return [*map(str, gaps.counts(there)), str(sum(one.at_end and one.verdict != gaps.OPEN for one in there))]
+    """Better, undecided and worse, of all pairs and of those inside their grids."""
+    there = list(some)
+    return [*map(str, gaps.counts(there)), *map(str, gaps.counts(gaps.inside(there)))]
 
 
-COUNTED = ["better", "undecided", "worse", "decided at an end"]
+def _twice(words: Sequence[str]) -> list[str]:
+    """The headings of `_counts`."""
+    return [*words, *(f"{word}, inside" for word in words)]
+
+
+COUNTED = _twice([gaps.BETTER, gaps.OPEN, gaps.WORSE])
+INSIDE = (
+    "Tables count twice: all pairs, and as inside those in which neither system's best value stands at an end of its grid. Of a "
+    "number with two values in the grid, either is an end, and none counts as one."
+)
 
 
 def _second_order(found: Board) -> list[str]:
     every = _compared(found, SECOND_ORDER)
     if not every.gaps:
         return ["Nothing was run yet.", ""]
-    better, undecided, worse = gaps.counts(every.all())
-    ends = sum(one.at_end for one in every.all() if one.verdict == gaps.BETTER)
+    pairs = [pair[1:] for pair in SECOND_ORDER]
+    counted = [where for where, of in found.items() if any(np.isfinite(_ratio(of, *pair)) for pair in pairs)] or [
+        "nowhere yet"
+    ]
+    words = "between the second-order and the first-order gradient of one method"
     text = [
-        f"Of {better + undecided + worse} intervals between the second-order and the first-order gradient of one method, "
-        f"{better} say that the second order is better, {worse} that it is worse, and {undecided} hold 0. In {ends} of the "
-        f"{better} one of the two systems chose a value at the end of its grid: with other rates it might do better.",
+        f"Of {{}} intervals {words}, {{}} say that the second order is better, {{}} that it is worse, and {{}} hold 0.".format(
+            *_said(every.all())
+        )
+        + f" {_inside(every.all(), 'say that the second order is better')} With other rates the others might turn out otherwise.",
         "",
-        "By method, with what a round costs (FLOPs, second order over first):",
+        INSIDE,
+        "",
+        f"By method, with what a round costs (FLOPs, second order over first, where both were counted: {', '.join(counted)}):",
         "",
     ]
     rows = [
@@ -174,15 +210,15 @@ def _second_order(found: Board) -> list[str]:
     used = [scenario for scenario in found if any(every.on(scenario))]
     text += ["By scenario:", "", *_table(["", *COUNTED], [[scenario, *_counts(every.on(scenario))] for scenario in used])]
     text += board.folded(
-        "By how much, mean over seeds and its 95 % interval; ‡ one of the two is at the end of its grid",
+        f"By how much, mean over seeds and its 95 % interval; {gaps.END} one of the two is at the end of its grid",
         every.intervals(found),
     )
     implicit = _compared(found, IMPLICIT)
     if implicit.gaps:
-        better, undecided, worse = gaps.counts(implicit.all())
+        words = "{1} of {0} intervals say that it is better, {2} that it is worse, and {3} hold 0."
         text += [
-            "Implicit gradients are another method: their inner problem has a proximal term. Against first-order MAML, "
-            f"{better} of {better + undecided + worse} intervals say that they are better, {worse} that they are worse.",
+            "Implicit gradients are another method: their inner problem has a proximal term. Of iMAML against first-order MAML, "
+            f"{words.format(*_said(implicit.all()))} {_inside(implicit.all(), 'say that it is better')}",
             "",
             *board.folded("The intervals", implicit.intervals(found)),
         ]
@@ -196,12 +232,17 @@ def _range(ratios: Sequence[float]) -> str:
 
 def _meta_learning(found: Board) -> list[str]:
     """Meta-learners against FedAvg, fine-tuned and as it is."""
-    rows, text = [], []
+    rows, text, totals = [], [], []
     for reference in REFERENCES:
         every = _compared(found, [(name, name, reference) for name in INSTEAD])
         rows += [[scenario, reference, *_counts(every.on(scenario))] for scenario in found if any(every.on(scenario))]
         if every.gaps:
-            words = f"By how much against {reference}; ‡ one of the two is at the end of its grid"
+            words = "{1} of {0} intervals say better, {2} worse, and {3} hold 0"
+            totals.append(
+                f"- against {reference}: {words.format(*_said(every.all()))}; of pairs inside their grids, "
+                f"{words.format(*_said(gaps.inside(every.all())))}"
+            )
+            words = f"By how much against {reference}; {gaps.END} one of the two is at the end of its grid"
             text += board.folded(words, every.intervals(found))
     if not rows:
         return ["Nothing was run yet.", ""]
@@ -209,7 +250,9 @@ def _meta_learning(found: Board) -> list[str]:
     rows.sort(key=lambda row: order.index(row[0]))
     return [
         "How often meta-learners are better or worse than FedAvg, fine-tuned by as many gradients of a sample (`fedavg_ft`) and "
-        "as it is. All intervals of a scenario have the same reference, so that they are not independent:",
+        "as it is. All intervals of a scenario have the same reference, so that they are not independent. Over all scenarios:",
+        "",
+        *totals,
         "",
         *_table(["scenario", "against", *COUNTED], rows, 2),
         *text,
@@ -271,32 +314,27 @@ def _orderings(found: Board) -> list[str]:
         return ["Nothing was run yet.", ""]
     there = {system for systems in found.values() for system in systems}
     lacking = sorted({system for order in pairs for system in (order.best, order.worst)} - there)
-    verdicts: dict[tuple[str, str, str], set[str]] = {}
-    for _, order, one in tried:
-        verdicts.setdefault((order.best, order.worst, order.clients), set()).add(one.verdict)
-    holds, turns = ({pair for pair, some in verdicts.items() if verdict in some} for verdict in (gaps.BETTER, gaps.WORSE))
     text = [
         "Pairs of systems of which a source prints that one is better, held against other data sets, networks and numbers of "
         "clients than the source's: what survives is more than tuning. An order holds, or is turned, where the 95 % interval of "
         "the difference over seeds lies on one side of 0.",
         "",
-        f"Of {len(verdicts)} pairs, {len(holds - turns)} hold on one scenario or more and are turned on none, "
-        f"{len(turns - holds)} are turned and hold nowhere, {len(holds & turns)} do both, and "
-        f"{len(verdicts) - len(holds | turns)} are undecided everywhere."
+        f"Of {_survive(tried)}. By rows in which neither system's best value stands at an end of its grid alone: of "
+        f"{_survive([one for one in tried if not one[2].at_end])}."
         + (f" Pairs with systems that the leaderboard lacks are left out: {', '.join(lacking)}." if lacking else ""),
         "",
         "By how much the source prints (points; a pair counts once a source and scenario):",
         "",
     ]
-    headings = ["", "hold", "undecided", "turned"]
+    headings = ["", *_twice(["hold", "undecided", "turned"])]
     rows, below = [], -math.inf
     for most, words in BY:
         some = [one for _, order, one in tried if below < order.by <= most or (math.isnan(most) and math.isnan(order.by))]
-        rows += [[words, *map(str, gaps.counts(some))]] if some else []
+        rows += [[words, *_counts(some)]] if some else []
         below = most
     text += _table(headings, rows)
     rows = [
-        [scenario, source, *map(str, gaps.counts(mine))]
+        [scenario, source, *_counts(mine)]
         for scenario in found
         for source in dict.fromkeys(order.source for order in pairs)
         if (mine := [one for where, order, one in tried if (where, order.source) == (scenario, source)])
@@ -309,8 +347,21 @@ def _orderings(found: Board) -> list[str]:
     ]
     if turned:
         table = _table(["scenario", "source", "published", "clients", "difference"], turned, 4)
-        text += board.folded("What is turned; ‡ one of the two is at the end of its grid", table)
+        text += board.folded(f"What is turned; {gaps.END} one of the two is at the end of its grid", table)
     return text
+
+
+def _survive(tried: Sequence[tuple[str, Order, Gap]]) -> str:
+    """How many pairs hold, are turned, both or neither, in words."""
+    verdicts: dict[tuple[str, str, str], set[str]] = {}
+    for _, order, one in tried:
+        verdicts.setdefault((order.best, order.worst, order.clients), set()).add(one.verdict)
+    holds, turns = ({pair for pair, some in verdicts.items() if verdict in some} for verdict in (gaps.BETTER, gaps.WORSE))
+    return (
+        f"{len(verdicts)} pairs, {len(holds - turns)} hold on one scenario or more and are turned on none, "
+        f"{len(turns - holds)} are turned and hold nowhere, {len(holds & turns)} do both, and "
+        f"{len(verdicts) - len(holds | turns)} are undecided everywhere"
+    )
 
 
 def _rounding(found: Board) -> list[str]:

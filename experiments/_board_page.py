@@ -1,19 +1,22 @@
 """The page of the leaderboard, docs/leaderboard.md, which is made of the committed raw results alone."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from experiments import _board as board
+from experiments import _board_changed as changed
+from experiments import _board_gaps as gaps
 from experiments import _board_lessons as lessons
+from experiments import _board_missing as missing
 from experiments import _board_new as newcomers
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
 from fedjax_meta import checkpoint, metrics, report
-from fedjax_meta.study import Study, baselines, compare, comparison, made
+from fedjax_meta.study import baselines, compare, comparison
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
 NEW = board.RAW / "new_clients"
@@ -82,43 +85,11 @@ def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
     return {path.stem: newcomers.from_csv(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
 
 
-# Rows that later code may have changed.
-
-
-def changed_rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Which rows were made by other code or another study than that of this folder, in words, and by what."""
-    return [
-        f"{first.scenario}, {first.system}: {' and '.join(_changed(first, study))} changed since "
-        f"{(first.again or first.commit)[:12]}"
-        for first, study in _firsts(listed, lines)
-        if _changed(first, study)
-    ]
-
-
-def _firsts(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, Study | None]]:
-    """The first line of each system that was trained, and the study of its run now; `None` if it is no longer in the list."""
-    studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
-    for some in lines.values():
-        for first, *_ in _by_system(some).values():
-            if first.method:
-                yield first, studies.get(first.run)
-
-
-def _changed(line: Line, study: Study | None) -> list[str]:
-    now = made.digests(line.method)
-    same = [line.made == now["method"], line.runner == now["runner"]]
-    if study is None or line.scenario not in study.scenarios or line.system not in study.systems:
-        same.append(False)
-    else:
-        same.append(line.said == board.said(study, line.scenario, line.system))
-    return [what for what, one in zip(("the method's files", "the runner", "the study"), same, strict=True) if not one]
-
-
 def marked(markdown: str) -> str:
     """The page with a dagger at rows whose method's files or study have changed since they were made."""
     listed, lines = standing.read_list(board.LIST), board.read_lines()
-    rows = {(one.scenario, one.system) for one, study in _firsts(listed, lines) if set(_changed(one, study)) - {"the runner"}}
-    return standing.with_generated(markdown, page(listed, lines, read_tested(), changed=rows))
+    rows = {(one.scenario, one.system) for one, what in changed.rows(listed, lines) if set(what) - {changed.RUNNER}}
+    return standing.with_generated(markdown, page(listed, lines, read_tested(), marks=rows))
 
 
 # The page.
@@ -136,22 +107,22 @@ def page(
     lines: Mapping[str, Sequence[Line]],
     tested: Mapping[str, Sequence[Tested]] | None = None,
     *,
-    changed: Iterable[tuple[str, str]] = (),
+    marks: Iterable[tuple[str, str]] = (),
 ) -> str:
     """The generated part of docs/leaderboard.md.
 
     Args:
       listed: all runs of the list.
       lines, tested: of each scenario.
-      changed: scenario and system of rows that get a mark.
+      marks: scenario and system of rows that get a dagger.
     """
     order = [scenario for run in listed for scenario in run.load().scenarios]
     text: list[str] = []
     for scenario in dict.fromkeys(one for one in order if one in lines):
-        marks = {system for where, system in changed if where == scenario}
-        text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], marks)
-        text += _new_clients((tested or {}).get(scenario, ()), lines[scenario][0].kind)
-    text += _not_run(listed, lines)
+        mine = {system for where, system in marks if where == scenario}
+        text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], mine)
+        text += _new_clients((tested or {}).get(scenario, ()), lines[scenario])
+    text += missing.section(listed, lines, tested or {})
     return "\n".join(text)
 
 
@@ -166,7 +137,10 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
     }
     ranked = [*sorted(trained, key=lambda system: -worth[system]), *(system for system in systems if system not in trained)]
     text = [f"## {runs[0].title}", "", _facts(trained), ""]
-    scores = [[_title(system, marks), *_scores(systems[system], systems.get(REFERENCE, ()))] for system in ranked]
+    scores = [
+        [_title(system, marks), *_scores(systems[system], systems.get(REFERENCE, ())), _points(systems[system][0])]
+        for system in ranked
+    ]
     headings = [
         "system",
         f"known{kind.direction}",
@@ -175,11 +149,19 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
         f"known, minus {REFERENCE}",
         f"new, minus {REFERENCE}",
         "behind local",
+        "points",
     ]
     text += [_table(headings, scores), ""]
+    if any(some[0].edge for some in trained.values()):
+        text += [f"Points are those of the grid that were tried; {gaps.END} the best one stands at an end of it.", ""]
     constant = next((some for system, some in systems.items() if not some[0].method and system != baselines.UNTRAINED), ())
     target, goal = board.target(lines), ""
-    costs = [[_title(system, marks), *_costs(systems[system], constant, target)] for system in ranked if system in trained]
+    counted = any(not math.isnan(some[0].flops) for some in trained.values())
+    costs = [
+        [_title(system, marks), *_costs(systems[system], constant, target, "not counted" * counted)]
+        for system in ranked
+        if system in trained
+    ]
     headings = ["system", "chosen", "kB", "MFLOP", "rounds to target", "MB to target", "GFLOP to target", "remark"]
     if target is not None:
         local = next(line.system for line in lines if line.method == LOCAL)
@@ -193,8 +175,10 @@ def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line],
                 " Rows whose remark has another target are of a run that trained locally once more, with sums in another order; "
                 "its local training is what they are behind or not."
             )
-    text += [f"What it took: bytes and FLOPs of a client in a round.{goal}", "", _table(headings, costs, text_columns=2), ""]
-    text += ["† The files that this method imports, or what the study says of it, have changed since.", ""] if marks else []
+    text += [f"What it took: {_counted(trained)}.{goal}", "", _table(headings, costs, text_columns=2), ""]
+    text += (
+        ["† What the method or the scenario imports, or what the study says of them, has changed since.", ""] if marks else []
+    )
     reports = [f"{name}.html" for name in dict.fromkeys(line.run for line in lines) if (board.RAW / f"{name}.html").is_file()]
     links = ", ".join(f"[{name}](leaderboard/{name})" for name in reports)
     text += [f"Every number: [{scenario}.csv](leaderboard/{scenario}.csv); curves and clients: {links}.", ""]
@@ -206,6 +190,19 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], text_columns:
     return report.markdown_table(
         [headings[c] for c in used], [[row[c] for c in used] for row in rows], text_columns=text_columns
     )
+
+
+def _points(line: Line) -> str:
+    """How many points of its grid were tried, with a mark where the best stands at an end."""
+    return f"{line.tried}{f' {gaps.END}' * bool(line.edge)}" if line.method else ""
+
+
+def _counted(trained: Mapping[str, Sequence[Line]]) -> str:
+    """What was counted of a client's round."""
+    counted = sum(not math.isnan(some[0].flops) for some in trained.values())
+    if not counted:
+        return "bytes of a client in a round; FLOPs were not counted"
+    return f"bytes of a client in a round, and its FLOPs, which were counted for {counted} of {len(trained)} systems"
 
 
 def _title(system: str, marks: Iterable[str]) -> str:
@@ -267,7 +264,7 @@ def _own_target(line: Line, target: compare.Target | None) -> bool:
     return target is not None and line.target != target.value and not math.isnan(line.target)
 
 
-def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Target | None) -> list[str]:
+def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Target | None, uncounted: str = "") -> list[str]:
     first = lines[0]
     rounds = np.array([line.reached for line in lines])
     missed = int(np.isinf(rounds).sum())
@@ -286,19 +283,22 @@ def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Targ
     mean, least = (float(np.mean([line.known for line in some])) if some else NAN for some in (lines, constant))
     if mean < least if first.kind.higher_is_better else mean > least:
         remarks.append(f"behind the {constant[0].system}")
-    numbers = ["" if math.isnan(value) else f"{value:.4g}" for value in (first.bytes / 1e3, first.flops / 1e6)]
+    units = ((first.bytes / 1e3, ""), (first.flops / 1e6, uncounted))
+    numbers = [unknown if math.isnan(value) else f"{value:.4g}" for value, unknown in units]
     return [first.chosen, *numbers, *to_target, "; ".join(remarks)]
 
 
-def _new_clients(tested: Sequence[Tested], kind: report.Kind) -> list[str]:
+def _new_clients(tested: Sequence[Tested], lines: Sequence[Line]) -> list[str]:
     """Tables of new clients by their samples and by how long they adapt; none if they were not tested so."""
     if not tested:
         return []
-    systems = list(dict.fromkeys(one.system for one in tested))
+    kind, systems = lines[0].kind, list(dict.fromkeys(one.system for one in tested))
+    trained = {line.system for line in lines if line.method}
     counts = [*sorted({one.samples for one in tested if one.samples}), 0]
     rows = [[system, *(_mean_of(tested, kind, system, count, "", 0) for count in counts)] for system in systems]
     rows = [row for row in rows if len(set(row[1:])) > 1]
-    text = ["New clients by the number of samples that they adapt on; systems that use none are left out:", ""]
+    words = f"{len(trained & {*systems})} of {len(trained)} systems were tested so, and those that use none are left out"
+    text = [f"New clients by the number of samples that they adapt on; {words}:", ""]
     text += board.folded("The table", [_table(["system", *(str(count) if count else "all" for count in counts)], rows)])
     options = {one.system: one.option for one in tested if one.option}
     steps = sorted({one.steps for one in tested if one.option})
@@ -316,36 +316,3 @@ def _mean_of(tested: Sequence[Tested], kind: report.Kind, system: str, samples: 
     wanted = (system, samples, option, steps)
     values = [one.score for one in tested if (one.system, one.samples, one.option, one.steps) == wanted]
     return kind.text(float(np.mean(values))) if values and np.isfinite(values).all() else ""
-
-
-def rows_there(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> str:
-    """How many of a run's systems have a row: "0 of 27"."""
-    wanted, missing = _rows_of(run, lines)
-    return f"{len(wanted) - len(missing)} of {len(wanted)}"
-
-
-def _rows_of(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], list[str]]:
-    """(the systems of a run, one for each scenario, those without a row)."""
-    study = run.load()
-    wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
-    missing = [system for scenario, system in wanted if system not in {line.system for line in lines.get(scenario, ())}]
-    return [system for _, system in wanted], missing
-
-
-def _not_run(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
-    rows = []
-    for run in listed:
-        wanted, missing = _rows_of(run, lines)
-        if missing:
-            rows.append([run.name, run.title, board.in_words(missing, wanted), run.cost, f"{run.hours:g}"])
-    if not rows:
-        return []
-    words = "`python -m experiments.leaderboard --data-dir DIR` runs them in this order; hours of a whole entry on two cores."
-    return [
-        "## Not run yet",
-        "",
-        words,
-        "",
-        report.markdown_table(["run", "title", "systems", "cost by", "hours"], rows, text_columns=4),
-        "",
-    ]

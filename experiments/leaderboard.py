@@ -12,6 +12,8 @@ import typer
 
 from experiments import _board as board
 from experiments import _board_again as again
+from experiments import _board_changed as rows
+from experiments import _board_missing as missing
 from experiments import _board_new as newcomers
 from experiments import _board_page as pages
 from experiments import _standing as standing
@@ -65,16 +67,16 @@ def main(
         if list_:
             lines = board.read_lines()
             table = [
-                [run.name, f"{run.hours:g}", reproduce.state(run, runs), pages.rows_there(run, lines), run.title]
+                [run.name, f"{run.hours:g}", reproduce.state(run, runs), missing.rows_there(run, lines), run.title]
                 for run in chosen
             ]
             headings = ["name", "hours", "state", "rows in docs", "title"]
             console.print(report.rich_table("Runs", headings, table, text_columns=1))
-            missing = board.unlisted(listed)
-            if missing:
-                console.print(f"in no run: {', '.join(missing)}", soft_wrap=True, markup=False)
+            unlisted = board.unlisted(listed)
+            if unlisted:
+                console.print(f"in no run: {', '.join(unlisted)}", soft_wrap=True, markup=False)
         elif changed:
-            for line in pages.changed_rows(listed, board.read_lines()):
+            for line in rows.in_words(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
         elif count_flops or new_clients or confirm:
             for run in chosen:

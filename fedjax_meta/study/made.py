@@ -4,7 +4,6 @@ A digest is of the lines of files without docstrings and comments, so that words
 leave the numbers as they are, but what changes them changes a digest, as long as it is in this package.
 """
 
-import ast
 import functools
 import hashlib
 import sys
@@ -12,36 +11,73 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fedjax_meta import syntax
+from fedjax_meta.data.natural_sets import NATURAL
+from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
+from fedjax_meta.study.depends import TABLES, Package, Part
 from fedjax_meta.study.folder import package_commit, processor
+from fedjax_meta.study.scenario import Scenario
 
 ROOT = Path(__file__).resolve().parents[1]
-REGISTRY = ROOT / "methods" / "__init__.py"
-"""Imports every method, and is no part of any."""
 
 
-def made(method: str) -> dict[str, Any]:
-    """What the results of a method are made by, for their file.
+def made(method: str, place: Scenario | None = None) -> dict[str, Any]:
+    """What the results of a method on a scenario are made by, for their file.
 
     Returns:
       "commit": of the package, `None` outside of a repository; "dirty": whether tracked files differ from it; "method" and
-      "runner": digests of what the method's file imports within the package, itself included, and of the rest that a study does;
-      "processor": the kind that computed them.
+      "runner": see `digests`; "processor": the kind that computed them.
     """
     found = _commit() or {"commit": None, "dirty": None}
-    return {**found, **digests(method), "processor": processor()}
+    return {**found, **digests(method, place), "processor": processor()}
 
 
 _commit = functools.cache(package_commit)
 
 
+def digests(method: str, place: Scenario | None = None, root: Path | None = None) -> dict[str, str]:
+    """Digests of what a method's results on a scenario depend on, 16 hexadecimal digits each.
+
+    Args:
+      method: name in `METHODS`.
+      place: the scenario; without one, all data sets and models count.
+      root: a folder with the source of the package at another commit; this package when not given.
+
+    Returns:
+      "method": of what the method's file and the scenario import within the package, themselves included; "runner": of the rest
+      that a study does.
+
+    Raises:
+      FileNotFoundError: the source of another commit has no such method or tables.
+    """
+    used = None if place is None else tuple(_entries(place))
+    return dict(_digests(tuple(_files(METHODS[method])), used, root or ROOT))
+
+
 @functools.cache
-def digests(method: str) -> dict[str, str]:
-    """The digests of a method and of the rest, see `made`; 16 hexadecimal digits each."""
-    own = imported(_files(METHODS[method]))
-    rest = imported([Path(__file__).with_name("run.py")]) - own
-    return {"method": _digest(own), "runner": _digest(rest)}
+def _digests(files: tuple[Path, ...], used: tuple[tuple[str, str], ...] | None, root: Path) -> dict[str, str]:
+    package = _package(root, cut=used is not None)
+    there = [root / path.relative_to(ROOT) if path.is_relative_to(ROOT) else path for path in files]
+    entries = [package.entry(table, name) for table, name in used or ()]
+    own = package.parts([*map(Part, [*there, root / "study" / "scenario.py"]), *entries])
+    rest = package.parts([Part(root / "study" / "run.py"), *entries]) - own
+    return {"method": _digest(package, own), "runner": _digest(package, rest)}
+
+
+@functools.cache
+def _package(root: Path, *, cut: bool) -> Package:
+    tables = [table for some in TABLES.values() for table in some]
+    return Package(root, cut=tables if cut else ["METHODS"])
+
+
+def _entries(place: Scenario) -> list[tuple[str, str]]:
+    """What a scenario takes of the tables of data sets and models."""
+    drawn = {"GENERATED": place.dataset in GENERATED, "NATURAL": place.dataset in NATURAL}
+    cut = {"PAPERS": place.rule in PAPERS, "PARTITIONS": place.rule in PARTITIONS}
+    found = [(table, place.dataset) for table, there in drawn.items() if there]
+    found = found or [(table, place.rule) for table, there in cut.items() if there]
+    # Without a name, the shape of the data says which of two it is.
+    return [*found, *(("MODELS", name) for name in ((place.model,) if place.model else ("lenet", "mlp")))]
 
 
 def _files(function: Callable[..., Any]) -> list[Path]:
@@ -52,64 +88,10 @@ def _files(function: Callable[..., Any]) -> list[Path]:
     return [] if path is None else [Path(path).resolve()]
 
 
-def imported(first: Iterable[Path]) -> set[Path]:
-    """Files of the package that some of its files import, directly or by others; they themselves included."""
-    found: set[Path] = set()
-    left = list(first)
-    while left:
-        path = left.pop()
-        if path in found or path == REGISTRY:
-            continue
-        found.add(path)
-        left += _imports(path)
-    return found
-
-
-@functools.cache
-def _tree(path: Path) -> ast.AST:
-    return syntax.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _imports(path: Path) -> tuple[Path, ...]:
-    found: list[Path] = []
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            found += [file for one in node.names if (file := _source(one.name)) is not None]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            for one in node.names:
-                # A name is a module, or something that one holds.
-                file = _source(f"{node.module}.{one.name}") or _source(node.module)
-                found += [] if file is None else [file]
-    return tuple(found)
-
-
-def _source(module: str) -> Path | None:
-    """The file of a module of the package; `None` for others."""
-    first, *rest = module.split(".")
-    if first != ROOT.name:
-        return None
-    place = ROOT.joinpath(*rest)
-    candidates = [place / "__init__.py", place.with_suffix(".py")]
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _digest(files: Iterable[Path]) -> str:
+def _digest(package: Package, parts: Iterable[Part]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(files):
-        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-        digest.update(f"{name}\n{_said(path)}\n".encode())
+    for part in sorted(parts, key=lambda one: (one.path, one.name or "", one.name is None)):
+        inside = part.path.is_relative_to(package.root)
+        name = part.path.relative_to(package.root).as_posix() if inside else part.path.name
+        digest.update(f"{name}{'' if part.name is None else f':{part.name}'}\n{package.said(part)}\n".encode())
     return digest.hexdigest()
-
-
-@functools.cache
-def _said(path: Path) -> str:
-    """The lines of a file without docstrings, comments on lines of their own, and empty lines."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-                end = first.end_lineno or first.lineno
-                lines[first.lineno - 1 : end] = [""] * (end - first.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))

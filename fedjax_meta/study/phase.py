@@ -14,6 +14,7 @@ from fedjax_meta import costs, report, runtime, sweeps
 from fedjax_meta.algorithm import State
 from fedjax_meta.simulation import Record
 from fedjax_meta.study.folder import Metrics
+from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.targets import Target, is_reached
 from fedjax_meta.sweeps import Member, MemberEvaluator
@@ -59,6 +60,7 @@ class Phase(NamedTuple):
       pooled: whether one client trains with the samples of all, so that those that are tested are strangers.
       devices, store, on_divergence: as in `Study`.
       goal: a final run ends at the evaluation after which it was reached.
+      place: the scenario itself.
     """
 
     scenario: str
@@ -79,6 +81,7 @@ class Phase(NamedTuple):
     store: str = "device"
     on_divergence: str = "continue"
     goal: Target | None = None
+    place: Scenario | None = None
 
     @property
     def prunes(self) -> bool:

@@ -205,6 +205,7 @@ class Step:
             devices=self._study.devices,
             store=self._study.store,
             on_divergence=self._study.on_divergence,
+            place=self._place,
         )
 
 

@@ -349,7 +349,7 @@ def _where(phase: Phase) -> tuple[str, str, str]:
 def _makers(path: Path, phase: Phase) -> list[Json]:
     """By which code the trials of a file are made, see `made`: a list, since others may have been trained before."""
     before = json.loads(path.read_text(encoding="utf-8")).get("made", []) if path.is_file() else []
-    now = made.made(phase.config["system"]["method"])
+    now = made.made(phase.config["system"]["method"], phase.place)
     return [*(one for one in before if one != now), now]
 
 

@@ -19,7 +19,9 @@ import yaml
 
 from fedjax_meta import metrics
 from fedjax_meta.methods import METHODS
+from fedjax_meta.study import depends as depends_on
 from fedjax_meta.study import load, made, run, tuning
+from fedjax_meta.study.folder import processor
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.system import keywords
 from fedjax_meta.study.tuning import points_of
@@ -28,8 +30,10 @@ from tests.study.common import Silent, tree
 pytest.importorskip("typer", reason="the command line needs typer")
 board = pytest.importorskip("experiments._board", reason="the list needs the experiments' packages")
 again = pytest.importorskip("experiments._board_again")
+rows = pytest.importorskip("experiments._board_changed")
 newcomers = pytest.importorskip("experiments._board_new")
 gaps = pytest.importorskip("experiments._board_gaps")
+missing = pytest.importorskip("experiments._board_missing")
 lessons = pytest.importorskip("experiments._board_lessons")
 pages = pytest.importorskip("experiments._board_page")
 standing = pytest.importorskip("experiments._standing")
@@ -275,10 +279,11 @@ def test_rows_without_training_are_there(lines):
     assert 0 <= untrained[0].known < majority[0].known <= 100
 
 
-def test_lines_say_by_which_code_they_were_made(lines):
+def test_lines_say_by_which_code_they_were_made(folder, lines):
+    place = folder[0].load().scenarios["pairs"]
     for line in lines:
         if line.method:
-            now = made.digests(line.method)
+            now = made.digests(line.method, place)
             assert (line.made, line.runner) == (now["method"], now["runner"])
             assert line.commit and "jax=" in line.versions
             assert line.command.endswith(f"--systems {line.system} --out runs/digits-{line.system}")
@@ -286,7 +291,7 @@ def test_lines_say_by_which_code_they_were_made(lines):
 
 def test_rows_of_this_code_and_study_have_not_changed(folder, lines):
     listed, _ = folder
-    assert pages.changed_rows([listed], {"pairs": lines}) == []
+    assert rows.in_words([listed], {"pairs": lines}) == []
 
 
 @pytest.mark.parametrize("change", ["systems.fedavg_ft.options.epochs=2", "systems.fedavg_ft.grid.lr=[0.1, 0.2, 0.3]"])
@@ -294,10 +299,10 @@ def test_rows_of_another_study_are_named(folder, lines, change):
     """A system that the study now describes otherwise, and no other."""
     listed, _ = folder
     other = replace(listed, settings=[change])
-    (told,) = pages.changed_rows([other], {"pairs": lines})
+    (told,) = rows.in_words([other], {"pairs": lines})
     assert told.startswith("pairs, fedavg_ft: the study changed since")
-    assert len(pages.changed_rows([replace(listed, settings=["rounds=3"])], {"pairs": lines})) == 2
-    assert pages.changed_rows([replace(listed, settings=["systems.fedavg_ft.title=x"])], {"pairs": lines}) == []
+    assert len(rows.in_words([replace(listed, settings=["rounds=3"])], {"pairs": lines})) == 2
+    assert rows.in_words([replace(listed, settings=["systems.fedavg_ft.title=x"])], {"pairs": lines}) == []
 
 
 def test_a_file_of_lines_is_read_as_it_was_written(lines):
@@ -317,7 +322,32 @@ def test_the_section_has_paired_differences(folder, lines):
     assert (
         f"{mean:+.2f} \\[{mean - margin:+.2f}, {mean + margin:+.2f}\\]" in row or f"{mean:+.2f} [{mean - margin:+.2f}" in row
     )
-    assert "## Not run yet" not in text
+    assert "Measurements that rows lack" in text and "in this order" not in text
+
+
+def test_the_points_that_were_tried_stand_beside_the_scores(folder, lines):
+    listed, _ = folder
+    other = [line._replace(tried=9, edge="lr") if line.system == "local_only" else line._replace(edge="") for line in lines]
+    rows = pages.page([listed], {"pairs": other}).splitlines()
+    assert next(row for row in rows if row.startswith("| system | known")).endswith("| points |")
+    assert next(row for row in rows if row.startswith("| local\\_only |")).endswith("| 9 ‡ |")
+    assert next(row for row in rows if row.startswith("| fedavg\\_ft |")).endswith("| 3 |")
+    assert next(row for row in rows if row.startswith("| majority class |")).endswith("|  |")
+
+
+def test_measurements_that_are_missing_are_listed(folder, lines, tested):
+    """By scenario, and a column of which nothing was counted is left out."""
+    listed, _ = folder
+    counted = [line._replace(flops=1e6) if line.method else line for line in lines]
+    assert "## Not run yet" not in pages.page([listed], {"pairs": counted}, {"pairs": tested})
+    text = pages.page([listed], {"pairs": lines}, {"pairs": tested})
+    assert "| pairs | FLOPs | all | digits | 2 of 2 |" in text and "| pairs | new clients |" not in text
+    assert "MFLOP" not in text and "FLOPs were not counted" in text
+    some = [line._replace(flops=math.nan) if line.system == "fedavg_ft" else line for line in counted]
+    text = pages.page([listed], {"pairs": some}, {"pairs": [one for one in tested if one.system == "fedavg_ft"]})
+    assert "| pairs | FLOPs | fedavg\\_ft | digits | 1 of 2 |" in text and "counted for 1 of 2 systems" in text
+    assert "| pairs | new clients | local\\_only | digits | 1 of 2 |" in text and "1 of 2 systems were tested so" in text
+    assert "| not counted |" in text
 
 
 @pytest.fixture
@@ -361,7 +391,7 @@ def test_rows_whose_folder_is_gone_stay(folder, lines, tested, docs):
     text = (docs / "page.md").read_text(encoding="utf-8")
     assert "[others.html](leaderboard/others.html)" in text and "digits.html" not in text
     assert (docs / "raw/others.html").is_file() and not (docs / "raw/digits.html").exists()
-    assert pages.rows_there(listed, {"pairs": found}) == "2 of 2"
+    assert missing.rows_there(listed, {"pairs": found}) == "2 of 2"
 
 
 def test_missing_systems_in_words():
@@ -389,7 +419,7 @@ def test_what_was_not_run_is_listed(folder, lines):
     listed, _ = folder
     other = replace(listed, name="other", settings=["scenarios.pairs.clients=12"])
     text = pages.page([listed, other], {"pairs": of(lines, "local_only")})
-    waiting = text.partition("## Not run yet")[2]
+    waiting = text.partition("## Not run yet")[2].partition("Measurements")[0]
     assert "fedavg\\_ft" in waiting and "local\\_only" not in waiting
     assert "| all |" in pages.page([listed], {}).partition("## Not run yet")[2]
 
@@ -466,13 +496,52 @@ def test_the_page_has_new_clients_by_samples(folder, lines, tested):
 
 def test_a_row_that_other_code_made_is_marked(folder, lines, monkeypatch):
     listed, _ = folder
+    monkeypatch.setattr(rows, "_source", lambda commit: None)
     changed = [line._replace(made="0" * 16) if line.system == "fedavg_ft" else line for line in lines]
-    (said,) = pages.changed_rows([listed], {"pairs": changed})
+    (said,) = rows.in_words([listed], {"pairs": changed})
     assert said.startswith("pairs, fedavg_ft: the method's files changed since")
-    (said, _) = pages.changed_rows([listed], {"pairs": [line._replace(runner="0" * 16) for line in lines]})
+    (said, _) = rows.in_words([listed], {"pairs": [line._replace(runner="0" * 16) for line in lines]})
     assert "the runner changed since" in said
-    text = pages.page([listed], {"pairs": lines}, changed=[("pairs", "fedavg_ft")])
+    text = pages.page([listed], {"pairs": lines}, marks=[("pairs", "fedavg_ft")])
     assert "fedavg\\_ft †" in text and "local\\_only †" not in text
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch):
+    """A repository with the package at three commits: as it is, with another client rule, and with other partitions too."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    package, commits = tmp_path / "fedjax_meta", []
+    shutil.copytree(made.ROOT, package, ignore=shutil.ignore_patterns("__pycache__", "presets"))
+    subprocess.run([*git, "init", "-q"], check=True)
+    for path in ("__init__.py", "methods/fedavg.py", "data/partition.py"):
+        with open(package / path, "a", encoding="utf-8") as file:
+            file.write("\n_MORE = 1\n")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", path], check=True)
+        commits.append(subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip())
+    real = subprocess.run
+    monkeypatch.setattr(rows.subprocess, "run", lambda words, **how: real([*words[:2], str(tmp_path), *words[3:]], **how))
+    rows._source.cache_clear()
+    yield commits
+    rows._source.cache_clear()
+
+
+def test_an_older_digest_is_no_change_where_the_source_shows_that(folder, lines, history):
+    """The rule that makes digests may be what changed since; the row's commit has the source that made it."""
+    listed, _ = folder
+    same, method, data = history
+
+    def told(**fields):
+        mine = [line._replace(made="0" * 16, runner="0" * 16, **fields) for line in of(lines, "fedavg_ft")]
+        return [line.partition(": ")[2].partition(" since")[0] for line in rows.in_words([listed], {"pairs": mine})]
+
+    both = "the method's files and the runner changed"
+    assert told(commit=same) == []
+    assert told(commit=method) == told(commit=data) == told(commit=f"{same}+{data}") == ["the method's files changed"]
+    assert told(commit=data, again=same) == [] and told(commit=same, again=method) == ["the method's files changed"]
+    # Nothing is shown by a commit from which the files differed, or that is not there.
+    assert told(commit=f"{same}*") == told(commit="0" * 40) == told(commit="unknown") == [both]
+    assert told(commit=f"{same}+{'0' * 40}") == [both]
 
 
 # Rows that still hold.
@@ -483,9 +552,7 @@ def later(folder, tmp_path, monkeypatch):
     """A copy of the folder, seen by code with other digests than those of the code that made it."""
     listed, root = folder
     shutil.copytree(root / "digits", tmp_path / "digits", ignore=shutil.ignore_patterns(".lock"))
-    monkeypatch.setattr(
-        made, "made", lambda method: {"commit": "c" * 40, "dirty": False, "method": "m" * 16, "runner": "r" * 16}
-    )
+    monkeypatch.setattr(made, "made", lambda *_: {"commit": "c" * 40, "dirty": False, "method": "m" * 16, "runner": "r" * 16})
     monkeypatch.setattr(again, "by_its_own_code", lambda *_: None)
     return listed, tmp_path
 
@@ -577,7 +644,7 @@ def test_a_row_is_confirmed_again_when_the_code_goes_back(later, monkeypatch, ca
     again.confirm(listed, root / "digits")
     assert capsys.readouterr().out.count(": the same; ") == 2
     (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
-    assert (first.made, first.runner) == tuple(made.digests("fedavg_ft").values())
+    assert (first.made, first.runner) == tuple(made.digests("fedavg_ft", listed.load().scenarios["pairs"]).values())
 
 
 def result(apart, *, same=False, scored_alike=True):
@@ -678,11 +745,14 @@ def test_lessons_count_what_their_intervals_say():
     text = lessons.page([listed], {"mnist_small": lines})
     assert "Of 2 intervals between the second-order and the first-order gradient of one method, 1 say that the second" in text
     assert (
-        "0 that it is worse, and 1 hold 0. In 1 of the 1 one of the two systems chose a value at the end of its grid" in text
+        "0 that it is worse, and 1 hold 0. Where neither system's best value stands at an end of its grid, 0 of 0 say" in text
     )
-    assert "| FedMeta(MAML) | 1 | 1 | 0 | 1 |  |" in text and "| +2.00 \\[+1.75, +2.25\\] ‡ |" in text
+    assert "| FedMeta(MAML) | 1 | 1 | 0 | 0 | 0 | 0 |  |" in text and "| +2.00 \\[+1.75, +2.25\\] ‡ |" in text
     # Both meta-learners are below fine-tuned FedAvg on known clients, and one of them on new ones; the other way round as it is.
-    assert "| mnist\\_small | fedavg\\_ft | 0 | 1 | 3 | 2 |" in text and "| mnist\\_small | fedavg | 3 | 1 | 0 | 2 |" in text
+    # Of four pairs, the two of fedmeta alone are of systems neither of which stands at an end.
+    assert "| mnist\\_small | fedavg\\_ft | 0 | 1 | 3 | 0 | 1 | 1 |" in text
+    assert "| mnist\\_small | fedavg | 3 | 1 | 0 | 1 | 1 | 0 |" in text
+    assert "against fedavg_ft: 0 of 4 intervals say better, 3 worse, and 1 hold 0; of pairs inside their grids, 0 of 2" in text
     # The order that the paper prints is turned here: fedavg_ft lies above fedpac.
     turned = text.partition("What is turned")[2]
     assert "fedpac above fedavg\\_ft" in turned and turned.count("FedPAC") == 1
@@ -742,8 +812,17 @@ def test_what_new_clients_need():
     ]
     text = lessons.page([listed], {"mnist_small": lines}, {"mnist_small": tested})
     # Central training is none of the systems without a gradient, local training none of those that adapt. Ditto equals FedAvg.
-    assert "| mnist\\_small | 1 | scaffold 76.02 | ditto 75.02 | 0 | 1 | 1 | 50.02 |" in text
-    assert "| mnist\\_small | all | scaffold 76.02 | fedavg\\_ft 90.52 | 1 | 0 | 1 | 90.02 |" in text
+    assert "| mnist\\_small | 1 | scaffold 76.02 | ditto 75.02 | 0 | 1 | 1 | 0 | 1 | 1 | 50.02 |" in text
+    assert "| mnist\\_small | all | scaffold 76.02 | fedavg\\_ft 90.52 | 1 | 0 | 1 | 1 | 0 | 1 | 90.02 |" in text
+    at_end = [line._replace(edge="lr" * (line.system == "fedavg_ft")) for line in lines]
+    other = lessons.page([listed], {"mnist_small": at_end}, {"mnist_small": tested})
+    assert "| mnist\\_small | all | scaffold 76.02 | fedavg\\_ft ‡ 90.52 | 1 | 0 | 1 | 0 | 0 | 1 | 90.02 |" in other
+    assert "| mnist\\_small ‡ | 1, 2 |" in other and "| mnist\\_small | fedavg\\_ft ‡ |" in other
+    assert "Not all systems were tested" not in text
+    few = [one for one in tested if one.system != "ditto"]
+    assert "Not all systems were tested: 5 of 6 on mnist_small." in lessons.page(
+        [listed], {"mnist_small": lines}, {"mnist_small": few}
+    )
     assert "| mnist\\_small | 1, 2 |  | 5, all |" in text
     assert "| mnist\\_small | 1 | 1 | 0 |".replace(" 0 |", "") in text.partition("How many passes")[2]
     # By 2 samples fine-tuning is worse than local training once more; FedAvg's model as it is has no row.
@@ -757,24 +836,27 @@ def test_what_new_clients_need():
 
 
 @pytest.fixture
-def copied(tmp_path, monkeypatch):
-    """A package of three files in place of this one, whose digests are asked."""
-    root = tmp_path / "fedjax_meta"
-    for name, text in {
-        "one.py": '"""One."""\nfrom fedjax_meta import two\n\n# what it says\nVALUE = 1\n',
-        "two.py": '"""Two."""\nimport os\n',
-        "three.py": '"""Three."""\n',
-    }.items():
-        root.mkdir(exist_ok=True)
-        (root / name).write_text(text)
-    monkeypatch.setattr(made, "ROOT", root)
+def package(tmp_path):
+    """Writes files of a small package, and asks which of them one depends on."""
+    root = tmp_path / "small"
 
-    def digest():
-        for cached in (made._tree, made._imports, made._said):
-            cached.cache_clear()
-        return made._digest(made.imported([root / "one.py"]))
+    def depends(files, on="one.py", cut=()):
+        shutil.rmtree(root, ignore_errors=True)
+        for name, text in {"__init__.py": "", **files}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        known = depends_on.Package(root, cut)
+        parts = known.parts([depends_on.Part(root / on)])
+        return {path.relative_to(root).as_posix() for path, name in parts if name is None}, made._digest(known, parts)
 
-    return root, digest
+    return depends
+
+
+FILES = {
+    "one.py": '"""One."""\nfrom small import two\n\n# what it says\nVALUE = 1\n',
+    "two.py": '"""Two."""\nimport os\n',
+    "three.py": '"""Three."""\n',
+}
 
 
 @pytest.mark.parametrize(
@@ -788,19 +870,134 @@ def copied(tmp_path, monkeypatch):
         ("one.py", "# what it says", "# what\n\n# it holds", True),
     ],
 )
-def test_what_changes_a_digest(copied, name, before, after, same):
-    root, digest = copied
-    first = digest()
-    text = (root / name).read_text()
-    assert before in text
-    (root / name).write_text(text.replace(before, after))
-    assert (digest() == first) is same
+def test_what_changes_a_digest(package, name, before, after, same):
+    assert before in FILES[name]
+    other = {**FILES, name: FILES[name].replace(before, after)}
+    assert (package(FILES)[1] == package(other)[1]) is same
+
+
+GATHERED = {
+    "parts/__init__.py": "from small.parts.first import one\nfrom small.parts.second import two as second\nfrom . import third\n",
+    "parts/first.py": "one = 1\n",
+    "parts/second.py": "from ..deep import value\ntwo = value\n",
+    "parts/third.py": "three = 3\n",
+    "deep.py": "value = 2\n",
+    "__init__.py": "from small import parts\nfrom small.parts import one\n",
+}
+FIRST, SECOND, THIRD = {"parts/first.py"}, {"parts/second.py", "deep.py"}, {"parts/third.py"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("from small.parts import one", FIRST),
+        ("from small.parts import second as other", SECOND),
+        ("from .parts import one, third", FIRST | THIRD),
+        ("from . import parts\nparts.second", SECOND),
+        ("import small as s\ns.one", FIRST),
+        ("import small as s\ndef f():\n    return s.parts.second + s.parts.third.three", SECOND | THIRD),
+        ("import small.parts\nsmall.parts.one", FIRST),
+        ("import small.parts.third as t", THIRD),
+        ("import small", set()),
+        ("def f():\n    from small.parts import one", FIRST),
+        ("import importlib\ndef f():\n    return importlib.import_module('small.parts.third')", THIRD),
+        ("from small.parts import *", FIRST | SECOND | THIRD | {"parts/__init__.py"}),
+        ("from small import parts\ngetattr(parts, 'one')", FIRST | SECOND | THIRD | {"parts/__init__.py"}),
+        ("from small.parts import hidden", FIRST | SECOND | THIRD | {"parts/__init__.py"}),  # by its `__getattr__`, say
+        ("from small.between import one", FIRST | {"between.py"}),
+        ("from small.between import parts\nparts.third", FIRST | THIRD | {"between.py"}),
+    ],
+)
+def test_names_are_followed_to_the_module_that_defines_them(package, text, wanted):
+    files = {**GATHERED, "between.py": "from small import parts\nfrom small.parts import one\n", "one.py": text + "\n"}
+    assert package(files)[0] == {"one.py"} | wanted
+
+
+def test_a_name_that_moves_is_another(package):
+    files = {**GATHERED, "one.py": "from small.parts import one\n"}
+    moved = {
+        **files,
+        "parts/__init__.py": GATHERED["parts/__init__.py"].replace(
+            "parts.first import one", "parts.third import three as one"
+        ),
+    }
+    assert package(moved)[0] == {"one.py"} | THIRD and package(moved)[1] != package(files)[1]
+    more = {**files, "parts/__init__.py": GATHERED["parts/__init__.py"] + "from small.deep import value\n"}
+    assert package(more) == package(files)
+
+
+def test_code_of_a_package_counts(package):
+    """What it runs whenever it is imported always; a definition, and what that reads, where it is used."""
+    begin = GATHERED["parts/__init__.py"]
+    files = {**GATHERED, "one.py": "from small.parts import one\n"}
+
+    def with_code(code, text="from small.parts import one\n"):
+        return package({**files, "parts/__init__.py": begin + code, "one.py": text})
+
+    assert with_code('"""Words."""\nTABLE = {1: second}\ndef f():\n    return third\n') == package(files)
+    assert with_code("TABLE = {1: second}\n", "from small.parts import TABLE\n")[0] == {"one.py"} | SECOND
+    assert (
+        with_code("def f():\n    return g()\ndef g():\n    return third\n", "import small.parts as p\np.f\n")[0]
+        == {"one.py"} | THIRD
+    )
+    for effect in ("second.x = 1\n", "print(second)\n", "for i in second:\n    pass\n"):
+        found = with_code(effect)
+        assert found[0] == {"one.py"} | FIRST | SECOND and found[1] != package(files)[1], effect
+        # Also for what is imported from a module of the package.
+        assert with_code(effect, "import small.parts.third\n")[0] == {"one.py"} | SECOND | THIRD
+
+
+def test_of_a_table_the_entries_count_that_are_asked_for(package, tmp_path):
+    table = "from small.parts import one, second, third\nMODELS = {'a': one, 'b': partial(second), **more}\nmore = third\n"
+    files = {**GATHERED, "models/__init__.py": table, "one.py": "from small.models import MODELS\n"}
+    assert package(files)[0] == {"one.py"} | FIRST | SECOND | THIRD
+    assert package(files, cut=["MODELS"])[0] == {"one.py"}
+    known = depends_on.Package(tmp_path / "small", ["MODELS"])
+    for name, wanted in {"a": FIRST, "b": SECOND, "c": FIRST | SECOND | THIRD}.items():
+        parts = known.parts([known.entry("MODELS", name)])
+        assert {path.relative_to(tmp_path / "small").as_posix() for path, whole in parts if whole is None} == wanted
+
+
+PLACES = {scenario: place for listed in LISTED for scenario, place in listed.load().scenarios.items()}
+
+
+def test_a_row_depends_on_the_data_sets_and_models_of_its_scenario(tmp_path):
+    """A change of each of these files, and whose rows it marks."""
+    root = tmp_path / "fedjax_meta"
+    shutil.copytree(made.ROOT, root, ignore=shutil.ignore_patterns("__pycache__", "presets"))
+
+    def digests():
+        made._digests.cache_clear()
+        made._package.cache_clear()
+        return {scenario: made.digests("fedrep", place, root) for scenario, place in PLACES.items()}
+
+    before, everywhere = digests(), set(PLACES)
+    assert before == {scenario: made.digests("fedrep", place) for scenario, place in PLACES.items()}
+    for path, wanted in {
+        "data/leaf.py": set(),
+        "data/engines.py": set(),
+        "data/episodes.py": set(),
+        "data/text.py": {"shakespeare"},
+        "models/recurrent.py": {"shakespeare"},
+        "models/convolutional.py": {"uci_har"},
+        "models/transformer.py": set(),
+        "data/partition.py": everywhere,
+        "data/federated.py": everywhere,
+        "methods/fedpac.py": set(),
+        "methods/fedrep.py": everywhere,
+    }.items():
+        text = (root / path).read_text(encoding="utf-8")
+        (root / path).write_text(f"{text}\n_MORE = 1\n", encoding="utf-8")
+        after = digests()
+        (root / path).write_text(text, encoding="utf-8")
+        assert {scenario for scenario in PLACES if after[scenario] != before[scenario]} == wanted, path
 
 
 def test_a_method_depends_on_its_own_file_alone():
-    files = {path.name for path in made.imported(made._files(METHODS["fedrep"]))}
+    known = depends_on.Package(made.ROOT, ["METHODS"])
+    files = {part.path.name for part in known.parts(map(depends_on.Part, made._files(METHODS["fedrep"])))}
     assert "fedrep.py" in files and "local.py" in files
-    assert not files & {"fedpac.py", "pfedme.py", "run.py"}
+    assert not files & {"fedpac.py", "pfedme.py", "run.py", "partition.py"}
     digests = made.digests("fedrep"), made.digests("fedpac")
     assert digests[0]["method"] != digests[1]["method"]
 
@@ -815,7 +1012,9 @@ def test_methods_from_elsewhere_have_digests(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "mine_of_a_test", module)
     spec.loader.exec_module(module)
-    assert {path.name for path in made.imported(made._files(partial(module.mine, lr=0.2)))} > {"mine.py", "fedavg.py"}
+    known = depends_on.Package(made.ROOT, ["METHODS"])
+    found = known.parts(map(depends_on.Part, made._files(partial(module.mine, lr=0.2))))
+    assert {part.path.name for part in found} > {"mine.py", "fedavg.py"}
     monkeypatch.setitem(METHODS, "mine_of_a_test", module.mine)
     first = made.digests("mine_of_a_test")
     assert first["method"] != made.digests("fedavg")["method"]
@@ -825,38 +1024,74 @@ def test_methods_from_elsewhere_have_digests(tmp_path, monkeypatch):
 
 # One cell again.
 
+TRAIN = """
+import dataclasses, pathlib, sys
+from fedjax_meta.study import load, run
+study, system, out, *settings = sys.argv[1:]
+study = load(study, settings)
+alone = dataclasses.replace(study, systems={system: study.systems[system]})
+run.run(alone, pathlib.Path(out), watcher=type("Silent", (run.Watcher,), {})())
+"""
+"""What the command of a row does, without its report."""
 
-@pytest.mark.long
-def test_a_committed_cell_comes_out_again(tmp_path):
-    """The command of a row gives its numbers, up to rounding, which other code or another processor amplifies.
 
-    A test sample of the known clients is 0.1 %, of the new ones 0.125 %: two of each may differ.
-    """
-    wanted = of(board.read_lines()["mnist_small"], "local_only")[0]
+def trained_again(system, out, words, code=ROOT):
+    """(the first seed of a committed row, the content of the results of a command that trains it anew by some code)."""
+    wanted = of(board.read_lines()["mnist_small"], system)[0]
     listed = next(one for one in LISTED if one.name == wanted.run)
     name, value = wanted.chosen.split("=")
-    command = [
-        sys.executable,
-        "-m",
-        "fedjax_meta",
-        "run",
-        listed.study,
-        "--systems",
-        "local_only",
-        "--seeds",
-        str(wanted.seed),
-    ]
-    command += ["--set", f"systems.local_only.grid={{{name}: [{value}]}}", "--out", str(tmp_path / "cell")]
+    settings = [f"systems.{system}.grid={{{name}: [{value}]}}", f"seeds=[{wanted.seed}]"]
     # As a user's shell has it: the tests' own flags and 64 bits are for tests.
     environment = {key: text for key, text in os.environ.items() if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True, timeout=1200)
-    content = json.loads((tmp_path / "cell/results/mnist_small/local_only.final.json").read_text())
+    command = [sys.executable, *words(str(ROOT / listed.study), system, str(out), settings)]
+    environment["PYTHONPATH"] = str(code)
+    subprocess.run(command, check=True, env=environment, cwd=code, capture_output=True, timeout=1200)
+    return wanted, json.loads((out / f"results/mnist_small/{system}.final.json").read_text())
+
+
+def by_the_runner(study, system, out, settings):
+    return ["-c", TRAIN, study, system, out, *settings]
+
+
+def by_the_command(study, system, out, settings):
+    sets = itertools.chain.from_iterable(("--set", one) for one in settings)
+    return ["-m", "fedjax_meta", "run", study, "--systems", system, *sets, "--out", out]
+
+
+def check_same(wanted, content, *, moved=math.nan):
+    """The numbers of a row: equal on the same kind of processor with the same JAX, unless the code is known to round otherwise.
+
+    Elsewhere within two test samples of each: one is 0.1 % of the known clients' and 0.125 % of the new ones'.
+    """
     (trial,) = content["trials"].values()
-    tests = trial["rows"][-1]["tests"]
-    assert 100 * np.mean(tests["known"]["accuracy"]) == pytest.approx(wanted.known, abs=0.21)
-    assert 100 * np.mean(tests["new"]["accuracy"]) == pytest.approx(wanted.new, abs=0.26)
+    known, new = (100 * np.mean(trial["rows"][-1]["tests"][group]["accuracy"]) for group in ("known", "new"))
+    if wanted.device == processor() and f"jax={jax.__version__}" in wanted.versions.split() and math.isnan(moved):
+        assert (f"{known:.6g}", f"{new:.6g}") == (f"{wanted.known:.6g}", f"{wanted.new:.6g}")
+    else:
+        assert known == pytest.approx(wanted.known, abs=0.21) and new == pytest.approx(wanted.new, abs=0.26)
     assert wanted.rounds == trial["rows"][-1]["round"] and content["config"]["system"]["options"]["epochs"] == 2
     assert content["config"]["data"] == wanted.data
+
+
+def test_a_committed_cell_comes_out_again(tmp_path):
+    """12 seconds of one core."""
+    wanted, content = trained_again("local_only", tmp_path / "cell", by_the_runner)
+    check_same(wanted, content, moved=wanted.moved)
+
+
+@pytest.mark.long
+def test_the_command_of_a_row_gives_its_numbers(tmp_path):
+    wanted, content = trained_again("local_only", tmp_path / "cell", by_the_command)
+    check_same(wanted, content, moved=wanted.moved)
+
+
+@pytest.mark.long
+def test_a_cell_comes_out_by_its_own_commit(tmp_path):
+    """Later code adds up in another order for FedAvg: 0.2 % fewer samples of the known clients are right at the end."""
+    source = rows._source(of(board.read_lines()["mnist_small"], "fedavg")[0].commit)
+    if source is None:
+        pytest.skip("the repository does not have the commit")
+    check_same(*trained_again("fedavg", tmp_path / "cell", by_the_runner, source.parent))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Rows that later code, or another study, may have changed.
+
+A row has digests of the source that made it. Where they are not those of this source, the rule that makes them may be what has
+changed: then both are made anew, by the rule of today, of the source of the row's own commit.
+"""
+
+import atexit
+import functools
+import io
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from experiments import _board as board
+from experiments import _standing as standing
+from experiments._board import Line
+from fedjax_meta.study import Study, made
+from fedjax_meta.study.scenario import Scenario
+
+RUNNER = "the runner"
+
+
+def rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, list[str]]]:
+    """The first lines of rows that were made by other code or another study than that of this folder, and what changed."""
+    studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
+    for some in lines.values():
+        for first in {line.system: line for line in reversed(some) if line.method}.values():
+            what = _changed(first, studies.get(first.run))
+            if what:
+                yield first, what
+
+
+def in_words(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
+    """What `rows` finds, a line each."""
+    return [
+        f"{first.scenario}, {first.system}: {' and '.join(what)} changed since {(first.again or first.commit)[:12]}"
+        for first, what in rows(listed, lines)
+    ]
+
+
+def _changed(line: Line, study: Study | None) -> list[str]:
+    if study is None or line.scenario not in study.scenarios or line.system not in study.systems:
+        return ["the study"]
+    place = study.scenario(line.scenario)
+    now = made.digests(line.method, place)
+    then = [{"method": line.made, "runner": line.runner}]
+    if then != [now]:
+        then = [_of_commit(commit, line.method, place) or one for commit in _commits(line) for one in then]
+    words = {"method": "the method's files", "runner": RUNNER}
+    what = [words[part] for part in words if any(one[part] != now[part] for one in then)]
+    same = line.said == board.said(study, line.scenario, line.system)
+    return what if same else [*what, "the study"]
+
+
+def _commits(line: Line) -> list[str]:
+    return (line.again or line.commit).split("+")
+
+
+def _of_commit(commit: str, method: str, place: Scenario) -> dict[str, str] | None:
+    """The digests of the source of a commit; `None` where it cannot be had, or has no such method or tables."""
+    source = _source(commit)
+    if source is None:
+        return None
+    try:
+        return made.digests(method, place, source)
+    except FileNotFoundError:
+        return None
+
+
+@functools.cache
+def _source(commit: str) -> Path | None:
+    """The package of a commit, in a folder that goes with this process.
+
+    `None` where the repository lacks it, or tracked files differed from it: then the name is none of a commit.
+    """
+    command = ["git", "-C", str(made.ROOT.parent), "archive", "--format=tar", commit, made.ROOT.name]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    if ended.returncode:
+        return None
+    place = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    with tarfile.open(fileobj=io.BytesIO(ended.stdout)) as file:
+        file.extractall(place, filter="data")
+    return Path(place) / made.ROOT.name

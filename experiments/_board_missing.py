@@ -1,0 +1,82 @@
+"""What the leaderboard lacks: systems of the list that were not run, and measurements of those that were."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from experiments import _board as board
+from experiments import _standing as standing
+from experiments._board import Line
+from experiments._board_new import Tested
+from fedjax_meta import report
+
+
+def rows_there(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> str:
+    """How many of a run's systems have a row: "0 of 27"."""
+    wanted, missing = _rows_of(run, lines)
+    return f"{len(wanted) - len(missing)} of {len(wanted)}"
+
+
+def _rows_of(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], list[str]]:
+    """(the systems of a run, one for each scenario, those without a row)."""
+    study = run.load()
+    wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
+    missing = [system for scenario, system in wanted if system not in {line.system for line in lines.get(scenario, ())}]
+    return [system for _, system in wanted], missing
+
+
+def section(
+    listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]
+) -> list[str]:
+    """The lines of the section; none where nothing is missing."""
+    text = [*_not_trained(listed, lines), *_not_measured(listed, lines, tested)]
+    return ["## Not run yet", "", *text] if text else []
+
+
+def _not_trained(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
+    rows = []
+    for run in listed:
+        wanted, missing = _rows_of(run, lines)
+        if missing:
+            rows.append([run.name, run.title, board.in_words(missing, wanted), run.cost, f"{run.hours:g}"])
+    if not rows:
+        return []
+    words = "`python -m experiments.leaderboard --data-dir DIR` runs them in this order; hours of a whole entry on two cores."
+    table = report.markdown_table(["run", "title", "systems", "cost by", "hours"], rows, text_columns=4)
+    return [words, "", table, ""]
+
+
+def _not_measured(
+    listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]
+) -> list[str]:
+    """By scenario, the measurements that finished systems lack, and the runs that they are of."""
+    pooled = {
+        (run.name, name)
+        for run in listed
+        if any(line.run == run.name for some in lines.values() for line in some)
+        for name, system in run.load().systems.items()
+        if system.pooled
+    }
+    rows = []
+    for scenario, some in lines.items():
+        firsts = list({line.system: line for line in reversed(some) if line.method}.values())[::-1]
+        known = {one.system for one in tested.get(scenario, ())}
+        counted = [line for line in firsts if (line.run, line.system) not in pooled]
+        new = [line for line in firsts if not math.isnan(line.new)]
+        for what, of, there in (
+            ("FLOPs", counted, [not math.isnan(line.flops) for line in counted]),
+            ("new clients", new, [line.system in known for line in new]),
+        ):
+            without = [line for line, one in zip(of, there, strict=True) if not one]
+            if without:
+                names = board.in_words([line.system for line in without], [line.system for line in of])
+                runs = ",".join(dict.fromkeys(line.run for line in without))
+                rows.append([scenario, what, names, runs, f"{len(without)} of {len(of)}"])
+    if not rows:
+        return []
+    words = (
+        "Measurements that rows lack. `python -m experiments.leaderboard --data-dir DIR --only RUNS --count-flops` counts FLOPs; "
+        "with `--new-clients` in its place, new clients are tested with fewer samples and other steps. Both read the folders of "
+        "the runs: where these are gone, the runs come first. Central training has no client whose FLOPs could be counted."
+    )
+    table = report.markdown_table(["scenario", "measurement", "systems", "RUNS", "missing"], rows, text_columns=4)
+    return [words, "", table, ""]
