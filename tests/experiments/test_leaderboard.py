@@ -1058,14 +1058,16 @@ def by_the_command(study, system, out, settings):
     return ["-m", "fedjax_meta", "run", study, "--systems", system, *sets, "--out", out]
 
 
-def check_same(wanted, content, *, moved=math.nan):
+def check_same(wanted, content, *, moved=math.nan, nearly=False):
     """The numbers of a row: equal on the same kind of processor with the same JAX, unless the code is known to round otherwise.
 
-    Elsewhere within two test samples of each: one is 0.1 % of the known clients' and 0.125 % of the new ones'.
+    Elsewhere, and where `nearly` will do, within two test samples of each: one is 0.1 % of the known clients' and 0.125 % of the
+    new ones'.
     """
     (trial,) = content["trials"].values()
     known, new = (100 * np.mean(trial["rows"][-1]["tests"][group]["accuracy"]) for group in ("known", "new"))
-    if wanted.device == processor() and f"jax={jax.__version__}" in wanted.versions.split() and math.isnan(moved):
+    alike = wanted.device == processor() and f"jax={jax.__version__}" in wanted.versions.split()
+    if alike and math.isnan(moved) and not nearly:
         assert (f"{known:.6g}", f"{new:.6g}") == (f"{wanted.known:.6g}", f"{wanted.new:.6g}")
     else:
         assert known == pytest.approx(wanted.known, abs=0.21) and new == pytest.approx(wanted.new, abs=0.26)
@@ -1074,9 +1076,9 @@ def check_same(wanted, content, *, moved=math.nan):
 
 
 def test_a_committed_cell_comes_out_again(tmp_path):
-    """12 seconds of one core."""
+    """12 seconds of one core. Virtual machines of several generations name their processor alike, so that equality is for long tests."""
     wanted, content = trained_again("local_only", tmp_path / "cell", by_the_runner)
-    check_same(wanted, content, moved=wanted.moved)
+    check_same(wanted, content, nearly=True)
 
 
 @pytest.mark.long
