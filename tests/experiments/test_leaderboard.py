@@ -1076,7 +1076,7 @@ def check_same(wanted, content, *, moved=math.nan, nearly=False):
 
 
 def test_a_committed_cell_comes_out_again(tmp_path):
-    """12 seconds of one core. Virtual machines of several generations name their processor alike, so that equality is for long tests."""
+    """12 seconds of one core. Virtual machines of several generations name their processor alike: equality is for long tests."""
     wanted, content = trained_again("local_only", tmp_path / "cell", by_the_runner)
     check_same(wanted, content, nearly=True)
 
