@@ -359,7 +359,7 @@ def compare(
         groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
         for rows in groups:
             for table in comparison.tables(rows):
-                _print_table(*table)
+                _print_table(table)
             console.print(escape.console(" ".join(comparison.notes(rows))), style="dim")
         for path in out or ():
             comparison.write(path, groups)
@@ -501,7 +501,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             more = " or more" if len(points) > 1 and study.tuning.extend else ""  # a grid that moves on has more points
             rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}{more}"])
         headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
-        _print_table("", headings, rows)
+        _print_table(report.Table(headings, rows))
         for name in study.systems_on(scenario):
             said = promise.said(study, scenario, name, clients, study.rounds)
             if said:
@@ -521,7 +521,7 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
             times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
             rows.append([study.title_of(name), *numbers, *times])
         headings = ("system", "FLOPs", "memory", "programs", "a round", "in all")
-        _print_table(f"{scenario}: what it will cost", headings, rows)
+        _print_table(report.Table(headings, rows, f"{scenario}: what it will cost"))
     console.print(
         f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}, without tests and the "
         "report. These times are of one round of each system, which was compiled and run here on one device. FLOPs: of a "
@@ -537,19 +537,20 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
     found = results.tables(study, built, outcomes)
     for scenario, of_scenario in built.items():
         whole, kind = results.table(found[scenario]), found[scenario][0].kind
-        _print_table(f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
+        title = f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}"
+        _print_table(whole.only(results.SCORES)._replace(title=title))
         others = results.other_scores(found[scenario])
         if others.rows:
-            _print_table("Other scores, mean over clients", *others)
-        _print_table("How they were run", *whole.only(results.HOW))
+            _print_table(others)
+        _print_table(whole.only(results.HOW)._replace(title="How they were run"))
     for one in summary.tables(study, outcomes):
-        _print_table(one.title, one.headings, one.rows)
+        _print_table(one)
     console.print(escape.console(results.explanation(study, found)), style="dim")
     series = _series(study, outcomes)
-    scores = list(dict.fromkeys(one.score for one in series))
+    scores = list(dict.fromkeys(one.kind.name for one in series))
     for score in scores:
         name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
-        report.save_figure(folder / name, [one for one in series if one.score == score], title=study.title)
+        report.save_figure(folder / name, [one for one in series if one.kind.name == score], title=study.title)
     page.write_all(folder, study, built, outcomes, command, found=found)
 
 
@@ -578,8 +579,8 @@ def _trained(
         yield outcomes
 
 
-def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    console.print(report.rich_table(title, headings, rows))
+def _print_table(table: report.Table) -> None:
+    console.print(report.rich_table(table.title, table.headings, table.rows))
     console.print()
 
 
@@ -595,6 +596,7 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
             trial.rows,
             group,
             study.score,
+            run=KNOWN,
         )
         for one in outcomes
         for number, trial in enumerate(one.final)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks, metrics, report
+from fedjax_meta.federation import Federation
 from fedjax_meta.study import results, targets
 from fedjax_meta.study.folder import read_final, read_run
 from fedjax_meta.study.scenario import TESTED_ON
@@ -214,8 +215,8 @@ def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]
 
 def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data: str, traffic: float) -> Finished:
     federation = study.system(name, scenario).federation
-    cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
-    cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}
+    cohorts = {key: federation.get(key, getattr(Federation, key)) for key in ("cohort_size", "participation")}
+    cohorts["schedule"] = federation.get("schedule", Federation.schedule.__name__)
     place = study.scenarios[scenario]
     tested = TESTED_ON[place.adapt_on]
     return Finished(

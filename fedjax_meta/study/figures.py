@@ -405,8 +405,7 @@ def _kind(systems: Sequence[Shown]) -> report.Kind:
 
 def _rounds(one: Shown) -> np.ndarray:
     """The rounds after which every seed was tested `[E]`; one that ended early counts at all later ones."""
-    tested = [{row["round"] for row in trial.rows} for trial in one.final]
-    return np.array([r for r in sorted(set().union(*tested)) if all(r in mine or r > max(mine) for mine in tested)])
+    return report.common_rounds([[row["round"] for row in trial.rows] for trial in one.final])
 
 
 def _scores(one: Shown, group: str) -> np.ndarray:
@@ -423,7 +422,7 @@ def _scores(one: Shown, group: str) -> np.ndarray:
 
 def _places(trial: Trial, rounds: np.ndarray) -> np.ndarray:
     """Which of a trial's rows hold after some of its rounds `[E]`: the last one of those up to there."""
-    return np.searchsorted([row["round"] for row in trial.rows], rounds, side="right") - 1
+    return report.places([row["round"] for row in trial.rows], rounds)
 
 
 def _last(one: Shown, group: str) -> np.ndarray:

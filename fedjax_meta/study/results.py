@@ -15,9 +15,6 @@ from fedjax_meta.study.step import Outcome, counted
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
 
-Spread = tuple[float, float]
-"""A mean over seeds and its sample standard deviation, NaN for one seed."""
-
 
 class Line(NamedTuple):
     """A row of a scenario's table; scores each with their sample standard deviation over seeds (NaN for one seed).
@@ -40,15 +37,15 @@ class Line(NamedTuple):
     title: str
     kind: report.Kind
     numbers: str
-    known: Spread
-    worst: Spread
+    known: report.Spread
+    worst: report.Spread
     behind: float
-    new: Spread
+    new: report.Spread
     up: float
     seconds: float
     remark: str
     trials: int = 0
-    others: Mapping[str, tuple[report.Kind, Spread]] = {}
+    others: Mapping[str, tuple[report.Kind, report.Spread]] = {}
 
 
 LOCAL = "local_only"
@@ -92,10 +89,12 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         title=study.title_of(outcome.system),
         kind=known.kind,
         numbers=outcome.numbers,
-        known=_over_seeds(known.values.mean(1)),
-        worst=_over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
+        known=report.over_seeds(known.values.mean(1)),
+        worst=report.over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
-        new=_over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if clients.new is not None else NOTHING,
+        new=report.over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1))
+        if clients.new is not None
+        else NOTHING,
         up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
@@ -106,8 +105,8 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
 
 def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
-    diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
-    remarks = [f"diverged at round {min(diverged)}"] if diverged else []
+    diverged = report.diverged_words([trial.diverged for trial in outcome.final])
+    remarks = [diverged] if diverged else []
     remarks += _reached(study, outcome)
     if outcome.tuning and all(trial.diverged is not None for trial in outcome.tuning):
         remarks.append("all points of its grid diverged")
@@ -178,21 +177,21 @@ def _last_tests(trials: Sequence[Trial]) -> dict[str, list[Mapping[str, Any]]]:
 
 def _others(
     study: Study, tests: Mapping[str, Sequence[Mapping[str, Any]]], trials: Sequence[Trial] = ()
-) -> dict[str, tuple[report.Kind, Spread]]:
+) -> dict[str, tuple[report.Kind, report.Spread]]:
     """The metrics beside the main one, and user accuracy after the last round where it was recorded."""
     found, lost = {}, [trial.diverged is not None for trial in trials] or False
     for group, of_seeds in tests.items():
-        main = report.main_score(of_seeds[0], study.score).name
+        main = report.main_score(of_seeds[0], study.score).kind.name
         for name in of_seeds[0].get("metrics", {}):
             if name != main:
                 some = [report.main_score(test, name) for test in of_seeds]
                 label = name if group == KNOWN else f"{name}, {group}"
-                found[label] = some[0].kind, _over_seeds(np.where(lost, np.nan, [one.mean for one in some]))
+                found[label] = some[0].kind, report.over_seeds(np.where(lost, np.nan, [one.mean for one in some]))
     if trials and USER_ACCURACY in trials[0].rows[-1]["train"]:
         last = [trial.rows[-1]["train"][USER_ACCURACY][-1] for trial in trials]
         found[USER_ACCURACY] = (
             report.Kind(USER_ACCURACY, True, True),
-            _over_seeds(np.where(lost, np.nan, 100 * np.array(last, float))),
+            report.over_seeds(np.where(lost, np.nan, 100 * np.array(last, float))),
         )
     return found
 
@@ -211,25 +210,13 @@ def trained(group: str, *alone: tuple[str, ...]) -> bool:
     return all(not groups or group in groups for groups in alone)
 
 
-class Table(NamedTuple):
-    """Headings and rows of text."""
-
-    headings: list[str]
-    rows: list[list[str]]
-
-    def only(self, columns: Sequence[str]) -> "Table":
-        """Some of the columns, those that it has."""
-        kept = [self.headings.index(name) for name in columns if name in self.headings]
-        return Table([self.headings[c] for c in kept], [[row[c] for c in kept] for row in self.rows])
-
-
 SCORES = ("system", "known", "worst 10 %", "new", "behind local")
 """The columns of scores; the others say how a system was run, in a table of their own on a terminal."""
 
 HOW = ("system", "upload", "trials", "chosen", "remark")
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[Line]) -> report.Table:
     """Lines as text; columns that would be empty are left out."""
     rows = [
         [
@@ -245,10 +232,10 @@ def table(lines: Sequence[Line]) -> Table:
         ]
         for line in lines
     ]
-    return used([*SCORES, *HOW[1:]], rows)
+    return report.Table([*SCORES, *HOW[1:]], rows).used()
 
 
-def other_scores(lines: Sequence[Line]) -> Table:
+def other_scores(lines: Sequence[Line]) -> report.Table:
     """The other scores of each system, in columns; no rows if there are none."""
     names = list(dict.fromkeys(name for line in lines for name in line.others))
     kinds = {name: kind for line in lines for name, (kind, _) in line.others.items()}
@@ -258,13 +245,7 @@ def other_scores(lines: Sequence[Line]) -> Table:
         for line in lines
         if line.others
     ]
-    return Table(["system", *headings], rows)
-
-
-def used(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The columns that hold something."""
-    columns = [column for column in range(len(headings)) if any(row[column] for row in rows)]
-    return Table([headings[column] for column in columns], [[row[column] for column in columns] for row in rows])
+    return report.Table(["system", *headings], rows, "Other scores, mean over clients")
 
 
 def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]) -> dict[str, list[Line]]:
@@ -326,7 +307,7 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         values *= 100 if kind.share else 1
         measured = difference = "not run"
         if values.size:
-            measured = kind.spread(*_over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
+            measured = kind.spread(*report.over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
             difference = kind.text(values.mean() - row.value, sign=True)
         told = [kind.text(row.value), measured, difference if np.isfinite(values).all() else "", row.note]
         rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])
@@ -361,23 +342,27 @@ def markdown(
     text = [f"# {escape.markdown(study.title)}", "", explanation(study, found), ""]
     for scenario, clients in built.items():
         text += [f"## {scenario}: {escape.markdown(clients.title)}", "", heading(found[scenario]), ""]
-        text += [report.markdown_table(*table(found[scenario])), ""]
+        text += [_markdown(table(found[scenario])), ""]
         others = other_scores(found[scenario])
         if others.rows:
-            text += ["Other scores, mean over clients:", "", report.markdown_table(*others), ""]
+            text += [f"{others.title}:", "", _markdown(others), ""]
         text += [clients.note, ""] if clients.note else []
         changes = gains(study, [one for one in outcomes if one.scenario == scenario])
         if changes:
             text += [f"{gains_words(found[scenario][0].kind)}:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
     for one in summary.tables(study, outcomes):
-        text += [f"## {one.title}", "", report.markdown_table(one.headings, one.rows), ""]
+        text += [f"## {one.title}", "", _markdown(one), ""]
     if study.published:
         rows = published(study, outcomes)
         text += ["## Published beside measured", "", report.markdown_table(PUBLISHED_HEADINGS, rows, text_columns=4), ""]
     text += [line for path in figures for line in (f"![{Path(path).stem}]({path})", "")]
     text += [line for note in study.notes for line in (note, "")] + [f"    {command}", ""]
     return "\n".join(text)
+
+
+def _markdown(table: report.Table) -> str:
+    return report.markdown_table(table.headings, table.rows)
 
 
 def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequence[Line]]) -> str:
@@ -431,7 +416,3 @@ def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text
-
-
-def _over_seeds(values: np.ndarray) -> Spread:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")

@@ -117,6 +117,14 @@ def test_nobody_is_held_against_a_run_that_diverged():
     assert "nan" not in " ".join(itertools.chain(*table.rows)) and "better" not in table.headings
 
 
+def test_a_gap_that_is_not_known_is_empty():
+    def some(title, **more):
+        return compare.Finished(title, "pairs", "abc", [ended([0.9], new=[0.8], **more), ended([0.7], seed=1, new=[0.6])])
+
+    rows = comparison.tables(compare.compared([some("a"), some("b", diverged=3)]))[0].rows
+    assert [row[-1] for row in rows] == ["+10.00", ""]
+
+
 def test_no_table_has_the_score_of_a_diverged_run():
     one = outcome("fedavg", [ended([0.9, 0.7], diverged=1, new=[0.8]), ended([0.5, 0.3], seed=1, new=[0.6])])
     assert np.isnan(summary.values(study(), one, "known")[0]) and summary.values(study(), one, "known")[1] == pytest.approx(40)
