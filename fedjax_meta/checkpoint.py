@@ -197,6 +197,15 @@ def latest_round(folder: str | os.PathLike) -> int | None:
     return rounds[-1] if rounds else None
 
 
+class _NotSet:
+    def __repr__(self) -> str:
+        return "not set"
+
+
+NOT_SET = _NotSet()
+"""A value that is not there, in `differences`."""
+
+
 def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
     """The first field, by name, in which two JSON values differ, as (dotted name, saved value, given value); `None` if equal.
 
@@ -208,11 +217,18 @@ def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
 
 
 def differences(saved: Json, given: Json) -> Iterator[tuple[str, Json, Json]]:
-    """Every field, by name, in which two JSON values differ, see `first_difference`."""
+    """Every field, by name, in which two JSON values differ, see `first_difference`.
+
+    Example:
+      >>> list(differences({"options": {}}, {"options": {"epochs": 3}}))
+      [('options.epochs', not set, 3)]
+    """
     left, right = dict(_fields((), saved)), dict(_fields((), given))
-    for name in sorted(left | right):
+    # An empty mapping is no field where the other side has fields in it.
+    inside = {name[:end] for name in left | right for end in range(len(name))}
+    for name in sorted((left | right).keys() - inside):
         if name not in left or name not in right or not _same(left[name], right[name]):
-            yield ".".join(name), left.get(name, "nothing"), right.get(name, "nothing")
+            yield ".".join(name), left.get(name, NOT_SET), right.get(name, NOT_SET)
 
 
 def _same(one: Json, other: Json) -> bool:

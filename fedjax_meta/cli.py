@@ -389,6 +389,8 @@ def export_(
         wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
         found = export.of_run(folder, system, **wanted)  # type: ignore[arg-type]
         export.save(out, found.variables, found.about)
+        if found.about["diverged"] is not None:
+            errors.print(f"this run diverged at round {found.about['diverged']}", style="yellow")
         size = costs.size_in_bytes(found.variables)
         console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {size / 1e3:.4g} kB"))
 
