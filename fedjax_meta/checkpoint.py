@@ -191,12 +191,6 @@ def saved_config(folder: str | os.PathLike) -> Json | None:
     return None
 
 
-def latest_round(folder: str | os.PathLike) -> int | None:
-    """The round of the newest checkpoint, intact or damaged; `None` when there is none."""
-    rounds = _rounds(Path(folder))
-    return rounds[-1] if rounds else None
-
-
 class _NotSet:
     def __repr__(self) -> str:
         return "not set"
@@ -224,9 +218,10 @@ def differences(saved: Json, given: Json) -> Iterator[tuple[str, Json, Json]]:
       [('options.epochs', not set, 3)]
     """
     left, right = dict(_fields((), saved)), dict(_fields((), given))
-    # An empty mapping is no field where the other side has fields in it.
     inside = {name[:end] for name in left | right for end in range(len(name))}
-    for name in sorted((left | right).keys() - inside):
+    for name in sorted(left | right):
+        if name in inside and (left | right)[name] == {}:
+            continue  # the other side has fields in it, which are told
         if name not in left or name not in right or not _same(left[name], right[name]):
             yield ".".join(name), left.get(name, NOT_SET), right.get(name, NOT_SET)
 
