@@ -267,7 +267,9 @@ def show(
     on_divergence: OnDivergenceOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Prints a study with every field filled in, as YAML that runs again.
+    """Prints a study with all its fields, as YAML that runs again.
+
+    Options that a system leaves out have the defaults of `fedjax-meta list methods NAME`.
 
     `fedjax-meta show quickstart --quick`
 
@@ -443,13 +445,21 @@ def list_(
     what: Annotated[
         str, typer.Argument(help="studies, methods, partitions, models, masks, shifts, parts, datasets or presets.")
     ] = "methods",
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A method, partition, model, shift or part: its options, with their defaults.",
+            show_default=False,
+        ),
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Lists the names that a study may hold, each with one line.
-
-    `fedjax-meta list methods`
+    """Lists the names that a study may hold, each with one line, or the options of one of them.
 
     `fedjax-meta list partitions`
+
+    `fedjax-meta list methods fedper`
     """
     kinds: dict[str, Callable[[], Mapping[str, tuple[str, str]]]] = {
         "studies": lambda: {name: (_title(text), "") for name, text in files.packaged().items()},
@@ -464,7 +474,11 @@ def list_(
     }
     with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
-        for line in catalogue.lines(dict(kinds[what]()), wrap=what in ("studies", "presets")):
+        if name is None:
+            found = catalogue.lines(dict(kinds[what]()), wrap=what in ("studies", "presets"))
+        else:
+            found = catalogue.options(what, name)
+        for line in found:
             console.print(escape.console(line), soft_wrap=True, highlight=False)
         if what == "datasets":
             console.print(short.PREPARED_NOTE, style="dim")

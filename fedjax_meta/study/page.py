@@ -72,7 +72,7 @@ def write(
         body += ["<h2>Published beside measured</h2>"]
         body += [table(report.Table(results.PUBLISHED_HEADINGS, results.published(study, outcomes)), _numbers(study))]
     body += ["<h2>How to run it again</h2>", f"<pre>{text(command)}</pre>"]
-    body += [f"<details><summary>The study, every field filled in</summary><pre>{text(to_yaml(study))}</pre></details>"]
+    body += [f"<details><summary>The study, with all its fields</summary><pre>{text(to_yaml(study))}</pre></details>"]
     checkpoint.write_text(path, document(study.title, body))
 
 

@@ -342,7 +342,7 @@ def to_tree(study: Study) -> dict[str, Any]:
 
 
 def to_yaml(study: Study) -> str:
-    """The study as YAML, every field filled in."""
+    """The study as YAML, with all its fields; options that are not given stay so."""
     return yaml.safe_dump(to_tree(study), sort_keys=False, allow_unicode=True, width=120)
 
 

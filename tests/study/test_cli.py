@@ -155,6 +155,19 @@ def test_every_name_of_a_study_is_listed_whole():
     assert code == 0 and "Eight systems, tuned alike, on digits of two classes a client" in " ".join(text.split())
 
 
+def test_options_are_listed_with_their_defaults():
+    code, text = said("list", "methods", "fedper")
+    assert code == 0 and text.startswith("fedper: FedAvg with own head\n  lr: 0.01\n") and '  personal: "head"\n' in text
+    for what, known in catalogue.FUNCTIONS.items():
+        names = [line.partition(": ")[0] for name in known for line in catalogue.options(what, name)]
+        assert "seed" not in names or what == "parts"
+    assert '  optimizer: {"name": "sgd", "momentum": 0.5}' in catalogue.options("methods", "fedrep")
+    # What is listed is what a study takes.
+    for name, builder in METHODS.items():
+        assert [line.strip().partition(":")[0] for line in catalogue.options("methods", name)[1:]] == system.keywords(builder)
+    assert "method='fedpre' is unknown (did you mean 'fedrep'?)" in " ".join(said("list", "methods", "fedpre")[1].split())
+
+
 def test_every_method_is_cited_as_its_file_cites_it():
     for name, builder in METHODS.items():
         source = catalogue.citation(name)
