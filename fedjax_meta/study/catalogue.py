@@ -180,21 +180,13 @@ FUNCTIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
 """What has options of its own, by name."""
 
 
-_GIVEN = (
-    "task",
-    "data",
-    "labels",
-    "source",
-    "path",
-    "num_clients",
-    "inputs",
-    "image",
-    "window",
-    "vocabulary",
-    "length",
-    "items",
-)
-_GIVEN += ("classes", "loss", "inner", "learning_rate")
+_GIVEN: dict[str, tuple[str, ...]] = {
+    "methods": ("task",),
+    "partitions": ("labels", "source", "path", "num_clients", "seed"),
+    "models": ("inputs", "image", "window", "vocabulary", "length", "items", "classes", "loss"),
+    "shifts": ("data", "seed"),
+    "parts": ("inner", "learning_rate"),
+}
 """Parameters that come from elsewhere in a study."""
 
 
@@ -220,10 +212,8 @@ def options(what: str, name: str) -> list[str]:
     made = []
     for key in found:
         made.append(f"{key}: {method(key) if what == 'methods' else summary(known[key])}")
-        # But for attacks, which clients and samples a seed decides is the scenario's.
-        given = _GIVEN if what == "parts" else (*_GIVEN, "seed")
         takes = inspect.signature(known[key]).parameters.values()
-        made += [f"  {one.name}{_default(one.default)}" for one in takes if one.name not in given]
+        made += [f"  {one.name}{_default(one.default)}" for one in takes if one.name not in _GIVEN[what]]
     return made
 
 

@@ -109,10 +109,12 @@ class Reached(NamedTuple):
 
     Attributes:
       target: what they should reach.
+      kind: of the score.
       rounds, megabytes, seconds: `[seeds]`; bytes of a client that takes part in every round, both ways.
     """
 
     target: Target
+    kind: report.Kind
     rounds: np.ndarray
     megabytes: np.ndarray
     seconds: np.ndarray
@@ -373,4 +375,4 @@ def reached(one: Finished, target: Target) -> Reached:
         seconds.append(float(clock[np.searchsorted(ends, at[hits[0]])]) if hits.size else np.inf)
     # Without the condition, a system that sends nothing would take infinity times 0.
     megabytes = [number * one.traffic / 1e6 if np.isfinite(number) else np.inf for number in rounds]
-    return Reached(target, np.array(rounds), np.array(megabytes), np.array(seconds))
+    return Reached(target, kind, np.array(rounds), np.array(megabytes), np.array(seconds))

@@ -48,11 +48,10 @@ def tables(rows: Sequence[Row]) -> list[report.Table]:
     found += [part for part in (_differences(rows, reference, group) for group in (KNOWN, NEW)) if part.rows]
     met = [(row.system.title, row.reached) for row in rows if row.reached is not None]
     if met:
-        target = met[0][1].target
+        target, share = met[0][1].target, met[0][1].kind.share
         reaching = [[title, *map(_reached, (one.rounds, one.megabytes, one.seconds))] for title, one in met]
         goal = f"{target.name.replace('_', ' ')} " if target.name else ""
-        unit = " %" if target.name == results.USER_ACCURACY or (target.name is None and kind.share) else ""
-        title = f"To reach {goal}{target.value:g}{unit}"
+        title = f"To reach {goal}{target.value:g}{' %' if share else ''}"
         found.append(report.Table(["system", "rounds", "MB", "seconds"], reaching, title).used())
     return found
 
@@ -101,7 +100,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         diverged = [trial.diverged for trial in row.system.trials if trial.diverged is not None]
         if diverged:
             said.append(f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged.")
-    if any(row.reached is not None for row in rows):
+    reached = next((row.reached for row in rows if row.reached is not None), None)
+    if reached is not None:
+        if reached.kind.share and 0 < reached.target.value <= 1:
+            said.append(f"Targets of shares are in percent: the one here is {reached.target.value:g} %.")
         said.append(
             "Rounds are those of tests, so that they are as fine as the tests are close. "
             "MB: of a client in every round, down and up. Seconds: training and testing of one run, without compilation."

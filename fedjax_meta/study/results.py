@@ -114,6 +114,8 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
         remarks.append("all points of its grid scored the same")
     else:
         remarks += [f"best {name} at the end of its grid{_why_there(study, outcome, clients)}" for name in outcome.at_edge]
+    loss = tuning.exploded(outcome.tuning, outcome.draws or (outcome.chosen,), study.tuned_by)
+    remarks += [] if loss is None else [f"validation loss of {loss:.2g} at the chosen point"]
     if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
         remarks.append("new clients do not train")
     if system.pooled:
