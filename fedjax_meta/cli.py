@@ -20,6 +20,7 @@ from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import (
+    baselines,
     catalogue,
     comparison,
     draws,
@@ -117,7 +118,10 @@ OnDivergenceOption = Annotated[
         show_default=False,
     ),
 ]
-DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.", show_default=False)]
+DataDirOption = Annotated[
+    str | None,
+    typer.Option(help="Folder of data sets, of tensorflow-datasets, LEAF, PFLlib and others.", show_default=False),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -423,7 +427,9 @@ def runs_(
 def preset(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     to: Annotated[Path, typer.Option(help="Folder of the presets.")] = presets.HERE,
-    name: Annotated[str | None, typer.Option(help="Of the scenario, where the run has one.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name for the preset, if the run has a single scenario.", show_default=False)
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Saves what a run's grids found as presets, which studies of this folder use by name.
@@ -617,7 +623,7 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
         for one in outcomes
         for number, trial in enumerate(one.final)
         for group in (KNOWN, NEW)
-        if group in trial.rows[-1]["tests"]
+        if group in trial.rows[-1]["tests"] and baselines.trained(group, baselines.alone(study, one.system))
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.federation import Federation
-from fedjax_meta.study import results, targets
+from fedjax_meta.study import baselines, results, targets
 from fedjax_meta.study.folder import read_final, read_run
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
@@ -125,7 +125,7 @@ class Row(NamedTuple):
 
     Attributes:
       system: what is compared.
-      known, new: mean over clients, `[seeds]`; `new` is empty without new clients.
+      known, new: mean over clients, `[seeds]`; `new` is empty without new clients, and where none trains the model that it needs.
       worst: mean over the tenth of known clients with the worst scores, `[seeds]`.
       variance: of the score over known clients, `[seeds]`.
       against: the reference; `None` for itself and where no seed is common.
@@ -229,7 +229,7 @@ def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data:
         study.systems[name].method,
         json.dumps(cohorts, sort_keys=True),
         traffic,
-        results.alone(study, name),
+        baselines.alone(study, name),
         pooled=study.systems[name].pooled,
         model=json.dumps([place.model, dict(place.model_options)], sort_keys=True),
     )
@@ -240,7 +240,7 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
 
     There are none of a local model of clients that never trained it, as new clients do not unless they are given epochs.
     """
-    if not results.trained(group, one.alone, reference.alone):
+    if not baselines.trained(group, one.alone, reference.alone):
         return None
     mine, theirs = one.by_client(group), reference.by_client(group)
     seeds = sorted(set(mine) & set(theirs))
@@ -335,6 +335,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     held = {method: next((one for one in federated if one.method == method), None) for method in results.REFERENCES}
     rows = []
     for one in systems:
+        new = one.by_client(NEW) if baselines.trained(NEW, one.alone) else {}
         known = list(one.by_client(KNOWN).values())
         behind = {}
         for method, other in held.items():
@@ -345,7 +346,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
             Row(
                 one,
                 np.array([scores.mean() for scores in known]),
-                np.array([scores.mean() for scores in one.by_client(NEW).values()]),
+                np.array([scores.mean() for scores in new.values()]),
                 np.array([one.kind.worst_tenth(scores) for scores in known]),
                 np.array([scores.var() for scores in known]),
                 None if one is first else difference(one, first, KNOWN),

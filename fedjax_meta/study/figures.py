@@ -394,7 +394,9 @@ def _seeds(systems: Sequence[Shown]) -> bool:
 
 
 def _tested(one: Shown, group: str) -> bool:
-    return bool(one.final) and all(group in trial.rows[-1]["tests"] for trial in one.final)
+    """Whether a group was tested, and, where its clients train by themselves, did."""
+    there = bool(one.final) and all(group in trial.rows[-1]["tests"] for trial in one.final)
+    return there and (not one.alone or group in one.alone)
 
 
 def _kind(systems: Sequence[Shown]) -> report.Kind:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_meta import checkpoint, costs, escape, report
-from fedjax_meta.study import figures, results, summary
+from fedjax_meta.study import baselines, figures, results, summary
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import Outcome
@@ -120,7 +120,7 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             score=study.score,
             tuned_by=study.tuned_by,
             traffic=_traffic(study, one, clients),
-            alone=results.alone(study, one.system),
+            alone=baselines.alone(study, one.system),
         )
         for one in outcomes
     ]

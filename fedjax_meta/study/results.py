@@ -10,6 +10,7 @@ import numpy as np
 from fedjax_meta import costs, escape, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, promise, summary, targets, tuning
+from fedjax_meta.study.baselines import LOCAL, alone, trained
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.step import Outcome, counted
 from fedjax_meta.study.study import Study
@@ -26,7 +27,7 @@ class Line(NamedTuple):
       known: mean over known clients.
       worst: mean over the tenth of known clients with the worst scores.
       behind: share of the known clients that do worse than by local training alone, in percent; NaN without such a row.
-      new: mean over new clients; NaN if there are none.
+      new: mean over new clients; NaN if there are none, or none of them trains a model that it needs.
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
       remark: "diverged at round R", "best at the end of its grid", or nothing.
@@ -47,9 +48,6 @@ class Line(NamedTuple):
     trials: int = 0
     others: Mapping[str, tuple[report.Kind, report.Spread]] = {}
 
-
-LOCAL = "local_only"
-"""The method that the others are held against, where a study has it."""
 
 REFERENCES = (LOCAL, "fedavg")
 """The methods against which a report says who gains and who loses."""
@@ -79,7 +77,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     known = by_client(outcome.final, KNOWN, study.score)
     system = study.system(outcome.system, outcome.scenario)
     algorithm = system.build(clients, **outcome.chosen)
-    itself = system.method == LOCAL
+    itself, has_new = system.method == LOCAL, clients.new is not None and trained(NEW, alone(study, outcome.system))
     behind = float("nan")
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
         behind = 100 * float(np.mean(known.kind.gain(_over_draws(study, known.values), _over_draws(study, base)) < 0))
@@ -92,14 +90,12 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         known=report.over_seeds(known.values.mean(1)),
         worst=report.over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
-        new=report.over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1))
-        if clients.new is not None
-        else NOTHING,
+        new=report.over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if has_new else NOTHING,
         up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
         trials=len(outcome.tuning),
-        others=_others(study, _last_tests(outcome.final), outcome.final),
+        others=_others(study, _last_tests(outcome.final, new=has_new), outcome.final),
     )
 
 
@@ -116,13 +112,13 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
         remarks += [f"best {name} at the end of its grid{_why_there(study, outcome, clients)}" for name in outcome.at_edge]
     loss = tuning.exploded(outcome.tuning, outcome.draws or (outcome.chosen,), study.tuned_by)
     remarks += [] if loss is None else [f"validation loss of {loss:.2g} at the chosen point"]
-    if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
-        remarks.append("new clients do not train")
+    idle = clients.new is not None and not trained(NEW, alone(study, outcome.system))
+    remarks += ["new clients do not train"] * idle
     if system.pooled:
         remarks.append("central training on all clients' samples")
     if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
-    return remarks + draws.remarks(outcome, clients, study.score)
+    return remarks if idle else remarks + draws.remarks(outcome, clients, study.score)
 
 
 def _why_there(study: Study, outcome: Outcome, clients: Clients) -> str:
@@ -172,9 +168,10 @@ def _over_draws(study: Study, values: np.ndarray) -> np.ndarray:
     return values.reshape(draws, -1, values.shape[1]).mean(1).reshape(-1)
 
 
-def _last_tests(trials: Sequence[Trial]) -> dict[str, list[Mapping[str, Any]]]:
-    """The last test of each trial, by group."""
-    return {group: [trial.rows[-1]["tests"][group] for trial in trials] for group in trials[0].rows[-1]["tests"]}
+def _last_tests(trials: Sequence[Trial], *, new: bool) -> dict[str, list[Mapping[str, Any]]]:
+    """The last test of each trial, by group; with those of new clients or without."""
+    groups = [group for group in trials[0].rows[-1]["tests"] if new or group != NEW]
+    return {group: [trial.rows[-1]["tests"][group] for trial in trials] for group in groups}
 
 
 def _others(
@@ -196,20 +193,6 @@ def _others(
             report.over_seeds(np.where(lost, np.nan, 100 * np.array(last, float))),
         )
     return found
-
-
-def alone(study: Study, system: str) -> tuple[str, ...]:
-    """The groups whose clients train by themselves with a system; new clients only if they are given epochs."""
-    if study.systems[system].method != LOCAL:
-        return ()
-    options = study.systems[system].options
-    epochs = options.get("new_client_epochs")
-    return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
-
-
-def trained(group: str, *alone: tuple[str, ...]) -> bool:
-    """Whether no system's clients of a group have a local model that they never trained; `alone` of each system."""
-    return all(not groups or group in groups for groups in alone)
 
 
 SCORES = ("system", "known", "worst 10 %", "new", "behind local")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_meta import attacks, report
+from fedjax_meta.study.baselines import alone, trained
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.step import BACKDOOR, Outcome
 from fedjax_meta.study.study import Study
@@ -21,7 +22,11 @@ def tables(study: Study, outcomes: Sequence[Outcome]) -> list[report.Table]:
         return []
     found = []
     for group, words in ((KNOWN, "Known clients"), (NEW, "New clients"), (BACKDOOR, "Success of the backdoor")):
-        mine = {(one.system, one.scenario): one for one in outcomes if group in one.final[0].rows[-1]["tests"]}
+        mine = {
+            (one.system, one.scenario): one
+            for one in outcomes
+            if group in one.final[0].rows[-1]["tests"] and (group != NEW or trained(NEW, alone(study, one.system)))
+        }
         labels = {scenario: _kind(study, one, group) for (_, scenario), one in mine.items()}
         used = [name for name in scenarios if name in labels]
         same = len(set(labels.values())) == 1
