@@ -59,7 +59,7 @@ _PAPERS = {
     "reptile": "Nichol et al. 1803.02999",
     "scaffold": "Karimireddy et al. 1910.06378",
 }
-"""Of each file of methods: first author and arXiv number, as its docstring has them."""
+"""Of each file of methods: "AUTHOR NUMBER" with the arXiv number, as its docstring has both, or "AUTHOR (VENUE YEAR)"."""
 
 _OTHER_PAPERS = {
     "fedper": "Arivazhagan et al. 1912.00818",
@@ -141,7 +141,7 @@ _METHODS = {
     "reptile": "towards adapted models",
     "scaffold": "FedAvg with control variates",
 }
-"""Of each method: what it does, in few words."""
+"""Of each method: what it does, in few words, so that a line has room for the paper, see `lines`."""
 
 MASKS = {
     "all": "every leaf",

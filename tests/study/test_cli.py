@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,9 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 10 and "Local only" in page
     assert not any(word in page for word in ('src="http', 'href="http', "@import", "url(http"))
+    # A part of the study in the same folder.
+    code, text = said("run", file, "--out", tmp_path / "run", "--set", "rounds=2", "--set", "seeds=[1]", "--systems", "fedavg")
+    assert code == 0 and "the report is without local, of which this folder has results, too" in " ".join(text.split())
 
 
 def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):
@@ -175,8 +179,16 @@ def test_every_method_is_cited_as_its_file_cites_it():
         assert source or name == "local_only", f"{name} has no entry in _PAPERS of fedjax_meta/study/catalogue.py"
         author, _, number = source.rpartition(" ")
         if number.replace(".", "").isdecimal():
-            assert f"arXiv {number}" in text, name
-            assert author.split()[0].rstrip(",") in text, name
+            for words in (f"arXiv {number}", author.split()[0].rstrip(",")):
+                assert words in text, (
+                    f"_PAPERS says {source!r} of {name}, but the docstring of its file does not say {words!r}"
+                )
+        else:
+            form = re.fullmatch(r".+ \(.+\)|", source)
+            assert form, f"{source!r} of {name} in _PAPERS must be 'AUTHOR NUMBER' (of arXiv) or 'AUTHOR (VENUE YEAR)'"
+    entries = {name: (catalogue.method(name), catalogue.citation(name)) for name in METHODS}
+    cut = [line for line in catalogue.lines(entries) if "..." in line]
+    assert not cut, f"words in _METHODS do not fit a line of {catalogue.WIDTH} characters beside the paper: {cut}"
 
 
 BAD = {

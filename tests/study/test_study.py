@@ -124,6 +124,7 @@ def test_the_table_says_who_lost_and_what_was_not_tuned(finished):
     clients = study().scenarios["pairs"].build()
     fedavg, local, majority, *_ = results.lines(study(), "pairs", clients, outcomes)
     assert fedavg.remark == "best lr at the end of its grid" and local.remark == "new clients do not train; not tuned"
+    assert np.isnan(local.new[0]) and np.isfinite(fedavg.new[0])  # its new clients have the untrained model
     assert np.isnan(local.behind) and local.title == "Local only" and majority.title == "majority class"
     known = np.array([trial.rows[-1]["tests"]["known"]["accuracy"] for trial in outcomes[0].final])
     assert fedavg.known == pytest.approx((100 * known.mean(), 100 * known.mean(1).std(ddof=1)))
