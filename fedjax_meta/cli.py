@@ -575,9 +575,9 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
         report.save_figure(folder / name, [one for one in series if one.kind.name == score], title=study.title)
     page.write_all(folder, study, built, outcomes, command, found=found)
     finished = {path.name.partition(".")[0] for path in (folder / "results").glob("*/*.final.json")}
-    others = ", ".join(sorted(finished - set(study.systems)))
-    if others:
-        console.print(escape.console(f"the report is without {others}, of which this folder has results, too"), soft_wrap=True)
+    left = ", ".join(sorted(finished - set(study.systems)))
+    if left:
+        console.print(escape.console(f"the report is without {left}, of which this folder has results, too"), soft_wrap=True)
 
 
 @contextlib.contextmanager
