@@ -191,10 +191,13 @@ def saved_config(folder: str | os.PathLike) -> Json | None:
     return None
 
 
-def latest_round(folder: str | os.PathLike) -> int | None:
-    """The round of the newest checkpoint, intact or damaged; `None` when there is none."""
-    rounds = _rounds(Path(folder))
-    return rounds[-1] if rounds else None
+class _NotSet:
+    def __repr__(self) -> str:
+        return "not set"
+
+
+NOT_SET = _NotSet()
+"""A value that is not there, in `differences`."""
 
 
 def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
@@ -208,11 +211,19 @@ def first_difference(saved: Json, given: Json) -> tuple[str, Json, Json] | None:
 
 
 def differences(saved: Json, given: Json) -> Iterator[tuple[str, Json, Json]]:
-    """Every field, by name, in which two JSON values differ, see `first_difference`."""
+    """Every field, by name, in which two JSON values differ, see `first_difference`.
+
+    Example:
+      >>> list(differences({"options": {}}, {"options": {"epochs": 3}}))
+      [('options.epochs', not set, 3)]
+    """
     left, right = dict(_fields((), saved)), dict(_fields((), given))
+    inside = {name[:end] for name in left | right for end in range(len(name))}
     for name in sorted(left | right):
+        if name in inside and (left | right)[name] == {}:
+            continue  # the other side has fields in it, which are told
         if name not in left or name not in right or not _same(left[name], right[name]):
-            yield ".".join(name), left.get(name, "nothing"), right.get(name, "nothing")
+            yield ".".join(name), left.get(name, NOT_SET), right.get(name, NOT_SET)
 
 
 def _same(one: Json, other: Json) -> bool:

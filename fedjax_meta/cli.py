@@ -20,6 +20,7 @@ from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
 from fedjax_meta.study import (
+    baselines,
     catalogue,
     comparison,
     draws,
@@ -117,7 +118,10 @@ OnDivergenceOption = Annotated[
         show_default=False,
     ),
 ]
-DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.", show_default=False)]
+DataDirOption = Annotated[
+    str | None,
+    typer.Option(help="Folder of data sets, of tensorflow-datasets, LEAF, PFLlib and others.", show_default=False),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -267,7 +271,9 @@ def show(
     on_divergence: OnDivergenceOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Prints a study with every field filled in, as YAML that runs again.
+    """Prints a study with all its fields, as YAML that runs again.
+
+    Options that a system leaves out have the defaults of `fedjax-meta list methods NAME`.
 
     `fedjax-meta show quickstart --quick`
 
@@ -359,7 +365,7 @@ def compare(
         groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
         for rows in groups:
             for table in comparison.tables(rows):
-                _print_table(*table)
+                _print_table(table)
             console.print(escape.console(" ".join(comparison.notes(rows))), style="dim")
         for path in out or ():
             comparison.write(path, groups)
@@ -389,6 +395,8 @@ def export_(
         wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
         found = export.of_run(folder, system, **wanted)  # type: ignore[arg-type]
         export.save(out, found.variables, found.about)
+        if found.about["diverged"] is not None:
+            errors.print(f"this run diverged at round {found.about['diverged']}", style="yellow")
         size = costs.size_in_bytes(found.variables)
         console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {size / 1e3:.4g} kB"))
 
@@ -419,7 +427,9 @@ def runs_(
 def preset(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     to: Annotated[Path, typer.Option(help="Folder of the presets.")] = presets.HERE,
-    name: Annotated[str | None, typer.Option(help="Of the scenario, where the run has one.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name for the preset, if the run has a single scenario.", show_default=False)
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Saves what a run's grids found as presets, which studies of this folder use by name.
@@ -441,13 +451,21 @@ def list_(
     what: Annotated[
         str, typer.Argument(help="studies, methods, partitions, models, masks, shifts, parts, datasets or presets.")
     ] = "methods",
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A method, partition, model, shift or part: its options, with their defaults.",
+            show_default=False,
+        ),
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Lists the names that a study may hold, each with one line.
-
-    `fedjax-meta list methods`
+    """Lists the names that a study may hold, each with one line, or the options of one of them.
 
     `fedjax-meta list partitions`
+
+    `fedjax-meta list methods fedper`
     """
     kinds: dict[str, Callable[[], Mapping[str, tuple[str, str]]]] = {
         "studies": lambda: {name: (_title(text), "") for name, text in files.packaged().items()},
@@ -462,7 +480,11 @@ def list_(
     }
     with one_line_errors(debug):
         checks.one_of("what to list", what, kinds)
-        for line in catalogue.lines(dict(kinds[what]()), wrap=what in ("studies", "presets")):
+        if name is None:
+            found = catalogue.lines(dict(kinds[what]()), wrap=what in ("studies", "presets"))
+        else:
+            found = catalogue.options(what, name)
+        for line in found:
             console.print(escape.console(line), soft_wrap=True, highlight=False)
         if what == "datasets":
             console.print(short.PREPARED_NOTE, style="dim")
@@ -501,7 +523,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             more = " or more" if len(points) > 1 and study.tuning.extend else ""  # a grid that moves on has more points
             rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}{more}"])
         headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
-        _print_table("", headings, rows)
+        _print_table(report.Table(headings, rows))
         for name in study.systems_on(scenario):
             said = promise.said(study, scenario, name, clients, study.rounds)
             if said:
@@ -521,7 +543,7 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
             times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
             rows.append([study.title_of(name), *numbers, *times])
         headings = ("system", "FLOPs", "memory", "programs", "a round", "in all")
-        _print_table(f"{scenario}: what it will cost", headings, rows)
+        _print_table(report.Table(headings, rows, f"{scenario}: what it will cost"))
     console.print(
         f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}, without tests and the "
         "report. These times are of one round of each system, which was compiled and run here on one device. FLOPs: of a "
@@ -537,20 +559,25 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
     found = results.tables(study, built, outcomes)
     for scenario, of_scenario in built.items():
         whole, kind = results.table(found[scenario]), found[scenario][0].kind
-        _print_table(f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}", *whole.only(results.SCORES))
+        title = f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}"
+        _print_table(whole.only(results.SCORES)._replace(title=title))
         others = results.other_scores(found[scenario])
         if others.rows:
-            _print_table("Other scores, mean over clients", *others)
-        _print_table("How they were run", *whole.only(results.HOW))
+            _print_table(others)
+        _print_table(whole.only(results.HOW)._replace(title="How they were run"))
     for one in summary.tables(study, outcomes):
-        _print_table(one.title, one.headings, one.rows)
+        _print_table(one)
     console.print(escape.console(results.explanation(study, found)), style="dim")
     series = _series(study, outcomes)
-    scores = list(dict.fromkeys(one.score for one in series))
+    scores = list(dict.fromkeys(one.kind.name for one in series))
     for score in scores:
         name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
-        report.save_figure(folder / name, [one for one in series if one.score == score], title=study.title)
+        report.save_figure(folder / name, [one for one in series if one.kind.name == score], title=study.title)
     page.write_all(folder, study, built, outcomes, command, found=found)
+    finished = {path.name.partition(".")[0] for path in (folder / "results").glob("*/*.final.json")}
+    left = ", ".join(sorted(finished - set(study.systems)))
+    if left:
+        console.print(escape.console(f"the report is without {left}, of which this folder has results, too"), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -578,8 +605,8 @@ def _trained(
         yield outcomes
 
 
-def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    console.print(report.rich_table(title, headings, rows))
+def _print_table(table: report.Table) -> None:
+    console.print(report.rich_table(table.title, table.headings, table.rows))
     console.print()
 
 
@@ -595,11 +622,12 @@ def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Serie
             trial.rows,
             group,
             study.score,
+            run=KNOWN,
         )
         for one in outcomes
         for number, trial in enumerate(one.final)
         for group in (KNOWN, NEW)
-        if group in trial.rows[-1]["tests"]
+        if group in trial.rows[-1]["tests"] and baselines.trained(group, baselines.alone(study, one.system))
     ]
 
 

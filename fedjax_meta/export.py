@@ -29,7 +29,7 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import phase
-from fedjax_meta.study.folder import read_trials
+from fedjax_meta.study.folder import read_final, read_trials
 from fedjax_meta.study.scenario import Clients, model_name
 from fedjax_meta.study.step import final_phase
 from fedjax_meta.study.study import DRAW, Study
@@ -199,7 +199,7 @@ class Exported(NamedTuple):
 
     Attributes:
       variables: the model.
-      about: where it comes from, and how its inputs are made.
+      about: where it comes from, and how its inputs are made; `diverged` is the round from which on the run had diverged.
     """
 
     variables: Variables
@@ -228,7 +228,8 @@ def of_run(
       data_dir: where prepared data sets are.
 
     Raises:
-      ValueError: a folder without a run, an unknown name, a client that is not there, no checkpoint of that seed.
+      ValueError: a folder without a run, an unknown name, a client that is not there, no checkpoint of that seed, the server's
+        model of a method whose clients share none.
       OSError: a file cannot be read.
     """
     folder = Path(folder)
@@ -254,6 +255,11 @@ def of_run(
     found_phase = final_phase(study, place, system, clients)
     member, state = restored(found_phase, folder, seed, clients)
     algorithm = sweeps.member_algorithm(found_phase.build, member)
+    if client is None and new_client is None and not jax.tree.leaves(algorithm.exchange(found_phase.data).down[0]):
+        raise ValueError(
+            f"clients of {system} share no model, so that the server has the first one: name a client (--client 0)"
+        )
+    (diverged,) = [trial.diverged for trial in read_final(folder, study, place, system)[0] if trial.seed == seed]
     name = study.scenarios[place].model or model_name(None, clients.train)
 
     def exported(variables: Variables, what: str) -> Exported:
@@ -271,6 +277,7 @@ def of_run(
         "numbers": dict(member.numbers),
         "seed": seed,
         "round": int(state.round),
+        "diverged": diverged,
         **_inputs(clients.train),
     }
     if client is None and new_client is None:

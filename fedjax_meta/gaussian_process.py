@@ -35,13 +35,8 @@ def mean_omega(c: jax.Array) -> jax.Array:
     return jnp.tanh(c / 2) / (2 * c)
 
 
-def draw_omega(key: Key, c: jax.Array) -> jax.Array:
-    """PG(1, c) for each entry; key consumed."""
-    return _omega_of(jax.random.exponential(key, (*c.shape, _TERMS), c.dtype), c)
-
-
 def _omega_of(exponential: jax.Array, c: jax.Array) -> jax.Array:
-    """sum_k e_k / ((k - 1/2)^2 + c^2 / (4 pi^2)) / (2 pi^2) and the mean of the rest; e, exponential, is `[..., _TERMS]`."""
+    """PG(1, c): sum_k e_k / ((k - 1/2)^2 + c^2 / (4 pi^2)) / (2 pi^2) and the mean of the rest; e is `[..., _TERMS]`."""
     scale = 1 / (2 * jnp.pi**2) / ((jnp.arange(_TERMS) + 0.5) ** 2 + (c[..., None] / (2 * jnp.pi)) ** 2)
     rest = jnp.maximum(mean_omega(c) - jnp.sum(scale, -1), 0)
     return jnp.sum(exponential * scale, -1) + rest

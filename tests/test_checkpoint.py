@@ -70,14 +70,14 @@ def test_restore_returns_what_was_saved(tmp_path):
 
 def test_restore_is_none_when_nothing_was_saved(tmp_path):
     assert checkpoint.restore(tmp_path / "never", like(state()), CONFIG) is None
-    assert checkpoint.latest_round(tmp_path / "never") is None
+    assert checkpoint._rounds(tmp_path / "never") == []
 
 
 def test_the_newest_two_are_kept(tmp_path):
     for done in (1, 2, 10, 9):
         checkpoint.save(tmp_path, state(done), [], CONFIG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10.ckpt", "9.ckpt"]
-    assert checkpoint.latest_round(tmp_path) == 10
+    assert checkpoint._rounds(tmp_path)[-1] == 10
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, ["3"]), (2, ["10", "3"]), (3, ["10", "2", "3"]), (9, ["10", "2", "3"])])
@@ -169,13 +169,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     assert leaves_equal(resumed, whole)
 
 
+def test_an_empty_mapping_is_no_field_where_the_other_side_has_some():
+    def words(saved, given):
+        return [f"{name}: {old!r}, {new!r}" for name, old, new in checkpoint.differences(saved, given)]
+
+    filled, empty = {"a": {"b": {"c": 3}}}, {"a": {}}
+    assert words(empty, filled) == ["a.b.c: not set, 3"] and words(filled, empty) == ["a.b.c: 3, not set"]
+    assert words(empty, {}) == ["a: {}, not set"] and words(empty, {"a": None}) == ["a: {}, None"]
+    assert words({"a": 5}, filled) == ["a: 5, not set", "a.b.c: not set, 3"]
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({"seed": 4, "rates": {"lr": 0.1}}, "seed was 3 .* is 4 now"),
         ({"seed": 3, "rates": {"lr": 0.2}}, r"rates\.lr was 0\.1 .* is 0\.2 now"),
-        ({"seed": 3, "rates": {"lr": 0.1}, "extra": 1}, "extra was 'nothing'"),
-        ({"seed": 3}, r"rates\.lr was 0\.1 .* is 'nothing'"),
+        ({"seed": 3, "rates": {"lr": 0.1}, "extra": 1}, "extra was not set"),
+        ({"seed": 3}, r"rates\.lr was 0\.1 .* is not set"),
     ],
 )
 def test_another_config_is_refused_with_the_field(change, expected, tmp_path):
@@ -460,7 +470,7 @@ def test_any_history_of_saves_restores_what_was_saved_last(seed, in_part, tmp_pa
             saved = {}
             checkpoint.save(tmp_path, of_clients(rows, done), [done], CONFIG, keep=keep)
         saved[done] = rows
-        newest = checkpoint.latest_round(tmp_path)
+        newest = checkpoint._rounds(tmp_path)[-1]
         found = checkpoint.restore(tmp_path, of_clients(saved[newest], 0), CONFIG, on_damage=pytest.fail)
         assert found.records == [newest]
         assert same(found.state, of_clients(saved[newest], newest))
@@ -870,12 +880,12 @@ def test_a_folder_that_is_had_for_a_moment_is_asked_for_again(tmp_path):
 
 
 def test_differences_of_configurations():
-    """NaN equals itself, true is no 1, and a value "nothing" is not a missing one."""
+    """NaN equals itself, true is no 1, and the words "not set" are a value."""
     nan = float("nan")
     same = {"rate": nan, "list": [nan, {"deep": nan}], "whole": 1}
     assert checkpoint.first_difference(json.loads(json.dumps(same)), {**same, "whole": 1.0}) is None
     assert checkpoint.first_difference({"flag": True}, {"flag": 1}) == ("flag", True, 1)
     assert checkpoint.first_difference({"list": [1, 2]}, {"list": [1, True]}) == ("list", [1, 2], [1, True])
-    assert checkpoint.first_difference({}, {"mode": "nothing"}) == ("mode", "nothing", "nothing")
-    assert checkpoint.first_difference({"x": {"sgd": {}}}, {"x": {"adam": {}}}) == ("x.adam", "nothing", {})
+    assert checkpoint.first_difference({}, {"mode": "not set"}) == ("mode", checkpoint.NOT_SET, "not set")
+    assert checkpoint.first_difference({"x": {"sgd": {}}}, {"x": {"adam": {}}}) == ("x.adam", checkpoint.NOT_SET, {})
     assert checkpoint.first_difference({"a.b": 1}, {"a": {"b": 1}}) is not None

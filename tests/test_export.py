@@ -24,6 +24,8 @@ SYSTEMS = {
     "ditto": {"method": "ditto", "options": {"epochs": 1, "batch_size": 20}, "grid": {"lr": [0.05, 0.2]}},
     "tuned": {"method": "fedavg_ft", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}, "title": "Fine-tuned"},
     "fedrod": {"method": "fedrod", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}},
+    "alone": {"method": "local_only", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}},
+    "wild": {"method": "fedavg", "options": {"batch_size": 20, "lr": 1e308}},
 }
 
 
@@ -136,6 +138,14 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
     assert not np.allclose(own["params"]["head"]["kernel"], other["params"]["head"]["kernel"])
 
 
+def test_the_model_of_a_run_that_diverged_says_so(made, tmp_path):
+    path = tmp_path / "a.safetensors"
+    result = CliRunner().invoke(app, ["export", str(made[1]), "--system", "wild", "--out", str(path)])
+    assert result.exit_code == 0 and "this run diverged at round 1" in result.stderr and path.is_file()
+    found = [export.of_run(made[1], system).about["diverged"] for system in ("wild", "tuned")]
+    assert found == [1, None]
+
+
 def test_the_model_is_that_of_the_results_where_rounds_and_seeds_grew_together(tmp_path):
     systems = {"tuned": SYSTEMS["tuned"]}
     run.run(study(systems=systems, rounds=1), tmp_path, watcher=Silent())
@@ -192,6 +202,7 @@ BAD = {
     "no such system": (["RUN", "--system", "dito"], "system='dito' is unknown"),
     "no such seed": (["RUN", "--system", "ditto", "--seed", "9"], "seed=9 is not in the study, which has the seeds 1, 2, 5"),
     "no such client": (["RUN", "--system", "ditto", "--client", "8"], "client=8"),
+    "a server that has none": (["RUN", "--system", "alone"], "clients of alone share no model"),
     "both": (["RUN", "--system", "ditto", "--client", "1", "--new-client", "1"], "give one of them"),
     "no such scenario": (["RUN", "--system", "ditto", "--scenario", "x"], "scenario='x' is unknown"),
 }

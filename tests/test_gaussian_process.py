@@ -9,8 +9,9 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
 from fedjax_meta.gaussian_process import (
+    _TERMS,
+    _omega_of,
     chance,
-    draw_omega,
     gibbs,
     kernel,
     mean_field,
@@ -92,6 +93,11 @@ def test_processes_that_share_no_sample_are_computed_together(rng):
         )
         near(got[0][number], expected[0], 1e-10)
         near(got[1][number], expected[1], 1e-10)
+
+
+def draw_omega(key, c):
+    """PG(1, c) for each entry."""
+    return _omega_of(jax.random.exponential(key, (*c.shape, _TERMS), c.dtype), c)
 
 
 @pytest.mark.parametrize("c", [0.0, 2.0, 8.0])

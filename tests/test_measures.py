@@ -220,10 +220,10 @@ def test_reports_show_the_main_score_whatever_it_is(tmp_path):
         return [report.numbers_again(report.strict(report.compact(record))) for record in records]
 
     mae = report.series("FedAvg", "known", 1, rows("mae", [2.0, 4.0], higher_is_better=False, share=False), "all")
-    assert mae.score == "mae" and mae.accuracy.tolist() == [3, 3] and mae.by_client.tolist() == [2, 4]
-    assert mae.scores == pytest.approx({"mae_mean": 3.0, "mae_std": 1.0, "loss": 0.6}) and not mae.higher_is_better
+    assert mae.kind == report.Kind("mae", False, False)
+    assert mae.means.tolist() == [3, 3] and mae.by_client.tolist() == [2, 4]
     top = report.series("FedAvg", "known", 1, rows("top_5", [0.5, 1.0], higher_is_better=True, share=True), "all")
-    assert top.accuracy.tolist() == [75, 75] and top.scores["top_5_mean"] == 75
+    assert top.means.tolist() == [75, 75]
     report.save_figure(tmp_path / "mae.png", [mae, mae._replace(seed=2)], title="errors")
     assert (tmp_path / "mae.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="one figure shows one score, not mae and top_5"):

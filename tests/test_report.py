@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import matplotlib.image
 import numpy as np
@@ -15,6 +16,7 @@ from fedjax_meta.evaluation import Evaluation
 from fedjax_meta.simulation import Fault, Record
 
 CLIENTS, CLASSES = 6, 5
+ACCURACY, RMSE = report.Kind("accuracy", True, True), report.Kind("rmse", False, False)
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +72,39 @@ def test_without_confusion_drops_only_the_matrices(predictions):
     assert {**light, "tests": None} == {**row, "tests": None}
 
 
-def a_series(title, clients, seed=1, accuracy=(10.0, 60.0, 90.0), by_client=(80.0, 90.0, 100.0)):
-    scores = {"accuracy": accuracy[-1], "accuracy_mean": float(np.mean(by_client)), "loss": 0.3}
-    rounds = np.array([1, 20, 40])[: len(accuracy)]
-    return report.Series(title, clients, seed, rounds, np.array(accuracy), np.array(by_client), scores)
+def a_series(title, clients, seed=1, means=(10.0, 60.0, 90.0), by_client=(80.0, 90.0, 100.0)):
+    rounds = np.array([1, 20, 40])[: len(means)]
+    return report.Series(title, clients, seed, ACCURACY, rounds, np.array(means), np.array(by_client))
 
 
-def test_series_are_in_percent(predictions):
+def test_series_are_means_over_clients_in_percent(predictions):
+    """The clients are of unequal sizes, so that a mean over samples is another number."""
     rows = [report.compact(record(predictions, done)) for done in (1, 20)]
     one = report.series("A", "local", 3, rows, "a/local")
     assert one.rounds.tolist() == [1, 20]
-    np.testing.assert_allclose(one.by_client, 100 * np.array(rows[-1]["tests"]["a/local"]["accuracy"]))
-    assert one.scores["accuracy"] == one.accuracy[-1] == 100 * rows[-1]["tests"]["a/local"]["scores"]["accuracy"]
-    assert one.scores["loss"] == rows[-1]["tests"]["a/local"]["scores"]["loss"]
+    accuracy = [100 * accuracy_score(*pair) for pair in predictions]
+    np.testing.assert_allclose(one.by_client, accuracy, rtol=1e-6)
+    np.testing.assert_allclose(one.means, np.mean(accuracy), rtol=1e-6)
+    assert abs(100 * rows[-1]["tests"]["a/local"]["scores"]["accuracy"] - one.means[-1]) > 0.1
+
+
+def test_a_run_that_diverged_has_no_line_in_any_group(predictions):
+    """New clients may have finite losses when the known ones have none any more."""
+    known, new = rows_of(predictions, [1, math.nan, math.nan]), rows_of(predictions, [1, 1, 1])
+    rows = [
+        {**a, "tests": {"known": a["tests"]["a/local"], "new": b["tests"]["a/local"]}} for a, b in zip(known, new, strict=True)
+    ]
+    for one in (report.series("A", "new", 1, rows, "new"), report.series("A", "new", 1, rows, "new", run="known")):
+        assert np.isfinite(one.means).tolist() == [True, False, False] and one.diverged == 20
+        assert np.isnan(one.by_client).all()
+    alone = report.series("A", "new", 1, rows, "new", run="new")
+    assert np.isfinite(alone.means).all() and alone.diverged is None
 
 
 def test_a_series_takes_the_records_of_simulate(predictions):
     records = [record(predictions), record(predictions, 20)]
     one, same = (report.series("A", "new", 3, rows, "a/local") for rows in (records, [report.compact(r) for r in records]))
-    assert one.rounds.tolist() == [1, 20] and one.scores == same.scores
+    assert one.rounds.tolist() == [1, 20] and one.means.tolist() == same.means.tolist()
     np.testing.assert_array_equal(one.by_client, same.by_client)
 
 
@@ -100,10 +116,10 @@ def test_a_series_needs_rows_and_a_known_test(predictions):
 
 
 def test_over_seeds():
-    runs = [a_series("A", "local", seed, accuracy=(value,)) for seed, value in ((1, 90.0), (2, 92.0), (3, 97.0))]
-    mean, std = report.over_seeds(runs)["accuracy"]
+    mean, std = report.over_seeds([90.0, 92.0, 97.0])
     assert mean == pytest.approx(93)
     assert std == pytest.approx(np.sqrt((9 + 1 + 16) / 2))
+    assert np.isnan([*report.over_seeds([1.0, math.nan]), *report.over_seeds([1.0, math.inf])]).all()
 
 
 def test_markdown_has_one_line_a_row():
@@ -116,14 +132,14 @@ def test_markdown_has_one_line_a_row():
 def test_figure_shows_every_method(clients, seeds, tmp_path):
     titles = ["FedAvg", "FedPer", "FedMeta"]
     drawn = [
-        a_series(title, group, seed, accuracy=(10.0, 60.0 + 10 * number + seed, 80.0 + 5 * number))
+        a_series(title, group, seed, means=(10.0, 60.0 + 10 * number + seed, 80.0 + 5 * number))
         for number, title in enumerate(titles)
         for group in clients
         for seed in range(seeds)
         if not (title == "FedPer" and group == "new")
     ]
     path = tmp_path / "made" / "figure.png"
-    report.save_figure(path, drawn, title="A title", published={("FedAvg", "local"): 70.0})
+    report.save_figure(path, drawn, title="A title")
     image = matplotlib.image.imread(path)[..., :3]
     assert image.shape[1] > image.shape[0] / 2 > 200
     for number in range(len(titles)):
@@ -132,8 +148,23 @@ def test_figure_shows_every_method(clients, seeds, tmp_path):
 
 
 def test_figure_of_a_single_evaluation(tmp_path):
-    report.save_figure(tmp_path / "figure.svg", [a_series("A", "local", accuracy=(50.0,))], title="One point")
+    report.save_figure(tmp_path / "figure.svg", [a_series("A", "local", means=(50.0,))], title="One point")
     assert (tmp_path / "figure.svg").stat().st_size > 1000
+
+
+def test_a_figure_names_means_over_clients_and_whole_rounds(tmp_path):
+    few = a_series("A", "local", means=(50.0, 60.0))._replace(rounds=np.array([1, 2]))
+    report.save_figure(tmp_path / "figure.svg", [few], title="T")
+    text = (tmp_path / "figure.svg").read_text()
+    words = re.findall(r"<!-- (.*?) -->", text)
+    assert "accuracy, %, mean over clients" in words and "over samples" not in text
+    ticks = words[: words.index("round")]
+    assert ticks and all(tick.isdecimal() for tick in ticks)
+
+
+def test_a_seed_that_ended_early_counts_at_the_later_rounds_of_the_others():
+    assert report.common_rounds([[1, 10, 15], [1, 10, 20, 30]]).tolist() == [1, 10, 20, 30]
+    assert report.places([1, 10, 15], np.array([1, 10, 20, 30])).tolist() == [0, 1, 2, 2]
 
 
 # What is not finite.
@@ -216,10 +247,10 @@ def test_figure_marks_what_diverged(seeds, all_of_them, tmp_path):
         a_series("C", "local", 0, (20.0, 30.0, nan), (40.0, nan, 60.0))._replace(diverged=35),
     ]
     drawn += [a_series("C", "local", 1)] * (seeds - 1)
-    report.save_figure(tmp_path / "figure.svg", drawn, title="T", published={("B", "local"): 50.0})
+    report.save_figure(tmp_path / "figure.svg", drawn, title="T")
     text = (tmp_path / "figure.svg").read_text()
     assert "diverged at round 1" in text
-    assert ("1 of 2 seeds diverged at round 35" if seeds == 2 else "diverged at round 35") in text
+    assert ("diverged at round 35 in 1 of 2 seeds" if seeds == 2 else "diverged at round 35") in text
 
 
 def test_equal_titles_are_refused(tmp_path):
@@ -243,9 +274,6 @@ def test_nothing_in_a_table_is_taken_for_markup():
     lines = report.markdown_table(cells, [cells]).splitlines()
     assert len(lines) == 3
     assert lines[2] == r"| \[bold\]a\[/bold\] | x\|y z | \[/\] |"
-
-
-ACCURACY, RMSE = report.Kind("accuracy", True, True), report.Kind("rmse", False, False)
 
 
 def test_every_judgement_follows_the_direction_of_the_score():
@@ -279,7 +307,7 @@ def test_a_score_by_its_name():
     assert (report.main_score(test).overall, report.main_score(test).mean) == (90, 75)
     f1, perplexity, loss = (report.main_score(test, name) for name in ("f1", "perplexity", "loss"))
     assert f1.values.tolist() == [20, 40] and f1.mean == f1.overall == pytest.approx(30)
-    assert perplexity.values.tolist() == [2, 4] and perplexity.mean == 3 and not perplexity.higher_is_better
-    assert loss.values.tolist() == [1, 3] and loss.mean == 2 and not loss.higher_is_better
+    assert perplexity.values.tolist() == [2, 4] and perplexity.mean == 3 and not perplexity.kind.higher_is_better
+    assert loss.values.tolist() == [1, 3] and loss.mean == 2 and not loss.kind.higher_is_better
     with pytest.raises(ValueError, match="score='rmse' is unknown"):
         report.main_score(test, "rmse")

@@ -38,7 +38,7 @@ def test_tables_of_every_packaged_study_fit_and_break_no_word(name, width):
     ]  # fmt: skip
     table = results.table(lines)
     for part in (table.only(results.SCORES), table.only(results.HOW)):
-        text = shown(report.rich_table("known clients", *part), width)
+        text = shown(report.rich_table("known clients", part.headings, part.rows), width)
         assert all(len(line) <= width for line in text.splitlines())
         words = set(text.split())
         for cell in (cell for row in (part.headings, *part.rows) for cell in row):

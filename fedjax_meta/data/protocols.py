@@ -140,10 +140,13 @@ def fedmeta_per_clients(
     new_views = {"support": (np.zeros_like(support), support), "query": (support, size)}
     new = from_partition(x, y, np.concatenate(order), size, num_classes=source.num_classes, views=new_views, **scale)
     shared = [slots.shared_pairs(pairs, new_pairs) for new_pairs in found]
-    which = "an order of the labels, which shares" if len(found) == 1 else f"{len(found)} orders of the labels, which share"
-    note = f"New clients: {which} {', '.join(map(str, shared))} pairs of classes with training clients."
+    if any(shared):
+        orders_ = f"{len(found)} order{'' if len(found) == 1 else 's'} of the labels"
+        note = f"New clients: {orders_}; of their pairs of classes, training clients have {', '.join(map(str, shared))}, too."
+    else:
+        note = "New clients hold pairs of classes that no training client has."
     name = f"FedMeta-Per on {source.name}"
-    return Protocol(on_device(train), on_device(new), name, " ".join(filter(None, [source.note, note])), orders=len(found))
+    return Protocol(on_device(train), on_device(new), name, ". ".join(filter(None, [source.note, note])), orders=len(found))
 
 
 def _new_pairs(

@@ -9,19 +9,22 @@ from fedjax_meta.report.frames import load, load_clients
 from fedjax_meta.report.records import (
     Kind,
     MainScore,
+    Spread,
     compact,
     difference,
     diverged,
+    diverged_words,
     joined,
     main_score,
     mean_score,
     numbers_again,
+    over_seeds,
     score_names,
     strict,
     without_confusion,
 )
-from fedjax_meta.report.series import Series, check_titles, marked, over_seeds, series, with_spread
-from fedjax_meta.report.tables import markdown_table, rich_table
+from fedjax_meta.report.series import Series, common_rounds, places, series
+from fedjax_meta.report.tables import Table, markdown_table, rich_table
 
 __all__ = [
     "COLORS",
@@ -31,24 +34,26 @@ __all__ = [
     "Kind",
     "MainScore",
     "Series",
-    "check_titles",
+    "Spread",
+    "Table",
+    "common_rounds",
     "compact",
     "difference",
     "diverged",
+    "diverged_words",
     "joined",
     "load",
     "load_clients",
     "main_score",
     "markdown_table",
-    "marked",
     "mean_score",
     "numbers_again",
     "over_seeds",
+    "places",
     "rich_table",
     "save_figure",
     "score_names",
     "series",
     "strict",
-    "with_spread",
     "without_confusion",
 ]

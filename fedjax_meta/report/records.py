@@ -142,41 +142,43 @@ class Kind(NamedTuple):
         return format(value, f"{'+' if sign else ''}{'.2f' if self.share else '.4g'}")
 
     def spread(self, mean: float, deviation: float) -> str:
-        """A mean with its standard deviation, where that is known; empty where the mean is not."""
-        if math.isnan(mean):
+        """A mean with its standard deviation, see `over_seeds`, where that is known; empty where the mean is not."""
+        if not math.isfinite(mean):
             return ""
         shown = "" if math.isnan(deviation) else f" ±{deviation:{'.2f' if self.share else '.2g'}}"
         return f"{self.text(mean)}{shown}"
 
 
+Spread = tuple[float, float]
+"""A mean over seeds and its sample standard deviation."""
+
+
+def over_seeds(values: Sequence[float] | np.ndarray) -> Spread:
+    """The mean of a number of each seed and its sample standard deviation, NaN for one seed; both NaN where one is not finite.
+
+    Example:
+      >>> over_seeds([90.0, 92.0, 97.0])[0], over_seeds([90.0]), over_seeds([])
+      (93.0, (90.0, nan), (nan, nan))
+    """
+    if not len(values) or not np.isfinite(values).all():
+        return math.nan, math.nan
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
 class MainScore(NamedTuple):
-    """A score of a test that tables, figures and comparisons show.
+    """A score of a test that tables, figures and comparisons show; in percent if it is a share.
 
     Attributes:
-      name: of the metric.
-      values: `[N]`, of each client; in percent if it is a share.
-      overall: in percent if it is a share: over the samples of all clients for accuracy from a confusion matrix, else the mean
-        over clients.
-      mean: over clients, in percent if it is a share.
-      higher_is_better, share: as in `measures.Metric`.
+      kind: what it is.
+      values: `[N]`, of each client.
+      mean: over clients.
+      overall: over the samples of all clients for accuracy from a confusion matrix, else the mean over clients.
     """
 
-    name: str
+    kind: Kind
     values: np.ndarray
-    overall: float
     mean: float
-    higher_is_better: bool
-    share: bool
-
-    @property
-    def kind(self) -> Kind:
-        """What the score is."""
-        return Kind(self.name, self.higher_is_better, self.share)
-
-    @property
-    def label(self) -> str:
-        """With its unit, for an axis."""
-        return self.kind.label
+    overall: float
 
 
 def score_names(test: Mapping[str, Any]) -> list[str]:
@@ -212,7 +214,7 @@ def main_score(test: Mapping[str, Any], name: str | None = None) -> MainScore:
     mean = unit * scores["loss" if name == "loss" else f"{name}_mean"]
     # Over all samples where the sum of the confusion matrices says it.
     overall = unit * scores.get("accuracy", np.nan) if name == "accuracy" and "accuracy" in test else mean
-    return MainScore(name, unit * np.array(values, float), overall, mean, higher, share)
+    return MainScore(Kind(name, higher, share), unit * np.array(values, float), mean, overall)
 
 
 def _numbers(values: ArrayLike) -> list[float]:
@@ -241,6 +243,23 @@ def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:
         else:
             since = None
     return since
+
+
+def diverged_words(rounds: Sequence[int | None]) -> str:
+    """Where the runs of some seeds diverged, in words; empty where none did.
+
+    Args:
+      rounds: of each seed the one from which on it has diverged, `None` where it has not.
+
+    Example:
+      >>> diverged_words([None, 4]), diverged_words([5, 4]), diverged_words([4]), diverged_words([None])
+      ('diverged at round 4 in 1 of 2 seeds', 'diverged at round 4 to 5', 'diverged at round 4', '')
+    """
+    found = sorted(number for number in rounds if number is not None)
+    if not found:
+        return ""
+    when = f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
+    return f"diverged at round {when}" + (f" in {len(found)} of {len(rounds)} seeds" if len(found) < len(rounds) else "")
 
 
 def mean_score(row: Mapping[str, Any], group: str, name: str | None, *, test: str, overall: bool = False) -> float:

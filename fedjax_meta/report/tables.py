@@ -17,6 +17,25 @@ _WORDS = re.compile(r"[A-Za-z]{2,}[,;:]? [A-Za-z0-9]|[A-Za-z0-9][,;] [A-Za-z]")
 _GAP = "  "
 
 
+class Table(NamedTuple):
+    """Headings and rows of text, and maybe a title."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+    def only(self, columns: Sequence[str]) -> "Table":
+        """Some of the columns, those that it has."""
+        return self._columns([self.headings.index(name) for name in columns if name in self.headings])
+
+    def used(self) -> "Table":
+        """The columns that hold something."""
+        return self._columns([column for column in range(len(self.headings)) if any(row[column] for row in self.rows)])
+
+    def _columns(self, places: Sequence[int]) -> "Table":
+        return Table([self.headings[c] for c in places], [[row[c] for c in places] for row in self.rows], self.title)
+
+
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
     """A Markdown table; the first `text_columns` columns are aligned left, the others right.
 

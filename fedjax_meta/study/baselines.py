@@ -16,6 +16,7 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record, run_keys
 from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW
 from fedjax_meta.task import Batch, Task, Weighted, entry_weights, targets
 from fedjax_meta.tasks import sigmoid_cross_entropy
@@ -24,6 +25,24 @@ from fedjax_meta.types import PyTree, Variables
 Json = Any
 
 UNTRAINED = "untrained model"
+
+
+LOCAL = "local_only"
+"""The method that the others are held against, where a study has it."""
+
+
+def alone(study: Study, system: str) -> tuple[str, ...]:
+    """The groups whose clients train by themselves with a system; new clients only if they are given epochs."""
+    if study.systems[system].method != LOCAL:
+        return ()
+    options = study.systems[system].options
+    epochs = options.get("new_client_epochs")
+    return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
+
+
+def trained(group: str, *alone: tuple[str, ...]) -> bool:
+    """Whether no system's clients of a group have a local model that they never trained; `alone` of each system."""
+    return all(not groups or group in groups for groups in alone)
 
 
 def measured(

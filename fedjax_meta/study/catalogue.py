@@ -1,11 +1,19 @@
-"""What a study may name, in one line each: for `fedjax-meta list`."""
+"""What a study may name, in one line each, and its options: for `fedjax-meta list`."""
 
+import functools
 import inspect
+import json
 import re
 import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from fedjax_meta import checks
+from fedjax_meta.data.registry import PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
+from fedjax_meta.models import MODELS
+from fedjax_meta.study.parts import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
+from fedjax_meta.study.scenario import SHIFTS
 
 WIDTH = 80
 
@@ -51,7 +59,7 @@ _PAPERS = {
     "reptile": "Nichol et al. 1803.02999",
     "scaffold": "Karimireddy et al. 1910.06378",
 }
-"""Of each file of methods: first author and arXiv number, as its docstring has them."""
+"""Of each file of methods: "AUTHOR NUMBER" with the arXiv number, as its docstring has both, or "AUTHOR (VENUE YEAR)"."""
 
 _OTHER_PAPERS = {
     "fedper": "Arivazhagan et al. 1912.00818",
@@ -133,7 +141,7 @@ _METHODS = {
     "reptile": "towards adapted models",
     "scaffold": "FedAvg with control variates",
 }
-"""Of each method: what it does, in few words."""
+"""Of each method: what it does, in few words, so that a line has room for the paper, see `lines`."""
 
 MASKS = {
     "all": "every leaf",
@@ -148,6 +156,74 @@ MASKS = {
     "path:REGEX": "leaves whose path a/b/c the expression is found in",
     "A+B": "the leaves of several masks",
 }
+
+
+FUNCTIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "methods": METHODS,
+    "partitions": {**PARTITIONS, "natural": natural, **PAPERS},
+    "models": MODELS,
+    "shifts": SHIFTS,
+    "parts": {
+        f"{kind}: {name}": make
+        for kind, registry in {
+            "estimator": ESTIMATORS,
+            "optimizer": OPTIMIZERS,
+            "aggregator": AGGREGATORS,
+            "attack": ATTACKS,
+            "schedule": SCHEDULES,
+            "participation": PARTICIPATION,
+            "uploads": UPLOADS,
+        }.items()
+        for name, make in registry.items()
+    },
+}
+"""What has options of its own, by name."""
+
+
+_GIVEN: dict[str, tuple[str, ...]] = {
+    "methods": ("task",),
+    "partitions": ("labels", "source", "path", "num_clients", "seed"),
+    "models": ("inputs", "image", "window", "vocabulary", "length", "items", "classes", "loss"),
+    "shifts": ("data", "seed"),
+    "parts": ("inner", "learning_rate"),
+}
+"""Parameters that come from elsewhere in a study."""
+
+
+def options(what: str, name: str) -> list[str]:
+    """What a method, a part or the like is, in a line, and its options with their defaults, one a line.
+
+    Args:
+      what: "methods", "partitions", ...
+      name: of one of them; a part by its own name stands for all that have it.
+
+    Raises:
+      ValueError: no such name, or names without options.
+
+    Example:
+      >>> options("parts", "clip")
+      ['uploads: clip: Clips uploads to `norm`', '  norm']
+    """
+    checks.one_of("what has options", what, FUNCTIONS)
+    known = FUNCTIONS[what]
+    found = [key for key in known if name in (key, key.rpartition(": ")[2])]
+    if not found:
+        checks.one_of(what.removesuffix("s"), name, known)
+    made = []
+    for key in found:
+        made.append(f"{key}: {method(key) if what == 'methods' else summary(known[key])}")
+        takes = inspect.signature(known[key]).parameters.values()
+        made += [f"  {one.name}{_default(one.default)}" for one in takes if one.name not in _GIVEN[what]]
+    return made
+
+
+def _default(value: Any) -> str:
+    """A default as a study writes it; nothing where an option must be given."""
+    if value is inspect.Parameter.empty:
+        return ""
+    if isinstance(value, functools.partial):
+        value = {"name": value.func.__name__.lstrip("_"), **value.keywords}
+    return f": {value.__name__ if callable(value) else json.dumps(value)}"
 
 
 def citation(method: str) -> str:

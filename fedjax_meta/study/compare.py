@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks, metrics, report
-from fedjax_meta.study import results, targets
+from fedjax_meta.federation import Federation
+from fedjax_meta.study import baselines, results, targets
 from fedjax_meta.study.folder import read_final, read_run
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
@@ -108,10 +109,12 @@ class Reached(NamedTuple):
 
     Attributes:
       target: what they should reach.
+      kind: of the score.
       rounds, megabytes, seconds: `[seeds]`; bytes of a client that takes part in every round, both ways.
     """
 
     target: Target
+    kind: report.Kind
     rounds: np.ndarray
     megabytes: np.ndarray
     seconds: np.ndarray
@@ -122,7 +125,7 @@ class Row(NamedTuple):
 
     Attributes:
       system: what is compared.
-      known, new: mean over clients, `[seeds]`; `new` is empty without new clients.
+      known, new: mean over clients, `[seeds]`; `new` is empty without new clients, and where none trains the model that it needs.
       worst: mean over the tenth of known clients with the worst scores, `[seeds]`.
       variance: of the score over known clients, `[seeds]`.
       against: the reference; `None` for itself and where no seed is common.
@@ -214,8 +217,8 @@ def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]
 
 def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data: str, traffic: float) -> Finished:
     federation = study.system(name, scenario).federation
-    cohorts = {"cohort_size": 5, "schedule": "uniform", "participation": None}
-    cohorts = {key: federation.get(key, default) for key, default in cohorts.items()}
+    cohorts = {key: federation.get(key, getattr(Federation, key)) for key in ("cohort_size", "participation")}
+    cohorts["schedule"] = federation.get("schedule", Federation.schedule.__name__)
     place = study.scenarios[scenario]
     tested = TESTED_ON[place.adapt_on]
     return Finished(
@@ -226,7 +229,7 @@ def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data:
         study.systems[name].method,
         json.dumps(cohorts, sort_keys=True),
         traffic,
-        results.alone(study, name),
+        baselines.alone(study, name),
         pooled=study.systems[name].pooled,
         model=json.dumps([place.model, dict(place.model_options)], sort_keys=True),
     )
@@ -237,7 +240,7 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
 
     There are none of a local model of clients that never trained it, as new clients do not unless they are given epochs.
     """
-    if not results.trained(group, one.alone, reference.alone):
+    if not baselines.trained(group, one.alone, reference.alone):
         return None
     mine, theirs = one.by_client(group), reference.by_client(group)
     seeds = sorted(set(mine) & set(theirs))
@@ -332,6 +335,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     held = {method: next((one for one in federated if one.method == method), None) for method in results.REFERENCES}
     rows = []
     for one in systems:
+        new = one.by_client(NEW) if baselines.trained(NEW, one.alone) else {}
         known = list(one.by_client(KNOWN).values())
         behind = {}
         for method, other in held.items():
@@ -342,7 +346,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
             Row(
                 one,
                 np.array([scores.mean() for scores in known]),
-                np.array([scores.mean() for scores in one.by_client(NEW).values()]),
+                np.array([scores.mean() for scores in new.values()]),
                 np.array([one.kind.worst_tenth(scores) for scores in known]),
                 np.array([scores.var() for scores in known]),
                 None if one is first else difference(one, first, KNOWN),
@@ -372,4 +376,4 @@ def reached(one: Finished, target: Target) -> Reached:
         seconds.append(float(clock[np.searchsorted(ends, at[hits[0]])]) if hits.size else np.inf)
     # Without the condition, a system that sends nothing would take infinity times 0.
     megabytes = [number * one.traffic / 1e6 if np.isfinite(number) else np.inf for number in rounds]
-    return Reached(target, np.array(rounds), np.array(megabytes), np.array(seconds))
+    return Reached(target, kind, np.array(rounds), np.array(megabytes), np.array(seconds))

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +15,7 @@ from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.tuning import KNOWN, NEW
 
 
-class Table(NamedTuple):
-    """A part of a comparison, as text."""
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(rows: Sequence[Row]) -> list[report.Table]:
     """A comparison as tables that fit a terminal of 80 columns. Columns that would be empty are left out."""
     systems = [row.system for row in rows]
     kind = systems[0].kind
@@ -33,14 +25,14 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             str(row.system.rounds) if len({one.rounds for one in systems}) > 1 else "",
             str(len(row.known)),
             _spread(row.known, kind),
-            _interval(_mean(row.known), metrics.confidence_margin(row.known), kind),
+            _interval(report.over_seeds(row.known)[0], metrics.confidence_margin(row.known), kind),
             _spread(row.new, kind),
-            kind.text(_mean(row.known) - _mean(row.new), sign=True) if row.new.size else "",
+            "" if np.isnan(_gap(row)) else kind.text(_gap(row), sign=True),
         ]
         for row in rows
     ]
     headings = ["system", "rounds", "seeds", "known", "95 % interval", "new", "gap"]
-    found = [Table(f"{systems[0].scenario}: {kind.label}{kind.direction}", *results.used(headings, scores))]
+    found = [report.Table(headings, scores, f"{systems[0].scenario}: {kind.label}{kind.direction}").used()]
     over = [
         [
             row.system.title,
@@ -51,25 +43,20 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for row in rows
     ]
     headings = ["system", "worst 10 %", "variance", "behind local", "behind FedAvg"]
-    found.append(Table("Over known clients", *results.used(headings, over)))
+    found.append(report.Table(headings, over, "Over known clients").used())
     reference = next((row.system.title for row in rows if row.against is None), systems[0].title)
     found += [part for part in (_differences(rows, reference, group) for group in (KNOWN, NEW)) if part.rows]
     met = [(row.system.title, row.reached) for row in rows if row.reached is not None]
     if met:
-        target = met[0][1].target
+        target, share = met[0][1].target, met[0][1].kind.share
         reaching = [[title, *map(_reached, (one.rounds, one.megabytes, one.seconds))] for title, one in met]
         goal = f"{target.name.replace('_', ' ')} " if target.name else ""
-        unit = " %" if target.name == results.USER_ACCURACY or (target.name is None and kind.share) else ""
-        found.append(
-            Table(
-                f"To reach {goal}{target.value:g}{unit}",
-                *results.used(["system", "rounds", "MB", "seconds"], reaching),
-            )
-        )
+        title = f"To reach {goal}{target.value:g}{' %' if share else ''}"
+        found.append(report.Table(["system", "rounds", "MB", "seconds"], reaching, title).used())
     return found
 
 
-def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
+def _differences(rows: Sequence[Row], reference: str, group: str) -> report.Table:
     pairs = [(row.system.title, row.against if group == KNOWN else row.against_new) for row in rows]
     found = [(title, one) for title, one in pairs if one is not None]
     p_seeds, p_clients = (holm([getattr(one, name) for _, one in found]) for name in ("p_seeds", "p_clients"))
@@ -86,7 +73,7 @@ def _differences(rows: Sequence[Row], reference: str, group: str) -> Table:
         for (title, one), seeds, clients in zip(found, p_seeds, p_clients, strict=True)
     ]
     headings = ["system", "points" if kind.share else kind.words, "95 % interval", "p (seeds)", "p (clients)", "better"]
-    return Table(f"Minus {reference}, {group} clients, same seeds", *results.used(headings, lines))
+    return report.Table(headings, lines, f"Minus {reference}, {group} clients, same seeds").used()
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -113,7 +100,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         diverged = [trial.diverged for trial in row.system.trials if trial.diverged is not None]
         if diverged:
             said.append(f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged.")
-    if any(row.reached is not None for row in rows):
+    reached = next((row.reached for row in rows if row.reached is not None), None)
+    if reached is not None:
+        if reached.kind.share and 0 < reached.target.value <= 1:
+            said.append(f"Targets of shares are in percent: the one here is {reached.target.value:g} %.")
         said.append(
             "Rounds are those of tests, so that they are as fine as the tests are close. "
             "MB: of a client in every round, down and up. Seconds: training and testing of one run, without compilation."
@@ -141,7 +131,7 @@ def html(groups: Sequence[Sequence[Row]]) -> str:
         shown = [Shown(s.title, colors[s.title], s.trials, traffic=s.traffic, alone=s.alone, score=s.score) for s in systems]
         body.append(f"<h2>{page.text(rows[0].system.scenario)}</h2>")
         for table in tables(rows):
-            body += [f"<h3>{page.text(table.title)}</h3>", page.table(table.headings, table.rows, colors)]
+            body += [f"<h3>{page.text(table.title)}</h3>", page.table(table, colors)]
         body += [f'<p class="muted">{page.text(" ".join(notes(rows)))}</p>', *page.drawn(shown)]
     return page.document("Comparison", body)
 
@@ -185,33 +175,32 @@ def _numbers(row: Row) -> dict[str, Any]:
     line |= {"rounds": one.rounds, "seeds": len(row.known), "bytes_a_round": one.traffic}
     for name in ("known", "new", "worst", "variance"):
         values = getattr(row, name)
-        line |= {f"{name}_mean": _mean(values), f"{name}_std": _deviation(values)}
+        line |= _over_seeds(name, values)
         line[f"{name}_margin"] = metrics.confidence_margin(values)
-    line["gap"] = _mean(row.known) - _mean(row.new)
+    line["gap"] = _gap(row)
     line |= {f"behind_{method}": row.behind.get(method, NAN) for method in results.REFERENCES}
     for name, found in (("known", row.against), ("new", row.against_new)):
         numbers: Mapping[str, Any] = dict.fromkeys(Difference._fields, NAN) if found is None else found._asdict()
         line |= {f"{name}_difference_{key}": value for key, value in numbers.items()}
     if row.reached is not None:
         for name in ("rounds", "megabytes", "seconds"):
-            values = getattr(row.reached, name)
-            line |= {f"target_{name}_mean": _mean(values), f"target_{name}_std": _deviation(values)}
+            line |= _over_seeds(f"target_{name}", getattr(row.reached, name))
         line["target_missed"] = int(np.isinf(row.reached.rounds).sum())
     return line
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(np.mean(values)) if values.size else NAN
+def _over_seeds(name: str, values: np.ndarray) -> dict[str, float]:
+    mean, deviation = report.over_seeds(values)
+    return {f"{name}_mean": mean, f"{name}_std": deviation}
 
 
-def _deviation(values: np.ndarray) -> float:
-    return float(np.std(values, ddof=1)) if values.size > 1 and np.isfinite(values).all() else NAN
+def _gap(row: Row) -> float:
+    """Known minus new; NaN where one is not known."""
+    return report.over_seeds(row.known)[0] - report.over_seeds(row.new)[0]
 
 
 def _spread(values: np.ndarray, kind: report.Kind) -> str:
-    if not values.size:
-        return ""
-    return kind.spread(_mean(values), _deviation(values)) if np.isfinite(values).all() else "diverged"
+    return (kind.spread(*report.over_seeds(values)) or "diverged") if values.size else ""
 
 
 def _interval(mean: float, margin: float, kind: report.Kind, *, sign: bool = False) -> str:
@@ -230,6 +219,4 @@ def _reached(values: np.ndarray) -> str:
     missed = int(np.isinf(values).sum())
     if missed:
         return "never" if missed == values.size else f"never in {missed} of {values.size}"
-    if np.isnan(values).any():
-        return ""
-    return f"{_mean(values):.4g}" + (f" ±{_deviation(values):.2g}" if values.size > 1 else "")
+    return report.Kind("", False, False).spread(*report.over_seeds(values))

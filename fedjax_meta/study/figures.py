@@ -394,7 +394,9 @@ def _seeds(systems: Sequence[Shown]) -> bool:
 
 
 def _tested(one: Shown, group: str) -> bool:
-    return bool(one.final) and all(group in trial.rows[-1]["tests"] for trial in one.final)
+    """Whether a group was tested, and, where its clients train by themselves, did."""
+    there = bool(one.final) and all(group in trial.rows[-1]["tests"] for trial in one.final)
+    return there and (not one.alone or group in one.alone)
 
 
 def _kind(systems: Sequence[Shown]) -> report.Kind:
@@ -405,8 +407,7 @@ def _kind(systems: Sequence[Shown]) -> report.Kind:
 
 def _rounds(one: Shown) -> np.ndarray:
     """The rounds after which every seed was tested `[E]`; one that ended early counts at all later ones."""
-    tested = [{row["round"] for row in trial.rows} for trial in one.final]
-    return np.array([r for r in sorted(set().union(*tested)) if all(r in mine or r > max(mine) for mine in tested)])
+    return report.common_rounds([[row["round"] for row in trial.rows] for trial in one.final])
 
 
 def _scores(one: Shown, group: str) -> np.ndarray:
@@ -423,7 +424,7 @@ def _scores(one: Shown, group: str) -> np.ndarray:
 
 def _places(trial: Trial, rounds: np.ndarray) -> np.ndarray:
     """Which of a trial's rows hold after some of its rounds `[E]`: the last one of those up to there."""
-    return np.searchsorted([row["round"] for row in trial.rows], rounds, side="right") - 1
+    return report.places([row["round"] for row in trial.rows], rounds)
 
 
 def _last(one: Shown, group: str) -> np.ndarray:

@@ -451,7 +451,7 @@ def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.n
         tests = [trial.rows[-1]["tests"][group] for trial in trials]
         for name in report.score_names(tests[0]):
             found = [report.main_score(test, name) for test in tests]
-            arrays[f"{group}_{name}"] = np.array([one.values / (100 if one.share else 1) for one in found], np.float32)
+            arrays[f"{group}_{name}"] = np.array([one.values / (100 if one.kind.share else 1) for one in found], np.float32)
         arrays[f"{group}_samples"] = np.asarray(samples[group], np.int64)
         if "ids" in tests[0]:
             arrays[f"{group}_ids"] = np.array(tests[0]["ids"], np.int64)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_meta import checkpoint, costs, escape, report
-from fedjax_meta.study import figures, results, summary
+from fedjax_meta.study import baselines, figures, results, summary
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import Outcome
@@ -64,15 +64,15 @@ def write(
     body = [f'<p class="muted">{text(results.explanation(study, found))}</p>']
     body += [f"<p>{text(note)}</p>" for note in study.notes]
     for one in summary.tables(study, outcomes):
-        body += [f"<h2>{text(one.title)}</h2>", table(one.headings, one.rows, _numbers(study))]
+        body += [f"<h2>{text(one.title)}</h2>", table(one, _numbers(study))]
     for scenario, clients in built.items():
         mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
         body += _scenario(study, scenario, clients, mine, found[scenario])
     if study.published:
         body += ["<h2>Published beside measured</h2>"]
-        body += [table(results.PUBLISHED_HEADINGS, results.published(study, outcomes), _numbers(study))]
+        body += [table(report.Table(results.PUBLISHED_HEADINGS, results.published(study, outcomes)), _numbers(study))]
     body += ["<h2>How to run it again</h2>", f"<pre>{text(command)}</pre>"]
-    body += [f"<details><summary>The study, every field filled in</summary><pre>{text(to_yaml(study))}</pre></details>"]
+    body += [f"<details><summary>The study, with all its fields</summary><pre>{text(to_yaml(study))}</pre></details>"]
     checkpoint.write_text(path, document(study.title, body))
 
 
@@ -120,7 +120,7 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             score=study.score,
             tuned_by=study.tuned_by,
             traffic=_traffic(study, one, clients),
-            alone=results.alone(study, one.system),
+            alone=baselines.alone(study, one.system),
         )
         for one in outcomes
     ]
@@ -142,17 +142,16 @@ def document(title: str, body: Sequence[str]) -> str:
     return f"<!doctype html><html lang=en><head>{head}</head><body><h1>{text(title)}</h1>{''.join(body)}</body></html>\n"
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], colors: Mapping[str, int] | None = None) -> str:
-    """A table that scrolls by itself where the page is narrow.
+def table(shown: report.Table, colors: Mapping[str, int] | None = None) -> str:
+    """A table, without its title, that scrolls by itself where the page is narrow.
 
     Args:
-      headings: of the columns.
-      rows: of text.
+      shown: the table.
       colors: numbers of systems by title, for a mark beside the first column.
     """
-    classes = [' class="text"' if heading in _WORDS else "" for heading in headings]
-    lines = ["".join(f"<th{kind}>{text(heading)}</th>" for heading, kind in zip(headings, classes, strict=True))]
-    for row in rows:
+    classes = [' class="text"' if heading in _WORDS else "" for heading in shown.headings]
+    lines = ["".join(f"<th{kind}>{text(heading)}</th>" for heading, kind in zip(shown.headings, classes, strict=True))]
+    for row in shown.rows:
         mark = _swatch(colors[row[0]]) if colors and row[0] in colors else ""
         cells = [f"<td>{mark}{text(row[0])}</td>"]
         cells += [f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row[1:], classes[1:], strict=True)]
@@ -177,16 +176,16 @@ def _scenario(
     new = 0 if clients.new is None else clients.new.num_clients
     part = [f"<h2>{text(scenario)}: {text(clients.title)}</h2>"]
     part += [f"<p>{clients.train.num_clients} known clients train; {new} new ones never do. {text(clients.note)}</p>"]
-    part += [f'<p class="muted">{text(results.heading(lines))}</p>', table(*results.table(lines), _numbers(study))]
+    part += [f'<p class="muted">{text(results.heading(lines))}</p>', table(results.table(lines), _numbers(study))]
     others = results.other_scores(lines)
     if others.rows:
-        part += ["<details open><summary>Other scores, mean over clients</summary>"]
-        part += [table(*others, _numbers(study)), "</details>"]
+        part += [f"<details open><summary>{text(others.title)}</summary>"]
+        part += [table(others, _numbers(study)), "</details>"]
     changes = results.gains(study, outcomes)
     if changes:
         kind = lines[0].kind
         part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]
-        part += [table(results.GAIN_HEADINGS, changes, _numbers(study)), "</details>"]
+        part += [table(report.Table(results.GAIN_HEADINGS, changes), _numbers(study)), "</details>"]
     return part + drawn(systems(study, clients, outcomes))
 
 

@@ -10,13 +10,11 @@ import numpy as np
 from fedjax_meta import costs, escape, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, promise, summary, targets, tuning
+from fedjax_meta.study.baselines import LOCAL, alone, trained
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.step import Outcome, counted
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
-
-Spread = tuple[float, float]
-"""A mean over seeds and its sample standard deviation, NaN for one seed."""
 
 
 class Line(NamedTuple):
@@ -29,7 +27,7 @@ class Line(NamedTuple):
       known: mean over known clients.
       worst: mean over the tenth of known clients with the worst scores.
       behind: share of the known clients that do worse than by local training alone, in percent; NaN without such a row.
-      new: mean over new clients; NaN if there are none.
+      new: mean over new clients; NaN if there are none, or none of them trains a model that it needs.
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
       remark: "diverged at round R", "best at the end of its grid", or nothing.
@@ -40,19 +38,16 @@ class Line(NamedTuple):
     title: str
     kind: report.Kind
     numbers: str
-    known: Spread
-    worst: Spread
+    known: report.Spread
+    worst: report.Spread
     behind: float
-    new: Spread
+    new: report.Spread
     up: float
     seconds: float
     remark: str
     trials: int = 0
-    others: Mapping[str, tuple[report.Kind, Spread]] = {}
+    others: Mapping[str, tuple[report.Kind, report.Spread]] = {}
 
-
-LOCAL = "local_only"
-"""The method that the others are held against, where a study has it."""
 
 REFERENCES = (LOCAL, "fedavg")
 """The methods against which a report says who gains and who loses."""
@@ -82,7 +77,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     known = by_client(outcome.final, KNOWN, study.score)
     system = study.system(outcome.system, outcome.scenario)
     algorithm = system.build(clients, **outcome.chosen)
-    itself = system.method == LOCAL
+    itself, has_new = system.method == LOCAL, clients.new is not None and trained(NEW, alone(study, outcome.system))
     behind = float("nan")
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
         behind = 100 * float(np.mean(known.kind.gain(_over_draws(study, known.values), _over_draws(study, base)) < 0))
@@ -92,22 +87,22 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         title=study.title_of(outcome.system),
         kind=known.kind,
         numbers=outcome.numbers,
-        known=_over_seeds(known.values.mean(1)),
-        worst=_over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
+        known=report.over_seeds(known.values.mean(1)),
+        worst=report.over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
-        new=_over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if clients.new is not None else NOTHING,
+        new=report.over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if has_new else NOTHING,
         up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
         trials=len(outcome.tuning),
-        others=_others(study, _last_tests(outcome.final), outcome.final),
+        others=_others(study, _last_tests(outcome.final, new=has_new), outcome.final),
     )
 
 
 def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
-    diverged = [trial.diverged for trial in outcome.final if trial.diverged is not None]
-    remarks = [f"diverged at round {min(diverged)}"] if diverged else []
+    diverged = report.diverged_words([trial.diverged for trial in outcome.final])
+    remarks = [diverged] if diverged else []
     remarks += _reached(study, outcome)
     if outcome.tuning and all(trial.diverged is not None for trial in outcome.tuning):
         remarks.append("all points of its grid diverged")
@@ -115,13 +110,15 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
         remarks.append("all points of its grid scored the same")
     else:
         remarks += [f"best {name} at the end of its grid{_why_there(study, outcome, clients)}" for name in outcome.at_edge]
-    if system.method == LOCAL and clients.new is not None and NEW not in alone(study, outcome.system):
-        remarks.append("new clients do not train")
+    loss = tuning.exploded(outcome.tuning, outcome.draws or (outcome.chosen,), study.tuned_by)
+    remarks += [] if loss is None else [f"validation loss of {loss:.2g} at the chosen point"]
+    idle = clients.new is not None and not trained(NEW, alone(study, outcome.system))
+    remarks += ["new clients do not train"] * idle
     if system.pooled:
         remarks.append("central training on all clients' samples")
     if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
-    return remarks + draws.remarks(outcome, clients, study.score)
+    return remarks if idle else remarks + draws.remarks(outcome, clients, study.score)
 
 
 def _why_there(study: Study, outcome: Outcome, clients: Clients) -> str:
@@ -171,56 +168,31 @@ def _over_draws(study: Study, values: np.ndarray) -> np.ndarray:
     return values.reshape(draws, -1, values.shape[1]).mean(1).reshape(-1)
 
 
-def _last_tests(trials: Sequence[Trial]) -> dict[str, list[Mapping[str, Any]]]:
-    """The last test of each trial, by group."""
-    return {group: [trial.rows[-1]["tests"][group] for trial in trials] for group in trials[0].rows[-1]["tests"]}
+def _last_tests(trials: Sequence[Trial], *, new: bool) -> dict[str, list[Mapping[str, Any]]]:
+    """The last test of each trial, by group; with those of new clients or without."""
+    groups = [group for group in trials[0].rows[-1]["tests"] if new or group != NEW]
+    return {group: [trial.rows[-1]["tests"][group] for trial in trials] for group in groups}
 
 
 def _others(
     study: Study, tests: Mapping[str, Sequence[Mapping[str, Any]]], trials: Sequence[Trial] = ()
-) -> dict[str, tuple[report.Kind, Spread]]:
+) -> dict[str, tuple[report.Kind, report.Spread]]:
     """The metrics beside the main one, and user accuracy after the last round where it was recorded."""
     found, lost = {}, [trial.diverged is not None for trial in trials] or False
     for group, of_seeds in tests.items():
-        main = report.main_score(of_seeds[0], study.score).name
+        main = report.main_score(of_seeds[0], study.score).kind.name
         for name in of_seeds[0].get("metrics", {}):
             if name != main:
                 some = [report.main_score(test, name) for test in of_seeds]
                 label = name if group == KNOWN else f"{name}, {group}"
-                found[label] = some[0].kind, _over_seeds(np.where(lost, np.nan, [one.mean for one in some]))
+                found[label] = some[0].kind, report.over_seeds(np.where(lost, np.nan, [one.mean for one in some]))
     if trials and USER_ACCURACY in trials[0].rows[-1]["train"]:
         last = [trial.rows[-1]["train"][USER_ACCURACY][-1] for trial in trials]
         found[USER_ACCURACY] = (
             report.Kind(USER_ACCURACY, True, True),
-            _over_seeds(np.where(lost, np.nan, 100 * np.array(last, float))),
+            report.over_seeds(np.where(lost, np.nan, 100 * np.array(last, float))),
         )
     return found
-
-
-def alone(study: Study, system: str) -> tuple[str, ...]:
-    """The groups whose clients train by themselves with a system; new clients only if they are given epochs."""
-    if study.systems[system].method != LOCAL:
-        return ()
-    options = study.systems[system].options
-    epochs = options.get("new_client_epochs")
-    return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
-
-
-def trained(group: str, *alone: tuple[str, ...]) -> bool:
-    """Whether no system's clients of a group have a local model that they never trained; `alone` of each system."""
-    return all(not groups or group in groups for groups in alone)
-
-
-class Table(NamedTuple):
-    """Headings and rows of text."""
-
-    headings: list[str]
-    rows: list[list[str]]
-
-    def only(self, columns: Sequence[str]) -> "Table":
-        """Some of the columns, those that it has."""
-        kept = [self.headings.index(name) for name in columns if name in self.headings]
-        return Table([self.headings[c] for c in kept], [[row[c] for c in kept] for row in self.rows])
 
 
 SCORES = ("system", "known", "worst 10 %", "new", "behind local")
@@ -229,7 +201,7 @@ SCORES = ("system", "known", "worst 10 %", "new", "behind local")
 HOW = ("system", "upload", "trials", "chosen", "remark")
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[Line]) -> report.Table:
     """Lines as text; columns that would be empty are left out."""
     rows = [
         [
@@ -245,10 +217,10 @@ def table(lines: Sequence[Line]) -> Table:
         ]
         for line in lines
     ]
-    return used([*SCORES, *HOW[1:]], rows)
+    return report.Table([*SCORES, *HOW[1:]], rows).used()
 
 
-def other_scores(lines: Sequence[Line]) -> Table:
+def other_scores(lines: Sequence[Line]) -> report.Table:
     """The other scores of each system, in columns; no rows if there are none."""
     names = list(dict.fromkeys(name for line in lines for name in line.others))
     kinds = {name: kind for line in lines for name, (kind, _) in line.others.items()}
@@ -258,13 +230,7 @@ def other_scores(lines: Sequence[Line]) -> Table:
         for line in lines
         if line.others
     ]
-    return Table(["system", *headings], rows)
-
-
-def used(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The columns that hold something."""
-    columns = [column for column in range(len(headings)) if any(row[column] for row in rows)]
-    return Table([headings[column] for column in columns], [[row[column] for column in columns] for row in rows])
+    return report.Table(["system", *headings], rows, "Other scores, mean over clients")
 
 
 def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcome]) -> dict[str, list[Line]]:
@@ -326,7 +292,7 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         values *= 100 if kind.share else 1
         measured = difference = "not run"
         if values.size:
-            measured = kind.spread(*_over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
+            measured = kind.spread(*report.over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
             difference = kind.text(values.mean() - row.value, sign=True)
         told = [kind.text(row.value), measured, difference if np.isfinite(values).all() else "", row.note]
         rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])
@@ -361,23 +327,27 @@ def markdown(
     text = [f"# {escape.markdown(study.title)}", "", explanation(study, found), ""]
     for scenario, clients in built.items():
         text += [f"## {scenario}: {escape.markdown(clients.title)}", "", heading(found[scenario]), ""]
-        text += [report.markdown_table(*table(found[scenario])), ""]
+        text += [_markdown(table(found[scenario])), ""]
         others = other_scores(found[scenario])
         if others.rows:
-            text += ["Other scores, mean over clients:", "", report.markdown_table(*others), ""]
+            text += [f"{others.title}:", "", _markdown(others), ""]
         text += [clients.note, ""] if clients.note else []
         changes = gains(study, [one for one in outcomes if one.scenario == scenario])
         if changes:
             text += [f"{gains_words(found[scenario][0].kind)}:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]
     for one in summary.tables(study, outcomes):
-        text += [f"## {one.title}", "", report.markdown_table(one.headings, one.rows), ""]
+        text += [f"## {one.title}", "", _markdown(one), ""]
     if study.published:
         rows = published(study, outcomes)
         text += ["## Published beside measured", "", report.markdown_table(PUBLISHED_HEADINGS, rows, text_columns=4), ""]
     text += [line for path in figures for line in (f"![{Path(path).stem}]({path})", "")]
     text += [line for note in study.notes for line in (note, "")] + [f"    {command}", ""]
     return "\n".join(text)
+
+
+def _markdown(table: report.Table) -> str:
+    return report.markdown_table(table.headings, table.rows)
 
 
 def latex(study: Study, built: Mapping[str, Clients], found: Mapping[str, Sequence[Line]]) -> str:
@@ -431,7 +401,3 @@ def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text
-
-
-def _over_seeds(values: np.ndarray) -> Spread:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")

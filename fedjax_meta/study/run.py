@@ -1,6 +1,6 @@
 """Runs a study: tunes every system alike, trains it with every seed, and saves what it finds as it comes.
 
-A run's folder holds `study.yaml` (every field filled in), `run.json` (versions, devices, clients, fingerprints), `metrics.jsonl`
+A run's folder holds `study.yaml` (all its fields), `run.json` (versions, devices, clients, fingerprints), `metrics.jsonl`
 (one line for each evaluation of each member), `results/` (one file for each finished system), `state/` (checkpoints) and the
 report; where processes share it also `parts/`, with the metrics of each system as they come.
 """

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fedjax_meta import checks, measures
+from fedjax_meta.federation import OPTIONS
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import files, flags, parts, targets
 from fedjax_meta.study.scenario import Scenario
@@ -177,6 +178,11 @@ class Study:
                     self.system(name, scenario)
                 except ValueError as error:
                     raise ValueError(f"scenarios.{scenario}, systems.{name}: {error}") from None
+        try:
+            checks.options("federation", self.federation, OPTIONS, {})
+        except TypeError as error:
+            raise ValueError(str(error).replace("() takes", " takes")) from None
+        self._check_goal()
         self._check_metrics()
         if self.delta is not None:
             checks.fraction("delta", self.delta)
@@ -184,7 +190,6 @@ class Study:
             checks.count("devices", self.devices)
         checks.one_of("store", self.store, STORES)
         checks.one_of("on_divergence", self.on_divergence, ON_DIVERGENCE)
-        self._check_goal()
         if self.store != "device" and self.tuning.halving is not None:
             raise ValueError(
                 f"store={self.store!r} trains one member after the other, so that halving compares none: leave it out"
@@ -217,9 +222,12 @@ class Study:
             checks.word("main", self.main)
         # The number of classes is that of the data; any does to see what the names are.
         names = [metric.name for metric in measures.resolve(self.metrics, classes=2)]
-        if names and self.main is not None:
-            known = [*names, "loss", *(("accuracy", "f1") if measures.CONFUSION in names else ())]
-            checks.one_of("main", self.main, [name for name in known if name != measures.CONFUSION])
+        # Where the study names none, the task does, from these.
+        known = {*(names or measures.METRICS), "loss", *(("accuracy", "f1") if measures.CONFUSION in names else ())}
+        goal, tuned = "" if self.goal is None else self.goal.name, (self.tuning.metric or "").removesuffix("_mean")
+        for field, name in (("main", self.main), ("tuning.metric", tuned), ("stop_at", goal)):
+            if name and name != USER_ACCURACY:
+                checks.one_of(f"{field}: score", name, sorted(known - {measures.CONFUSION}))
 
     @property
     def score(self) -> str | None:
@@ -342,7 +350,7 @@ def to_tree(study: Study) -> dict[str, Any]:
 
 
 def to_yaml(study: Study) -> str:
-    """The study as YAML, every field filled in."""
+    """The study as YAML, with all its fields; options that are not given stay so."""
     return yaml.safe_dump(to_tree(study), sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -1,39 +1,32 @@
 """Systems by scenarios: one table for each group of clients, where a study has several scenarios."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from fedjax_meta import attacks, report
+from fedjax_meta.study.baselines import alone, trained
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.step import BACKDOOR, Outcome
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW
 
 
-class Table(NamedTuple):
-    """Systems in rows, scenarios in columns.
+def tables(study: Study, outcomes: Sequence[Outcome]) -> list[report.Table]:
+    """Systems in rows, scenarios in columns: the main score of known and of new clients, and the success of backdoors.
 
-    Attributes:
-      title: what the numbers are.
-      headings: "system" and the scenarios.
-      rows: text; empty where a system was not run.
+    Nothing where there is one scenario.
     """
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-
-
-def tables(study: Study, outcomes: Sequence[Outcome]) -> list[Table]:
-    """The main score of known and of new clients, and the success of backdoors; nothing where there is one scenario."""
     scenarios = list(dict.fromkeys(one.scenario for one in outcomes))
     if len(scenarios) < 2:
         return []
     found = []
     for group, words in ((KNOWN, "Known clients"), (NEW, "New clients"), (BACKDOOR, "Success of the backdoor")):
-        mine = {(one.system, one.scenario): one for one in outcomes if group in one.final[0].rows[-1]["tests"]}
+        mine = {
+            (one.system, one.scenario): one
+            for one in outcomes
+            if group in one.final[0].rows[-1]["tests"] and (group != NEW or trained(NEW, alone(study, one.system)))
+        }
         labels = {scenario: _kind(study, one, group) for (_, scenario), one in mine.items()}
         used = [name for name in scenarios if name in labels]
         same = len(set(labels.values())) == 1
@@ -46,7 +39,7 @@ def tables(study: Study, outcomes: Sequence[Outcome]) -> list[Table]:
         ]
         headings = ["system", *(name if same else f"{name}: {_label(labels[name])}" for name in used)]
         title = f"{words} in all scenarios" + (f": {_label(labels[used[0]])}" if same else "")
-        found += [Table(title, headings, rows)] if used else []
+        found += [report.Table(headings, rows, title)] if used else []
     return found
 
 
@@ -84,6 +77,4 @@ def _kind(study: Study, outcome: Outcome, group: str) -> report.Kind:
 
 
 def _text(study: Study, outcome: Outcome, group: str) -> str:
-    found = values(study, outcome, group)
-    spread = float(found.std(ddof=1)) if len(found) > 1 else float("nan")
-    return _kind(study, outcome, group).spread(float(found.mean()), spread) or "diverged"
+    return _kind(study, outcome, group).spread(*report.over_seeds(values(study, outcome, group))) or "diverged"

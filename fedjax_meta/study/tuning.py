@@ -217,6 +217,27 @@ def told_apart(trials: Sequence[Trial], tuning: Tuning) -> bool:
     return False
 
 
+EXPLODED = 10
+"""How many times the least loss at the first evaluation a validation loss must be, so that tables tell it."""
+
+
+def exploded(trials: Sequence[Trial], chosen: Sequence[Point], tuning: Tuning) -> float | None:
+    """The validation loss of points that were chosen by another score, if it has grown beyond all measure, see `EXPLODED`.
+
+    Args:
+      trials: of a grid.
+      chosen: the points that were chosen, one or one for each draw of the clients.
+      tuning: how, see `Study.tuned_by`.
+    """
+    (group, *_), losses, first = _GROUPS[tuning.validation], [], math.inf
+    for trial in trials:
+        ends = [trial.rows[place]["tests"][group]["scores"].get("loss", math.nan) for place in (0, -1)]
+        first = min(first, ends[0]) if math.isfinite(ends[0]) else first
+        losses += ends[1:] if trial.numbers in chosen and trial.diverged is None else []
+    most = max(losses, default=math.nan)
+    return most if most > EXPLODED * first > 0 else None
+
+
 def _up_to(trial: Trial, done: int) -> Trial:
     """A trial as it was after `done` rounds."""
     rows = [row for row in trial.rows if row["round"] <= done]

@@ -100,7 +100,9 @@ def test_fedmeta_per_on_cifar10_has_the_numbers_of_table_2(cifar):
 
 @pytest.mark.parametrize(("name", "pairing"), [("mnist", "2u+j"), ("mnist", "u+j"), ("cifar", None)])
 def test_new_clients_of_fedmeta_per_share_the_test_parts_and_have_other_pairs(name, pairing, request):
-    p = protocols.fedmeta_per_clients(request.getfixturevalue(name), pairing=pairing, newcomers="unlike")
+    source = request.getfixturevalue(name)._replace(note="a set")
+    p = protocols.fedmeta_per_clients(source, pairing=pairing, newcomers="unlike")
+    assert p.note == "a set. New clients hold pairs of classes that no training client has."
     assert p.new is not None and p.new.num_clients == 50 and p.new.views == ("support", "query")
     held_out = np.sort(np.concatenate([_numbers(p.train, "test", u) for u in range(50)]))
     given = np.sort(np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(50)]))
@@ -123,7 +125,11 @@ def test_orders_of_new_clients_stand_one_after_the_other(mnist):
     """Each order cuts all test parts again, for 30 clients by the loop of the authors' study of iMAML."""
     order = [3, 8, 0, 1, 4, 2, 5, 9, 6, 7]
     p = protocols.fedmeta_per_clients(mnist, orders=[order, list(range(10))], num_new=30)
-    assert p.orders == 2 and p.new.num_clients == 60 and "2, 5 pairs" in p.note
+    assert (
+        p.orders == 2
+        and p.new.num_clients == 60
+        and "2 orders of the labels; of their pairs of classes, training clients have 2, 5, too." in p.note
+    )
     whole = _counts(p.new, "support") + _counts(p.new, "query")
     pairs = [set(np.flatnonzero(row).tolist()) for row in whole]
     assert pairs[:30] == [{order[u % 10], order[(u + 1) % 10]} for u in range(30)]

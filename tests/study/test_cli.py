@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,9 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 10 and "Local only" in page
     assert not any(word in page for word in ('src="http', 'href="http', "@import", "url(http"))
+    # A part of the study in the same folder.
+    code, text = said("run", file, "--out", tmp_path / "run", "--set", "rounds=2", "--set", "seeds=[1]", "--systems", "fedavg")
+    assert code == 0 and "the report is without local, of which this folder has results, too" in " ".join(text.split())
 
 
 def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):
@@ -155,6 +159,19 @@ def test_every_name_of_a_study_is_listed_whole():
     assert code == 0 and "Eight systems, tuned alike, on digits of two classes a client" in " ".join(text.split())
 
 
+def test_options_are_listed_with_their_defaults():
+    code, text = said("list", "methods", "fedper")
+    assert code == 0 and text.startswith("fedper: FedAvg with own head\n  lr: 0.01\n") and '  personal: "head"\n' in text
+    for what, known in catalogue.FUNCTIONS.items():
+        names = [line.partition(": ")[0] for name in known for line in catalogue.options(what, name)]
+        assert "seed" not in names or what == "parts"
+    assert '  optimizer: {"name": "sgd", "momentum": 0.5}' in catalogue.options("methods", "fedrep")
+    # What is listed is what a study takes.
+    for name, builder in METHODS.items():
+        assert [line.strip().partition(":")[0] for line in catalogue.options("methods", name)[1:]] == system.keywords(builder)
+    assert "method='fedpre' is unknown (did you mean 'fedrep'?)" in " ".join(said("list", "methods", "fedpre")[1].split())
+
+
 def test_every_method_is_cited_as_its_file_cites_it():
     for name, builder in METHODS.items():
         source = catalogue.citation(name)
@@ -162,8 +179,16 @@ def test_every_method_is_cited_as_its_file_cites_it():
         assert source or name == "local_only", f"{name} has no entry in _PAPERS of fedjax_meta/study/catalogue.py"
         author, _, number = source.rpartition(" ")
         if number.replace(".", "").isdecimal():
-            assert f"arXiv {number}" in text, name
-            assert author.split()[0].rstrip(",") in text, name
+            for words in (f"arXiv {number}", author.split()[0].rstrip(",")):
+                assert words in text, (
+                    f"_PAPERS says {source!r} of {name}, but the docstring of its file does not say {words!r}"
+                )
+        else:
+            form = re.fullmatch(r".+ \(.+\)|", source)
+            assert form, f"{source!r} of {name} in _PAPERS must be 'AUTHOR NUMBER' (of arXiv) or 'AUTHOR (VENUE YEAR)'"
+    entries = {name: (catalogue.method(name), catalogue.citation(name)) for name in METHODS}
+    cut = [line for line in catalogue.lines(entries) if "..." in line]
+    assert not cut, f"words in _METHODS do not fit a line of {catalogue.WIDTH} characters beside the paper: {cut}"
 
 
 BAD = {

@@ -130,6 +130,14 @@ def test_targets_in_rounds_bytes_and_time():
     assert comparison.tables(compare.compared([one], target=goal))[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
 
 
+def test_a_target_that_was_meant_as_a_part_of_one_is_told():
+    one = system("a", [[0.9, 0.8]])
+    for target, told in (("0.8", True), ("80", False), ("accuracy=0.8", True)):
+        rows = compare.compared([one], target=targets.target(target))
+        assert ("Targets of shares are in percent: the one here is 0.8 %." in comparison.notes(rows)) == told
+        assert comparison.tables(rows)[-1].title.endswith(" %")
+
+
 def test_the_gap_is_known_minus_new_and_other_cohorts_are_told():
     trials = [trial(seed, [0.8, 0.9], new=[0.6]) for seed in (1, 2)]
     one = compare.Finished("a", "pairs", "abc", trials)

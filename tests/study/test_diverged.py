@@ -117,6 +117,31 @@ def test_nobody_is_held_against_a_run_that_diverged():
     assert "nan" not in " ".join(itertools.chain(*table.rows)) and "better" not in table.headings
 
 
+def test_a_loss_that_exploded_is_told_though_its_point_wins_by_accuracy():
+    def some(lr, *losses):
+        tests = [{"accuracy": [lr], "scores": {"accuracy_mean": lr, "loss": loss}} for loss in losses]
+        return Trial({"lr": lr}, 0, [{"round": 5 * i, "tests": {"validation": t}} for i, t in enumerate(tests, 1)], None)
+
+    trials = [some(0.1, 2.0, 0.5), some(1.0, 90.0, 7.7e9), some(0.2, 1.9, 4.0)]
+    assert tuning.exploded(trials, [{"lr": 1.0}], Tuning()) == 7.7e9
+    assert tuning.exploded(trials, [{"lr": 0.2}], Tuning()) is None
+    assert tuning.exploded([], [{}], Tuning()) is None
+    clients = type("Clients", (), {"orders": 1, "new": None})()
+    for lr, told in ((1.0, True), (0.2, False)):
+        one = outcome("fedavg", [ended([0.9])])._replace(tuning=trials, chosen={"lr": lr})
+        assert ("validation loss of 7.7e+09 at the chosen point" in results._remarks(study(), one, clients)) == told
+    without = Trial({"lr": 0.1}, 0, [validated(0.5)], None)
+    assert tuning.exploded([without], [{"lr": 0.1}], Tuning()) is None
+
+
+def test_a_gap_that_is_not_known_is_empty():
+    def some(title, **more):
+        return compare.Finished(title, "pairs", "abc", [ended([0.9], new=[0.8], **more), ended([0.7], seed=1, new=[0.6])])
+
+    rows = comparison.tables(compare.compared([some("a"), some("b", diverged=3)]))[0].rows
+    assert [row[-1] for row in rows] == ["+10.00", ""]
+
+
 def test_no_table_has_the_score_of_a_diverged_run():
     one = outcome("fedavg", [ended([0.9, 0.7], diverged=1, new=[0.8]), ended([0.5, 0.3], seed=1, new=[0.6])])
     assert np.isnan(summary.values(study(), one, "known")[0]) and summary.values(study(), one, "known")[1] == pytest.approx(40)

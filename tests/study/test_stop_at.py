@@ -99,7 +99,9 @@ def test_bad_targets_get_one_line(fields, words):
 
 
 def test_a_goal_that_is_not_measured_is_refused_before_anything_is_trained(tmp_path):
-    chosen = study(stop_at="acuracy=90", rounds=2)
-    with pytest.raises(ValueError, match="the score 'acuracy' is not measured; there are accuracy"):
+    with pytest.raises(ValueError, match="stop_at: score='acuracy' is unknown"):
+        study(stop_at="acuracy=90")
+    chosen = study(stop_at="rmse=0.9", rounds=2)
+    with pytest.raises(ValueError, match="the score 'rmse' is not measured; there are accuracy"):
         run.run(chosen, tmp_path / "run", watcher=Silent())
     assert not (tmp_path / "run" / "results").exists()

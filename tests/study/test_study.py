@@ -114,7 +114,7 @@ def test_a_folder_of_another_study_is_refused_before_anything_is_written(finishe
     folder, _ = finished
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     other = tree(systems={**TREE["systems"], "fedavg": {**TREE["systems"]["fedavg"], "options": {"epochs": 3}}})
-    with pytest.raises(ValueError, match=r"systems.fedavg.options.batch_size was 20 and is 'nothing' now"):
+    with pytest.raises(ValueError, match=r"systems.fedavg.options.batch_size was 20 and is not set now"):
         run.run(from_tree(other), folder, watcher=Silent())
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -124,6 +124,7 @@ def test_the_table_says_who_lost_and_what_was_not_tuned(finished):
     clients = study().scenarios["pairs"].build()
     fedavg, local, majority, *_ = results.lines(study(), "pairs", clients, outcomes)
     assert fedavg.remark == "best lr at the end of its grid" and local.remark == "new clients do not train; not tuned"
+    assert np.isnan(local.new[0]) and np.isfinite(fedavg.new[0])  # its new clients have the untrained model
     assert np.isnan(local.behind) and local.title == "Local only" and majority.title == "majority class"
     known = np.array([trial.rows[-1]["tests"]["known"]["accuracy"] for trial in outcomes[0].final])
     assert fedavg.known == pytest.approx((100 * known.mean(), 100 * known.mean(1).std(ddof=1)))
@@ -214,7 +215,10 @@ BAD = {
     "user accuracy of nobody": (tree(user_accuracy={"x": "train"}), "system in user_accuracy=.x. is unknown"),
     "an unknown metric": (tree(metrics=["acuracy"]), "metric='acuracy' is unknown .did you mean 'accuracy'"),
     "metrics that are no list": (tree(metrics="rmse"), "metrics='rmse' must be a list of names"),
-    "a main score that is not measured": (tree(metrics=["rmse"], main="mae"), "main='mae' is unknown"),
+    "a main score that is not measured": (tree(metrics=["rmse"], main="mae"), "main: score='mae' is unknown"),
+    "a main score that nothing measures": (tree(main="acuracy"), "main: score='acuracy' is unknown .did you mean 'accuracy'"),
+    "a score of trials that nothing measures": (tree(tuning={"metric": "acc_mean"}), "tuning.metric: score='acc' is unknown"),
+    "an option of no federation": (tree(federation={"cohort": 3}), "federation takes no 'cohort' .did you mean 'cohort_size'"),
     "a metric that cannot be imported": (tree(metrics=["no.such:thing"]), "metric no.such:thing: .*No module named"),
     "what is no metric": (tree(metrics=["math:pi"]), "metric math:pi must be a fm.Metric"),
     "delta of 1": (tree(delta=1.0), "delta=1.0"),
