@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checkpoint, checks, disk, sweeps
-from fedjax_meta.algorithm import Algorithm, State, state_rows
+from fedjax_meta.algorithm import Algorithm, State, check_known, state_rows
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
@@ -161,7 +161,8 @@ def personal(
       known: whether these are the clients of the training.
 
     Raises:
-      ValueError: no such client or view, arguments of another kind.
+      ValueError: no such client or view, a state of another method or model, known clients that are not as many as those of the
+        training, arguments of another kind.
     """
     checks.instance("algorithm", algorithm, Algorithm, "fm.federate(fm.fedavg(task))")
     checks.instance("state", state, State, "algorithm.init(key, data)")
@@ -169,6 +170,8 @@ def personal(
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.indices("client", client, data.num_clients)
     data.sizes(support)
+    if known:
+        check_known(data, state.seen.shape[0])
 
     row = int(state_rows(state, data, jnp.asarray(client))) if known else None
     population = max(state.seen.shape[0], data.total_clients)
