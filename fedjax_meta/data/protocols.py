@@ -249,7 +249,7 @@ def fedpac_clients(
     data = _with_local_tests(source, *parts, support=support, scale=scale)
     if concept_groups > 1:
         data = transforms.concept_shift(data, num_groups=concept_groups, seed=rng)
-    return Protocol(on_device(data), None, f"FedPAC on {source.name}", source.note)
+    return Protocol(on_device(data), None, f"FedPAC on {source.name}", source.notes)
 
 
 def perfedavg_reptile_clients(
@@ -335,7 +335,7 @@ def mtfl_clients(
         std = np.zeros(num_clients)
         std[chosen] = (0.2 if source.x_train.shape[-1] == 3 else 3.0) if noise is None else noise
         data = transforms.add_noise(data, std, seed=rng)
-    return Protocol(on_device(data), None, f"MTFL on {source.name}", source.note, chosen)
+    return Protocol(on_device(data), None, f"MTFL on {source.name}", source.notes, chosen)
 
 
 def dealt_tests_clients(
@@ -359,7 +359,7 @@ def dealt_tests_clients(
     scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else None
     data = _with_local_tests(source, train, test, support=support, scale=scale, tiny=True)
     return Protocol(
-        on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.note
+        on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.notes
     )
 
 

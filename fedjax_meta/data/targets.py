@@ -1,6 +1,7 @@
 """Targets that are no class of each sample, from an `.npz` file: real numbers, or several labels a sample."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +41,15 @@ class Targets(NamedTuple):
         return self.x, self.y
 
 
-def read(path: str | os.PathLike) -> Targets | None:
+def read(path: str | os.PathLike, arrays: Mapping[str, np.ndarray] | None = None) -> Targets | None:
     """Reads `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`, whose targets are no classes.
 
     Targets of a floating-point type, `[M]` or `[M, d]`, are real numbers; integers or booleans `[M, L]`, all 0 or 1, are several
     labels.
+
+    Args:
+      path: of the file.
+      arrays: what `npz.read` gave of it; read when not given.
 
     Returns:
       The data set; `None` where each sample has one whole number, its class, and where the file has other arrays, which
@@ -53,7 +58,7 @@ def read(path: str | os.PathLike) -> Targets | None:
     Raises:
       ValueError: what `npz.read` refuses; targets of another form; inputs that are no numbers, do not match or are not finite.
     """
-    arrays = npz.read(path)
+    arrays = npz.read(path) if arrays is None else arrays
     if {"x", "y"} <= arrays.keys():
         x, y = arrays["x"], arrays["y"]
     elif set(ARRAYS) <= arrays.keys():

@@ -23,6 +23,7 @@ from fedjax_meta.data import (
     train_test_views,
     transforms,
 )
+from fedjax_meta.data.natural import LEAST
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
@@ -239,7 +240,7 @@ class Scenario:
         return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy, own)
 
     def _of_natural(self, data_dir: str | None) -> Protocol:
-        source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(8, most_clients=self.clients)
+        source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(LEAST, most_clients=self.clients)
         data = source.federated(test=self.test, support=self.support, seed=self.seed)
         train, new = holdout.new_clients(data, 0.2 if self.new is None else self.new, support=self.support, seed=self.seed)
         title = f"{source.name}, {len(source.sizes)} natural clients"
@@ -260,14 +261,15 @@ class Scenario:
     def _of_partition(self, data_dir: str | None) -> tuple[Protocol, ClientData | None]:
         """The clients, and the samples of the server."""
         if self.rule == "natural":
-            source: sources.Source | targets.Targets
-            source, x, y, held = natural(self.dataset, **self.options)
-            own = np.zeros(0, int)
+            source, held, _, out = natural(self.dataset, **self.options)
+            x, y = source.pooled()
+            own, notes = np.zeros(0, int), [source.note, out]
             if self.clients is not None:
                 raise ValueError(f"clients={self.clients}, but the partition 'natural' takes the clients of {self.dataset}")
         else:
             source = self._source(data_dir)
             x, y = source.pooled()
+            notes = [source.note]
             count = 20 if self.clients is None else self.clients
             own, rest = self._server_first(len(y))
             labels = y if y.ndim == 1 else np.zeros(len(y), int)
@@ -291,7 +293,7 @@ class Scenario:
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
         server = cut(own, np.array([self.server])).client(0) if self.server else None
         kind = source.kind if isinstance(source, targets.Targets) else ""
-        return Protocol(train, new, title, source.note, targets=kind), server
+        return Protocol(train, new, title, "; ".join(filter(None, notes)), targets=kind), server
 
     def _source(self, data_dir: str | None) -> sources.Source | targets.Targets:
         """The samples that a partition divides."""

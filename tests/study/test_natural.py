@@ -1,9 +1,12 @@
 """Scenarios of data sets whose clients are given."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
+from fedjax_meta.data.registry import natural
 from fedjax_meta.study import from_tree, results, run
 from fedjax_meta.study.scenario import Scenario
 from tests.study.common import Silent
@@ -51,6 +54,72 @@ def test_a_scenario_of_ratings_keeps_users_apart(tmp_path):
     assert clients.task.init(jax.random.key(0))["items"]["bias"].shape == (12,)
     with pytest.raises(ValueError, match="model=None takes one array of inputs, but the data have item"):
         Scenario(dataset="movielens", partition="natural", options={"least": 10}).build(str(tmp_path))
+
+
+def few(tmp_path, kind):
+    """12 clients, "u0" to "u11", of 3, 4, 5, 6 and more samples, as an .npz file or a folder of LEAF."""
+    rng = np.random.default_rng(0)
+    sizes = [3, 4, 5, 6, 7, 8, 9, 10, 12, 20, 4, 3]
+    x, y = rng.normal(size=(sum(sizes), 3)).astype(np.float32), np.arange(sum(sizes)) % 2
+    owner = np.repeat([f"u{i}" for i in range(12)], sizes)
+    if kind == "npz":
+        np.savez(tmp_path / "own.npz", x=x, y=y, client=owner)
+        return Scenario(dataset=str(tmp_path / "own.npz"), partition="natural", model="mlp")
+    folder = tmp_path / "leaf" / "synthetic"
+    folder.mkdir(parents=True)
+    users = {f"u{i}": {"x": x[owner == f"u{i}"].tolist(), "y": y[owner == f"u{i}"].tolist()} for i in range(12)}
+    content = {"users": list(users), "num_samples": sizes, "user_data": users}
+    (folder / "all.json").write_text(json.dumps(content))
+    return Scenario(dataset="leaf_synthetic", partition="natural", model="mlp")
+
+
+@pytest.mark.parametrize("kind", ["npz", "leaf"])
+def test_small_natural_clients_are_left_out_by_one_rule_and_counted(tmp_path, kind):
+    clients = few(tmp_path, kind).build(str(tmp_path))
+    assert clients.train.num_clients + clients.new.num_clients == 8
+    assert "4 of 12 clients have fewer than 5 samples and are left out" in clients.note
+    assert min(int(np.min(size)) for data in (clients.train, clients.new) for size in data.size.values()) >= 1
+
+
+@pytest.mark.parametrize("partition", ["natural", "iid", "classes", "dealt_tests"])
+def test_a_note_on_the_test_split_stands_where_a_protocol_uses_it(tmp_path, partition):
+    path, count, options = tmp_path / "own.npz", 2000, {"concentration": 10.0} if partition == "dealt_tests" else {}
+    np.savez(path, x=np.zeros((count, 2)), y=np.arange(count) % 10, client=np.arange(count) % 10)
+    note = (
+        Scenario(
+            dataset=str(path),
+            partition=partition,
+            options=options,
+            clients=None if partition == "natural" else 10,
+            model="mlp",
+        )
+        .build()
+        .note
+    )
+    assert ("the last fifth of each class" in note) == (partition == "dealt_tests")
+
+
+def test_an_npz_keeps_the_order_of_its_samples(tmp_path):
+    x = np.arange(60, dtype=np.uint8).repeat(4).reshape(60, 2, 2)
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 3, client=np.arange(60) % 4)
+    named = natural(tmp_path / "own.npz")
+    assert named.source.pooled()[0].shape == (60, 2, 2, 1) and np.array_equal(named.source.pooled()[0][..., 0], x)
+    assert named.clients == ("0", "1", "2", "3") and named.note == "" and named.source.num_classes == 3
+
+
+@pytest.mark.parametrize(
+    ("short", "words"),
+    [
+        ("y", "y has shape [59] in PATH, but x and client have [60]: it needs one entry a sample"),
+        ("client", "client has shape [59] in PATH, but y has [60]: it needs one entry a sample"),
+    ],
+)
+def test_the_array_that_is_too_short_is_named(tmp_path, short, words):
+    arrays = {"x": np.zeros((60, 2)), "y": np.arange(60) % 3, "client": np.arange(60) % 4}
+    np.savez(tmp_path / "own.npz", **{**arrays, short: arrays[short][:-1]})
+    with pytest.raises(ValueError) as error:
+        natural(tmp_path / "own.npz")
+    assert str(error.value) == words.replace("PATH", repr(str(tmp_path / "own.npz")))
 
 
 @pytest.mark.parametrize(
