@@ -480,8 +480,11 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         new = 0 if clients.new is None else clients.new.num_clients
         console.print(
             f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; "
-            f"{clients.train.num_clients} known, {new} new"
+            f"{clients.train.num_clients} known, {new} new; {clients.targets}",
+            soft_wrap=True,
         )
+        if clients.note:
+            console.print(escape.console(clients.note), style="dim", soft_wrap=True)
         rows = []
         for name in study.systems_on(scenario):
             system = study.system(name, scenario)

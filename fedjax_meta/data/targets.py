@@ -96,3 +96,33 @@ def read(path: str | os.PathLike, arrays: Mapping[str, np.ndarray] | None = None
 def kind(y: Any) -> str:
     """What targets `[S, d]` of data without classes are: `LABELS` if all of them are 0 or 1, else `REAL`."""
     return LABELS if np.isin(np.asarray(y), (0, 1)).all() else REAL
+
+
+MOST_WHOLE = 100
+"""Real targets that are all whole numbers below this look like classes that were stored as floats."""
+
+
+def in_words(y: Any, num_classes: int, kind_: str = "") -> str:
+    """What the targets of a data set are, e.g. "4 classes, 2 of them empty"; floats that look like classes are said so.
+
+    Args:
+      y: targets, as `FederatedData` holds them.
+      num_classes: K; 0 for targets that are no classes.
+      kind_: `REAL` or `LABELS` where a file says it; what `kind` finds when not given.
+
+    Example:
+      >>> in_words(np.array([0, 3, 3]), 4), in_words(np.array([[0.5]]), 0), in_words(np.array([[1.0], [2.0]]), 0)
+      ('4 classes, 2 of them empty', '1 real target', '1 real target (all whole numbers: classes must be stored as integers)')
+    """
+    y = np.asarray(y)
+    if num_classes:
+        empty = num_classes - len(np.unique(y))
+        return f"{num_classes} classes{f', {empty} of them empty' if empty else ''}"
+    columns = y.shape[1] if y.ndim == 2 else 1
+    labels = (kind_ or kind(y)) == LABELS
+    said = f"several labels, {columns} a sample" if labels else f"{columns} real target{'s' * (columns > 1)}"
+    if columns > 1 and np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all():
+        return f"{said} (each row has a single 1: classes must be stored as their numbers, y.argmax(1))"
+    if not labels and ((y >= 0) & (y < MOST_WHOLE) & (y == np.round(y))).all():
+        return f"{said} (all whole numbers: classes must be stored as integers)"
+    return said

@@ -44,6 +44,7 @@ class Clients(NamedTuple):
       orders: how many draws of the new clients `new` holds one after the other; their results are also compared draw by draw.
       noisy: int, the clients whose training inputs are noisy by the paper's protocol, which leaves them out of its averages.
       server: the server's own samples; `None` without any.
+      targets: what the targets are, in words.
     """
 
     task: Task
@@ -56,6 +57,7 @@ class Clients(NamedTuple):
     orders: int = 1
     noisy: np.ndarray = np.zeros(0, np.int64)
     server: ClientData | None = None
+    targets: str = ""
 
 
 def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: int) -> FederatedData:
@@ -237,7 +239,8 @@ class Scenario:
             digest = hashlib.blake2b(
                 f"{digest} {self.federation['attack']} {self.attackers}".encode(), digest_size=8
             ).hexdigest()
-        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy, own)
+        said = targets.in_words(train.y, train.num_classes, made.targets)
+        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy, own, said)
 
     def _of_natural(self, data_dir: str | None) -> Protocol:
         source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(LEAST, most_clients=self.clients)
