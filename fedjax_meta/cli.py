@@ -370,8 +370,10 @@ def export_(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     system: Annotated[str, typer.Option(help="Its name in the study.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
-    client: Annotated[int | None, typer.Option(help="A known client; else the server's model.", show_default=False)] = None,
-    new_client: Annotated[int | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
+    client: Annotated[
+        str | None, typer.Option(help="A known client, its number or name; else the server's model.", show_default=False)
+    ] = None,
+    new_client: Annotated[str | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the run; the first of the study when not given.", show_default=False)
     ] = None,

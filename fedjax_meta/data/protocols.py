@@ -41,6 +41,7 @@ class Protocol(NamedTuple):
       note: one line that belongs next to results on these data; may be empty.
       noisy: int64, the clients whose training inputs are noisy. MTFL leaves them out of its average accuracies.
       orders: how many draws of the new clients `new` holds one after the other, each of the same number of clients.
+      names: of the training clients and of the new ones, where the data set has them; else empty.
       targets: what targets that are no classes are, `targets.REAL` or `targets.LABELS`, where a file says it by their type.
     """
 
@@ -51,6 +52,7 @@ class Protocol(NamedTuple):
     noisy: np.ndarray = np.zeros(0, np.int64)
     orders: int = 1
     targets: str = ""
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 def fedmeta_per_clients(

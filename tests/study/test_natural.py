@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_meta import export, report
 from fedjax_meta.data.registry import natural
 from fedjax_meta.study import from_tree, results, run
 from fedjax_meta.study.scenario import Scenario
@@ -163,3 +164,37 @@ def test_a_study_of_ratings_is_compared_by_errors(tmp_path):
     line, mean, untrained = results.lines(study, "users", built["users"], [one])
     assert line.kind.name == "rmse" and set(line.others) >= {"mae", "r2", "mae, new"}
     assert mean.title == "mean of own targets" and untrained.known[0] > line.known[0]
+
+
+def test_natural_clients_keep_their_names(tmp_path):
+    """Each score of a named client is that of its number, and the model of a name that of its number."""
+    names = [f"site{i}" for i in range(10)]
+    rng = np.random.default_rng(1)
+    y = np.arange(200) % 2
+    np.savez(tmp_path / "own.npz", x=rng.normal(size=(200, 3)) + y[:, None], y=y, client=np.repeat(names, 20))
+    scenario = {"dataset": str(tmp_path / "own.npz"), "partition": "natural", "model": "mlp", "new": 0.2}
+    systems = {"fedper": {"method": "fedper"}, "alone": {"method": "local_only"}}
+    study = from_tree({"title": "T", "scenarios": {"s": scenario}, "systems": systems, "rounds": 2, "seeds": [1, 2]})
+    built = run.build(study)
+    known, new = built["s"].names
+    assert len(known) == 8 and sorted(known + new) == names
+    x = np.load(tmp_path / "own.npz")["x"].astype(np.float32)
+    for data, called in ((built["s"].train, known), (built["s"].new, new)):
+        for i, name in enumerate(called):
+            begin = min(int(start[i]) for start in data.start.values())
+            mine = {row.tobytes() for row in x[20 * names.index(name) : 20 * names.index(name) + 20]}
+            assert {row.tobytes() for row in np.asarray(data.x[begin : begin + 20], np.float32)} == mine
+    outcomes = run.run(study, tmp_path / "out", watcher=Silent(), clients=built)
+    table = report.load_clients(tmp_path / "out")
+    for group, called in (("known", known), ("new", new)):
+        rows = table[(table.system == "fedper") & (table.clients == group)]
+        assert rows.name.tolist() == [*called, *called] and rows.client.tolist() == [*range(len(called))] * 2
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())["clients"]["s"]
+    assert facts["names"] == list(known) and facts["names of new clients"] == list(new)
+    ends = [cell for row in results.gains(study, outcomes, built["s"]) for cell in row[-2:]]
+    assert ends and all(any(f"(client {name})" in cell for name in names) for cell in ends)
+    by_name, by_number = (export.of_run(tmp_path / "out", "fedper", client=one) for one in (known[3], "3"))
+    assert by_name.about["client"] == "known client 3"
+    assert all(map(np.array_equal, jax.tree.leaves(by_name.variables), jax.tree.leaves(by_number.variables)))
+    with pytest.raises(ValueError, match="client='site' is unknown"):
+        export.of_run(tmp_path / "out", "fedper", client="site")
