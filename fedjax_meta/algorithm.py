@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta import checks
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.hardware import Devices
 from fedjax_meta.task import Task
@@ -165,6 +166,27 @@ class Algorithm:
     lanes: int | None = None
     needs_all_rows: bool = False
     task: Task | None = None
+
+
+def check_state(state: State, wanted: State) -> None:
+    """Raises `ValueError` unless a state has the structure, shapes and types of another."""
+    odd = checks.mismatch(state, wanted)
+    if odd is not None:
+        raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
+
+
+def check_known(data: FederatedData, population: int) -> None:
+    """Raises `ValueError` unless data can be of clients of a training: of all, or of some that say so (`ids`, `population`).
+
+    Args:
+      data: clients that are said to be those of the training.
+      population: number of clients of the training.
+    """
+    if data.ids is None and data.total_clients != population:
+        raise ValueError(
+            f"known=True, but the data have {data.num_clients} clients and the training had {population}: give known=False for "
+            "clients that did not train, or the data of all that did, of which data.select(...) or ids=... may choose some"
+        )
 
 
 def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:

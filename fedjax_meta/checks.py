@@ -6,6 +6,7 @@ Rates may be traced, because a sweep over rates is one vmapped program. A traced
 import difflib
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _check_numbers(name: str, value: Any, each: bool, holds: Callable[[np.ndarra
         raise ValueError(f"{name}={shown(value)} must be one number, not a {type(value).__name__}; it must {wanted}")
     numbers = _numbers(value)
     if numbers is None or not np.all(holds(numbers)):
-        raise ValueError(f"{name}={shown(value)} must {wanted}")
+        raise ValueError(f"{name}={shown(value)} must {wanted}{': a number, not text' if isinstance(value, str) else ''}")
 
 
 def positive(name: str, value: Any, *, each: bool = False) -> None:
@@ -260,6 +261,16 @@ def optimizer_factory(name: str, value: Any) -> None:
         raise ValueError(f"{wanted}, but {called}(0.1) raises {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(f"{wanted}, but {called}(0.1) gives {shown(made)}")
+    leaf = jax.ShapeDtypeStruct((1,), jnp.float32)
+    try:
+        jax.eval_shape(lambda numbers: made.update(numbers, made.init(numbers), numbers), {"w": leaf})
+    # What else a rule needs of its parameters shows with those of the model.
+    except Exception as error:
+        if isinstance(error, TypeError) and "required keyword-only argument" in str(error):
+            needs = " and ".join(f"{word}=" for word in re.findall(r"'(\w+)'", str(error)))
+            raise ValueError(
+                f"{name}: {called} needs {needs} at each step, such as the value of the loss, which is not given here"
+            ) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -376,8 +376,10 @@ def export_(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     system: Annotated[str, typer.Option(help="Its name in the study.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
-    client: Annotated[int | None, typer.Option(help="A known client; else the server's model.", show_default=False)] = None,
-    new_client: Annotated[int | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
+    client: Annotated[
+        str | None, typer.Option(help="A known client, its number or name; else the server's model.", show_default=False)
+    ] = None,
+    new_client: Annotated[str | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the run; the first of the study when not given.", show_default=False)
     ] = None,
@@ -502,8 +504,11 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         new = 0 if clients.new is None else clients.new.num_clients
         console.print(
             f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; "
-            f"{clients.train.num_clients} known, {new} new"
+            f"{clients.train.num_clients} known, {new} new; {clients.targets}",
+            soft_wrap=True,
         )
+        if clients.note:
+            console.print(escape.console(clients.note), style="dim", soft_wrap=True)
         rows = []
         for name in study.systems_on(scenario):
             system = study.system(name, scenario)

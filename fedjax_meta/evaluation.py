@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State, state_rows
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, run_cohort
@@ -79,7 +79,8 @@ def evaluate(
       data: the clients to test.
       support, query: names of the views; a client never sees labels of its query view.
       known: whether client i of the population of `data` is client i of the training ("local" clients in the FedMeta-Per paper);
-        otherwise none of the clients took part ("new" clients).
+        otherwise none of the clients took part ("new" clients). Known clients are all of the training, or some of them that
+        `data.select` or `ids` choose.
       ids: int32 `[N']`, which clients; all when not given.
       metrics: what to measure beside the loss: names such as "accuracy", "top_5", "mae", or a `measures.Metric` of your own. By
         default what the task says, or for one class label a sample the confusion matrix, and for more than 128 classes
@@ -89,8 +90,9 @@ def evaluate(
       federation: in which the method was trained, if its `own_at_test` or `new_client` was not the default.
 
     Raises:
-      ValueError: a view that the data do not have; known clients that outnumber those of the training; ids out of range; logits
-        of another number of classes than the data have; metrics that do not fit the task, or that give no scalar.
+      ValueError: a state of another method or model; a view that the data do not have; known clients that are not as many as
+        those of the training and were not selected; ids out of range; logits of another number of classes than the data have;
+        metrics that do not fit the task, or that give no scalar.
     """
     algorithm = as_algorithm(method, federation)
     devices = algorithm.devices if devices is None else devices
@@ -101,8 +103,8 @@ def evaluate(
     checks.flag("known", known)
     data.sizes(support)
     population = state.seen.shape[0]
-    if known and data.num_clients > population:
-        raise ValueError(f"known=True, but the data have {data.num_clients} clients and the training had {population}")
+    if known:
+        check_known(data, population)
     if batch_size is not None:
         checks.count("batch_size", batch_size)
     measured = _chosen(algorithm, data, metrics)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checkpoint, checks, disk, sweeps
-from fedjax_meta.algorithm import Algorithm, State, state_rows
+from fedjax_meta.algorithm import Algorithm, State, check_known, state_rows
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
@@ -161,7 +161,8 @@ def personal(
       known: whether these are the clients of the training.
 
     Raises:
-      ValueError: no such client or view, arguments of another kind.
+      ValueError: no such client or view, a state of another method or model, known clients that are not as many as those of the
+        training, arguments of another kind.
     """
     checks.instance("algorithm", algorithm, Algorithm, "fm.federate(fm.fedavg(task))")
     checks.instance("state", state, State, "algorithm.init(key, data)")
@@ -169,6 +170,8 @@ def personal(
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.indices("client", client, data.num_clients)
     data.sizes(support)
+    if known:
+        check_known(data, state.seen.shape[0])
 
     row = int(state_rows(state, data, jnp.asarray(client))) if known else None
     population = max(state.seen.shape[0], data.total_clients)
@@ -212,8 +215,8 @@ def of_run(
     *,
     scenario: str | None = None,
     seed: int | None = None,
-    client: int | None = None,
-    new_client: int | None = None,
+    client: int | str | None = None,
+    new_client: int | str | None = None,
     data_dir: str | None = None,
 ) -> Exported:
     """A model of a finished run, from the checkpoint after its last round.
@@ -223,7 +226,8 @@ def of_run(
       system: its name in the study, or its title where no other one has it.
       scenario: its name in the study; needed where there are several.
       seed: the first of the study when not given.
-      client: a known client, whose personalised model is wanted; the server's model when neither this nor `new_client` is given.
+      client: a known client, whose personalised model is wanted, by its number or by the name that the data set has for it; the
+        server's model when neither this nor `new_client` is given.
       new_client: a client that never trained.
       data_dir: where prepared data sets are.
 
@@ -285,12 +289,21 @@ def of_run(
     group, data = (KNOWN, clients.train) if new_client is None else (NEW, clients.new)
     if data is None:
         raise ValueError(f"new_client={new_client}, but the scenario {place} has no new clients")
-    number = client if new_client is None else new_client
-    assert number is not None
+    option, given = ("client", client) if new_client is None else ("new_client", new_client)
+    assert given is not None
+    number = _number(option, given, clients.names[group == NEW])
     support = study.scenarios[place].adapt_on if group == KNOWN else "support"
     key = tagged(run_keys(jax.random.key(seed))[2], group, state.round)
     found = personal(algorithm, key, state, data, number, support=support, known=group == KNOWN)
     return exported(found, f"{group} client {number}")
+
+
+def _number(option: str, client: int | str, names: tuple[str, ...]) -> int:
+    """The number of a client that is given as such, as text too, or by its name."""
+    if isinstance(client, str) and not client.removeprefix("-").isdecimal():
+        checks.one_of(option, client, names)
+        return names.index(client)
+    return int(client)
 
 
 def _place(study: Study, scenario: str | None) -> str:

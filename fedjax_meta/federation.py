@@ -16,10 +16,10 @@ from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import PRECISIONS
 from fedjax_meta.hardware import Devices
-from fedjax_meta.masks import variables_shape
+from fedjax_meta.masks import Role, variables_shape
 from fedjax_meta.participation import Participation
 from fedjax_meta.task import Batch, Task, Weighted
-from fedjax_meta.types import Key, PyTree, Rate, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Roles, Variables
 from fedjax_meta.uploads import UploadTransform, check_order
 
 _FUNCTIONS = {
@@ -156,8 +156,8 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
 
     Raises:
       ValueError: other targets where one class label a sample is needed; a loss that is no scalar; a view that weights need and
-        the data lack; rules of participation for another number of clients; a model with complex leaves, with fewer outputs than
-        there are classes, or that does not take such samples.
+        the data lack; rules of participation for another number of clients; a model with complex leaves, with integers that are
+        to be trained, with fewer outputs than there are classes, or that does not take such samples.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     if method.needs_classes and not data.labelled:
@@ -173,12 +173,22 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
     if known is not None and known != data.total_clients:
         raise ValueError(f"participation knows {known} clients, but the data have N={data.total_clients}")
     if method.task is not None:
-        _check_task(method.task, data)
+        _check_task(method.task, method.roles, data)
 
 
-def _check_task(task: Task, data: FederatedData) -> None:
+def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
     variables = variables_shape(task)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+    trainable = task.trainable(variables)
+    if checks.misplaced_leaf(roles, variables) is None:
+        trainable = jax.tree.map(lambda moves, role: moves and role is not Role.FROZEN, trainable, roles)
+    moved = jax.tree.leaves(trainable)
+    for (path, leaf), moves in zip(jax.tree_util.tree_leaves_with_path(variables), moved, strict=True):
+        if moves and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"the model's leaf {where} is {leaf.dtype}{list(leaf.shape)}, which has no gradient: keep it out of the "
+                "parameters, or make it one that is not trained (trainable of fm.models.from_functions)"
+            )
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             where = jax.tree_util.keystr(path)
             raise ValueError(f"the model's leaf {where} is {leaf.dtype}{list(leaf.shape)}: complex leaves are not supported")

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedjax_meta import checks, engine, runtime
 from fedjax_meta import host_store as stores
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_state
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import capacity
@@ -300,7 +300,7 @@ class _OnDevice:
         if state is None:
             self.state = begin(key, data)
         else:
-            _must_fit(state, initial.out_info)
+            check_state(state, initial.out_info)
             self.state = engine.place_state(state, places)
         whole = places.round
         test_data = {name: test.data for name, test in tests.items()}
@@ -351,7 +351,7 @@ class _OnHost:
         for name, test in tests.items():
             _check_evaluator(name, test, data.num_clients)
         if state is not None:
-            _must_fit(state, stores.state_shapes(algorithm, init_key, data))
+            check_state(state, stores.state_shapes(algorithm, init_key, data))
         # The state of one client shows on which devices the algorithm places it.
         whole = jax.jit(algorithm.init)(init_key, data.select(np.zeros(1, np.int32))).round.sharding
         self._place = partial(engine.place_shared, placed=whole)
@@ -446,9 +446,10 @@ def _check_evaluator(name: str, test: Evaluator, clients: int) -> None:
             f"with a store, evaluator {name!r} of known clients must have the data of all of them, in their order, not of some "
             "that were selected"
         )
-    if test.known and test.data.num_clients > clients:
+    if test.known and test.data.total_clients != clients:
         raise ValueError(
-            f"evaluator {name!r} has known=True, but its data have {test.data.num_clients} clients and the training {clients}"
+            f"evaluator {name!r} has known=True, but its data have {test.data.num_clients} clients and the training {clients}: "
+            "give known=False for clients that did not train"
         )
 
 
@@ -500,13 +501,6 @@ def all_there(done: int) -> Iterator[None]:
             f"another process of this run was lost after round {done}; start the run again from its last saved state, "
             "on as many processes and devices as there are"
         ) from error
-
-
-def _must_fit(state: State, wanted: Any) -> None:
-    """Raises `ValueError` unless a given state has the wanted structure, shapes and types."""
-    odd = checks.mismatch(state, wanted)
-    if odd is not None:
-        raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
 
 
 class Compiled:

@@ -276,6 +276,15 @@ def check_layers(layers: Any) -> None:
         raise ValueError(f"layers={checks.shown(layers)} must be a tuple of different names, e.g. layers=('body', 'head')")
 
 
+def check_layer_names(layers: tuple[str, ...], variables: Variables) -> None:
+    """Raises `ValueError` for a layer name that is in no path of the variables."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
+    named = {jax.tree_util.keystr((part,), simple=True) for path in paths for part in path}
+    for layer in layers:
+        if layer not in named:
+            raise ValueError(f"layers={layers} names {layer!r}, but the variables are called {', '.join(sorted(named))}")
+
+
 def classification(
     init: Callable[[Key], Variables],
     predict: Callable[[Variables, PyTree], jax.Array],
@@ -290,12 +299,13 @@ def classification(
     Args:
       init: `key -> parameters`, any pytree of floating-point arrays.
       predict: `(parameters, x [B, ...]) -> logits [B, K]`.
-      layers: layer names from input to output, needed only for masks such as `"head"` and `"last:2"`.
+      layers: layer names from input to output, as they appear in the paths of the parameters; needed only for masks such as
+        `"head"` and `"last:2"`. A leaf whose path has none of them is in no layer.
       loss: `(logits, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
       features, head: the model in two parts, see `Task`; both or none. Methods that look at features need them.
 
     Raises:
-      ValueError: arguments that are no such functions, or no tuple of names.
+      ValueError: arguments that are no such functions, no tuple of names, or a name that is in no path.
 
     Returns:
       a `Task` without buffers.
@@ -336,6 +346,8 @@ def of_outputs(
     checks.function("predict", predict, ("parameters", "x"), "lambda parameters, x: logits")
     checks.function("loss", criterion, ("logits", "batch"), "fm.task.cross_entropy")
     check_layers(layers)
+    if layers:
+        check_layer_names(tuple(layers), jax.eval_shape(lambda: init(jax.random.key(0))))
     if (features is None) != (head is None):
         raise ValueError("features and head are the model in two parts: give both or none")
     if features is not None:

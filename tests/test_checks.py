@@ -15,7 +15,7 @@ REFUSED = {
         lambda: checks.positive("s", np.array([0.1, -1.0]), each=True),
         r"s=\[ 0\.1 -1\. \] must be finite and above 0",
     ),
-    "text": (lambda: checks.positive("lr", "0.1"), "lr='0.1' must be finite and above 0"),
+    "text": (lambda: checks.positive("lr", "0.1"), "lr='0.1' must be finite and above 0: a number, not text"),
     "a list": (
         lambda: checks.positive("lr", [0.1, 0.2]),
         r"lr=\[0\.1, 0\.2\] must be one number, not a list; it must be finite",
@@ -77,6 +77,20 @@ REFUSED = {
     "a factory that fails": (
         lambda: checks.optimizer_factory("optimizer", lambda: optax.sgd(0.1)),
         r"but <lambda>\(0\.1\) raises TypeError: ",
+    ),
+    "an optimiser that needs the loss": (
+        lambda: checks.optimizer_factory("optimizer", optax.polyak_sgd),
+        r"optimizer: polyak_sgd needs value= at each step, such as the value of the loss, which is not given here$",
+    ),
+    "an optimiser that needs more": (
+        lambda: checks.optimizer_factory("server_optimizer", optax.lbfgs),
+        r"server_optimizer: lbfgs needs value= and grad= and value_fn= at each step",
+    ),
+    "a part of an optimiser that needs the loss": (
+        lambda: checks.optimizer_factory(
+            "optimizer", lambda rate: optax.chain(optax.sgd(rate), optax.contrib.reduce_on_plateau())
+        ),
+        "optimizer: <lambda> needs value= at each step",
     ),
     "several keys": (
         lambda: checks.prng_key("key", jax.random.split(jax.random.key(0))),

@@ -11,7 +11,7 @@ import pytest
 import sklearn.metrics
 
 import fedjax_meta as fm
-from fedjax_meta import engine, evaluation
+from fedjax_meta import engine, evaluation, export
 from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from fedjax_meta.rows import AWAY_BYTES
@@ -96,7 +96,11 @@ BAD = {
     "an unknown support": (lambda: _run(support="validation"), "no view 'validation'; they have train"),
     "more clients than trained": (
         lambda: _run(state=STATE._replace(seen=jnp.ones(3, bool))),
-        "known=True, but the data have 4 clients and the training had 3",
+        "known=True, but the data have 4 clients and the training had 3: give known=False",
+    ),
+    "fewer clients than trained": (
+        lambda: _run(data=from_clients(PAIRS[:3], num_classes=K)),
+        "known=True, but the data have 3 clients and the training had 4: give known=False",
     ),
     "an id beyond": (lambda: _run(ids=[0, 4]), r"ids=\[0, 4\] must be integers in \[0, 4\)"),
     "a negative id": (lambda: _run(ids=np.array([-1])), r"ids=\[-1\] must be integers in \[0, 4\)"),
@@ -114,6 +118,53 @@ def test_what_cannot_be_evaluated_is_refused(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("some", ["selected", "of a population"])
+def test_some_known_clients_may_say_that_they_are_some(some):
+    first = (
+        DATA.select([0, 1])
+        if some == "selected"
+        else dataclasses.replace(from_clients(PAIRS[:2], num_classes=K), population=4)
+    )
+    whole = _run()
+    assert problems.distance(_run(data=first), problems.at(whole, [0, 1])) < 1e-12
+
+
+def _network(width, builder):
+    task = fm.classification(
+        lambda key: {"w": jax.random.normal(key, (5, width)), "head": jnp.ones((width, 3))},
+        lambda v, x: jnp.tanh(x @ v["w"]) @ v["head"],
+        layers=("w", "head"),
+    )
+    return fm.federate(builder(task))
+
+
+FOREIGN = {
+    "without personal leaves": (_network(4, fm.fedavg), _network(4, fm.fedper), ".personal['head'] is missing"),
+    "with personal leaves": (_network(4, fm.fedper), _network(4, fm.fedavg), ".personal['head'] does not belong there"),
+    "of another width": (_network(4, fm.fedavg), _network(3, fm.fedavg), ".model['head'] is float64[4, 3], not float64[3, 3]"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_state_of_another_method_or_model_is_refused_in_one_line(case, known):
+    of, asked, message = FOREIGN[case]
+    state = of.init(KEY, problems.data())
+    with pytest.raises(ValueError, match=re.escape(f"state does not fit: {message}; is it of another algorithm")) as error:
+        evaluation.evaluate(asked, KEY, state, problems.data(), known=known, devices=1)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="state does not fit"):
+        export.personal(asked, KEY, state, problems.data(), 1, support="test_support", known=known)
+
+
+def test_the_model_of_a_newcomer_is_asked_for_as_such():
+    algorithm = problems.build("fedper")
+    state, new = algorithm.init(KEY, problems.data()), problems.clients_of([12, 9, 15])
+    with pytest.raises(ValueError, match="data have 3 clients and the training had 7: give known=False"):
+        export.personal(algorithm, KEY, state, new, 1, support="test_support")
+    export.personal(algorithm, KEY, state, new, 1, support="test_support", known=False)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

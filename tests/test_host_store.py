@@ -106,7 +106,7 @@ def test_tests_of_some_known_clients_know_how_many_trained(method):
     data, federation = problems.clients_of([12, 9, 15, 10, 11, 13, 9]), fm.Federation(cohort_size=3)
     some = Evaluator(
         lambda key, state, data: fm.evaluate(method, key, state, data, federation=federation),
-        problems.clients_of([12, 9, 15, 10]),
+        dataclasses.replace(problems.clients_of([12, 9, 15, 10]), population=7),
         known=True,
     )
     options = {"key": KEY, "rounds": 2, "federation": federation, "evaluators": {"some": some}}
@@ -264,10 +264,11 @@ def test_what_a_store_cannot_hold_is_refused(monkeypatch, tmp_path):
         simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": some}, store="memory")
     with pytest.raises(ValueError, match="with a store, all clients must be in their order"):
         simulate(algorithm, data.select(np.array([3, 0, 1, 2, 4, 5, 6])), key=KEY, rounds=1, store="memory")
-    fewer = data.select(np.arange(5))
-    known = Evaluator(rounds_done, data, known=True)
-    with pytest.raises(ValueError, match="have 7 clients and the training 5"):
-        simulate(algorithm, fewer, key=KEY, rounds=1, evaluators={"t": known}, store="memory")
+    for trained, tested in ((data.select(np.arange(5)), data), (data, problems.clients_of([12, 9, 15, 10, 11]))):
+        known = Evaluator(rounds_done, tested, known=True)
+        numbers = f"have {tested.num_clients} clients and the training {trained.num_clients}: give known=False"
+        with pytest.raises(ValueError, match=numbers):
+            simulate(algorithm, trained, key=KEY, rounds=1, evaluators={"t": known}, store="memory")
     keyed = fm.Method(
         init=lambda key: {"w": jnp.zeros(2)},
         client=lambda key, received, data: fm.Trained(received.model, {}, received.memory),

@@ -162,6 +162,23 @@ def label_task():
     return fm.multi_label(*_linear(3, 4), layers=("head",))
 
 
+def test_a_layer_that_no_leaf_has_is_refused_when_the_task_is_made():
+    for make in (fm.classification, fm.regression):
+        with pytest.raises(ValueError, match=r"layers=\('w', 'bb'\) names 'bb', but the variables are called b, w"):
+            make(lambda key: {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)}, lambda p, x: x @ p["w"] + p["b"], layers=("w", "bb"))
+
+
+def test_integers_that_would_be_trained_are_named():
+    def init(key):
+        return {"w": jnp.zeros((5, 3)), "steps": jnp.zeros((), jnp.int32)}
+
+    task = fm.classification(init, lambda p, x: x @ p["w"], layers=("w", "steps"))
+    with pytest.raises(ValueError, match=r"the model's leaf \['steps'\] is int32\[\], which has no gradient"):
+        fm.federate(fm.fedavg(task)).init(KEY, problems.data())
+    # FedBABU's head is frozen, which may be of any type.
+    fm.federate(fm.fedbabu(task)).init(KEY, problems.data())
+
+
 def _linear(inputs, outputs):
     return (
         lambda key: {"head": jax.random.normal(key, (inputs, outputs)) / 2},

@@ -34,6 +34,13 @@ def as_population(data: FederatedData, clients: np.ndarray) -> FederatedData:
     return dataclasses.replace(with_views(data, views), ids=None, population=None)
 
 
+def held_out(num_clients: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(the clients that `new_clients` holds out, those that train), int `[...]` each, in their order."""
+    order = np.random.default_rng(seed).permutation(num_clients)
+    count = round(share * num_clients)
+    return np.sort(order[:count]), np.sort(order[count:])
+
+
 def new_clients(
     data: FederatedData, share: float, *, support: float = 0.2, seed: int
 ) -> tuple[FederatedData, FederatedData | None]:
@@ -69,8 +76,7 @@ def new_clients(
             f"the test samples of client {int(np.argmax(gap))} do not follow its training samples, as those of "
             "train_test_views do: new clients cannot be made of them"
         )
-    order = np.random.default_rng(seed).permutation(data.num_clients)
-    held, rest = np.sort(order[:count]), np.sort(order[count:])
+    held, rest = held_out(data.num_clients, share, seed)
     new = as_population(data, held)
     start, size = new.start["train"], np.asarray(new.size["train"]) + np.asarray(new.size["test"])
     first = np.clip((size * support + 1e-9).astype(np.int32), 1, np.maximum(size - 1, 1))

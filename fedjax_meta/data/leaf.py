@@ -95,13 +95,26 @@ def _read(folder: Path) -> dict[str, tuple[list[Any], list[Any]]]:
         missing = [key for key in ("users", "num_samples", "user_data") if not isinstance(content, dict) or key not in content]
         if missing:
             raise ValueError(f"{str(path)!r} is no LEAF file: it has no {' and no '.join(missing)}")
+        wanted = {"users": list, "num_samples": list, "user_data": dict}
+        odd = [name for name, kind in wanted.items() if not isinstance(content[name], kind)]
+        if odd:
+            shown = f"{odd[0]} is {checks.shown(content[odd[0]])}"
+            raise ValueError(f"{str(path)!r} is no LEAF file: {shown}, no {'object' if odd[0] == 'user_data' else 'list'}")
         if len(content["users"]) != len(content["num_samples"]):
             raise ValueError(f"{str(path)!r} has {len(content['users'])} users and {len(content['num_samples'])} num_samples")
         for user, count in zip(content["users"], content["num_samples"], strict=True):
+            if not isinstance(user, str):
+                raise ValueError(f"{str(path)!r} has the user {checks.shown(user)}, whose name is no text")
             samples = content["user_data"].get(user)
             if not isinstance(samples, dict) or not {"x", "y"} <= samples.keys():
                 raise ValueError(f"user {user!r} of {str(path)!r} has no x and y in user_data")
             x, y = samples["x"], samples["y"]
+            if not isinstance(x, list) or not isinstance(y, list):
+                raise ValueError(f"user {user!r} of {str(path)!r} has x and y that are no lists")
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise ValueError(
+                    f"user {user!r} of {str(path)!r} has num_samples {checks.shown(count)}, which is no whole number"
+                )
             if not len(x) == len(y) == count:
                 raise ValueError(
                     f"user {user!r} of {str(path)!r} has {len(x)} inputs and {len(y)} targets, but num_samples says {count}"
@@ -111,6 +124,8 @@ def _read(folder: Path) -> dict[str, tuple[list[Any], list[Any]]]:
             if user in users:
                 raise ValueError(f"user {user!r} is in two files of {str(folder)!r}")
             users[user] = x, y
+    if not users:
+        raise ValueError(f"the files of {str(folder)!r} have no users")
     return users
 
 
@@ -132,6 +147,9 @@ def _inputs(where: str, kind: str, x: list[Any], known: dict[str, int]) -> np.nd
         rows = np.array(x, np.float32)
     except (TypeError, ValueError):
         raise ValueError(f"{where} has inputs that are not numbers, as many in each sample") from None
+    if not np.isfinite(rows).all():
+        sample = int(np.argmin(np.isfinite(rows).reshape(len(rows), -1).all(1)))
+        raise ValueError(f"{where} has inputs that are not finite (NaN, null or too large), first in sample {sample}")
     if kind == "femnist":
         if rows.ndim != 2 or rows.shape[1] != 784:
             raise ValueError(f"{where} has inputs {list(rows.shape[1:])}, but images of FEMNIST have 784 pixels")
@@ -140,6 +158,7 @@ def _inputs(where: str, kind: str, x: list[Any], known: dict[str, int]) -> np.nd
 
 
 def _targets(where: str, kind: str, y: list[Any]) -> np.ndarray:
+    most = {"femnist": 62, "sent140": 2}.get(kind, checks.MOST_CLASSES)
     if kind == "shakespeare":
         vocabulary = tuple(text.LEAF_CHARACTERS)
         odd = next((letter for letter in y if not isinstance(letter, str) or len(letter) != 1), None)
@@ -152,4 +171,6 @@ def _targets(where: str, kind: str, y: list[Any]) -> np.ndarray:
         raise ValueError(f"{where} has targets that are no class labels") from None
     if labels.ndim != 1 or (labels != np.round(labels)).any() or labels.min() < 0:
         raise ValueError(f"{where} has targets that are no class labels")
+    if labels.max() >= most:
+        raise ValueError(f"{where} has the label {labels.max():g}, but labels are below {most}")
     return labels.astype(np.int32)

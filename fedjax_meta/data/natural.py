@@ -15,6 +15,19 @@ from fedjax_meta.data.builders import from_partition, nested_views
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.types import PyTree
 
+LEAST = 5
+"""Fewest samples of a natural client in a study: 3 of them train and 2 are for tests, so that each view has one."""
+
+
+def left_out(clients: int, of: int, fewer_than: str) -> str:
+    """Says how many clients are left out; empty if none are."""
+    if not clients:
+        return ""
+    one = clients == 1
+    return (
+        f"{clients} of {of} clients {'has' if one else 'have'} fewer than {fewer_than} and {'is' if one else 'are'} left out"
+    )
+
 
 class Natural(NamedTuple):
     """The samples of all clients, one client after the other.
@@ -53,7 +66,7 @@ class Natural(NamedTuple):
         return f"{self.name}: {len(self.sizes)} clients, {self.sizes.sum()} samples, {sizes}{published}"
 
     def at_least(self, samples: int, *, most_clients: int | None = None) -> "Natural":
-        """The clients that have at least so many samples, the first `most_clients` of them.
+        """The clients that have at least so many samples, the first `most_clients` of them; the note says who is left out.
 
         Where the data set has a split of its own, they have at least 2 in each of its parts, too, as `federated` needs.
 
@@ -70,12 +83,15 @@ class Natural(NamedTuple):
         if not len(kept):
             parts = "" if self.train_sizes is None else " and 2 in each part of its split"
             raise ValueError(f"no client of {self.name} has {samples} samples{parts}; the largest has {self.sizes.max()}")
+        fewer_than = f"{samples} samples{'' if self.train_sizes is None else ', or than 2 in a part of their split,'}"
+        out = left_out(int((~enough).sum()), len(enough), fewer_than)
         rows = runs.positions((np.cumsum(self.sizes) - self.sizes)[kept], self.sizes[kept])
         return self._replace(
             x=jax.tree.map(lambda leaf: leaf[rows], self.x),
             y=self.y[rows],
             sizes=self.sizes[kept],
             clients=tuple(self.clients[i] for i in kept),
+            note="; ".join(filter(None, [self.note, out])),
             train_sizes=None if self.train_sizes is None else self.train_sizes[kept],
         )
 
@@ -98,6 +114,12 @@ class Natural(NamedTuple):
         checks.fraction("support", support)
         checks.seed("seed", seed)
         given = self.train_sizes if own_split else None
+        if self.sizes.min() < 4:
+            client = int(np.argmin(self.sizes))
+            raise ValueError(
+                f"client {self.clients[client]!r} of {self.name} has {self.sizes[client]} samples, but 2 train and 2 are for "
+                "tests: take at_least(samples)"
+            )
         cut = np.clip((self.sizes * (1 - test) + 1e-9).astype(np.int64), 2, self.sizes - 2)
         train = cut if given is None else given
         short = np.minimum(train, self.sizes - train) < 2

@@ -41,6 +41,7 @@ class Protocol(NamedTuple):
       note: one line that belongs next to results on these data; may be empty.
       noisy: int64, the clients whose training inputs are noisy. MTFL leaves them out of its average accuracies.
       orders: how many draws of the new clients `new` holds one after the other, each of the same number of clients.
+      names: of the training clients and of the new ones, where the data set has them; else empty.
       targets: what targets that are no classes are, `targets.REAL` or `targets.LABELS`, where a file says it by their type.
     """
 
@@ -51,6 +52,7 @@ class Protocol(NamedTuple):
     noisy: np.ndarray = np.zeros(0, np.int64)
     orders: int = 1
     targets: str = ""
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 def fedmeta_per_clients(
@@ -252,7 +254,7 @@ def fedpac_clients(
     data = _with_local_tests(source, *parts, support=support, scale=scale)
     if concept_groups > 1:
         data = transforms.concept_shift(data, num_groups=concept_groups, seed=rng)
-    return Protocol(on_device(data), None, f"FedPAC on {source.name}", source.note)
+    return Protocol(on_device(data), None, f"FedPAC on {source.name}", source.notes)
 
 
 def perfedavg_reptile_clients(
@@ -338,7 +340,7 @@ def mtfl_clients(
         std = np.zeros(num_clients)
         std[chosen] = (0.2 if source.x_train.shape[-1] == 3 else 3.0) if noise is None else noise
         data = transforms.add_noise(data, std, seed=rng)
-    return Protocol(on_device(data), None, f"MTFL on {source.name}", source.note, chosen)
+    return Protocol(on_device(data), None, f"MTFL on {source.name}", source.notes, chosen)
 
 
 def dealt_tests_clients(
@@ -362,7 +364,7 @@ def dealt_tests_clients(
     scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else None
     data = _with_local_tests(source, train, test, support=support, scale=scale, tiny=True)
     return Protocol(
-        on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.note
+        on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.notes
     )
 
 

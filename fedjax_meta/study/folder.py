@@ -61,6 +61,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
             "clients": clients.train.num_clients,
             "new clients": 0 if clients.new is None else clients.new.num_clients,
             "fingerprint": clients.fingerprint,
+            **({"names": clients.names[0], "names of new clients": clients.names[1]} if clients.names[0] else {}),
         }
         for name, clients in built.items()
     }
@@ -435,16 +436,23 @@ def _line(where: Where, trial: Trial, row: Mapping[str, Json]) -> tuple[tuple[An
     return _key(where, trial.numbers, trial.seed, row["round"]), text
 
 
-def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.ndarray]) -> None:
+def save_clients(
+    path: Path,
+    trials: Sequence[Trial],
+    samples: Mapping[str, np.ndarray],
+    names: Mapping[str, Sequence[str]],
+) -> None:
     """The results of each client after the last round: `PATH.npz`, which `report.load_clients` reads.
 
     It holds `seeds [S]`, and for each group of clients `GROUP_SCORE [S, N]` of every score (shares in [0, 1]) and
-    `GROUP_samples [N]`; where some clients alone were scored, also `GROUP_ids [N]`.
+    `GROUP_samples [N]`; where some clients alone were scored, also `GROUP_ids [N]`, and where clients have names, `GROUP_name
+    [N]`.
 
     Args:
       path: of the file, without its ending.
       trials: of the seeds.
       samples: of each group, the number of samples that its clients are tested on.
+      names: of each group whose clients have some.
     """
     arrays: dict[str, np.ndarray] = {"seeds": np.array([trial.seed for trial in trials])}
     for group in trials[0].rows[-1]["tests"]:
@@ -455,6 +463,8 @@ def save_clients(path: Path, trials: Sequence[Trial], samples: Mapping[str, np.n
         arrays[f"{group}_samples"] = np.asarray(samples[group], np.int64)
         if "ids" in tests[0]:
             arrays[f"{group}_ids"] = np.array(tests[0]["ids"], np.int64)
+        if names.get(group):
+            arrays[f"{group}_name"] = np.array(names[group], str)
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
     disk.replace(path.with_name(f"{path.name}.npz"), [file.getbuffer()])

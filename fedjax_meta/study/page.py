@@ -181,7 +181,7 @@ def _scenario(
     if others.rows:
         part += [f"<details open><summary>{text(others.title)}</summary>"]
         part += [table(others, _numbers(study)), "</details>"]
-    changes = results.gains(study, outcomes)
+    changes = results.gains(study, outcomes, clients)
     if changes:
         kind = lines[0].kind
         part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]

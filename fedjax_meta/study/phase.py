@@ -55,6 +55,7 @@ class Phase(NamedTuple):
       config: what else the results depend on.
       tuning: how trials are compared, in the phase "tuning".
       samples: of each test, the number of samples that each client is tested on; in the phase "final".
+      names: of each test, the names of the clients that are scored, where they have some; in the phase "final".
       shaping: names of the grid's numbers that decide what a program is, see `tuning.shaping`.
       scored: of a test of some clients alone, their ids.
       pooled: whether one client trains with the samples of all, so that those that are tested are strangers.
@@ -80,6 +81,7 @@ class Phase(NamedTuple):
     devices: int | None = None
     store: str = "device"
     on_divergence: str = "continue"
+    names: Mapping[str, Sequence[str]] = {}
     goal: Target | None = None
     place: Scenario | None = None
 

@@ -241,14 +241,16 @@ def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcom
 GAIN_HEADINGS = ("system", "held against", "clients", "lose", "median", "greatest loss", "greatest gain")
 
 
-def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
+def gains(study: Study, outcomes: Sequence[Outcome], clients: Clients | None = None) -> list[list[str]]:
     """Who gains and who loses against local training and against FedAvg, where the study has them, in `GAIN_HEADINGS`.
 
     Args:
       study: what was run.
       outcomes: of one scenario.
+      clients: of that scenario, who may have names.
     """
     rows = []
+    called = {} if study.data_seeds or clients is None else dict(zip((KNOWN, NEW), clients.names, strict=True))
     federated = [one for one in outcomes if not study.systems[one.system].pooled]
     for method in REFERENCES:
         reference = next((one for one in federated if study.systems[one.system].method == method), None)
@@ -267,7 +269,7 @@ def gains(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
                 least, most = int(gain.argmin()), int(gain.argmax())
                 ids = one.final[0].rows[-1]["tests"][group].get("ids", range(mine.values.shape[1]))
                 digits = "+.1f" if mine.kind.share else "+.3g"
-                names = [f"client {id_}" for id_ in ids]
+                names = [f"client {called[group][id_] if called.get(group) else id_}" for id_ in ids]
                 names = [f"{name}, draw {draw}" for draw in study.data_seeds for name in names] or names
                 ends = [f"{gain[i]:{digits}} ({names[i]})" for i in (least, most)]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
@@ -332,7 +334,7 @@ def markdown(
         if others.rows:
             text += [f"{others.title}:", "", _markdown(others), ""]
         text += [clients.note, ""] if clients.note else []
-        changes = gains(study, [one for one in outcomes if one.scenario == scenario])
+        changes = gains(study, [one for one in outcomes if one.scenario == scenario], clients)
         if changes:
             text += [f"{gains_words(found[scenario][0].kind)}:", ""]
             text += [report.markdown_table(GAIN_HEADINGS, changes, text_columns=3), ""]

@@ -23,6 +23,7 @@ from fedjax_meta.data import (
     train_test_views,
     transforms,
 )
+from fedjax_meta.data.natural import LEAST
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
@@ -43,6 +44,8 @@ class Clients(NamedTuple):
       orders: how many draws of the new clients `new` holds one after the other; their results are also compared draw by draw.
       noisy: int, the clients whose training inputs are noisy by the paper's protocol, which leaves them out of its averages.
       server: the server's own samples; `None` without any.
+      targets: what the targets are, in words.
+      names: of the clients that train and of the new ones, where the data set has them; else empty.
     """
 
     task: Task
@@ -55,6 +58,8 @@ class Clients(NamedTuple):
     orders: int = 1
     noisy: np.ndarray = np.zeros(0, np.int64)
     server: ClientData | None = None
+    targets: str = ""
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: int) -> FederatedData:
@@ -236,14 +241,21 @@ class Scenario:
             digest = hashlib.blake2b(
                 f"{digest} {self.federation['attack']} {self.attackers}".encode(), digest_size=8
             ).hexdigest()
-        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy, own)
+        said = targets.in_words(train.y, train.num_classes, made.targets)
+        return Clients(task, train, tuning, made.new, title, made.note, digest, made.orders, made.noisy, own, said, made.names)
 
     def _of_natural(self, data_dir: str | None) -> Protocol:
-        source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(8, most_clients=self.clients)
+        source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(LEAST, most_clients=self.clients)
         data = source.federated(test=self.test, support=self.support, seed=self.seed)
         train, new = holdout.new_clients(data, 0.2 if self.new is None else self.new, support=self.support, seed=self.seed)
         title = f"{source.name}, {len(source.sizes)} natural clients"
-        return Protocol(train, new, title, f"{source}. {source.note}".rstrip(". "))
+        note = f"{source}. {source.note}".rstrip(". ")
+        return Protocol(train, new, title, note, names=self._names(source.clients))
+
+    def _names(self, clients: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(the names of the clients that train, those of the new ones)."""
+        held, rest = holdout.held_out(len(clients), 0.2 if self.new is None else self.new, self.seed)
+        return tuple(clients[i] for i in rest), tuple(clients[i] for i in held)
 
     def _drawn(self, draw: Callable[..., Protocol]) -> Protocol:
         """Clients of a paper's protocol or of a generator."""
@@ -261,13 +273,16 @@ class Scenario:
         """The clients, and the samples of the server."""
         if self.rule == "natural":
             source: sources.Source | targets.Targets
-            source, x, y, held = natural(self.dataset, **self.options)
-            own = np.zeros(0, int)
+            names: tuple[str, ...]
+            source, held, names, out = natural(self.dataset, **self.options)
+            x, y = source.pooled()
+            own, notes = np.zeros(0, int), [source.note, out]
             if self.clients is not None:
                 raise ValueError(f"clients={self.clients}, but the partition 'natural' takes the clients of {self.dataset}")
         else:
-            source = self._source(data_dir)
+            source, names = self._source(data_dir), ()
             x, y = source.pooled()
+            notes = [source.note]
             count = 20 if self.clients is None else self.clients
             own, rest = self._server_first(len(y))
             labels = y if y.ndim == 1 else np.zeros(len(y), int)
@@ -291,7 +306,7 @@ class Scenario:
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
         server = cut(own, np.array([self.server])).client(0) if self.server else None
         kind = source.kind if isinstance(source, targets.Targets) else ""
-        return Protocol(train, new, title, source.note, targets=kind), server
+        return Protocol(train, new, title, "; ".join(filter(None, notes)), targets=kind, names=self._names(names)), server
 
     def _source(self, data_dir: str | None) -> sources.Source | targets.Targets:
         """The samples that a partition divides."""

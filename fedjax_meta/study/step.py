@@ -156,11 +156,14 @@ class Step:
             tests[NEW] = _test_of_new(clients.new, metrics)
             samples[NEW] = np.asarray(clients.new.sizes("query"))
         only = {} if scored is None else {KNOWN: scored}
+        known, new = clients.names
+        names = {KNOWN: known if scored is None else [known[i] for i in scored], NEW: new} if known else {}
         attack = part("attack", self._system.federation.get("attack"))
         if attack is not None and attack.name == BACKDOOR:
             only |= {BACKDOOR: only[KNOWN]} if only else {}
             marked = stamped(clients.train, view, size=attack.config["size"], value=attack.config["value"])
             tests[BACKDOOR], samples[BACKDOOR] = self._test(marked), samples[KNOWN]
+            names |= {BACKDOOR: names[KNOWN]} if names else {}
         watched, config = self._study.user_accuracy_of(self._name), self._config(clients.train)
         if watched is not None:
             # Its numbers are in the rows of the final runs, which therefore depend on it.
@@ -168,7 +171,7 @@ class Step:
         if self._study.goal is not None:
             config["stop_at"] = str(self._study.stop_at)
         phase = self._phase("final", self._study.rounds, clients.train, tests, config)
-        return phase._replace(samples=samples, scored=only, goal=self._study.goal)
+        return phase._replace(samples=samples, scored=only, names=names, goal=self._study.goal)
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""

@@ -57,7 +57,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         checkpoint.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
-        save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples)
+        save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples, phase.names)
     return found
 
 

@@ -174,7 +174,7 @@ RUNS = {
         ("state", None, "state must be a State, e.g. algorithm.init(key, data), not None"),
         ("state", Late(lambda: STATE().model), "state must be a State"),
         ("data", None, "data must be a FederatedData"),
-        ("data", Late(lambda: fm.data.synthetic.linear_regression(3, seed=0)), "there are no classes to score"),
+        ("data", Late(lambda: fm.data.synthetic.linear_regression(7, seed=0)), "there are no classes to score"),
         ("data", Late(lambda: fm.from_clients([(np.ones((20, 5)), np.arange(20) % 3)] * 8)),
          "known=True, but the data have 8 clients and the training had 7"),
         ("data", Late(lambda: fm.from_clients([(np.ones((20, 5)), np.arange(20) % 4)] * 7)),

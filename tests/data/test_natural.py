@@ -81,11 +81,15 @@ def test_clients_with_few_samples_can_be_left_out():
     assert large.clients == ("a", "c")
     assert large.sizes.tolist() == [9, 20]
     np.testing.assert_array_equal(large.x[9:], three().x[14:])
+    assert large.note == "1 of 3 clients has fewer than 9 samples and is left out"
+    assert three()._replace(note="n").at_least(10).note == "n; 2 of 3 clients have fewer than 10 samples and are left out"
     assert three().at_least(5, most_clients=2).clients == ("a", "b")
+    assert three().at_least(5, most_clients=2).note == ""
     refused(lambda: three().at_least(21), "no client of three has 21 samples; the largest has 20")
     # A split of its own must leave two samples in each part.
     split = three()._replace(train_sizes=np.array([8, 3, 15]))
     assert split.at_least(2).clients == ("b", "c") and split.at_least(2).federated().num_clients == 2
+    assert "1 of 3 clients has fewer than 2 samples, or than 2 in a part of their split, and is left" in split.at_least(2).note
     alone = split._replace(train_sizes=np.array([8, 4, 19]))
     refused(lambda: alone.at_least(2), "no client of three has 2 samples and 2 in each part of its split")
 
@@ -210,11 +214,47 @@ BROKEN = {
 }
 
 
+for _case, _content, *_words in (
+    ("user_data is a list", {**GOOD, "user_data": [1]}, "is no LEAF file: user_data is [1], no object"),
+    ("num_samples is a number", {**GOOD, "num_samples": 2}, "is no LEAF file: num_samples is 2, no list"),
+    ("users is text", {**GOOD, "users": "ab"}, "is no LEAF file: users is 'ab', no list"),
+    ("no users", leaf_users({}), "have no users"),
+    ("a count as text", {**GOOD, "num_samples": [1, "1"]}, "user 'b' of", "has num_samples '1', which is no whole number"),
+    ("a number as a name", {**GOOD, "users": ["a", 3]}, "has the user 3, whose name is no text"),
+    ("inputs as a number", {**GOOD, "user_data": {"a": {"x": 1, "y": [0]}}}, "user 'a' of", "x and y that are no lists"),
+    (
+        "a label beyond whole numbers",
+        leaf_users({"a": ([[1.0]], [1e20])}),
+        "user 'a' of",
+        "has the label 1e+20, but labels are below",
+    ),
+    (
+        "NaN in x",
+        leaf_users({"a": ([[1.0]], [0]), "b": ([[1.0], [float("nan")]], [0, 1])}),
+        "user 'b' of",
+        "first in sample 1",
+    ),
+    ("null in x", leaf_users({"a": ([[None]], [0])}), "user 'a' of", "NaN, null"),
+):
+    BROKEN[_case] = (_content, tuple(_words))
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_leaf_file_is_named_in_one_line(case, tmp_path):
     content, words = BROKEN[case]
     leaf_file(tmp_path, content)
     refused(lambda: read_leaf(tmp_path, "synthetic"), *words)
+
+
+def test_a_label_that_a_leaf_set_does_not_have_is_refused(tmp_path):
+    leaf_file(tmp_path, leaf_users({"u": ([[0.0] * 784], [62])}))
+    refused(lambda: read_leaf(tmp_path, "femnist"), "user 'u' of", "has the label 62, but labels are below 62")
+
+
+def test_a_user_with_one_sample_is_named_with_its_samples(tmp_path):
+    leaf_file(tmp_path, leaf_users({"a": ([[1.0]] * 5, [0] * 5), "b": ([[2.0]], [1])}))
+    data = read_leaf(tmp_path, "synthetic")
+    refused(data.federated, "client 'b' of leaf_synthetic has 1 samples, but 2 train and 2 are for tests")
 
 
 def test_a_leaf_folder_that_is_not_there_says_how_to_make_it(tmp_path):

@@ -248,13 +248,13 @@ def test_the_default_test_split_is_a_fifth_of_each_class(tmp_path):
     assert _multiset(np.concatenate([source.x_train, source.x_test]), np.concatenate([source.y_train, source.y_test])) == (
         _multiset(x, y)
     )
-    assert "no test split" in source.note
+    assert source.note == "toy 1.2.3" and "no test split" in source.split and source.split in source.notes
 
 
 def test_a_validation_split_replaces_a_missing_test_split(tmp_path):
     _prepare(tmp_path / "tfds", "toy", {"train": _samples(3, 20), "validation": _samples(4, 10)})
     source = _load(tmp_path / "tfds", tmp_path / "cache")
-    assert len(source.y_test) == 10 and "validation split is used instead" in source.note
+    assert len(source.y_test) == 10 and "validation split is used instead" in source.split
 
 
 def test_grey_images_keep_their_channel(tmp_path):

@@ -1,9 +1,13 @@
 """Scenarios of data sets whose clients are given."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
+from fedjax_meta import export, report
+from fedjax_meta.data.registry import natural
 from fedjax_meta.study import from_tree, results, run
 from fedjax_meta.study.scenario import Scenario
 from tests.study.common import Silent
@@ -53,6 +57,72 @@ def test_a_scenario_of_ratings_keeps_users_apart(tmp_path):
         Scenario(dataset="movielens", partition="natural", options={"least": 10}).build(str(tmp_path))
 
 
+def few(tmp_path, kind):
+    """12 clients, "u0" to "u11", of 3, 4, 5, 6 and more samples, as an .npz file or a folder of LEAF."""
+    rng = np.random.default_rng(0)
+    sizes = [3, 4, 5, 6, 7, 8, 9, 10, 12, 20, 4, 3]
+    x, y = rng.normal(size=(sum(sizes), 3)).astype(np.float32), np.arange(sum(sizes)) % 2
+    owner = np.repeat([f"u{i}" for i in range(12)], sizes)
+    if kind == "npz":
+        np.savez(tmp_path / "own.npz", x=x, y=y, client=owner)
+        return Scenario(dataset=str(tmp_path / "own.npz"), partition="natural", model="mlp")
+    folder = tmp_path / "leaf" / "synthetic"
+    folder.mkdir(parents=True)
+    users = {f"u{i}": {"x": x[owner == f"u{i}"].tolist(), "y": y[owner == f"u{i}"].tolist()} for i in range(12)}
+    content = {"users": list(users), "num_samples": sizes, "user_data": users}
+    (folder / "all.json").write_text(json.dumps(content))
+    return Scenario(dataset="leaf_synthetic", partition="natural", model="mlp")
+
+
+@pytest.mark.parametrize("kind", ["npz", "leaf"])
+def test_small_natural_clients_are_left_out_by_one_rule_and_counted(tmp_path, kind):
+    clients = few(tmp_path, kind).build(str(tmp_path))
+    assert clients.train.num_clients + clients.new.num_clients == 8
+    assert "4 of 12 clients have fewer than 5 samples and are left out" in clients.note
+    assert min(int(np.min(size)) for data in (clients.train, clients.new) for size in data.size.values()) >= 1
+
+
+@pytest.mark.parametrize("partition", ["natural", "iid", "classes", "dealt_tests"])
+def test_a_note_on_the_test_split_stands_where_a_protocol_uses_it(tmp_path, partition):
+    path, count, options = tmp_path / "own.npz", 2000, {"concentration": 10.0} if partition == "dealt_tests" else {}
+    np.savez(path, x=np.zeros((count, 2)), y=np.arange(count) % 10, client=np.arange(count) % 10)
+    note = (
+        Scenario(
+            dataset=str(path),
+            partition=partition,
+            options=options,
+            clients=None if partition == "natural" else 10,
+            model="mlp",
+        )
+        .build()
+        .note
+    )
+    assert ("the last fifth of each class" in note) == (partition == "dealt_tests")
+
+
+def test_an_npz_keeps_the_order_of_its_samples(tmp_path):
+    x = np.arange(60, dtype=np.uint8).repeat(4).reshape(60, 2, 2)
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 3, client=np.arange(60) % 4)
+    named = natural(tmp_path / "own.npz")
+    assert named.source.pooled()[0].shape == (60, 2, 2, 1) and np.array_equal(named.source.pooled()[0][..., 0], x)
+    assert named.clients == ("0", "1", "2", "3") and named.note == "" and named.source.num_classes == 3
+
+
+@pytest.mark.parametrize(
+    ("short", "words"),
+    [
+        ("y", "y has shape [59] in PATH, but x and client have [60]: it needs one entry a sample"),
+        ("client", "client has shape [59] in PATH, but y has [60]: it needs one entry a sample"),
+    ],
+)
+def test_the_array_that_is_too_short_is_named(tmp_path, short, words):
+    arrays = {"x": np.zeros((60, 2)), "y": np.arange(60) % 3, "client": np.arange(60) % 4}
+    np.savez(tmp_path / "own.npz", **{**arrays, short: arrays[short][:-1]})
+    with pytest.raises(ValueError) as error:
+        natural(tmp_path / "own.npz")
+    assert str(error.value) == words.replace("PATH", repr(str(tmp_path / "own.npz")))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -94,3 +164,37 @@ def test_a_study_of_ratings_is_compared_by_errors(tmp_path):
     line, mean, untrained = results.lines(study, "users", built["users"], [one])
     assert line.kind.name == "rmse" and set(line.others) >= {"mae", "r2", "mae, new"}
     assert mean.title == "mean of own targets" and untrained.known[0] > line.known[0]
+
+
+def test_natural_clients_keep_their_names(tmp_path):
+    """Each score of a named client is that of its number, and the model of a name that of its number."""
+    names = [f"site{i}" for i in range(10)]
+    rng = np.random.default_rng(1)
+    y = np.arange(200) % 2
+    np.savez(tmp_path / "own.npz", x=rng.normal(size=(200, 3)) + y[:, None], y=y, client=np.repeat(names, 20))
+    scenario = {"dataset": str(tmp_path / "own.npz"), "partition": "natural", "model": "mlp", "new": 0.2}
+    systems = {"fedper": {"method": "fedper"}, "alone": {"method": "local_only"}}
+    study = from_tree({"title": "T", "scenarios": {"s": scenario}, "systems": systems, "rounds": 2, "seeds": [1, 2]})
+    built = run.build(study)
+    known, new = built["s"].names
+    assert len(known) == 8 and sorted(known + new) == names
+    x = np.load(tmp_path / "own.npz")["x"].astype(np.float32)
+    for data, called in ((built["s"].train, known), (built["s"].new, new)):
+        for i, name in enumerate(called):
+            begin = min(int(start[i]) for start in data.start.values())
+            mine = {row.tobytes() for row in x[20 * names.index(name) : 20 * names.index(name) + 20]}
+            assert {row.tobytes() for row in np.asarray(data.x[begin : begin + 20], np.float32)} == mine
+    outcomes = run.run(study, tmp_path / "out", watcher=Silent(), clients=built)
+    table = report.load_clients(tmp_path / "out")
+    for group, called in (("known", known), ("new", new)):
+        rows = table[(table.system == "fedper") & (table.clients == group)]
+        assert rows.name.tolist() == [*called, *called] and rows.client.tolist() == [*range(len(called))] * 2
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())["clients"]["s"]
+    assert facts["names"] == list(known) and facts["names of new clients"] == list(new)
+    ends = [cell for row in results.gains(study, outcomes, built["s"]) for cell in row[-2:]]
+    assert ends and all(any(f"(client {name})" in cell for name in names) for cell in ends)
+    by_name, by_number = (export.of_run(tmp_path / "out", "fedper", client=one) for one in (known[3], "3"))
+    assert by_name.about["client"] == "known client 3"
+    assert all(map(np.array_equal, jax.tree.leaves(by_name.variables), jax.tree.leaves(by_number.variables)))
+    with pytest.raises(ValueError, match="client='site' is unknown"):
+        export.of_run(tmp_path / "out", "fedper", client="site")

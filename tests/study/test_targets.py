@@ -85,6 +85,41 @@ def test_classes_stay_classes(y, write):
     assert Scenario(dataset=path, partition="natural").build().train.num_classes == y.max() + 1
 
 
+WORDS = {
+    "classes": (np.arange(120) % 2, "2 classes"),
+    "classes without samples": (np.arange(120) % 2 * 3, "4 classes, 2 of them empty"),
+    "one number": (X[:, 0], "1 real target"),
+    "two numbers": (X[:, :2], "2 real targets"),
+    "several labels": (X[:, :3] > 0, "several labels, 3 a sample"),
+    "classes as floats": (
+        (np.arange(120) % 4).astype(float),
+        "1 real target (all whole numbers: classes must be stored as integers)",
+    ),
+    "one-hot floats": (
+        np.eye(2)[np.arange(120) % 2],
+        "2 real targets (each row has a single 1: classes must be stored as their",
+    ),
+    "one-hot integers": (np.eye(3, dtype=int)[np.arange(120) % 3], "several labels, 3 a sample (each row has a single 1"),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_the_first_line_says_what_the_targets_are(case, write):
+    y, words = WORDS[case]
+    clients = Scenario(dataset=write(x=X, y=y, client=OWNERS), partition="natural", model="mlp").build()
+    assert clients.targets.startswith(words) and (clients.targets == words or "(" in words)
+
+
+def test_a_dry_run_says_targets_and_who_is_left_out(write, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    path = write(x=X, y=(np.arange(120) % 2).astype(float), client=np.where(np.arange(120) < 3, 9, OWNERS))
+    options = ["run", "--systems", "fedavg", "--dataset", path, "--partition", "natural", "--rounds", "1", "--dry-run"]
+    result = CliRunner().invoke(app, [*options, "--set", "federation.cohort_size=2"])
+    assert result.exit_code == 0, result.output
+    assert "1 real target (all whole numbers: classes must be stored as integers)" in result.output
+    assert "1 of 7 clients has fewer than 5 samples and is left out" in result.output
+
+
 NAN = X[:, 0].copy()
 NAN[7] = np.nan
 
