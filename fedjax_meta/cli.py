@@ -273,11 +273,11 @@ def show(
 ) -> None:
     """Prints a study with all its fields, as YAML that runs again.
 
-    Options that a system leaves out have the defaults of `fedjax-meta list methods NAME`.
-
     `fedjax-meta show quickstart --quick`
 
     `fedjax-meta show study.yaml --set rounds=20`
+
+    Options that a system leaves out have the defaults of `fedjax-meta list methods NAME`.
     """
     with one_line_errors(debug):
         chosen = _chosen(

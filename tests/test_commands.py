@@ -107,7 +107,7 @@ ATTACKS = "fedjax-meta run robustness --variant dirichlet --systems fedavg,fedre
 SHARES = "fedjax-meta run robustness --variant shares --variant dirichlet --seeds 1"
 ROWS = (
     # They train nothing.
-    Row(r"fedjax-meta (list \w+|show study\.yaml)", quick=True),
+    Row(r"fedjax-meta (list \w+( \w+)?|show study\.yaml)", quick=True),
     Row(r"python -m tests\.mutation --help", quick=True),
     Row(r"python -m experiments\.leaderboard --(list|changed)", quick=True),
     Row(r"fedjax-meta (runs|compare|export|preset) .*"),

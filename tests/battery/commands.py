@@ -379,7 +379,7 @@ OTHERS = {
     ],
     "mtfl": [
         (("--systems", "fedavg-FT"), "system='fedavg-FT' is unknown (did you mean 'fedavg-FL'?)"),
-        (("--set", "scenarios.mnist.options.share=x"), "share"),
+        (("--set", "scenarios.clients.options.share=x"), "share"),
     ],
     "mtfl_tables": [
         (("target",), "No such command"),

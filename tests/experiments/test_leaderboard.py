@@ -201,7 +201,11 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("leaderboard")
     content = tree(rounds=2, tuning={"rounds": 1, "seeds": [0]})
     content["systems"] = {
-        "local_only": {"method": "local_only", "options": {"epochs": 1, "batch_size": 20}, "grid": {"lr": [0.02, 0.2, 0.5]}},
+        "local_only": {
+            "method": "local_only",
+            "options": {"epochs": 1, "batch_size": 20, "new_client_epochs": 1},
+            "grid": {"lr": [0.02, 0.2, 0.5]},
+        },
         "fedavg_ft": {"method": "fedavg_ft", "options": {"epochs": 1, "batch_size": 20}, "grid": {"lr": [0.02, 0.2, 0.5]}},
     }
     path = root / "digits.yaml"

@@ -39,7 +39,7 @@ def test_a_store_gives_the_numbers_of_the_device_and_goes_on_where_it_was(on_dev
     # On other devices, and from the memory of the host to the disk.
     (again,) = run.run(study(systems=FEDPER, store="disk", devices=2), tmp_path / "stopped", watcher=Silent())
     np.testing.assert_allclose(last(again), last(whole["host"]), rtol=1e-5)
-    with pytest.raises(ValueError, match="cannot resume: store was 'host or disk' when .* and is 'nothing' now"):
+    with pytest.raises(ValueError, match="cannot resume: store was 'host or disk' when .* and is not set now"):
         run.run(study(systems=FEDPER), tmp_path / "host", watcher=Silent())
 
 

@@ -140,7 +140,7 @@ def test_those_who_share_run_the_same_study(tmp_path):
             ({"rounds": 5}, "rounds was 1 and is 5 now"),
             ({"federation": {"cohort_size": 3}}, "federation.cohort_size was 4 and is 3 now"),
             ({"seeds": [1, 2]}, r"seeds was \[1\] and is \[1, 2\] now"),
-            ({"systems": TREE["systems"]}, "systems.fedavg.method was 'nothing' and is 'fedavg' now"),
+            ({"systems": TREE["systems"]}, "systems.fedavg.method was not set and is 'fedavg' now"),
             ({"eval_every": 1}, "eval_every was 2 and is 1 now"),
         ):
             with pytest.raises(ValueError, match=f"all that share it must say the same: .*{words}"):
