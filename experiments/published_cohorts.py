@@ -22,6 +22,7 @@ import json
 import random
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ from fedjax_meta import report
 from fedjax_meta.data import slots
 from fedjax_meta.process import console, one_line_errors
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study.tuning import Trial
 
 CLIENTS, COHORT, SKIPPED, SEED = 50, 5, 6, 42
 LOGS = "experiments/non-iid/mnist/"
@@ -123,6 +125,14 @@ def logs(clone: Path, name: str, score: str, wanted: int) -> dict[str, np.ndarra
     return found
 
 
+def _finished(run: Path) -> Iterator[tuple[str, str, Path, list[Trial]]]:
+    """(system, how its log begins, file of its results, trials) of the systems of a run that are finished."""
+    for system, begins in TESTED.items():
+        path = run / "results" / "pairs" / f"{system}.final.json"
+        if path.is_file():
+            yield system, begins, path, list(folders.read_trials(path)[0].values())
+
+
 def test_losses(clone: Path, run: Path) -> list[list[str]]:
     """A row for each finished system: the loss of the log's last test, which is averaged by samples, and the run's in both ways.
 
@@ -131,15 +141,11 @@ def test_losses(clone: Path, run: Path) -> list[list[str]]:
       OSError: there is no such run.
     """
     found = []
-    for system, begins in TESTED.items():
-        path = run / "results" / "pairs" / f"{system}.final.json"
+    for system, begins, path, trials in _finished(run):
         logged = _losses(clone, begins)[-1]
-        if not path.is_file():
-            continue
-        trials, _ = folders.read_trials(path)
         with np.load(path.with_name(f"{system}.clients.npz")) as saved:
             samples = saved["known_samples"]
-        losses = np.array([trial.rows[-1]["tests"]["known"]["loss"] for trial in trials.values()], float)
+        losses = np.array([trial.rows[-1]["tests"]["known"]["loss"] for trial in trials], float)
         ways = (np.average(losses, axis=1, weights=samples), losses.mean(1))
         spreads = [f"{one.mean():.3f}" + (f" ±{one.std(ddof=1):.3f}" if len(one) > 1 else "") for one in ways]
         found.append([system, f"{logged:.3f}", *spreads, str(len(losses))])
@@ -154,13 +160,9 @@ def training_losses(clone: Path, run: Path) -> list[list[str]]:
       OSError: there is no such run.
     """
     found = []
-    for system, begins in TESTED.items():
-        path = run / "results" / "pairs" / f"{system}.final.json"
-        if not path.is_file():
-            continue
+    for system, begins, _, trials in _finished(run):
         logged = _losses(clone, begins.replace("[Test]", "[Train]"))
-        trials, _ = folders.read_trials(path)
-        curves = [np.concatenate([row["train"]["loss"] for row in trial.rows]) for trial in trials.values()]
+        curves = [np.concatenate([row["train"]["loss"] for row in trial.rows]) for trial in trials]
         means = ", ".join(f"{curve[-LAST:].mean():.3f}" for curve in curves)
         found.append(
             [system, f"{logged[-LAST:].mean():.3f}", means, ", ".join(f"{together(logged, one):.2f}" for one in curves)]
