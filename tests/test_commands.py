@@ -72,7 +72,7 @@ for _page in PAGES:
 NOT_RUN = {
     r"pip install .*": "it needs a network and changes the environment; `make release-check` installs the package",
     r"git clone.*": "it needs a network",
-    r"(cd (fl-|imaml)|git show|for ).*|.*published_cohorts fl-ml.*": "it needs a clone of an authors' repository",
+    r"(cd (fl-|imaml)|git show|for ).*|.*published_cohorts (fl-ml|CLONE).*": "it needs a clone of an authors' repository",
     r"python -m build --wheel|make release-check": "it installs packages from a network",
     r"make test(-all)?( ARGS=.*)?": "it runs this test",
     r"make mutation": "it takes hours; a smaller sample of it runs",
@@ -134,6 +134,7 @@ ROWS = (
     Row(
         r"fedjax-meta run fedmeta_per --(data|seeds|systems)(?!.*orders=30).*", f"--systems fedavg,fedmeta_per {TINY}", "mnist"
     ),
+    Row(r"fedjax-meta run fedmeta_per --variant central .*", f"--systems centralised-100 {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_published_cohorts .*", f"--systems fedmeta {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_cifar10 .*", f"--systems fedavg {TINY}", "cifar10"),
     Row(r"fedjax-meta run fedmeta_per_sweeps( .*)?", f"--systems maml_clients-2 {TINY}", "mnist"),
