@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Task
@@ -45,6 +45,7 @@ def running_mean(memory: Memory, model: PyTree) -> Memory:
     return Memory(mean, rounds)
 
 
+@described("what it does, in few words", "Author et al. 1234.56789")
 @method_builder
 def skeleton(
     task: Task,

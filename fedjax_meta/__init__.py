@@ -47,7 +47,7 @@ from fedjax_meta import (
     uploads,
 )
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Received, Reduction, Trained, received_model
 from fedjax_meta.data import FederatedData, from_clients, from_partition, train_test_views
 from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy

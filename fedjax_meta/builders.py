@@ -1,14 +1,14 @@
 """What every builder of a method has in common: its arguments are checked at the call and recorded in the method.
 
 `@method_builder` marks a function `(task, *, options) -> Method`. `@variant(builder, option=value)` makes a builder of another
-name, whose defaults differ.
+name, whose defaults differ. `@described(words, paper)` says in a line what it builds.
 """
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, get_args
+from typing import Any, NamedTuple, ParamSpec, get_args
 
 from fedjax_meta import checks, federation
 from fedjax_meta.aggregate import WEIGHTINGS
@@ -126,6 +126,48 @@ def variant(base: Callable[P, Method], **defaults: Any) -> Callable[[Callable[..
             f"{inspect.cleandoc(named.__doc__ or '')}\n\nArguments, errors: as in `{base.__name__}`, with {changed}.\n"
         )
         build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return method_builder(build)
+        return _say(method_builder(build), About(paper=about(base).paper))
 
     return decorate
+
+
+class About(NamedTuple):
+    """What lists of methods say of a builder.
+
+    Attributes:
+      words: what its method does, in few words.
+      paper: "Huang et al. 2007.03797", of arXiv, or "Yang et al. (CVPR 2024)"; empty where there is none.
+    """
+
+    words: str = ""
+    paper: str = ""
+
+
+def described(words: str, paper: str | None = None) -> Callable[[Callable[P, Method]], Callable[P, Method]]:
+    """Says what a builder's method does, for `fedjax-meta list methods` and the gallery; stands above the other decorators.
+
+    Args:
+      words: about 30 characters, because name, words and paper share a line of 80.
+      paper: see `About`; when not given, that of the builder which a variant varies.
+
+    Example:
+      @described("a mixture of models for each", "Huang et al. 2007.03797")
+      @method_builder
+      def fedamp(task, *, lr=0.01): ...
+    """
+
+    def mark(build: Callable[P, Method]) -> Callable[P, Method]:
+        return _say(build, About(words, about(build).paper if paper is None else paper))
+
+    return mark
+
+
+def about(build: Callable[..., Method]) -> About:
+    """What `described` says of a builder; empty where it says nothing."""
+    found: About = getattr(build, "about", About())
+    return found
+
+
+def _say(build: Callable[P, Method], said: About) -> Callable[P, Method]:
+    build.about = said  # type: ignore[attr-defined]
+    return build

@@ -16,6 +16,7 @@ import numpy as np
 import typer
 
 from fedjax_meta import __version__, checks, costs, escape, export, loggers, report, runtime
+from fedjax_meta.builders import about
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
@@ -471,7 +472,7 @@ def list_(
     """
     kinds: dict[str, Callable[[], Mapping[str, tuple[str, str]]]] = {
         "studies": lambda: {name: (_title(text), "") for name, text in files.packaged().items()},
-        "methods": lambda: {name: (catalogue.method(name), catalogue.citation(name)) for name in METHODS},
+        "methods": lambda: {name: about(builder) for name, builder in METHODS.items()},
         "partitions": lambda: short.PARTITIONS,
         "models": lambda: short.MODELS,
         "masks": lambda: {name: (words, "") for name, words in catalogue.MASKS.items()},

@@ -14,8 +14,11 @@ from fedjax_meta.federation import OPTIONS
 
 SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
 
-SMALL = {"fedgp": {"capacity": 24, "gibbs_steps": 2, "draws": 4, "test_draws": 4}}
-"""Options by method that keep its cost small where a test runs over all methods; a test's own come first."""
+TRIED_WITH = {"fedgp": {"capacity": 24, "gibbs_steps": 2, "draws": 4, "test_draws": 4}, "fedbn": {"lr": 0.1}}
+"""Options by method where a test runs over all methods: small costs, rates that show in a few rounds; a test's own come first."""
+
+NEED_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
+"""Methods about batch norms, which need a task that has one."""
 
 FIRST = frozenset({builder.__module__: name for name, builder in reversed(fm.METHODS.items())}.values())
 """One method of each file."""
@@ -52,6 +55,11 @@ def normed_task() -> fm.Task:
     """The like with a batch norm, for systems that treat its leaves apart."""
     network = fm.models.Network((5,), 3, hidden=(4,), normed=("fc1",), activation="elu", norm="before")
     return fm.models.flax_task(network, (5,), layers=network.layers, features="features", head="head")
+
+
+def task_of(name: str) -> fm.Task:
+    """The task that a method can learn."""
+    return normed_task() if name in NEED_BATCH_NORM else task()
 
 
 @cache
@@ -92,7 +100,7 @@ def chosen(params: Iterable[tuple], ordinary: Callable[..., bool]) -> list:
 def build(builder, of=None, **options) -> fm.Algorithm:
     """An algorithm from a builder or its name; options that the builder does not take are the federation's."""
     if isinstance(builder, str):
-        builder, options = fm.METHODS[builder], SMALL.get(builder, {}) | options
+        builder, options = fm.METHODS[builder], TRIED_WITH.get(builder, {}) | options
     takes = inspect.signature(builder).parameters
     own = {name: value for name, value in options.items() if name in takes or name not in OPTIONS}
     federation = {name: value for name, value in options.items() if name not in own}

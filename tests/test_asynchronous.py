@@ -177,8 +177,7 @@ def test_every_method_runs_or_is_refused_by_name():
     table = schedules.fedbuff(np.arange(1.0, 8), rounds=4, buffer_size=3, concurrency=5, most_stale=5)
     refused = set()
     for name, builder in fm.METHODS.items():
-        of = problems.normed_task() if name in ("mtfl", "mtfl_fedavg_adam", "fedbn") else problems.task()
-        method = builder(of)
+        method = builder(problems.task_of(name))
         try:
             algorithm = fm.federate(method, fm.Federation(cohort_size=3, schedule=table, devices=1))
         except ValueError as error:

@@ -22,14 +22,11 @@ from tests import problems
 KEY = jax.random.key(3)
 
 
-# Methods about batch norms need a task with one; where the paper's rate is too small for a few rounds, it is raised.
-NEEDS_BATCH_NORM = {"mtfl": {}, "mtfl_fedavg_adam": {}, "fedbn": {"lr": 0.1}}
 FEDERATION = {"cohort_size": 5}
 
 
 def method_of(name: str, **options) -> fm.Method:
-    task = problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
-    return fm.METHODS[name](task, **(problems.SMALL.get(name, {}) | NEEDS_BATCH_NORM.get(name, {}) | options))
+    return fm.METHODS[name](problems.task_of(name), **(problems.TRIED_WITH.get(name, {}) | options))
 
 
 def make(name: str, **federation) -> fm.Algorithm:
@@ -183,7 +180,7 @@ PERSONAL = {
 
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_personal_leaves_are_those_of_the_paper(name):
-    method, task = method_of(name), problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
+    method, task = method_of(name), problems.task_of(name)
     found = jax.tree.leaves_with_path(fm.masks.having(method.roles, Role.PERSONAL))
     names = {"/".join(fm.masks.path_names(path)) for path, own in found if own}
     word = next((word for word, methods in PERSONAL.items() if name in methods), "none")

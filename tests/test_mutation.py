@@ -96,6 +96,9 @@ def test_every_method_and_the_core_have_tests():
     mapping = read_mapping()
     assert set(mapping) == wanted, f"tests/mutation/tests_of.toml: {sorted(set(mapping) ^ wanted)}"
     for path, calls in mapping.items():
+        assert calls[0], (
+            f"{path} has no test of its own, as tests/methods/test_{Path(path).stem}.py or by name in tests_of.toml"
+        )
         for argument in (argument for call in calls for argument in call if argument.endswith(".py")):
             assert (PROJECT / argument).exists(), f"{path} names {argument}"
 

@@ -58,7 +58,7 @@ def test_one_client_moves_the_sum_by_its_bound_and_nothing_else_of_the_server(na
     """Two runs of a round differ in all samples of one client. Before the noise, the sum of everything that clients send,
     statistics and buffers included, moves by at most 2 S (S where the other's is not finite and so left out). What the server
     keeps follows from that sum alone: with zeros in its place, it is the same bit for bit."""
-    task = problems.normed_task() if name in ("fedbn", "mtfl", "mtfl_fedavg_adam") else problems.task()
+    task = problems.task_of(name)
     options = {"uploads": (uploads.clip(CLIP), probe()), "new_client": "fresh", "cohort_size": 7, "devices": 1}
     data = problems.data()
     if name in REFUSED:

@@ -141,11 +141,9 @@ REFUSED = {
 }
 """Methods that would let something out without noise, or cannot be learned from first derivatives."""
 
-NORMED = ("fedbn", "mtfl", "mtfl_fedavg_adam")
-"""They need batch norms, which a private task cannot have."""
 
-
-@pytest.mark.parametrize("name", [name for name in fm.METHODS if name not in NORMED])
+# A private task cannot have batch norms.
+@pytest.mark.parametrize("name", [name for name in fm.METHODS if name not in problems.NEED_BATCH_NORM])
 def test_every_method_is_private_or_refused(name):
     private, data = privacy.private_task(problems.task(), clip=CLIP, noise=1.0), problems.data()
 

@@ -14,7 +14,8 @@ import yaml
 import fedjax_meta as fm
 from experiments import _standing
 from fedjax_meta import costs, masks
-from fedjax_meta.study import catalogue, files
+from fedjax_meta.builders import about
+from fedjax_meta.study import files
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +60,7 @@ def sentences(text: str) -> list[str]:
 
 def paper(name: str) -> str:
     """Author and number of a method's paper, as a link where it is on arXiv."""
-    cited = catalogue.citation(name)
+    cited = about(fm.METHODS[name]).paper
     found = re.search(r"\d{4}\.\d{4,5}", cited)
     return f"[{cited}](https://arxiv.org/abs/{found[0]})" if found else cited or "none"
 
@@ -237,7 +238,7 @@ def entry(name: str) -> Entry:
     """All that the gallery says of a method."""
     return Entry(
         name,
-        catalogue.method(name),
+        about(fm.METHODS[name]).words,
         paper(name),
         idea(name),
         personal(name),

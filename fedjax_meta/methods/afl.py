@@ -23,7 +23,7 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
@@ -48,6 +48,7 @@ class Mean(NamedTuple):
     rounds: jax.Array
 
 
+@described("the worst mixture of clients", "Mohri et al. 1902.00146")
 @method_builder
 def afl(
     task: Task,

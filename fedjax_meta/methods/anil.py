@@ -11,12 +11,13 @@ arXiv 1909.09157.
 Differs from the paper: clients take the place of tasks, and the outer step is a round of `fedmeta`, with its options.
 """
 
-from fedjax_meta.builders import variant
+from fedjax_meta.builders import described, variant
 from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.methods.fedmeta import fedmeta
 from fedjax_meta.task import Task
 
 
+@described("adapts the head alone", "Raghu et al. 1909.09157")
 @variant(fedmeta, adapts="head")
 def anil(task: Task) -> Method:
     """ANIL. Every client, known or new, adapts the head to its support set; the body is the server's."""

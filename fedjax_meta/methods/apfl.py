@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, loops, masks
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -128,6 +128,7 @@ class _Mixing:
         return Trained(shared, {"loss": total / jnp.maximum(batches.steps, 1), "share": share}, memory=Own(model, share))
 
 
+@described("a mixture of two models", "Deng et al. 2003.13461")
 @method_builder
 def apfl(
     task: Task,
@@ -206,6 +207,7 @@ def apfl(
     )
 
 
+@described("APFL that mixes outputs")
 @variant(apfl, mix="outputs")
 def apfl_outputs(task: Task) -> Method:
     """APFL that mixes the outputs of both models, as the authors' code does."""

@@ -27,7 +27,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.clusters import Place, Pull, check_clusters, losses, split_all
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
@@ -36,6 +36,7 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
+@described("clusters that split", "Sattler et al. 1910.01991")
 @method_builder
 def cfl(
     task: Task,

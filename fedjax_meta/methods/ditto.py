@@ -23,13 +23,14 @@ import jax
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate, Variables
 
 
+@described("own model near the shared one", "Li et al. 2012.04221")
 @method_builder
 def ditto(
     task: Task,

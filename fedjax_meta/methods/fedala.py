@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, loops, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -51,6 +51,7 @@ def clipped_sgd(rate: Rate) -> optax.GradientTransformation:
     return optax.chain(optax.sgd(rate), inside)
 
 
+@described("blends own and shared model", "Zhang et al. 2212.01197")
 @method_builder
 def fedala(  # over 80 lines: its rules share ten options, which closures keep short
     task: Task,

@@ -29,7 +29,7 @@ import optax
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.task import Task
@@ -93,6 +93,7 @@ def keep_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -
     return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
 
+@described("a mixture of models for each", "Huang et al. 2007.03797")
 @method_builder
 def fedamp(  # over 80 lines: signature and explanation of eleven options are half of it
     task: Task,
@@ -184,6 +185,7 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
     )
 
 
+@described("FedAMP by cosines")
 @variant(fedamp, kernel="cosine")
 def heur_fedamp(task: Task) -> Method:
     """HeurFedAMP: FedAMP whose mixtures follow the cosines between models, with a fixed share for the client itself.

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -33,6 +33,7 @@ from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
+@described("body brought near, by Fisher", "Yang et al. (CVPR 2024)")
 @method_builder
 def fedas(
     task: Task,

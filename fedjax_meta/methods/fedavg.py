@@ -22,7 +22,7 @@ from typing import Any
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -30,6 +30,7 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Params, Rate, Variables
 
 
+@described("the mean of all models", "McMahan et al. 1602.05629")
 @method_builder
 def fedavg(
     task: Task,
@@ -102,21 +103,25 @@ def fedavg(
     )
 
 
+@described("FedAvg, then one epoch", "Nguyen, Cao (FedMeta-Per)")
 @variant(fedavg, finetune_epochs=1)
 def fedavg_meta(task: Task) -> Method:
     """FedAvgMeta of the FedMeta-Per paper: FedAvg whose clients fine-tune for one epoch before they predict."""
 
 
+@described("FedAvg, then one step")
 @variant(fedavg, finetune_epochs=1, finetune_full_batch=True)
 def fedavg_one_step(task: Task) -> Method:
     """FedAvg with one full-batch update before a client predicts, as Xia and Cui test it beside Per-FedAvg-Reptile."""
 
 
+@described("FedAvg, then fine-tuning")
 @variant(fedavg, finetune="head", finetune_epochs=5)
 def fedavg_ft(task: Task) -> Method:
     """FedAvg-FT: FedAvg whose clients fine-tune the head before they predict, as the FedPAC paper tests it."""
 
 
+@described("FedAvg with own head", "Arivazhagan et al. 1912.00818")
 @variant(fedavg, personal="head")
 def fedper(task: Task) -> Method:
     """FedPer: FedAvg whose last layers stay with their client (arXiv 1912.00818).
@@ -126,11 +131,13 @@ def fedper(task: Task) -> Method:
     """
 
 
+@described("FedPer, then one epoch", "Nguyen, Cao (FedMeta-Per)")
 @variant(fedper, finetune_epochs=1)
 def fedper_meta(task: Task) -> Method:
     """FedPerMeta of the FedMeta-Per paper: FedPer whose clients fine-tune for one epoch before they predict."""
 
 
+@described("every client trains by itself", "")
 @variant(fedavg, personal="all")
 def local_only(task: Task) -> Method:
     """Every client trains by itself and nothing is averaged.

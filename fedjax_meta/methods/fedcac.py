@@ -28,7 +28,7 @@ from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.aggregate.ranks import kth_largest
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.clusters import overlaps, partners
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Trained
 from fedjax_meta.data import ClientData, FederatedData
@@ -49,6 +49,7 @@ def critical(before: jax.Array, after: jax.Array, share: float) -> jax.Array:
     return (score >= jnp.where(least <= 1e-10, smallest, least)).reshape(after.shape)
 
 
+@described("own critical parameters", "Wu et al. 2309.11103")
 @method_builder
 def fedcac(
     task: Task,

@@ -26,7 +26,7 @@ import optax
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, require_parts
@@ -54,6 +54,7 @@ def keep_first(state: State, mean: jax.Array, weight: Any, num_clients: int) -> 
     return Common(jnp.where(state.extra.known, state.extra.mean, mean), state.extra.known | (weight > 0))
 
 
+@described("a shift of features as one's own", "Zhang et al. 2311.14975")
 @method_builder
 def feddbe(
     task: Task,

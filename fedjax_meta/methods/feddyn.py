@@ -25,13 +25,14 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained, received_model
 from fedjax_meta.data import ClientData
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Params, PyTree, Rate, Updates, Variables
 
 
+@described("losses bent by past updates", "Acar et al. 2111.04263")
 @method_builder
 def feddyn(
     task: Task,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, loops, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -55,6 +55,7 @@ def responsibilities(losses: jax.Array, share: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.log(jnp.maximum(share, jnp.finfo(share.dtype).tiny))[None] - losses, -1)
 
 
+@described("own mixture of shared models", "Marfoq et al. 2108.10252")
 @method_builder
 def fedem(
     task: Task,

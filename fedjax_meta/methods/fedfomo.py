@@ -31,7 +31,7 @@ import optax
 from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Received, Trained, received_model
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import map_clients
@@ -128,6 +128,7 @@ def downloaded(key: Key, preference: jax.Array, valid: jax.Array, count: int | N
     return jax.lax.scan(draw, jnp.zeros(size, bool), explores)[1]
 
 
+@described("takes models that help", "Zhang et al. 2012.08565")
 @method_builder
 def fedfomo(
     task: Task,

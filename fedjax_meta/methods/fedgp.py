@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.class_tree import Tree, tree_of
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView, FederatedData
@@ -46,6 +46,7 @@ def fedgp_sgd(rate: Rate) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(50), optax.add_decayed_weights(1e-3), optax.sgd(rate, momentum=0.9))
 
 
+@described("own Gaussian-process classifier", "Achituve et al. 2106.15482")
 @method_builder
 def fedgp(  # over 80 lines: half of them explain twelve options
     task: Task,

@@ -31,7 +31,7 @@ import optax
 
 from fedjax_meta import checks, local, masks, meta
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Population, Received, Reduction, Trained, no_extra
 from fedjax_meta.data import CHUNK, Batches, ClientData, ClientView
 from fedjax_meta.engine import map_clients
@@ -254,6 +254,7 @@ def _average_slots(state: State, average: PyTree, weight: Any, num_clients: int)
     return jax.tree.map(like, state.extra, average)
 
 
+@described("MAML over clients", "Chen et al. 1802.07876")
 @method_builder
 def fedmeta(  # over 80 lines: half of them explain the arguments of the whole meta family
     task: Task,
@@ -458,16 +459,19 @@ def _check_combination(
         raise ValueError("inner_optimizer and learned_rates=True exclude each other: learned rates are those of plain SGD")
 
 
+@described("Meta-SGD over clients")
 @variant(fedmeta, learned_rates=True)
 def fedmeta_metasgd(task: Task) -> Method:
     """FedMeta with Meta-SGD: one inner rate per parameter is learned with the model."""
 
 
+@described("first-order MAML over clients")
 @variant(fedmeta, estimator=meta.first_order)
 def fedmeta_fomaml(task: Task) -> Method:
     """FedMeta with the first-order gradient (FOMAML), which ignores how adaptation depends on the start."""
 
 
+@described("FedMeta, steps at the server")
 @variant(fedmeta, outer_at="server", server_sum=True, outer_optimizer=optax.sgd, weighting="uniform")
 def fedmeta_server(task: Task) -> Method:
     """FedMeta as Nguyen et al., "Improving federated learning by meta-learning", write it: theta - beta sum_i g_i at the server.
@@ -476,6 +480,7 @@ def fedmeta_server(task: Task) -> Method:
     """
 
 
+@described("FedMeta with own layers", "Nguyen, Cao (FedMeta-Per)")
 @variant(fedmeta, personal="head")
 def fedmeta_per(task: Task) -> Method:
     """FedMeta-Per: FedMeta whose last layers stay with their client (Nguyen and Cao).
@@ -485,6 +490,7 @@ def fedmeta_per(task: Task) -> Method:
     """
 
 
+@described("the same with Meta-SGD")
 @variant(fedmeta_per, learned_rates=True)
 def fedmeta_per_metasgd(task: Task) -> Method:
     """FedMeta-Per with Meta-SGD; the inner rates of the personal layers stay with their client too."""

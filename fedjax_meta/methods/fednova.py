@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained, received_model
 from fedjax_meta.data import ClientData
 from fedjax_meta.keys import tagged
@@ -45,6 +45,7 @@ def normaliser(steps: Scalar, lr: Rate, momentum: Rate, prox_weight: Rate) -> ja
     return jax.lax.fori_loop(0, steps, step, (zero, zero))[0]
 
 
+@described("updates per local step", "Wang et al. 2007.07481")
 @method_builder
 def fednova(
     task: Task,

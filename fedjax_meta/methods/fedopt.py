@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
@@ -118,6 +118,7 @@ def fedavg_with(server: Callable[..., optax.GradientTransformation]) -> Callable
     return method_builder(build)
 
 
+@described("server steps with momentum", "Hsu et al. 1909.06335")
 @fedavg_with
 def fedavgm(*, server_lr: Rate = 1.0, momentum: Rate = 0.9) -> optax.GradientTransformation:
     """FedAvgM: FedAvg with momentum at the server.
@@ -161,16 +162,19 @@ def fedopt(
     return adaptive(rule, server_lr, b1=b1, b2=b2, tau=tau, initial=initial, bias_correction=bias_correction)
 
 
+@described("server steps with Adagrad", "Reddi et al. 2003.00295")
 @variant(fedopt, rule="adagrad", b1=0.0)
 def fedadagrad(task: Task) -> Method:
     """FedAdagrad: v is the sum of all squared pseudo-gradients, and there is no momentum."""
 
 
+@described("server steps with Adam", "Reddi et al. 2003.00295")
 @variant(fedopt, rule="adam")
 def fedadam(task: Task) -> Method:
     """FedAdam: v is a moving average of the squared pseudo-gradients."""
 
 
+@described("server steps with Yogi", "Reddi et al. 2003.00295")
 @variant(fedopt, rule="yogi")
 def fedyogi(task: Task) -> Method:
     """FedYogi: v moves towards the squared pseudo-gradient by a step that does not depend on how far away it is."""

@@ -33,7 +33,7 @@ import optax
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import Ratio, combine
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, no_extra, no_memory
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.features import Centroids
@@ -139,6 +139,7 @@ def _mix_heads(key: Key, state: State, cohort: Cohort, data: FederatedData) -> t
     return combine(matrix, cohort.personal), memory, metrics
 
 
+@described("aligned features, mixed heads", "Xu et al. 2306.11867")
 @method_builder
 def fedpac(
     task: Task,

@@ -26,7 +26,7 @@ import optax
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import Ratio
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.features import Centroids
@@ -46,6 +46,7 @@ def half_momentum(rate: Rate) -> optax.GradientTransformation:
     return optax.sgd(rate, momentum=0.5)
 
 
+@described("shares class means alone", "Tan et al. 2105.00243")
 @method_builder
 def fedproto(
     task: Task,

@@ -18,13 +18,14 @@ from typing import Any
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate, Variables
 
 
+@described("FedAvg with a proximal term", "Li et al. 1812.06127")
 @method_builder
 def fedprox(
     task: Task,

@@ -24,7 +24,7 @@ import jax
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -37,6 +37,7 @@ FEDBABU_SGD = partial(optax.sgd, momentum=0.9)
 """The local optimiser of FedBABU."""
 
 
+@described("own head, trained first", "Collins et al. 2102.07078")
 @method_builder
 def fedrep(
     task: Task,
@@ -110,6 +111,7 @@ def fedrep(
     )
 
 
+@described("body alone, then fine-tuning", "Oh et al. 2106.06042")
 @method_builder
 def fedbabu(
     task: Task,

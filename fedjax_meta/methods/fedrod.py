@@ -23,7 +23,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -91,6 +91,7 @@ class _Heads:
         return features.class_counts(view, features.feature_shape(self.task, model.generic, view)[0])
 
 
+@described("shared head, own head", "Chen, Chao 2107.00778")
 @method_builder
 def fedrod(
     task: Task,

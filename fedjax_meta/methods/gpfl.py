@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, cross_entropy, require_parts
@@ -52,6 +52,7 @@ def modulated(parts: Parts, z: jax.Array, condition: jax.Array) -> jax.Array:
     return jax.nn.relu(z * (features.conditional(parts.gamma, condition) + 1) + features.conditional(parts.beta, condition))
 
 
+@described("features for head and classes", "Zhang et al. 2308.10279")
 @method_builder
 def gpfl(  # over 80 lines: the loss has three terms that share two conditions
     task: Task,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.clusters import check_clusters, losses
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -38,6 +38,7 @@ def draw(task: Task, clusters: int, key: Key) -> PyTree:
     return jax.vmap(task.init)(key[None] if clusters == 1 else jax.random.split(key, clusters))
 
 
+@described("the best of several models", "Ghosh et al. 2006.04088")
 @method_builder
 def ifca(
     task: Task,

@@ -24,7 +24,7 @@ import jax
 import optax
 
 from fedjax_meta import checks, masks, meta
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.data import Batches, ClientData
 from fedjax_meta.implicit import implicit_gradient
@@ -47,6 +47,7 @@ FL_IMAML = {"operator": "fl_imaml", "outer": "last_chunk", "warm_start": "gradie
 meta-learning", with its errors; no logs of it are published."""
 
 
+@described("FedMeta, implicit gradient", "Rajeswaran et al. 1909.04630")
 @method_builder
 def imaml(
     task: Task,

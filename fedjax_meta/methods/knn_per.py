@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -87,6 +87,7 @@ def votes(
     return jnp.where(total > 0, by_class / jnp.maximum(total, 1e-30), 1 / classes)
 
 
+@described("FedAvg and own neighbours", "Marfoq et al. 2111.09360")
 @method_builder
 def knn_per(
     task: Task,

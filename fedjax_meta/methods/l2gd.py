@@ -26,7 +26,7 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
@@ -35,6 +35,7 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
+@described("own models, sometimes a mean", "Hanzely et al. 2002.05516")
 @method_builder
 def l2gd(
     task: Task,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Population, Reduction
 from fedjax_meta.data import ClientView
 from fedjax_meta.methods.fedavg import fedavg
@@ -64,6 +64,7 @@ def _vote(task: Task, vote: str, ensemble: Ensemble, x: Any) -> jax.Array:
     return jnp.log(total / jnp.sum(counts) + jnp.finfo(total.dtype).tiny)
 
 
+@described("shared head, own body", "Liang et al. 2001.01523")
 @method_builder
 def lg_fedavg(
     task: Task,

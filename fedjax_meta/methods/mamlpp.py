@@ -16,7 +16,7 @@ rounds at the start are left out; clients take the place of tasks. Steps beyond 
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta.builders import variant
+from fedjax_meta.builders import described, variant
 from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.methods.fedmeta import fedmeta
 from fedjax_meta.multistep import annealed, multi_step
@@ -24,6 +24,7 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Scalar
 
 
+@described("MAML, a rate for every step", "Antoniou et al. 1810.09502")
 @variant(
     fedmeta,
     learned_rates=True,

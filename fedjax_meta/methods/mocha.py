@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, features, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -58,6 +58,7 @@ class Own(NamedTuple):
     step: jax.Array
 
 
+@described("own models, learned relations", "Smith et al. 1705.10467")
 @method_builder
 def mocha(  # over 80 lines: a client's part and the server's share seven options
     task: Task,

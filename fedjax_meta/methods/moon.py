@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
@@ -45,6 +45,7 @@ def momentum_with_decay(rate: Rate) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(1e-5), optax.sgd(rate, momentum=0.9))
 
 
+@described("FedAvg, contrasted features", "Li et al. 2103.16257")
 @method_builder
 def moon(
     task: Task,

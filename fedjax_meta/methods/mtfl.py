@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -144,6 +144,7 @@ class _MTFL:
         return model.variables
 
 
+@described("own batch norm as patches", "Mills et al. 2007.09236")
 @method_builder
 def mtfl(
     task: Task,
@@ -209,6 +210,7 @@ def mtfl(
     )
 
 
+@described("MTFL with averaged Adam")
 @variant(mtfl, lr=0.003, optimizer=adam, federated_slots=True)
 def mtfl_fedavg_adam(task: Task) -> Method:
     """MTFL with FedAvg-Adam: the clients' Adam is federated too, apart from the slots of private leaves.
@@ -217,6 +219,7 @@ def mtfl_fedavg_adam(task: Task) -> Method:
     """
 
 
+@described("FedAvg with averaged Adam")
 @variant(mtfl_fedavg_adam, private="none")
 def fedavg_adam(task: Task) -> Method:
     """FedAvg-Adam, the optimiser of the MTFL paper with nothing private: moments are averaged together with the parameters.
@@ -225,6 +228,7 @@ def fedavg_adam(task: Task) -> Method:
     """
 
 
+@described("own batch norm", "Li et al. 2102.07623")
 @variant(mtfl, lr=0.01, batch_size=32, weighting="uniform")
 def fedbn(task: Task) -> Method:
     """FedBN: FedAvg whose batch norms stay with their clients; defaults of its authors' code.

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks, meta
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Population, Received, Reduction, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -37,6 +37,7 @@ from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Mask, Rate, Variables
 
 
+@described("MAML steps, then the mean", "Fallah et al. 2002.07948")
 @method_builder
 def perfedavg(
     task: Task,
@@ -161,11 +162,13 @@ def _on_a_batch(method: Method, size: int) -> Method:
     return dataclasses.replace(method, personalize=personalize, new_client=method.new_client and new_client)
 
 
+@described("with first-order steps")
 @variant(perfedavg, estimator=meta.first_order)
 def perfedavg_fo(task: Task) -> Method:
     """Per-FedAvg (FO): the first-order meta-gradient, which leaves the Hessian out."""
 
 
+@described("with Hessian products")
 @variant(perfedavg, estimator=partial(meta.hessian_free, method="product"))
 def perfedavg_exact(task: Task) -> Method:
     """Per-FedAvg with exact Hessian-vector products on the third batch, where HF takes differences of gradients."""

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, features, local, masks
-from fedjax_meta.builders import method_builder, variant
+from fedjax_meta.builders import described, method_builder, variant
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -158,6 +158,7 @@ class _PFedHN:
         return generated, generated
 
 
+@described("models from a hypernetwork", "Shamsian et al. 2103.04628")
 @method_builder
 def pfedhn(
     task: Task,
@@ -238,6 +239,7 @@ def pfedhn(
     )
 
 
+@described("the same with own heads")
 @variant(pfedhn, personal="head")
 def pfedhn_pc(task: Task) -> Method:
     """pFedHN-PC: the hypernetwork generates the body alone; each client has its own head.

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, loops, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -40,6 +40,7 @@ from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Rate, Variables
 
 
+@described("Moreau envelopes", "Dinh et al. 2006.08848")
 @method_builder
 def pfedme(
     task: Task,

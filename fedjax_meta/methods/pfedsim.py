@@ -26,7 +26,7 @@ from jax.flatten_util import ravel_pytree
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.clusters import cosines_of, similar_clients
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, FederatedData
@@ -42,6 +42,7 @@ class Own(NamedTuple):
     personal: jax.Array
 
 
+@described("bodies mixed by like heads", "Tan et al. 2305.15706")
 @method_builder
 def pfedsim(
     task: Task,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, local, masks
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained, received_model
 from fedjax_meta.data import ClientData
 from fedjax_meta.keys import tagged
@@ -31,6 +31,7 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate
 
 
+@described("high losses count for more", "Li et al. 1905.10497")
 @method_builder
 def qfedavg(
     task: Task,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, masks, meta
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Reduction
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.data.shuffle import permutation_keys, permute
@@ -36,6 +36,7 @@ from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, Rate
 
 
+@described("towards adapted models", "Nichol et al. 1803.02999")
 @method_builder
 def reptile(
     task: Task,
@@ -95,6 +96,7 @@ def reptile(
     )
 
 
+@described("Reptile steps, then the mean", "Xia, Cui (Per-FedAvg-Reptile)")
 @method_builder
 def perfedavg_reptile(
     task: Task,

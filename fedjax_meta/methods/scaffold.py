@@ -23,7 +23,7 @@ import optax
 
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
-from fedjax_meta.builders import method_builder
+from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -31,6 +31,7 @@ from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Params, PyTree, Rate, Updates, Variables
 
 
+@described("FedAvg with control variates", "Karimireddy et al. 1910.06378")
 @method_builder
 def scaffold(
     task: Task,

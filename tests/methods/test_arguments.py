@@ -87,32 +87,28 @@ ALL = [
 ]
 
 
-def _task(name):
-    return problems.normed_task() if name in ("mtfl", "mtfl_fedavg_adam", "fedbn") else problems.task()
-
-
 @pytest.mark.parametrize(("name", "option"), ALL, ids=[".".join(pair) for pair in ALL])
 def test_every_method_names_its_wrong_option(name, option):
     with pytest.raises(ValueError, match=rf"^{option}\b"):
-        fm.METHODS[name](_task(name), **{option: WRONG[option]})
+        fm.METHODS[name](problems.task_of(name), **{option: WRONG[option]})
 
 
 @pytest.mark.parametrize("name", [name for name, option in ALL if option == "weighting"])
 def test_clients_count_as_was_asked_for(name):
     for weighting in ("samples", "query", "uniform"):
-        assert fm.METHODS[name](_task(name), weighting=weighting).weighting == weighting
+        assert fm.METHODS[name](problems.task_of(name), weighting=weighting).weighting == weighting
 
 
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_an_option_that_no_method_has_is_refused_under_the_builders_name(name):
     for option in ("cohort_size", "upload_bits", "no_such_option"):
         with pytest.raises(TypeError, match=rf"^{name}\(\) takes no '{option}'"):
-            fm.METHODS[name](_task(name), **{option: 1})
+            fm.METHODS[name](problems.task_of(name), **{option: 1})
 
 
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_the_record_of_a_method_holds_its_name_and_every_option(name):
-    method = fm.METHODS[name](_task(name))
+    method = fm.METHODS[name](problems.task_of(name))
     options = [p.name for p in inspect.signature(fm.METHODS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert method.config["method"] == method.name == name
     assert sorted(method.config) == sorted(["method", *options])

@@ -17,15 +17,11 @@ from fedjax_meta.methods.fedem import responsibilities
 from fedjax_meta.task import Batch, LogitsLoss, cross_entropy, require_parts, weighted_mean
 from tests import problems
 from tests.methods.common import KEY
-from tests.test_contract import FEDERATION, NEEDS_BATCH_NORM, build, run
+from tests.test_contract import FEDERATION, build, run
 
 OPAQUE_IS_REFUSED = ("apfl_outputs", "feddbe", "fedem", "fedpac", "fedproto", "fedrod", "gpfl", "fedgp", "mocha", "moon")
 OWN_LOSS = {"fedgp": "a predictive loss", "mocha": "a hinge loss"}
 CRITERION_IS_REFUSED = ("fedrod",)
-
-
-def base(name):
-    return problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task()
 
 
 def smoothed(logits, batch, amount=0.2):
@@ -57,7 +53,7 @@ def rounds(method, count=3):
 @pytest.mark.parametrize("name", problems.sampled(grouped=True))
 def test_a_method_sees_the_loss_of_its_task(name):
     """Noise on the samples and label smoothing change it; both at 0 change nothing."""
-    builder, plain = fm.METHODS[name], base(name)
+    builder, plain = fm.METHODS[name], problems.task_of(name)
     if name in OWN_LOSS:
         for other in (noised(plain, 0.5), with_criterion(plain, smoothed)):
             with pytest.raises(ValueError, match=f"{name} minimises {OWN_LOSS[name]} of its own on the samples as they are"):
@@ -68,7 +64,7 @@ def test_a_method_sees_the_loss_of_its_task(name):
         task = plain
         if name not in CRITERION_IS_REFUSED:
             task = with_criterion(task, lambda logits, batch: smoothed(logits, batch, smoothing))
-        return builder(noised(task, noise), **NEEDS_BATCH_NORM.get(name, {}))
+        return builder(noised(task, noise), **problems.TRIED_WITH.get(name, {}))
 
     @jax.jit
     def changed(noise, smoothing, *arguments):
@@ -88,7 +84,7 @@ def test_a_method_sees_the_loss_of_its_task(name):
 
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_an_opaque_loss_is_honoured_or_refused_by_name(name):
-    task = base(name)
+    task = problems.task_of(name)
     opaque = task._replace(loss=partial(task.loss))
     if name not in OPAQUE_IS_REFUSED:
         fm.METHODS[name](opaque)

@@ -44,24 +44,35 @@ def test_a_new_client_of_local_training_starts_at_the_initial_model_and_a_known_
     assert problems.distance(personalized(algorithm, state, 3), expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "name", ["fedpac", "moon", "fedrod", "knn_per", "fedproto", "feddbe", "fedas", "gpfl", "fedgp", "mocha"]
-)
-def test_a_task_without_features_is_refused_by_name(name):
-    for without in ({"features": None}, {"head": None}):
-        with pytest.raises(ValueError, match=f"{name} looks at features, but the task has no features and head"):
-            fm.METHODS[name](problems.task()._replace(**without))
+LACKING = {
+    "features": "{name} looks at features, but the task has no features and head",
+    "head": "{name} looks at features, but the task has no features and head",
+    "layers": "='(head|body)': this task names no layers",
+}
+"""How a builder refuses a task that does not say what the method needs."""
+
+
+@pytest.mark.parametrize("name", fm.METHODS)
+def test_a_task_without_features_or_layers_is_refused_or_serves(name):
+    task, options = problems.task_of(name), problems.TRIED_WITH.get(name, {})
+    missing = {"features": None, "head": None, "layers": ()}
+    refused = []
+    for what, nothing in missing.items():
+        try:
+            fm.METHODS[name](task._replace(**{what: nothing}), **options)
+        except ValueError as error:
+            assert re.search(LACKING[what].format(name=name), str(error))
+            refused.append(what)
+    needless = {what: nothing for what, nothing in missing.items() if what not in refused}
+    algorithm = fm.federate(fm.METHODS[name](task._replace(**needless), **options), fm.Federation(cohort_size=3, devices=1))
+    state, view = jax.eval_shape(algorithm.init, KEY, problems.data()), problems.data().client(0)["test_support"]
+    jax.eval_shape(algorithm.round, KEY, state, problems.data())
+    jax.eval_shape(lambda state: algorithm.personalize(KEY, state, view, None), state)
+
+
+def test_a_projection_needs_features():
     with pytest.raises(ValueError, match="with_projection looks at features"):
         features.with_projection(problems.task()._replace(features=None), 4, 3)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedpac", "pfedhn_pc", "fedavg_ft", "fedala", "fedas", "gpfl", "pfedsim"],
-)
-def test_a_task_without_named_layers_has_no_head(name):
-    with pytest.raises(ValueError, match="layers"):
-        fm.METHODS[name](problems.task()._replace(layers=()))
 
 
 def lacking():

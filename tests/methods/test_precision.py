@@ -12,8 +12,6 @@ from fedjax_meta import runtime
 from tests import problems
 from tests.methods.common import KEY
 
-NEEDS_BATCH_NORM = ("mtfl", "mtfl_fedavg_adam", "fedbn")
-
 
 def halved(task, dtype):
     """The task with parameters, inputs and logits in a short type."""
@@ -39,7 +37,7 @@ def halved(task, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", problems.sampled())
 def test_a_method_keeps_the_types_of_a_model_in_half_precision(name, dtype):
-    task = halved(problems.normed_task() if name in NEEDS_BATCH_NORM else problems.task(), dtype)
+    task = halved(problems.task_of(name), dtype)
     algorithm, data = fm.federate(fm.METHODS[name](task), fm.Federation(cohort_size=3, devices=1, lanes=1)), problems.data()
     state = jax.eval_shape(algorithm.init, KEY, data)
     after, _ = jax.eval_shape(algorithm.round, KEY, state, data)

@@ -83,10 +83,16 @@ def main() -> None:
 def read_mapping() -> dict[str, list[list[str]]]:
     """The tests of each file, as arguments of one or two calls of pytest."""
     read = tomllib.loads((HERE / "tests_of.toml").read_text())
-    mapping = {path: [entry["tests"]] for path, entry in read["files"].items()}
+    entries = {path: {"tests": [], **entry} for path, entry in read["files"].items()}
+    for path in sorted((PROJECT / "fedjax_meta" / "methods").glob("[!_]*.py")):
+        own = [f"tests/{folder}/test_{path.stem}.py" for folder in ("whole_rounds", "methods")]
+        entry = {"tests": [], "named": path.stem} | entries.get(str(path.relative_to(PROJECT)), {})
+        entry["tests"] = [one for one in own if (PROJECT / one).exists()] + entry["tests"]
+        entries[str(path.relative_to(PROJECT))] = entry
+    mapping = {path: [entry["tests"]] for path, entry in entries.items()}
     for path, calls in mapping.items():
-        if "named" in read["files"][path]:
-            calls.append(["-k", read["files"][path]["named"], *read["named"]])
+        if "named" in entries[path]:
+            calls.append(["-k", entries[path]["named"], *read["named"]])
     return mapping
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import fedjax_meta as fm
 from fedjax_meta import cli, models
+from fedjax_meta.builders import about
 from fedjax_meta.cli import app
 from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
@@ -174,21 +175,20 @@ def test_options_are_listed_with_their_defaults():
 
 def test_every_method_is_cited_as_its_file_cites_it():
     for name, builder in METHODS.items():
-        source = catalogue.citation(name)
+        words, source = about(builder)
         text = " ".join((inspect.getmodule(builder).__doc__ or "").split())
-        assert source or name == "local_only", f"{name} has no entry in _PAPERS of fedjax_meta/study/catalogue.py"
+        assert words and (source or name == "local_only"), f"{name} needs @described(words, paper) above its other decorators"
         author, _, number = source.rpartition(" ")
         if number.replace(".", "").isdecimal():
-            for words in (f"arXiv {number}", author.split()[0].rstrip(",")):
-                assert words in text, (
-                    f"_PAPERS says {source!r} of {name}, but the docstring of its file does not say {words!r}"
+            for cited in (f"arXiv {number}", author.split()[0].rstrip(",")):
+                assert cited in text, (
+                    f"{name} is described as of {source!r}, but the docstring of its file does not say {cited!r}"
                 )
         else:
             form = re.fullmatch(r".+ \(.+\)|", source)
-            assert form, f"{source!r} of {name} in _PAPERS must be 'AUTHOR NUMBER' (of arXiv) or 'AUTHOR (VENUE YEAR)'"
-    entries = {name: (catalogue.method(name), catalogue.citation(name)) for name in METHODS}
-    cut = [line for line in catalogue.lines(entries) if "..." in line]
-    assert not cut, f"words in _METHODS do not fit a line of {catalogue.WIDTH} characters beside the paper: {cut}"
+            assert form, f"{source!r}, paper of {name}, must be 'AUTHOR NUMBER' (of arXiv) or 'AUTHOR (VENUE YEAR)'"
+    cut = [line for line in catalogue.lines({name: about(builder) for name, builder in METHODS.items()}) if "..." in line]
+    assert not cut, f"words of @described do not fit a line of {catalogue.WIDTH} characters beside the paper: {cut}"
 
 
 BAD = {
