@@ -82,6 +82,7 @@ class _Options(NamedTuple):
     operator: str
     proximal: str
     outer: str
+    negative_curvature: str
 
 
 def implicit_gradient(
@@ -96,6 +97,7 @@ def implicit_gradient(
     operator: str = "implicit",
     proximal: str = "each_step",
     outer: str = "query",
+    negative_curvature: str = "stop",
 ) -> Estimator:
     """The implicit meta-gradient (iMAML; Rajeswaran et al. 2019, arXiv 1909.04630, algorithm 2).
 
@@ -123,6 +125,8 @@ def implicit_gradient(
       proximal: the proximal term is part of the loss in "each_step", or one step on it alone comes "last" (iMAML's code).
       outer: right side: the gradient of the whole "query"; that of its "last_chunk" with the proximal term (code of Nguyen et
         al.); or that of the whole query with the proximal term, "regularised" (their earlier code).
+      negative_curvature: what the solver does at a direction in which the operator is not positive, see below: "stop", or
+        "continue" as if it were, as the code of Nguyen et al. and that of the iMAML authors do.
 
     H is the Hessian over the whole support: the one batch, or all its steps and chunks together. `WithHessian(support,
     hessian)` takes it on other samples, which saves many passes if the support is several epochs or repeated full batches. A
@@ -130,7 +134,8 @@ def implicit_gradient(
 
     If I + H/lambda (plus damping) is not positive, there may be no minimum and no solution. The solver then stops at the first
     direction without positive curvature and returns its current iterate, which is the plain query gradient if that is the
-    first direction; `info` reports this and the remaining residual.
+    first direction; `info` reports this and the remaining residual. A solver that goes on may end with another direction
+    altogether: of small clients, whose few samples make H indefinite, most signs can be others.
 
     Raises:
       ValueError: an option out of range, an `inner` that is no `InnerOptimizer` or has learned rates; from the estimator, as
@@ -146,7 +151,18 @@ def implicit_gradient(
     """
     require_inner("implicit_gradient", inner)
     require_fixed_rates("implicit_gradient", inner)
-    options = _Options(prox_weight, steps, cg_steps, tolerance, damping, warm_start, operator, proximal, outer)
+    options = _Options(
+        prox_weight=prox_weight,
+        steps=steps,
+        cg_steps=cg_steps,
+        tolerance=tolerance,
+        damping=damping,
+        warm_start=warm_start,
+        operator=operator,
+        proximal=proximal,
+        outer=outer,
+        negative_curvature=negative_curvature,
+    )
     _check_options(options)
     return partial(_estimate, inner, options)
 
@@ -161,6 +177,7 @@ def _check_options(options: _Options) -> None:
     checks.one_of("operator", options.operator, OPERATORS)
     checks.one_of("proximal", options.proximal, ("each_step", "last"))
     checks.one_of("outer", options.outer, ("query", "last_chunk", "regularised"))
+    checks.one_of("negative_curvature", options.negative_curvature, ("stop", "continue"))
 
 
 def _estimate(
@@ -239,6 +256,7 @@ def _solve(
         steps=options.cg_steps,
         tolerance=options.tolerance,
         from_right_side=options.warm_start == "gradient",
+        stop_at_negative=options.negative_curvature == "stop",
     )
     if jax.tree.leaves(fixed):
         crossed = masks.split(product(masks.merge(solution.x, fixed)), mask)[1]
@@ -253,6 +271,7 @@ def conjugate_gradient(
     steps: int,
     tolerance: Rate = 0.0,
     from_right_side: bool = False,
+    stop_at_negative: bool = True,
 ) -> Solution:
     """Solves operator(x) = right for a symmetric operator; stops where the operator is not positive.
 
@@ -265,11 +284,13 @@ def conjugate_gradient(
       steps: maximum number of steps, one product each.
       tolerance: stop when the norm of the residual is at most this fraction of the norm of the right side.
       from_right_side: start at `right` in place of 0.
+      stop_at_negative: whether it stops there; otherwise it goes on with a step of negative length.
 
     Returns:
       a `Solution`, of the dtypes of `right`; the solver itself runs in single precision at least. At a direction p with
       p.operator(p) <= 0 the solver stops and returns its current iterate. If that is the first direction, it returns `right`. If
-      the right side or a product is not finite, `x` and the residual are NaN.
+      the right side or a product is not finite, or a solver that goes on meets a curvature of 0, `x` and the residual are NaN.
+      `negative_curvature` says whether any direction had it.
 
     Example:
       >>> solution = conjugate_gradient(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([1.0, 2.0]), steps=2)
@@ -289,16 +310,17 @@ def conjugate_gradient(
 
     def unfinished(carry: PyTree) -> jax.Array:
         _, _, _, left, taken, negative = carry
-        return (taken < steps) & (left > tolerance**2 * size) & ~negative
+        return (taken < steps) & (left > tolerance**2 * size) & ~(negative & stop_at_negative)
 
     def step(carry: PyTree) -> PyTree:
-        x, residual, direction, left, taken, _ = carry
+        x, residual, direction, left, taken, before = carry
         image = product(direction)
         curvature = optax.tree.vdot(direction, image)
         broken = ~jnp.isfinite(curvature)
         negative = ~broken & (curvature <= smallest * optax.tree.norm(direction, squared=True))
-        at_start = negative & (taken == 0)
-        length = jnp.where(negative, 0, left / jnp.where(negative, 1, curvature))
+        stops = negative & stop_at_negative
+        at_start = stops & (taken == 0)
+        length = jnp.where(stops, 0, left / jnp.where(stops, 1, curvature))
         # From x = 0 the first direction is the right side, so a step of length 1 gives x = right.
         length = jnp.where(at_start & (not from_right_side), 1, length)
         length = jnp.where(broken, jnp.nan, length)
@@ -306,7 +328,7 @@ def conjugate_gradient(
         residual = optax.tree.add_scale(residual, -length, image)
         left_after = optax.tree.norm(residual, squared=True)
         direction = optax.tree.add_scale(residual, left_after / left, direction)
-        return x, residual, direction, left_after, taken + jnp.where(negative | broken, 0, 1), negative
+        return x, residual, direction, left_after, taken + jnp.where(stops | broken, 0, 1), before | negative
 
     start = (x, residual, residual, left, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
     x, _, _, left, taken, negative = loops.while_loop(unfinished, step, start)

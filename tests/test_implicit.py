@@ -254,6 +254,45 @@ def test_solver_stops_at_negative_curvature_with_its_current_iterate() -> None:
     np.testing.assert_allclose(solution.residual, residual, rtol=1e-12)
 
 
+@pytest.mark.parametrize("from_right_side", [False, True])
+def test_a_solver_that_continues_solves_an_indefinite_system(from_right_side: bool) -> None:
+    """Conjugate gradients find the solution of any regular symmetric system in as many steps as it has eigenvalues, as long as no
+    direction has curvature 0; before that, they are where the recursion of a textbook is."""
+    eigenvalues, right = np.array([1.0, -2.0, 3.0, -0.4]), np.array([1.0, 2.0, -1.0, 0.5])
+    x = right.copy() if from_right_side else np.zeros(4)
+    residual = right - eigenvalues * x
+    direction = residual.copy()
+    for taken in range(1, 5):
+        image = eigenvalues * direction
+        length = residual @ residual / (direction @ image)
+        x, after = x + length * direction, residual - length * image
+        direction, residual = after + after @ after / (residual @ residual) * direction, after
+        solution = conjugate_gradient(
+            lambda v: eigenvalues * v,
+            jnp.asarray(right),
+            steps=taken,
+            from_right_side=from_right_side,
+            stop_at_negative=False,
+        )
+        np.testing.assert_allclose(solution.x, x, rtol=1e-9)
+        assert solution.steps == taken
+    np.testing.assert_allclose(x, right / eigenvalues, rtol=1e-9)
+    assert solution.negative_curvature and solution.residual < 1e-9
+
+
+def test_an_estimate_that_continues_differs_where_the_operator_is_not_positive() -> None:
+    """Of a support loss -2 |w|^2 with lambda = 1, I + H is -3: the solver stops at the plain gradient, or divides it by -3."""
+    loss = lambda w, batch: -2.0 * jnp.sum(w**2) * batch + jnp.sum(w)  # noqa: E731
+    results = [
+        implicit_gradient(meta.sgd(1e-9), prox_weight=1.0, negative_curvature=word)(
+            loss, jnp.array([1.0, 2.0]), jnp.array(1.0), jnp.array(0.0)
+        )
+        for word in ("stop", "continue")
+    ]
+    np.testing.assert_allclose([result.gradient for result in results], [[1, 1], [-1 / 3, -1 / 3]], rtol=1e-7)
+    assert all(result.info.negative_curvature for result in results)
+
+
 def test_conjugate_gradient_equals_that_of_jax() -> None:
     """For a positive operator on a tree every iterate equals that of `jax.scipy.sparse.linalg.cg`."""
     root = normal(0, 8, 8)

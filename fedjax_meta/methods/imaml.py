@@ -37,12 +37,19 @@ FL_IMAML_MARCH = {
     "outer": "regularised",
     "warm_start": "gradient",
     "tolerance": 0.0,
+    "negative_curvature": "continue",
     "inner_optimizer": optax.adam,
 }
 """Options of `imaml` that reproduce the code behind the logs of Nguyen et al. (their commit 858f10a of 31 March 2023): another
 inner optimiser, the Hessian of the support batches with the proximal term inside, the query's gradient with it."""
 
-FL_IMAML = {"operator": "fl_imaml", "outer": "last_chunk", "warm_start": "gradient"}
+FL_IMAML = {
+    "operator": "fl_imaml",
+    "outer": "last_chunk",
+    "warm_start": "gradient",
+    "tolerance": 0.0,
+    "negative_curvature": "continue",
+}
 """Options of `imaml` that reproduce the gradient in the later code of Nguyen et al., "Improving federated learning by
 meta-learning", with its errors; no logs of it are published."""
 
@@ -65,6 +72,7 @@ def imaml(
     operator: str = "implicit",
     proximal: str = "each_step",
     outer: str = "query",
+    negative_curvature: str = "stop",
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     outer_optimizer: Callable[[Any], optax.GradientTransformation] = optax.adam,
     outer_slots: str = "fresh",
@@ -86,8 +94,9 @@ def imaml(
       test_prox_weight: lambda of a test client's adaptation; `prox_weight` when not given, 0 adapts freely.
       inner_epochs: passes over the support view, or full-batch steps when `batch_size` is `None`.
       batch_size: samples of an inner step.
-      cg_steps, tolerance, damping, warm_start, operator, proximal, outer: as in `implicit.implicit_gradient`. The Hessian is
-        that of the support view, taken once, however many passes the inner loop makes.
+      cg_steps, tolerance, damping, warm_start, operator, proximal, outer, negative_curvature: as in
+        `implicit.implicit_gradient`. The Hessian is that of the support view, taken once, however many passes the inner loop
+        makes.
       inner_optimizer, outer_optimizer, outer_slots, outer_at, server_sum, adapts, personal, score, weighting: as in `fedmeta`.
 
     Raises:
@@ -105,6 +114,7 @@ def imaml(
         operator=operator,
         proximal=proximal,
         outer=outer,
+        negative_curvature=negative_curvature,
     )
 
     return fedmeta(

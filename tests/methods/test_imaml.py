@@ -101,6 +101,7 @@ def test_fedavg_with_one_update_takes_one_step_on_all_of_the_support_view():
         ({"cg_steps": 0}, "cg_steps=0"),
         ({"inner_epochs": 0}, "inner_epochs=0"),
         ({"operator": "other"}, "operator='other'"),
+        ({"negative_curvature": "ignore"}, "negative_curvature='ignore'"),
     ],
     ids=str,
 )
