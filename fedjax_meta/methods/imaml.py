@@ -12,8 +12,8 @@ in federated learning the FL-MAML/iMAML study (Nguyen et al., "Improving federat
 
 Rates and lambda are those of the code of Nguyen et al. Differs from that code, whose gradient is another one. Until their commit
 858f10a, behind all their logs, the inner optimiser is Adam, and the proximal term is inside the Hessian, which then counts each
-support batch, and inside the outer gradient (`FL_IMAML_MARCH`). From April 2023 on, without logs, the Hessian is that of the
-query batches, and the outer gradient that of the last query batch alone (`FL_IMAML`).
+support batch, and inside the outer gradient, and the solver goes on at negative curvature (`FL_IMAML_MARCH`). From April 2023 on,
+without logs, the Hessian is that of the query batches, and the outer gradient that of the last query batch alone (`FL_IMAML`).
 """
 
 from collections.abc import Callable
