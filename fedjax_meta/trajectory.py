@@ -19,7 +19,7 @@ from jax.tree_util import Partial
 from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches
 from fedjax_meta.dependence import marks_of
-from fedjax_meta.roots import finite_at_zero
+from fedjax_meta.numerics.roots import finite_at_zero
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
 ScalarLoss = Callable[[Params, PyTree], jax.Array]

@@ -22,13 +22,10 @@ CORE = (
     "multistep",
     "adaptation",
     "trajectory",
-    "simplex",
     "schedules",
     "clusters",
-    "gaussian_classifier",
-    "related_tasks",
 )
-PACKAGES = {"rounds": (), "aggregate": ("registry", "rule")}
+PACKAGES = {"rounds": (), "aggregate": ("registry", "rule"), "numerics": ()}
 """All files of them, but some: what only names things, or says what a thing is."""
 
 CODE = '''"""Docstring with 1 number."""

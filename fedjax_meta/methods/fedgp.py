@@ -32,11 +32,11 @@ import optax
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.class_tree import Tree, tree_of
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView, FederatedData
-from fedjax_meta.gaussian_classifier import Classifier, Process, fit, halves_of, log_chances, predictive_loss
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics.class_tree import Tree, tree_of
+from fedjax_meta.numerics.gaussian_classifier import Classifier, Process, fit, halves_of, log_chances, predictive_loss
 from fedjax_meta.task import Batch, Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 

@@ -38,7 +38,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduct
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.features import Centroids
 from fedjax_meta.keys import tagged
-from fedjax_meta.simplex import bounds, mixtures
+from fedjax_meta.numerics.simplex import bounds, mixtures
 from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 

@@ -37,7 +37,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Traine
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
-from fedjax_meta.related_tasks import ascend, hinge, primal, relations, safety
+from fedjax_meta.numerics.related_tasks import ascend, hinge, primal, relations, safety
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 

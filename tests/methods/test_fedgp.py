@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.gaussian_classifier import JITTER, halves_of
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics.gaussian_classifier import JITTER, halves_of
 from tests.whole_rounds.world import (
     BODY,
     CLASSES,

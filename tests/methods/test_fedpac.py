@@ -7,7 +7,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import features, masks
 from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, sent_statistics, statistics
-from fedjax_meta.simplex import mixtures
+from fedjax_meta.numerics.simplex import mixtures
 from tests import problems
 from tests.methods.common import FULL, KEY, batch, build, of, personalized, run, start
 

@@ -10,11 +10,11 @@ from scipy.optimize import minimize
 from sklearn.svm import LinearSVC
 
 import fedjax_meta as fm
-from fedjax_meta import related_tasks
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics import related_tasks
+from fedjax_meta.numerics.related_tasks import relations, safety
 from fedjax_meta.participation import stragglers
-from fedjax_meta.related_tasks import relations, safety
 from tests.whole_rounds.world import CLASSES, KEY, TRAIN, N, client_key, data, features, flat, near, task, view
 
 LAMBDA = 0.05

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta.class_tree import at_most, build_tree
+from fedjax_meta.numerics.class_tree import at_most, build_tree
 
 
 def test_the_tree_halves_the_classes_by_their_means():

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import linalg
-from fedjax_meta.class_tree import Level, Tree, at_most, level_of
-from fedjax_meta.gaussian_process import chance, gibbs, kernel, mean_field, posterior, posterior_of_parts
+from fedjax_meta.numerics import linalg
+from fedjax_meta.numerics.class_tree import Level, Tree, at_most, level_of
+from fedjax_meta.numerics.gaussian_process import chance, gibbs, kernel, mean_field, posterior, posterior_of_parts
 from fedjax_meta.types import Key, PyTree, Rate
 
 JITTER = 1e-3

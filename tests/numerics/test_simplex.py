@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize, nnls
 
-from fedjax_meta.simplex import bounds, mixtures
+from fedjax_meta.numerics.simplex import bounds, mixtures
 from tests import problems
 
 

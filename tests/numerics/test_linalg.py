@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from fedjax_meta import linalg
+from fedjax_meta.numerics import linalg
 
 ROOTS = np.random.default_rng(0).normal(size=(2, 3, 5, 5))
 MATRICES = ROOTS @ ROOTS.swapaxes(-1, -2) + np.eye(5)
@@ -51,7 +51,7 @@ def test_the_gradient_of_a_large_batch_ends():
     """JAX's own functions, batched, never end here on two cores."""
     code = """if True:
         import jax, jax.numpy as jnp
-        from fedjax_meta import linalg
+        from fedjax_meta.numerics import linalg
         matrices = 9 * jnp.eye(256) + 0.01 * jax.random.normal(jax.random.key(0), (20, 256, 256))
         of_one = lambda a: linalg.solve_triangular(linalg.cholesky(a @ a.T), a)
         print(jnp.sum(jax.jit(jax.grad(lambda a: jnp.sum(jax.vmap(of_one)(a) ** 2)))(matrices)))

@@ -8,7 +8,7 @@ from jax.test_util import check_grads
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
-from fedjax_meta.gaussian_process import (
+from fedjax_meta.numerics.gaussian_process import (
     _TERMS,
     _omega_of,
     chance,

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import linalg
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics import linalg
 from fedjax_meta.types import Key, Scalar
 
 _LEAST = 1e-10

@@ -1,0 +1,1 @@
+"""Mathematics without clients, a file for each problem: quadratic programmes, linear systems, Gaussian processes."""
