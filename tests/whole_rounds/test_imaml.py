@@ -131,7 +131,7 @@ def test_two_rounds_of_other_inner_problems(options, case):
 
 def test_options_of_the_solver_reach_it(monkeypatch):
     other = {"prox_weight": 3.5, "cg_steps": 7, "tolerance": 0.25, "damping": 0.125, "warm_start": "gradient"}
-    other |= {"operator": "imaml_dev", "proximal": "last", "outer": "last_chunk"}
+    other |= {"operator": "imaml_dev", "proximal": "last", "outer": "last_chunk", "negative_curvature": "continue"}
     given, module = {}, importlib.import_module("fedjax_meta.methods.imaml")
     monkeypatch.setattr(module, "fedmeta", lambda task, **options: given.update(options) or fm.fedmeta(task))
     fm.imaml(task(), **other)
