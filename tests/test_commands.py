@@ -186,7 +186,7 @@ ROWS = (
     # Benchmarks.
     Row(r"python benchmarks/check\.py .*"),
     Row(
-        r"python benchmarks/peers\.py( --case W1 --case W4)?( --rounds 10)?",
+        r"python benchmarks/peers\.py( --case W1 --case W[-\w]+)?( --rounds 10)?",
         "--peer fedjax_meta --case W4 --rounds 3 --no-compare",
     ),
     Row(r"python benchmarks/scaling\.py", "--axis skew --max-clients 1000 --repeats 3"),
