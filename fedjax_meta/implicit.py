@@ -134,8 +134,8 @@ def implicit_gradient(
 
     If I + H/lambda (plus damping) is not positive, there may be no minimum and no solution. The solver then stops at the first
     direction without positive curvature and returns its current iterate, which is the plain query gradient if that is the
-    first direction; `info` reports this and the remaining residual. A solver that goes on may end with another direction
-    altogether: of small clients, whose few samples make H indefinite, most signs can be others.
+    first direction; `info` reports this and the remaining residual. A client of few samples
+    can have such an H; a solver that goes on then returns another direction, in which many signs differ.
 
     Raises:
       ValueError: an option out of range, an `inner` that is no `InnerOptimizer` or has learned rates; from the estimator, as

@@ -63,6 +63,12 @@ def test_a_task_without_features_or_layers_is_refused_or_serves(name):
         except ValueError as error:
             assert re.search(LACKING[what].format(name=name), str(error))
             refused.append(what)
+    assert ("features" in refused) == ("head" in refused)
+    # A mask of a layer that nobody names must not become no mask.
+    defaults = {
+        option.default for option in inspect.signature(fm.METHODS[name]).parameters.values() if type(option.default) is str
+    }
+    assert "layers" in refused or not defaults & {"head", "body"}
     needless = {what: nothing for what, nothing in missing.items() if what not in refused}
     algorithm = fm.federate(fm.METHODS[name](task._replace(**needless), **options), fm.Federation(cohort_size=3, devices=1))
     state, view = jax.eval_shape(algorithm.init, KEY, problems.data()), problems.data().client(0)["test_support"]

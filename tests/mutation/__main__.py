@@ -36,9 +36,9 @@ again, after a test was strengthened.
 A mutant is one file with one small error: a comparison, a sign, a constant,
 the name of a view, two exchanged arguments, a dropped keyword, a deleted
 statement, a negated condition. A seeded sample of all mutants is tried. Each
-is tried on a copy of the project in FOLDER (--out), against the tests that
-tests_of.toml names for its file, cheapest first, until one fails; that one
-must pass without the error. Survivors show what no test notices: strengthen a
+is tried on a copy of the project in FOLDER (--out), against the tests of its
+file (see tests_of.toml), cheapest first, until one fails; that one must pass
+without the error. Survivors show what no test notices: strengthen a
 test, or, if the mutant computes the same, say why in explained.toml.
 
 FOLDER/trials.jsonl has a line for each mutant that was tried. A run that was
