@@ -1,49 +1,70 @@
 """What a first accelerator must answer, in one command: is it right, how fast is it, and which of our choices hold there.
 
-Parts, the most important first; each writes its rows at once. At the time limit nothing more begins, and what runs is stopped:
-every measurement has a process of its own. This one does not start JAX, because a TPU belongs to one process at a time.
+Parts, the most important first; each writes its rows as soon as it has them:
 
 - numbers: loss, gradient and Hessian-vector product of every network on the accelerator against the CPU of the same process.
+- methods: two rounds of every method, and its evaluations, on the accelerator against the CPU of the same process.
 - rounds: the workloads at several cohort sizes, with PyTorch's loop, `torch.func.vmap` and its compiled form beside; exact
   against first-order meta-gradients; device memory.
-- graphs: rounds with XLA's loops in CUDA graphs, with its defaults, and without any graph (NVIDIA only).
+- flags: rounds with loops in CUDA graphs and without any graph; with Triton's products, which the library turns off, and
+  without the search for the fastest of them (NVIDIA only).
 - forms: the gradient of a cohort of each image network with each form of convolution.
+
+Every measurement has a process of its own. Several may start and compile side by side (`--side-by-side`); then they are timed
+one after the other, while the others wait. At the time limit nothing more begins, and what runs is stopped. The process of this
+program does not start JAX, because a TPU belongs to one process at a time.
 
 No data set is needed, nor any package but this library's and, for the comparison, PyTorch.
 """
 
-import contextlib
 import multiprocessing
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import peers
+import systems
 import typer
 from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
 from rich.console import Console
 
+import fedjax_meta as fm
 from fedjax_meta import checks, layers, masks, models, runtime
 from fedjax_meta.task import Batch, Task
 
 CASES = ("W1", "W2", "W3a-lenet-first", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
 COHORTS = (5, 50, 500)
-GRAPHS = {
+LOOP_COHORT = 50
+"""The largest cohort of PyTorch's loop, whose time grows with the clients."""
+FLAGS = {
     "default": "",
-    "none": "--xla_gpu_enable_command_buffer=",
-    "loops": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
+    "no graphs": "--xla_gpu_enable_command_buffer=",
+    "loops in graphs": "--xla_gpu_enable_command_buffer="
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
+    "Triton products": "--xla_gpu_enable_triton_gemm=true",
+    "Triton products, no autotuning": "--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=0",
 }
-"""What XLA may put into CUDA graphs."""
+"""Settings of XLA for NVIDIA's GPUs that change how long a round and its compilation take."""
 IMAGES = ("lenet", "fedpac_cnn", "mtfl_cnn")
 
 Row = dict[str, Any]
+Ready = Callable[[], Row]
+"""A measurement that has started and compiled; a call makes it."""
+
+
+class Measurement(NamedTuple):
+    """What is measured, and how to get ready for it."""
+
+    about: Row
+    prepare: Callable[[], Ready]
 
 
 class Clock:
@@ -58,39 +79,66 @@ class Clock:
         return self._end - time.monotonic()
 
 
-def in_process(clock: Clock, measure: Callable[..., Row], *arguments: Any) -> Row:
-    """What `measure(*arguments)` finds in a process of its own, which ends at the time limit.
+def in_process(clock: Clock, prepare: Callable[..., Ready], *arguments: Any) -> Ready:
+    """`prepare(*arguments)` in a process of its own, which ends at the time limit. A call has it make the measurement.
 
-    Raises:
+    Raises (here and in the call):
       TimeoutError: the limit came first.
       RuntimeError: the measurement failed; the message has its error.
     """
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, measure, arguments), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=True)
     process.start()
-    sender.close()  # the process has its own, so that its end is seen here
-    try:
-        if not receiver.poll(max(clock.left, 0)):
-            raise TimeoutError(f"{measure.__name__} ran into the time limit")
-        found, error = receiver.recv()
-    except EOFError:
-        process.join()
-        error = f"ended with exit status {process.exitcode}"
-    finally:
+    theirs.close()  # the process has its own, so that its end is seen here
+
+    def answer() -> Row | None:
+        error: str | None = None
+        try:
+            if not ours.poll(max(clock.left, 0)):
+                raise TimeoutError(f"{prepare.__name__} ran into the time limit")
+            found, error = ours.recv()
+        except EOFError:
+            process.join()
+            error = f"ended with exit status {process.exitcode}"
+        except TimeoutError:
+            end()
+            raise
+        if error is not None:
+            end()
+            raise RuntimeError(error)
+        return found
+
+    def end() -> None:
         process.kill()
         process.join()
-    if error is not None:
-        raise RuntimeError(error)
-    return found
+
+    def measure() -> Row:
+        ours.send(None)
+        found = answer()
+        end()
+        assert found is not None
+        return found
+
+    answer()
+    return measure
 
 
-def _send(sender: Any, measure: Callable[..., Row], arguments: tuple[Any, ...]) -> None:
-    """Sends (what a measurement finds, `None`), or (`None`, its error)."""
+def _serve(pipe: Any, prepare: Callable[..., Ready], arguments: tuple[Any, ...]) -> None:
+    """Sends (`None`, `None`) when it is ready and (row, `None`) when it was asked to measure, or (`None`, its error)."""
     try:
-        sender.send((measure(*arguments), None))
+        measure = prepare(*arguments)
+        pipe.send((None, None))
+        pipe.recv()
+        pipe.send((measure(), None))
     except Exception as error:
-        sender.send((None, f"{type(error).__name__}: {error}"))
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def at_once(measure: Callable[..., Row], *arguments: Any) -> Ready:
+    """A measurement that is no time, so that others may run beside it: it is made here."""
+    found = measure(*arguments)
+    return lambda: found
 
 
 # Is it right?
@@ -113,10 +161,41 @@ def numbers(name: str, rows: int) -> Row:
         return {"loss": loss(moving), "gradient": gradient, "product": product}
 
     found = []
-    for device in (jax.devices("cpu")[0], runtime.default_devices()[0]):
+    for device in _both():
         with runtime.compiling_for(device.platform), jax.default_device(device), jax.default_matmul_precision("float32"):
             found.append(jax.device_get(jax.jit(partial(all_three))(key, jax.device_put(batch, device))))
     return {f"{part}_difference": _difference(found[0][part], found[1][part]) for part in found[0]}
+
+
+def method(name: str, rows: int, rounds: int = 2) -> Row:
+    """The largest relative difference between accelerator and CPU of a method's state and measures after some rounds.
+
+    Four clients of five batches take part in each round.
+    """
+    clients, samples, epochs = 4, 5 * rows, 2
+    task, data = models.MODELS["mlp"](), systems.client_data("mlp", clients, samples)
+    size = {"epochs": epochs, "steps": 5, "cohort": clients, "samples": samples}
+    built = systems.method(name, task, systems.Costs(**dict.fromkeys(systems.Costs._fields, 0) | size), rows)
+    found = []
+    for device in _both():
+        with jax.default_device(device):
+            run = fm.federate(built, fm.Federation(cohort_size=clients, devices=[device]))
+            state, _ = fm.simulate(run, data, key=jax.random.key(0), rounds=rounds)
+            views: Any = {"support": "support", "query": "query"}
+            measures = [fm.evaluate(run, jax.random.key(1), state, data, known=known, **views) for known in (True, False)]
+            found.append(jax.device_get((jax.tree.map(_plain, state), measures)))
+    return {
+        "state_difference": _difference(found[0][0], found[1][0]),
+        "measures_difference": _difference(found[0][1], found[1][1]),
+    }
+
+
+def _both() -> tuple[jax.Device, jax.Device]:
+    return jax.devices("cpu")[0], runtime.default_devices()[0]
+
+
+def _plain(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _image_batch(name: str, rows: int) -> Batch:
@@ -128,55 +207,69 @@ def _image_batch(name: str, rows: int) -> Batch:
 
 def _difference(expected: Any, found: Any) -> float:
     """The largest difference over all leaves, relative to the largest number of the leaf."""
-    gaps = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / max(float(np.max(np.abs(a))), 1e-30), expected, found)
-    return float(max(jax.tree.leaves(gaps)))
+
+    def gap(a: Any, b: Any) -> float:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30)
+
+    return float(max(jax.tree.leaves(jax.tree.map(gap, expected, found)), default=0.0))
 
 
 # How fast is it?
 
 
-@contextlib.contextmanager
-def _flags(flags: str) -> Iterator[None]:
-    """More of XLA's flags for processes that begin inside."""
-    before = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{before or ''} {flags}".strip()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["XLA_FLAGS"]
-        else:
-            os.environ["XLA_FLAGS"] = before
+def rounds(case: str, peer: str, most: int, seconds: float, clock: Clock, flags: str = "") -> Ready:
+    """Rounds of one simulator in a process of its own, which ends at the time limit.
 
-
-def rounds(case: str, peer: str, repeats: int, clock: Clock, flags: str = "") -> Row:
-    """Seconds of rounds of one simulator in a process of its own, which ends at the time limit."""
-    with _flags(flags):
-        worker = peers.Worker(peer, case, peers.threads_of(peer))
+    Args:
+      case: a workload.
+      peer: a simulator.
+      most: rounds to time.
+      seconds: after so many no more begin, but at least three are timed.
+      clock: the time limit.
+      flags: more of XLA's.
+    """
+    worker = peers.Worker(peer, case, peers.threads_of(peer), flags=flags)
     stop = threading.Timer(max(clock.left, 0), worker.kill)
     stop.daemon = True
     stop.start()
-    try:
+
+    def or_error(do: Callable[[], Row | None]) -> Row:
+        try:
+            return do() or {}
+        except (RuntimeError, BrokenPipeError) as error:
+            stop.cancel()
+            if clock.left <= 0:
+                raise TimeoutError(f"{case} of {peer} ran into the time limit") from error
+            worker.kill()
+            raise RuntimeError(str(error)) from error
+
+    def warm() -> None:
         worker.answer()
-        for _ in range(repeats + 2):
+        for _ in range(2):  # the second round may compile too
+            worker.round()
+
+    def measure() -> Row:
+        end = time.monotonic() + seconds
+        for done in range(most):
+            if done >= 3 and time.monotonic() > end:
+                break
             worker.round()
         memory = worker.stop()
-    except (RuntimeError, BrokenPipeError) as error:
-        if clock.left <= 0:
-            raise TimeoutError(f"{case} of {peer} ran into the time limit") from error
-        worker.kill()
-        raise RuntimeError(str(error)) from error
-    finally:
         stop.cancel()
-    spread = Spread.of(np.array(worker.seconds[2:]))
-    # The second round may compile too.
-    return {"first_seconds": worker.seconds[0], "seconds": spread.median, "low": spread.low, "high": spread.high, **memory}
+        timed = worker.seconds[2:]
+        spread = Spread.of(np.array(timed))
+        found = {"first_seconds": worker.seconds[0], "seconds": spread.median, "low": spread.low, "high": spread.high}
+        return {**found, "rounds": len(timed), **memory}
+
+    or_error(warm)
+    return partial(or_error, measure)
 
 
 # Which choices hold?
 
 
-def forms(name: str, lanes: int, rows: int, repeats: int) -> Row:
+def forms(name: str, lanes: int, rows: int, repeats: int) -> Ready:
     """Seconds of the gradients of `lanes` clients with each form of convolution."""
     batch = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)), _image_batch(name, rows))
     cases: dict[str, Callable[[], Any]] = {}
@@ -191,38 +284,77 @@ def forms(name: str, lanes: int, rows: int, repeats: int) -> Row:
             return task.loss(masks.merge(moving, fixed), batch, jax.random.key(0))[0]
 
         many = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)), moving)
-        gradient = jax.jit(jax.vmap(jax.grad(loss)))
+        with jax.default_matmul_precision("float32"):
+            gradient = jax.jit(jax.vmap(jax.grad(loss))).lower(many, batch).compile()
         cases[form] = lambda gradient=gradient, many=many: jax.block_until_ready(gradient(many, batch))
-    return {f"{form}_seconds": Spread.of(times).median for form, times in interleaved(cases, repeats=repeats).items()}
+    for case in cases.values():
+        case()
+    return lambda: {f"{form}_seconds": Spread.of(times).median for form, times in interleaved(cases, repeats=repeats).items()}
 
 
 def plan(
-    cases: list[str], cohorts: list[int], parts: list[str], repeats: int, rows: int, clock: Clock, platform: str
-) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """What is measured on a platform, as (what it is, the measurement)."""
+    cases: list[str],
+    cohorts: list[int],
+    simulators: list[str],
+    parts: list[str],
+    repeats: int,
+    rows: int,
+    seconds: float,
+    clock: Clock,
+    platform: str,
+) -> Iterator[Measurement]:
+    """What is measured on a platform."""
     if "numbers" in parts:
         for name in ("mlp", "mtfl_mlp", *IMAGES):
-            yield {"part": "numbers", "model": name}, partial(in_process, clock, numbers, name, rows)
+            yield Measurement({"part": "numbers", "model": name}, partial(in_process, clock, at_once, numbers, name, rows))
+    if "methods" in parts:
+        for name in systems.SYSTEMS:
+            yield Measurement({"part": "methods", "method": name}, partial(in_process, clock, at_once, method, name, rows))
     if "rounds" in parts:
+        # What takes long to compile is side by side with its like.
         for cohort in cohorts:
-            for case in cases:
-                name = f"{case}-{cohort}"
-                for peer in peers.TORCH:
-                    if peers.installed(peer):
-                        yield {"part": "rounds", "case": name, "peer": peer}, partial(rounds, name, peer, repeats, clock)
-    if "graphs" in parts and platform == "gpu":
+            for peer in simulators:
+                for case in cases:
+                    if peers.installed(peer) and not (peer == "torch" and cohort > LOOP_COHORT):
+                        about = {"part": "rounds", "case": f"{case}-{cohort}", "peer": peer}
+                        yield Measurement(about, partial(rounds, about["case"], peer, repeats, seconds, clock))
+    if "flags" in parts and platform == "gpu":
         for cohort in cohorts:
-            for graphs, flags in GRAPHS.items():
-                about = {"part": "graphs", "case": f"W2-{cohort}", "graphs": graphs}
-                yield about, partial(rounds, f"W2-{cohort}", "fedjax_meta", repeats, clock, flags)
+            for name, flags in FLAGS.items():
+                about = {"part": "flags", "case": f"W2-{cohort}", "flags": name}
+                yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", repeats, seconds, clock, flags))
     if "forms" in parts:
         for cohort in cohorts:
             for name in IMAGES:
                 about = {"part": "forms", "model": name, "lanes": cohort, "batch_size": rows}
-                yield about, partial(in_process, clock, forms, name, cohort, rows, repeats)
+                yield Measurement(about, partial(in_process, clock, forms, name, cohort, rows, repeats))
 
 
-PARTS = ("numbers", "rounds", "graphs", "forms")
+def measured(planned: Iterable[Measurement], at_a_time: int, clock: Clock) -> Iterator[tuple[Row, Row | None]]:
+    """(what was measured, what was found) of each measurement; `None` of the one that the time limit stopped, the last.
+
+    So many get ready side by side; then they are timed one after the other.
+    """
+    planned = iter(planned)
+    while batch := list(islice(planned, at_a_time)):
+        if clock.left <= 0:
+            yield batch[0].about, None
+            return
+        with ThreadPoolExecutor(len(batch)) as pool:
+            waiting = [pool.submit(one.prepare) for one in batch]
+        for one, ready in zip(batch, waiting, strict=True):
+            try:
+                found = ready.result()()
+            except TimeoutError:
+                yield one.about, None
+                return
+            # One network or simulator that fails says something too, and does not keep the others from being measured.
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            yield one.about, found
+
+
+PARTS = ("numbers", "methods", "rounds", "flags", "forms")
 
 
 def main(
@@ -234,8 +366,13 @@ def main(
         list[str] | None, typer.Option(help=f"Of rounds; {', '.join(CASES)} when not given.", show_default=False)
     ] = None,
     cohort: Annotated[list[int] | None, typer.Option(help="Clients a round; 5, 50, 500.", show_default=False)] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help=f"Of rounds; {', '.join(peers.TORCH)} when not given.", show_default=False)
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, and calls of a gradient, that are timed.")] = 10,
-    rows: Annotated[int, typer.Option(min=1, help="Samples of a batch in `numbers` and `forms`.")] = 32,
+    seconds: Annotated[float, typer.Option(help="Of rounds, no more begin after so many; three are timed at least.")] = 5.0,
+    rows: Annotated[int, typer.Option(min=1, help="Samples of a batch in `numbers`, `methods` and `forms`.")] = 32,
+    side_by_side: Annotated[int, typer.Option(min=1, help="Measurements that get ready at the same time.")] = 1,
     output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
 ) -> None:
     """Measures what a first accelerator must answer, and stops cleanly at a time limit.
@@ -248,27 +385,23 @@ def main(
     check_outputs(output)
     for name in part or ():
         checks.one_of("--part", name, PARTS)
+    for name in peer or ():
+        checks.one_of("--peer", name, peers.TORCH)
     clock, console = Clock(limit), Console()
     try:
-        about = in_process(clock, environment)
+        about = in_process(clock, at_once, environment)()
     except TimeoutError:
         console.print("time is up before the devices were found")
         return
     console.print(f"{about['device']} x {about['devices']}, {limit:.0f} s", soft_wrap=True)
+    about["side_by_side"] = side_by_side  # first rounds, which compile, take longer side by side
+    chosen = (case or [*CASES], cohort or [*COHORTS], peer or [*peers.TORCH], part or [*PARTS])
+    planned = plan(*chosen, repeats, rows, seconds, clock, about["platform"])
     done = 0
-    chosen = (case or [*CASES], cohort or [*COHORTS], part or [*PARTS])
-    for what, measure in plan(*chosen, repeats, rows, clock, about["platform"]):
-        if clock.left <= 0:
+    for what, found in measured(planned, side_by_side, clock):
+        if found is None:
             console.print(f"time is up after {done} measurements; the first that is missing: {_words(what)}", soft_wrap=True)
             return
-        try:
-            found = measure()
-        except TimeoutError:
-            console.print(f"time is up after {done} measurements; the first that is missing: {_words(what)}", soft_wrap=True)
-            return
-        # One network or simulator that fails says something too, and does not keep the others from being measured.
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         done += 1
         write_row(output, {"benchmark": "accelerator", **what, **found, **about})
         console.print(_words(what), _words(found), soft_wrap=True)

@@ -40,8 +40,8 @@ TRY_THREADS = ("torch", "torch.func.vmap", "pfl-research")
 class Worker:
     """A simulator in its own process, which runs a round when asked."""
 
-    def __init__(self, peer: str, name: str, threads: int, recorded: str = "") -> None:
-        """Starts the process; arguments as in `_worker.main`."""
+    def __init__(self, peer: str, name: str, threads: int, recorded: str = "", *, flags: str = "") -> None:
+        """Starts the process; arguments as in `_worker.main`, and more of XLA's flags."""
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
         # The first round of every simulator includes compilation.
@@ -49,6 +49,7 @@ class Worker:
         settings["FLWR_TELEMETRY_ENABLED"] = "0"
         settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         settings["PYTHONPATH"] = os.pathsep.join([str(folder.parent), str(folder), os.environ.get("PYTHONPATH", "")])
+        settings["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         if peer not in ("fedjax_meta", "FedJAX"):
             settings["OMP_NUM_THREADS"] = str(threads)
         self._errors = tempfile.TemporaryFile("w+")  # deleted when the worker is

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import checks, engine, models
+from fedjax_meta import checks, engine, hardware, models, runtime
 from fedjax_meta.data import train_test_views
 
 WORKLOADS = ("W1", "W2", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
@@ -82,7 +82,8 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
     begin = time.perf_counter()
     lowered = jax.jit(algorithm.round, donate_argnums=1).lower(*arguments)
     middle, busy = time.perf_counter(), time.process_time()
-    compiled = lowered.compile()
+    with hardware.computing_on([device]):
+        compiled = runtime.compiled(lowered)
     end, busy = time.perf_counter(), time.process_time() - busy
     memory: Any = compiled.memory_analysis()
     loops = _hlo.Program(compiled.as_text()).loops()

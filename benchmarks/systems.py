@@ -268,6 +268,13 @@ def costs(task: fm.Task, model: str, *, clients: int, samples: int, batch_size: 
     )
 
 
+def method(name: str, task: fm.Task, parts: Costs, batch_size: int) -> fm.Method:
+    """The method of a row of `SYSTEMS`."""
+    builder = fm.METHODS[name.partition(" ")[0]]
+    given = {"batch_size": batch_size} if "batch_size" in inspect.signature(builder).parameters else {}
+    return builder(task, **given | SYSTEMS[name].options(parts))
+
+
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "lenet",
     clients: Annotated[int, typer.Option(min=2, help="Number of clients N; all take part in every round.")] = 10,
@@ -304,10 +311,8 @@ def main(
     runs = {}
     for name in chosen:
         with console.status(f"compiling {name}"):
-            builder = fm.METHODS[name.partition(" ")[0]]
-            given = {"batch_size": batch_size} if "batch_size" in inspect.signature(builder).parameters else {}
-            method = builder(task, **given | SYSTEMS[name].options(parts))
-            runs[name] = Run(fm.federate(method, fm.Federation(cohort_size=clients)), data)
+            run = fm.federate(method(name, task, parts, batch_size), fm.Federation(cohort_size=clients))
+            runs[name] = Run(run, data)
     with console.status("timing"):
         times = interleaved(runs, repeats=repeats)
     title = f"{model}: {clients} clients of {samples} samples, {epochs} epochs in batches of {batch_size}, {about['device']}"

@@ -105,7 +105,7 @@ def compiled_bytes(program: ClosedJaxpr, device: jax.Device) -> int:
     file = runtime.cache_folder() / "memory" / hashlib.sha256("\n".join(words).encode()).hexdigest()
     if file.is_file():
         return int(file.read_text())
-    analysis: Any = lowered.compile().memory_analysis()
+    analysis: Any = runtime.compiled(lowered).memory_analysis()
     needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     try:
         disk.write_text(file, str(needed))

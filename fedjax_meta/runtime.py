@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ def cache_folder() -> Path:
     return base.expanduser()
 
 
+def version(package: str) -> str:
+    """The version of a package; "not installed" of one that Python finds in a source tree on its path."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def default_devices() -> list[jax.Device]:
     """JAX's own devices, which are used where a caller gives none."""
     return jax.devices()
@@ -57,19 +66,30 @@ def on_cpu() -> bool:
     return platform() == "cpu"
 
 
-def compiled(lowered: jax.stages.Lowered, *, once: bool = False) -> jax.stages.Compiled:
-    """Compiles a program; on a CPU with less of LLVM's work than XLA asks for, which takes longer and gains nothing.
+_COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
+    # LLVM's higher levels take longer and gain nothing.
+    "cpu": {"xla_backend_optimization_level": "2"},
+    # XLA would compile and time dozens of Triton kernels for each product, which takes ten times as long as all the rest, and
+    # cuBLAS's are as fast.
+    "gpu": {"xla_gpu_enable_triton_gemm": False},
+}
+"""By platform, what differs from XLA's defaults. `docs/benchmarks.md` has the times."""
 
-    `docs/benchmarks.md` has the times. A level in the environment (`XLA_FLAGS=--xla_backend_optimization_level=3`) comes first.
+
+def compiled(lowered: jax.stages.Lowered, *, once: bool = False) -> jax.stages.Compiled:
+    """Compiles a program for `platform()`, with less work than XLA does by default.
+
+    An option in the environment (`XLA_FLAGS=--xla_backend_optimization_level=3`) comes first.
 
     Args:
       lowered: the program.
       once: whether it will be called once, so that compiling it takes longer than running it.
     """
-    if not on_cpu() or "xla_backend_optimization_level" in os.environ.get("XLA_FLAGS", ""):
-        return lowered.compile()
-    options: dict[str, str | bool] = {"xla_backend_optimization_level": "1" if once else "2"}
-    return lowered.compile(options)
+    options = _COMPILER_OPTIONS.get(platform(), {})
+    if once and on_cpu():
+        options = options | {"xla_backend_optimization_level": "1"}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return lowered.compile({name: value for name, value in options.items() if name not in flags} or None)
 
 
 @contextlib.contextmanager

@@ -190,19 +190,27 @@ assert any(ahead[1:])  # a round takes longer than to hand it on: Python is ahea
 @pytest.mark.parametrize(
     ("platform", "flags", "once", "expected"),
     [
-        ("cpu", "", False, "2"),
-        ("cpu", "--xla_cpu_enable_fast_math=false", True, "1"),
+        ("cpu", "", False, {"xla_backend_optimization_level": "2"}),
+        ("cpu", "--xla_cpu_enable_fast_math=false", True, {"xla_backend_optimization_level": "1"}),
         ("cpu", "--xla_backend_optimization_level=0", False, None),
-        ("gpu", "", False, None),
+        ("gpu", "", False, {"xla_gpu_enable_triton_gemm": False}),
+        ("gpu", "", True, {"xla_gpu_enable_triton_gemm": False}),
+        ("gpu", "--xla_gpu_enable_triton_gemm=true", False, None),
+        ("tpu", "", True, None),
     ],
 )
-def test_the_level_of_a_program_is_the_users_where_one_is_set(platform, flags, once, expected, monkeypatch):
+def test_a_programs_options_are_the_platforms_and_the_users_come_first(platform, flags, once, expected, monkeypatch):
     given = []
     monkeypatch.setenv("XLA_FLAGS", flags)
     lowered = mock.Mock(compile=lambda *options: given.extend(options))
     with runtime.compiling_for(platform):
         runtime.compiled(lowered, once=once)
-    assert given == ([] if expected is None else [{"xla_backend_optimization_level": expected}])
+    assert given == [expected]
+
+
+def test_a_package_of_a_source_tree_has_no_version():
+    assert runtime.version("jax") == jax.__version__
+    assert runtime.version("no_such_package") == "not installed"
 
 
 def test_a_program_of_either_level_computes_the_same():

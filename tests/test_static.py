@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchma
 import _hlo
 import accelerator
 import check
+import peers
 import static
 from _measure import read_rows
 
@@ -183,17 +185,19 @@ def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_
         time.sleep(1.1)
         return {"seconds": 1.1}
 
-    def plan(cases, cohorts, parts, repeats, rows, given, platform):
+    def plan(cases, cohorts, simulators, parts, repeats, rows, seconds, given, platform):
         clock.append(given)
         assert platform == "cpu"
-        assert (cases, cohorts, parts, repeats, rows) == (["W1"], [2], [*accelerator.PARTS], 3, 4)
+        assert (cases, cohorts, simulators, parts) == (["W1"], [2], ["torch"], [*accelerator.PARTS])
+        assert (repeats, rows, seconds) == (3, 4, 5.0)
         for name, measure in (("a", broken), ("b", lambda: {"x": 0.5}), ("c", slow), ("d", slow)):
-            yield {"part": "numbers", "model": name}, measure
+            yield accelerator.Measurement({"part": "numbers", "model": name}, lambda measure=measure: measure)
 
-    monkeypatch.setattr(accelerator, "in_process", lambda clock, measure, *arguments: measure(*arguments))
+    monkeypatch.setattr(accelerator, "in_process", lambda clock, prepare, *arguments: prepare(*arguments))
     monkeypatch.setattr(accelerator, "plan", plan)
     rows = tmp_path / "rows.jsonl"
-    accelerator.main(limit=1.0, part=None, case=["W1"], cohort=[2], repeats=3, rows=4, output=rows)
+    chosen = {"case": ["W1"], "cohort": [2], "peer": ["torch"], "part": None}
+    accelerator.main(**chosen, limit=1.0, repeats=3, rows=4, output=rows)
     found = read_rows([rows])
     assert [row["model"] for row in found] == ["a", "b", "c"]
     assert found[0]["error"] == "NotImplementedError: no such kernel and more" and found[1]["x"] == 0.5
@@ -202,21 +206,42 @@ def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_
     assert clock[0].left < 0
 
 
-def test_what_runs_at_the_time_limit_is_stopped_and_what_was_measured_is_kept(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_what_runs_at_the_time_limit_is_stopped_and_what_was_measured_is_kept(side_by_side, tmp_path, monkeypatch, capsys):
     in_process, rows = accelerator.in_process, tmp_path / "rows.jsonl"
 
     def plan(*arguments):
-        yield {"part": "numbers", "model": "a"}, lambda: {"x": 0.5}
-        yield {"part": "forms", "model": "b"}, partial(in_process, arguments[5], time.sleep, 100)
+        yield accelerator.Measurement({"part": "numbers", "model": "a"}, lambda: lambda: {"x": 0.5})
+        yield accelerator.Measurement({"part": "forms", "model": "b"}, partial(in_process, arguments[7], time.sleep, 100))
 
-    monkeypatch.setattr(accelerator, "in_process", lambda clock, measure: measure())
+    monkeypatch.setattr(accelerator, "in_process", lambda clock, prepare, *arguments: prepare(*arguments))
     monkeypatch.setattr(accelerator, "plan", plan)
     begin = time.monotonic()
-    accelerator.main(limit=1.0, part=None, case=None, cohort=None, repeats=1, rows=1, output=rows)
+    accelerator.main(limit=1.0, repeats=1, rows=1, side_by_side=side_by_side, output=rows)
     assert time.monotonic() - begin < 50
     assert not multiprocessing.active_children()
     assert [row["model"] for row in read_rows([rows])] == ["a"]
     assert "time is up after 1 measurements; the first that is missing: part forms, model b" in capsys.readouterr().out
+
+
+def test_what_gets_ready_side_by_side_is_timed_one_after_the_other():
+    alone, busy, ready = threading.Lock(), threading.Barrier(3, timeout=60), []
+
+    def prepare(name):
+        busy.wait()  # all three are on their way
+        ready.append(name)
+
+        def measure():
+            assert len(ready) == 3 and alone.acquire(blocking=False)
+            time.sleep(0.01)
+            alone.release()
+            return {"x": name}
+
+        return measure
+
+    planned = [accelerator.Measurement({"model": name}, partial(prepare, name)) for name in "abc"]
+    found = list(accelerator.measured(planned, 3, accelerator.Clock(100)))
+    assert found == [({"model": name}, {"x": name}) for name in "abc"]
 
 
 def test_a_measurement_that_fails_in_its_process_says_why():
@@ -224,18 +249,25 @@ def test_a_measurement_that_fails_in_its_process_says_why():
         accelerator.in_process(accelerator.Clock(100), int, "x")
     with pytest.raises(RuntimeError, match="ended with exit status 3"):
         accelerator.in_process(accelerator.Clock(100), os._exit, 3)
+    ready = accelerator.in_process(accelerator.Clock(100), accelerator.at_once, int, "7")
+    assert ready() == 7
 
 
-def test_every_part_is_planned_and_graphs_only_where_they_are():
+def test_every_part_is_planned_and_flags_only_where_they_are():
+    simulators = ["fedjax_meta", "torch", "torch.func.vmap"]
+
     def parts(platform):
-        planned = accelerator.plan(["W1"], [5], [*accelerator.PARTS], 1, 2, accelerator.Clock(9), platform)
-        return [about for about, _ in planned]
+        arguments = (["W1"], [5, 500], simulators, [*accelerator.PARTS], 1, 2, 3.0, accelerator.Clock(9), platform)
+        return [one.about for one in accelerator.plan(*arguments)]
 
     on_gpu = parts("gpu")
     assert {about["part"] for about in on_gpu} == set(accelerator.PARTS)
-    assert {about["part"] for about in parts("cpu")} == {"numbers", "rounds", "forms"}
-    assert {about["graphs"] for about in on_gpu if about["part"] == "graphs"} == {"default", "none", "loops"}
-    assert {about["case"] for about in on_gpu if about["part"] == "rounds"} == {"W1-5"}
+    assert {about["part"] for about in parts("cpu")} == {*accelerator.PARTS} - {"flags"}
+    assert {about["flags"] for about in on_gpu if about["part"] == "flags"} == {*accelerator.FLAGS}
+    assert {about["method"].partition(" ")[0] for about in on_gpu if about["part"] == "methods"} == {*fm.METHODS}
+    timed = {(about["case"], about["peer"]) for about in on_gpu if about["part"] == "rounds"}
+    present = [name for name in simulators if peers.installed(name)]
+    assert timed == {(f"W1-{cohort}", name) for cohort in (5, 500) for name in present} - {("W1-500", "torch")}
 
 
 def test_a_network_agrees_with_itself_and_a_wrong_number_is_seen():
@@ -244,6 +276,11 @@ def test_a_network_agrees_with_itself_and_a_wrong_number_is_seen():
     assert max(found.values()) < 1e-6
     expected = {"a": np.array([2.0, -4.0]), "b": np.zeros(3)}
     assert accelerator._difference(expected, {"a": np.array([2.0, -3.0]), "b": np.zeros(3)}) == 0.25
+
+
+def test_a_method_agrees_with_itself():
+    found = accelerator.method("fedper", 4, rounds=1)
+    assert found == {"state_difference": 0.0, "measures_difference": 0.0}
 
 
 def test_it_needs_no_data_set_packages():

@@ -8,7 +8,6 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,7 +324,7 @@ def environment() -> dict[str, Json]:
     names = ("fedjax_meta", "jax", "jaxlib", "flax", "optax", "numpy", "scipy")
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)}
     return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "versions": {"python": platform.python_version(), **{name: runtime.version(name) for name in names}},
         "device": runtime.device_kinds(),
         "machine": {
             "system": platform.platform(),
