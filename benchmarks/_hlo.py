@@ -119,7 +119,11 @@ class Program:
             if line.operation in _PICKS:
                 return 2.0 * size(line.form)
             # An update in place touches what it writes.
-            return 2.0 * operands[1] if line.operation == "dynamic-update-slice" else float(size(line.form) + sum(operands))
+            if line.operation == "dynamic-update-slice":
+                return 2.0 * operands[1]
+            # cuBLAS may use the last result as a workspace, which is no data.
+            made = re.sub(r", s8\[\d+\]\S*\)$", ")", line.form) if "__cublas" in line.rest else line.form
+            return float(size(made) + sum(operands))
         forms = {inner.name: inner.form for inner in inside}
         same = {inner.name: _operands(inner.rest)[0] for inner in inside if inner.operation == "bitcast"}
         written = 0.0

@@ -21,7 +21,7 @@ import static
 from _targets import TARGETS, Target, described, topology
 
 import fedjax_meta as fm
-from fedjax_meta import engine, hardware
+from fedjax_meta import engine, hardware, runtime
 from tests import problems
 from tests.test_contract import make
 
@@ -89,6 +89,10 @@ def test_every_program_of_a_method_compiles(target, name):
     algorithm, arguments = problem(name, described(target))
     assert hardware.chosen(algorithm.devices)[0].platform == PLATFORM[target]
     check(compiled(algorithm.round, *arguments))
+    with hardware.computing_on(
+        algorithm.devices
+    ):  # with the library's options, and above without them, as in a user's program
+        check(runtime.compiled(jax.jit(algorithm.round).lower(*arguments)))
     for known in (True, False):
         check(compiled(lambda key, state, data: fm.evaluate(algorithm, key, state, data, known=known), *arguments))  # noqa: B023
 

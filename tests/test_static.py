@@ -107,6 +107,23 @@ ENTRY %main (rows: f32[1000,8], i: s32[]) -> f32[1000,8] {
 """
 
 
+CUBLAS = """HloModule product
+
+ENTRY %main (x: f32[5,4,8], w: f32[5,8,2]) -> f32[5,4,2] {
+  %x = f32[5,4,8]{2,1,0} parameter(0)
+  %w = f32[5,8,2]{2,1,0} parameter(1)
+  %both = (f32[5,4,2]{2,1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_batch_dimensions":["0"]}}}
+  ROOT %out = f32[5,4,2]{2,1,0} get-tuple-element(%both), index=0
+}
+"""
+
+
+def test_the_workspace_of_a_product_is_no_traffic():
+    (program,) = _hlo.Program(CUBLAS).loops()
+    assert program.cost == (1, 2 * 5 * 4 * 8 * 2, 4 * (5 * 4 * 8 + 5 * 8 * 2 + 5 * 4 * 2))
+
+
 def test_rows_that_are_picked_from_an_array_and_put_in_place_count_alone():
     (program,) = _hlo.Program(PARTS).loops()
     # A row read and written, with the index; a row and the index read, a row written.
