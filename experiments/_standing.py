@@ -132,7 +132,8 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
     check_same(run, folder)
     content = folders.read_run(folder)
     commits = content["git"]["package"] or {"commit": "unknown", "dirty": False}
-    rows, seconds = [], 0.0
+    rows: list[dict[str, Any]] = []
+    seconds = 0.0
     for scenario in study.scenarios:
         for system in study.systems_on(scenario):
             path = folder / "results" / scenario / f"{system}.final.json"
@@ -141,6 +142,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
             row, spent = _row(path, _orders(study, scenario), run.targets)
             rows.append({"scenario": scenario, "system": system, **row})
             seconds += spent
+    rows = _of_draws(study, rows) if study.data_seeds else rows
     return {
         "command": " ".join(["fedjax-meta run", *run.arguments()]),
         "commit": commits["commit"] + (" with changes" if commits["dirty"] else ""),
@@ -150,9 +152,28 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
         "device": content["device"],
         "rounds": study.rounds,
         "seeds": list(study.seeds),
+        **({"draws": list(study.data_seeds)} if study.data_seeds else {}),
         "hours": round(seconds / 3600, 3),
         "rows": rows,
     }
+
+
+def _of_draws(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each system with the runs of all draws of its clients; systems of which a draw is missing are left out.
+
+    A run counts the mean over its orders of the labels.
+    """
+    joined = []
+    for scenario, system in dict.fromkeys((row["scenario"].partition(DRAW)[0], row["system"]) for row in rows):
+        parts = [row for row in rows if (row["scenario"].partition(DRAW)[0], row["system"]) == (scenario, system)]
+        if len(parts) < len(study.data_seeds):
+            continue
+        row = {"scenario": scenario, "system": system, "chosen": parts[0]["chosen"], "points": parts[0]["points"]}
+        for clients in ("known", "new"):
+            if clients in parts[0]:
+                row[clients] = {name: [v for part in parts for v in part[clients][name]] for name in parts[0][clients]}
+        joined.append(row)
+    return joined
 
 
 def check_same(run: Run, folder: Path) -> None:
@@ -294,10 +315,10 @@ def in_docs(run: Run, found: Mapping[str, Any] | None) -> str:
     """What of a run docs/results has: "not run", "4 of 8 rows, 1 seed" or "3 seeds"."""
     if found is None:
         return UNRUN
-    study, seeds = run.load(), len(found["seeds"])
-    wanted = sum(len(study.systems_on(scenario)) for scenario in study.scenarios)
+    study, seeds, draws = run.load(), len(found["seeds"]), len(found.get("draws", ()))
+    wanted = sum(len(study.systems_on(scenario)) for scenario in study.scenarios) // max(draws, 1)
     part = "" if len(found["rows"]) == wanted else f"{len(found['rows'])} of {wanted} rows, "
-    return f"{part}{seeds} seed{'s' * (seeds > 1)}"
+    return f"{part}{seeds} seed{'s' * (seeds > 1)}{f' of {draws} draws' * (draws > 0)}"
 
 
 class _Section(NamedTuple):
@@ -346,6 +367,8 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
 
 def _facts(found: Mapping[str, Any]) -> str:
     rounds, seeds = found["rounds"], ", ".join(map(str, found["seeds"]))
+    if "draws" in found:
+        seeds += f", of each draw of the clients ({', '.join(map(str, found['draws']))})"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
         f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; "
@@ -422,9 +445,9 @@ def _others(
 ) -> list[str]:
     """Tables of what was run and has no published number."""
     lines, seen = [], set(shown)
-    for scenario in study.scenarios:
+    for scenario, systems in _places(study).items():
         table = []
-        for system in study.systems_on(scenario):
+        for system in systems:
             row = rows.get((scenario, system))
             if row is None or all((scenario, clients, system) in seen for clients in ("known", "new") if clients in row):
                 continue
@@ -444,6 +467,11 @@ def _others(
     return lines
 
 
+def _places(study: Study) -> dict[str, list[str]]:
+    """The systems of each scenario; the draws of a scenario are one."""
+    return {name.partition(DRAW)[0]: list(study.systems_on(name)) for name in study.scenarios}
+
+
 def _mean_and_deviation(row: Mapping[str, Any]) -> tuple[str, str]:
     """The names of the scores that stand where nothing is published."""
     name = next(score.removesuffix("_mean") for score in row["known"] if score.endswith("_mean"))
@@ -453,8 +481,8 @@ def _mean_and_deviation(row: Mapping[str, Any]) -> tuple[str, str]:
 def _users(study: Study, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
     """Tables of user accuracy, where it was recorded."""
     lines = []
-    for scenario in study.scenarios:
-        of_systems = {name: rows.get((scenario, name), {}).get("users") for name in study.systems_on(scenario)}
+    for scenario, systems in _places(study).items():
+        of_systems = {name: rows.get((scenario, name), {}).get("users") for name in systems}
         watched = [(study.title_of(name), scores) for name, scores in of_systems.items() if scores]
         if watched:
             lines += [f"### {_titled(study, scenario, 'user accuracy')}", "", report.markdown_table(*users.table(watched)), ""]

@@ -60,7 +60,8 @@ def test_an_extract_has_the_run_of_the_list(name, found):
     assert (found["rounds"], found["seeds"]) == (study.rounds, list(study.seeds))
     for row in found["rows"]:
         assert row["system"] in study.systems_on(row["scenario"])
-        assert all(len(values) == len(found["seeds"]) for values in row["known"].values())
+        runs = len(found["seeds"]) * len(found.get("draws", [0]))
+        assert all(len(values) == runs for values in row["known"].values())
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,30 @@ def test_the_section_of_a_run_has_its_numbers_and_a_verdict(folder):
     assert found["commit"][:12] in page and found["config"] in page
     (total,) = [line for line in page.splitlines() if line.startswith("| Digits |")]
     assert "2 seeds" in total
+
+
+def test_the_draws_of_the_clients_are_one_row_which_the_published_numbers_are_held_against(tmp_path):
+    content = tree(tuning={"rounds": 1, "seeds": [0]}, rounds=1)
+    content |= {"seeds": [1, 2], "data_seeds": [3, 4], "published": [{"scenario": "pairs", "rows": {"fedavg": 50.0}}]}
+    content["systems"] = {"fedavg": content["systems"]["fedavg"] | {"grid": {}}}
+    path = tmp_path / "digits.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+    run.run(load(path), tmp_path / "digits", watcher=Silent())
+    found = standing.extract(listed, tmp_path / "digits")
+    (row,) = found["rows"]
+    assert (row["scenario"], row["system"], found["draws"]) == ("pairs", "fedavg", [3, 4])
+    wanted = []
+    for draw in (3, 4):
+        trials = json.loads((tmp_path / f"digits/results/pairs@{draw}/fedavg.final.json").read_text())["trials"].values()
+        by_seed = sorted(trials, key=lambda trial: trial["seed"])
+        wanted += [100 * trial["rows"][-1]["tests"]["known"]["scores"]["accuracy"] for trial in by_seed]
+    np.testing.assert_allclose(row["known"]["accuracy"], wanted, atol=1e-3)
+    page = standing.page([listed], {"digits": found})
+    assert f"{np.mean(wanted):.2f} ±{np.std(wanted, ddof=1):.2f} (50.00) |" in page
+    assert "| Digits | 2 seeds of 2 draws |" in page and "seeds 1, 2, of each draw of the clients (3, 4)" in page
+    (tmp_path / "digits/results/pairs@4/fedavg.final.json").unlink()
+    assert standing.extract(listed, tmp_path / "digits")["rows"] == []
 
 
 def test_states_of_the_list(folder, capsys):
