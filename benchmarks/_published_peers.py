@@ -1,7 +1,11 @@
-"""The published workloads of federated averaging in PyTorch, one client after the other, and in Flower."""
+"""The published workloads of federated averaging in PyTorch, one client after the other, and in Flower.
+
+`_blazefl_peer` has them in BlazeFL.
+"""
 
 import copy
 import functools
+import importlib
 import itertools
 import tempfile
 import time
@@ -69,11 +73,12 @@ def _samples(work: Work) -> dict[str, np.ndarray]:
     return images | {name.replace("x", "y"): rng.integers(0, 10, size) for name, size in sizes.items()}
 
 
-def _tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """(images in [0, 1], labels) of stored ones."""
     return torch.from_numpy(np.array(x)).float().div_(255), torch.from_numpy(np.array(y))
 
 
-def _train(work: Work, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+def train(work: Work, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     """A client's local training, in place."""
     parameters = list(net.parameters())
     for _ in range(work.epochs):
@@ -88,7 +93,7 @@ def _tests(work: Work, samples: dict[str, np.ndarray], net: nn.Module) -> float:
     x = np.concatenate([samples["x"][:, work.train :].reshape(-1, *work.shape), samples["pool_x"]])
     y = np.concatenate([samples["y"][:, work.train :].reshape(-1), samples["pool_y"]])
     with torch.no_grad():
-        right = [(net(a).argmax(1) == b).sum() for a, b in zip(*(part.split(500) for part in _tensors(x, y)), strict=True)]
+        right = [(net(a).argmax(1) == b).sum() for a, b in zip(*(part.split(500) for part in tensors(x, y)), strict=True)]
     return float(sum(right)) / len(y)
 
 
@@ -98,7 +103,11 @@ def run(peer: str, case: str, rounds: int, threads: int, on_round: Callable[[int
     torch.set_num_threads(threads)
     net, rng = nn.Sequential(*work.layers()), np.random.default_rng(1)
     with tempfile.TemporaryDirectory() as folder:
-        start = _sequential(work, samples) if peer == "PyTorch" else _flower(case, samples, threads, Path(folder))
+        if peer == "PyTorch":
+            start = _sequential(work, samples)
+        else:
+            make = _flower if peer == "Flower" else importlib.import_module("_blazefl_peer").start
+            start = make(case, samples, threads, Path(folder))
         for number, average in enumerate(start(net, rounds, rng), 1):
             with torch.no_grad():
                 for parameter, value in zip(net.parameters(), average, strict=True):
@@ -115,14 +124,14 @@ Rounds = Callable[[nn.Module, int, np.random.Generator], Iterator[list[torch.Ten
 
 
 def _sequential(work: Work, samples: dict[str, np.ndarray]) -> Rounds:
-    clients = [_tensors(x[: work.train], y[: work.train]) for x, y in zip(samples["x"], samples["y"], strict=True)]
+    clients = [tensors(x[: work.train], y[: work.train]) for x, y in zip(samples["x"], samples["y"], strict=True)]
 
     def rounds(net: nn.Module, count: int, rng: np.random.Generator) -> Iterator[list[torch.Tensor]]:
         for _ in range(count):
             total = [torch.zeros_like(parameter) for parameter in net.parameters()]
             for client in rng.choice(work.clients, work.cohort, replace=False):
                 local = copy.deepcopy(net)
-                _train(work, local, *clients[client])
+                train(work, local, *clients[client])
                 with torch.no_grad():
                     torch._foreach_add_(total, list(local.parameters()), alpha=1 / work.cohort)
             yield total
@@ -130,9 +139,15 @@ def _sequential(work: Work, samples: dict[str, np.ndarray]) -> Rounds:
     return rounds
 
 
+def saved(work: Work, samples: dict[str, np.ndarray], folder: Path) -> None:
+    """Puts the clients' training samples in the files that `prepared` reads."""
+    np.save(folder / "x.npy", samples["x"][:, : work.train])
+    np.save(folder / "y.npy", samples["y"][:, : work.train])
+
+
 @functools.cache
-def _prepared(folder: str, case: str, threads: int) -> tuple[Any, ...]:
-    """(network, images, labels) of an actor, made once."""
+def prepared(folder: str, case: str, threads: int) -> tuple[Any, ...]:
+    """(network, images, labels) of a process that trains clients, made once."""
     torch.set_num_threads(threads)
     return nn.Sequential(*WORK[case].layers()), np.load(f"{folder}/x.npy", mmap_mode="r"), np.load(f"{folder}/y.npy")
 
@@ -145,18 +160,17 @@ def _flower(case: str, samples: dict[str, np.ndarray], cores: int, folder: Path)
     from flwr.simulation import run_simulation
 
     work, client_app, server_app = WORK[case], ClientApp(), ServerApp()
-    np.save(folder / "x.npy", samples["x"][:, : work.train])
-    np.save(folder / "y.npy", samples["y"][:, : work.train])
+    saved(work, samples, folder)
     place = str(folder)
 
     @client_app.train()
     def train(message: Message, context: Context) -> Message:
-        net, x, y = _prepared(place, case, 1)
+        net, x, y = prepared(place, case, 1)
         client = int(context.node_config["partition-id"])
         with torch.no_grad():
             for parameter, sent in zip(net.parameters(), message.content["model"].values(), strict=True):
                 parameter.copy_(torch.from_numpy(sent.numpy()))
-        _train(work, net, *_tensors(x[client], y[client]))
+        train(work, net, *tensors(x[client], y[client]))
         reply = ArrayRecord([parameter.detach().numpy() for parameter in net.parameters()])
         return Message(content=RecordDict({"model": reply}), reply_to=message)
 

@@ -2,8 +2,8 @@
 
 Each case is a process of its own with empty caches. Pixels and labels are random, of the shape and number of the published data
 set: time does not depend on their values, and nothing is downloaded. Published times are of other machines; they stand beside
-ours to say what a workload is known to take, not to be divided by. With `--peers`, PyTorch (one client after the other) and
-Flower run the cases of federated averaging on this machine. BlazeFL wants Python 3.12 and is not among them.
+ours to say what a workload is known to take, not to be divided by. With `--peers`, PyTorch (one client after the other),
+Flower and BlazeFL run the cases of federated averaging on this machine, where they are installed.
 """
 
 import dataclasses
@@ -175,7 +175,7 @@ CASES = {
 
 FEDERATED_AVERAGING = ("A", "B", "D")
 OURS = "fedjax_meta"
-PEERS = {"PyTorch": "torch", "Flower": "flwr"}
+PEERS = {"PyTorch": "torch", "Flower": "flwr", "BlazeFL": "blazefl"}
 """Packages of the simulators that can run beside this library."""
 
 
@@ -204,7 +204,7 @@ def measure(case: str, rounds: int, peer: str = OURS, threads: int = 1) -> dict[
     Returns:
       `seconds` from the start of the process to its end, `first_seconds` to the end of the first round, `round_seconds` the
       median of the later ones (each with its test; NaN where there are none), `bytes` the most memory that the process had (for
-      Flower without its actors).
+      Flower and BlazeFL without the processes that train).
 
     Raises:
       RuntimeError: the process failed; the message is the end of its output.
@@ -240,7 +240,7 @@ def contestants(case: str, peers: bool) -> list[tuple[str, list[int]]]:
     found = [(OURS, [runtime.cores()])]
     if not peers or case not in FEDERATED_AVERAGING:
         return found
-    threads = {"PyTorch": sorted({1, runtime.cores()}), "Flower": [runtime.cores()]}
+    threads = {peer: sorted({1, runtime.cores()}) if peer == "PyTorch" else [runtime.cores()] for peer in PEERS}
     return found + [(peer, threads[peer]) for peer, package in PEERS.items() if importlib.util.find_spec(package)]
 
 
@@ -249,7 +249,7 @@ def main(
     rounds: Annotated[int | None, typer.Option(min=1, help="In place of the published number.", show_default=False)] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Processes of each case; the median counts.")] = 1,
     peers: Annotated[
-        bool, typer.Option("--peers", help="PyTorch and Flower, where installed, on the same workloads.")
+        bool, typer.Option("--peers", help="PyTorch, Flower and BlazeFL, where installed, on the same workloads.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
     peer: Annotated[str, typer.Option(hidden=True)] = OURS,
