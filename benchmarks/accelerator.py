@@ -178,12 +178,14 @@ def method(name: str, rows: int, rounds: int = 2) -> Row:
     built = systems.method(name, task, systems.Costs(**dict.fromkeys(systems.Costs._fields, 0) | size), rows)
     found = []
     for device in _both():
-        with jax.default_device(device):
+        with runtime.compiling_for(device.platform), jax.default_device(device):
             run = fm.federate(built, fm.Federation(cohort_size=clients, devices=[device]))
-            state, _ = fm.simulate(run, data, key=jax.random.key(0), rounds=rounds)
-            views: Any = {"support": "support", "query": "query"}
-            measures = [fm.evaluate(run, jax.random.key(1), state, data, known=known, **views) for known in (True, False)]
-            found.append(jax.device_get((jax.tree.map(_plain, state), measures)))
+            tests = {}
+            for known in (True, False):
+                test = partial(fm.evaluate, run, support="support", query="query", known=known)
+                tests[f"known {known}"] = fm.Evaluator(test, data, known=known)
+            state, records = fm.simulate(run, data, key=jax.random.key(0), rounds=rounds, eval_every=rounds, evaluators=tests)
+            found.append(jax.device_get((jax.tree.map(_plain, state), records[-1].evaluations)))
     return {
         "state_difference": _difference(found[0][0], found[1][0]),
         "measures_difference": _difference(found[0][1], found[1][1]),
