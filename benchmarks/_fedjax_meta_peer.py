@@ -1,5 +1,6 @@
 """This library as one of the simulators that `peers.py` compares."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,8 +130,8 @@ def one_recorded_round(job: Job) -> dict[str, np.ndarray]:
     return {"x": x, "y": y, **leaves, **{_name(path): np.asarray(leaf)[ids] for path, leaf in personal}}
 
 
-def serve(peer: str, job: Job, turns: Any) -> None:
-    """Runs rounds when the parent asks for them, each a call of one compiled block as in `simulate`."""
+def rounds(job: Job) -> Callable[[], None]:
+    """A function that runs a round and waits for it: a call of one compiled block, as in `simulate`."""
     fm.use_all_cores()
     key = jax.random.key(0)
     run = algorithm(job.workload)
@@ -143,7 +144,18 @@ def serve(peer: str, job: Job, turns: Any) -> None:
         return run_rounds(run, key, state, data, count, most=1)[0]
 
     program = Compiled(jax.jit(block, donate_argnums=0, out_shardings=places))
-    for _ in turns:
+
+    def next_round() -> None:
+        nonlocal state
         state = jax.block_until_ready(program(state, data, key, one))
+
+    return next_round
+
+
+def serve(peer: str, job: Job, turns: Any) -> None:
+    """Runs rounds when the parent asks for them."""
+    next_round = rounds(job)
+    for _ in turns:
+        next_round()
     stats = jax.devices()[0].memory_stats() or {}
     turns.device_bytes = stats.get("peak_bytes_in_use")

@@ -8,6 +8,8 @@ Parts, the most important first; each writes its rows as soon as it has them:
   against first-order meta-gradients; device memory.
 - flags: rounds with loops in CUDA graphs and without any graph; with Triton's products, which the library turns off, and
   without the search for the fastest of them (NVIDIA only).
+- kernels: which kernels the rounds of a cohort of 50 take their time in, without graphs, each of which would be one event
+  (not on a CPU).
 - forms: the gradient of a cohort of each image network with each form of convolution.
 
 Every measurement has a process of its own. Several may start and compile side by side (`--side-by-side`); then they are timed
@@ -18,6 +20,8 @@ No data set is needed, nor any package but this library's and, for the compariso
 """
 
 import multiprocessing
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import _fedjax_meta_peer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +39,7 @@ import peers
 import systems
 import typer
 from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
+from _workloads import Job, parameters, workload
 from rich.console import Console
 
 import fedjax_meta as fm
@@ -268,6 +274,51 @@ def rounds(case: str, peer: str, most: int, seconds: float, clock: Clock, flags:
     return partial(or_error, measure)
 
 
+def kernels(case: str, most: int = 15) -> Row:
+    """The kernels that a round takes most of its time in, from a profile of three rounds.
+
+    Returns:
+      Seconds of a `round`, seconds in which a kernel ran (`busy`), `launches`, and the first `most` kernels by time, each as
+      [name, calls in a round, seconds in a round].
+    """
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS['no graphs']}".strip()
+    work, profiled = workload(case), 3
+    next_round = _fedjax_meta_peer.rounds(Job(work, *work.arrays(), parameters(work.model), shuffle=True, threads=1))
+    for _ in range(2):
+        next_round()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            begin = time.perf_counter()
+            for _ in range(profiled):
+                next_round()
+            seconds = time.perf_counter() - begin
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        calls = _device_events(jax.profiler.ProfileData.from_file(str(file)))
+    by_time = sorted(((sum(times), len(times), name) for name, times in calls.items()), reverse=True)
+    return {
+        "round": seconds / profiled,
+        "busy": sum(total for total, _, _ in by_time) / profiled,
+        "launches": sum(count for _, count, _ in by_time) // profiled,
+        "kernels": [[name[:80], count // profiled, total / profiled] for total, count, name in by_time[:most]],
+    }
+
+
+_EVENTS = {"/device:GPU": "Stream", "/device:TPU": "XLA Ops"}
+"""Where a profile has what ran on a device: the beginning of the plane's name, and that of its lines."""
+
+
+def _device_events(profile: Any) -> dict[str, list[float]]:
+    """Seconds of each call of what ran on the first device of a profile, by its name."""
+    plane, start = next(
+        (plane, lines) for plane in profile.planes for device, lines in _EVENTS.items() if plane.name.startswith(device)
+    )
+    calls: dict[str, list[float]] = {}
+    for line in plane.lines:
+        for event in line.events if line.name.startswith(start) else ():
+            calls.setdefault(event.name, []).append(event.duration_ns / 1e9)
+    return calls
+
+
 # Which choices hold?
 
 
@@ -325,6 +376,10 @@ def plan(
             for name, flags in FLAGS.items():
                 about = {"part": "flags", "case": f"W2-{cohort}", "flags": name}
                 yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", repeats, seconds, clock, flags))
+    if "kernels" in parts and platform != "cpu":  # whose threads record whole loops
+        for case in cases:
+            about = {"part": "kernels", "case": f"{case}-50"}
+            yield Measurement(about, partial(in_process, clock, at_once, kernels, about["case"]))
     if "forms" in parts:
         for cohort in cohorts:
             for name in IMAGES:
@@ -356,7 +411,7 @@ def measured(planned: Iterable[Measurement], at_a_time: int, clock: Clock) -> It
             yield one.about, found
 
 
-PARTS = ("numbers", "methods", "rounds", "flags", "forms")
+PARTS = ("numbers", "methods", "rounds", "flags", "kernels", "forms")
 
 
 def main(

@@ -279,7 +279,7 @@ def test_every_part_is_planned_and_flags_only_where_they_are():
 
     on_gpu = parts("gpu")
     assert {about["part"] for about in on_gpu} == set(accelerator.PARTS)
-    assert {about["part"] for about in parts("cpu")} == {*accelerator.PARTS} - {"flags"}
+    assert {about["part"] for about in parts("cpu")} == {*accelerator.PARTS} - {"flags", "kernels"}
     assert {about["flags"] for about in on_gpu if about["part"] == "flags"} == {*accelerator.FLAGS}
     assert {about["method"].partition(" ")[0] for about in on_gpu if about["part"] == "methods"} == {*fm.METHODS}
     timed = {(about["case"], about["peer"]) for about in on_gpu if about["part"] == "rounds"}
@@ -293,6 +293,17 @@ def test_a_network_agrees_with_itself_and_a_wrong_number_is_seen():
     assert max(found.values()) < 1e-6
     expected = {"a": np.array([2.0, -4.0]), "b": np.zeros(3)}
     assert accelerator._difference(expected, {"a": np.array([2.0, -3.0]), "b": np.zeros(3)}) == 0.25
+
+
+def test_the_kernels_of_a_profile_are_those_of_its_device():
+    def line(name, *events):
+        return SimpleNamespace(name=name, events=[SimpleNamespace(name=n, duration_ns=t) for n, t in events])
+
+    host = SimpleNamespace(name="/host:CPU", lines=[line("python", ("call", 9e9))])
+    streams = [line("Stream #1(Compute)", ("gemm", 1e6), ("add", 2e3), ("gemm", 3e6)), line("Stream #2", ("add", 1e3))]
+    gpu = SimpleNamespace(name="/device:GPU:0", lines=[*streams, line("XLA Modules", ("jit_block", 9e9))])
+    found = accelerator._device_events(SimpleNamespace(planes=[host, gpu]))
+    assert found == {"gemm": [1e-3, 3e-3], "add": [2e-6, 1e-6]}
 
 
 def test_a_method_agrees_with_itself():
