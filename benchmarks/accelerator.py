@@ -19,6 +19,7 @@ program does not start JAX, because a TPU belongs to one process at a time.
 No data set is needed, nor any package but this library's and, for the comparison, PyTorch.
 """
 
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -27,7 +28,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -309,9 +309,12 @@ _EVENTS = {"/device:GPU": "Stream", "/device:TPU": "XLA Ops"}
 
 def _device_events(profile: Any) -> dict[str, list[float]]:
     """Seconds of each call of what ran on the first device of a profile, by its name."""
-    plane, start = next(
+    of_devices = [
         (plane, lines) for plane in profile.planes for device, lines in _EVENTS.items() if plane.name.startswith(device)
-    )
+    ]
+    if not of_devices:
+        raise ValueError(f"the profile has no device, only {', '.join(plane.name for plane in profile.planes)}")
+    plane, start = of_devices[0]
     calls: dict[str, list[float]] = {}
     for line in plane.lines:
         for event in line.events if line.name.startswith(start) else ():
@@ -393,7 +396,7 @@ def measured(planned: Iterable[Measurement], at_a_time: int, clock: Clock) -> It
     So many get ready side by side; then they are timed one after the other.
     """
     planned = iter(planned)
-    while batch := list(islice(planned, at_a_time)):
+    while batch := list(itertools.islice(planned, at_a_time)):
         if clock.left <= 0:
             yield batch[0].about, None
             return
@@ -444,6 +447,9 @@ def main(
         checks.one_of("--part", name, PARTS)
     for name in peer or ():
         checks.one_of("--peer", name, peers.TORCH)
+    chosen = (case or [*CASES], cohort or [*COHORTS], peer or [*peers.TORCH], part or [*PARTS])
+    for name, count in itertools.product(*chosen[:2]):
+        workload(f"{name}-{count}")
     clock, console = Clock(limit), Console()
     try:
         about = in_process(clock, at_once, environment)()
@@ -452,7 +458,6 @@ def main(
         return
     console.print(f"{about['device']} x {about['devices']}, {limit:.0f} s", soft_wrap=True)
     about["side_by_side"] = side_by_side  # first rounds, which compile, take longer side by side
-    chosen = (case or [*CASES], cohort or [*COHORTS], peer or [*peers.TORCH], part or [*PARTS])
     planned = plan(*chosen, repeats, rows, seconds, clock, about["platform"])
     done = 0
     for what, found in measured(planned, side_by_side, clock):

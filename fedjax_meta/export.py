@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checkpoint, checks, disk, runtime, sweeps
+from fedjax_meta import __version__, checkpoint, checks, disk, sweeps
 from fedjax_meta.algorithm import Algorithm, State, check_known, state_rows
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
@@ -272,7 +272,7 @@ def of_run(
         return Exported(flax_layout(variables) if plain else variables, {**about, "client": what, "layout": layout})
 
     about: dict[str, Json] = {
-        "fedjax_meta": runtime.version("fedjax_meta"),
+        "fedjax_meta": __version__,
         "system": study.title_of(system),
         "method": study.systems[system].method,
         "scenario": clients.title,

@@ -101,7 +101,7 @@ def compiled_bytes(program: ClosedJaxpr, device: jax.Device) -> int:
         return jax.core.eval_jaxpr(program.jaxpr, arguments[:count], *arguments[count:])
 
     lowered = jax.jit(run).lower(*arguments)
-    words = (jax.lib.__version__, device.device_kind, lowered.as_text())
+    words = (jax.lib.__version__, device.device_kind, str(runtime.compiler_options()), lowered.as_text())
     file = runtime.cache_folder() / "memory" / hashlib.sha256("\n".join(words).encode()).hexdigest()
     if file.is_file():
         return int(file.read_text())

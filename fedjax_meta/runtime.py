@@ -13,7 +13,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,6 @@ def cache_folder() -> Path:
     given = os.environ.get(CACHE_VARIABLE)
     base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedjax_meta"
     return base.expanduser()
-
-
-def version(package: str) -> str:
-    """The version of a package; "not installed" of one that Python finds in a source tree on its path."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def default_devices() -> list[jax.Device]:
@@ -69,8 +60,8 @@ def on_cpu() -> bool:
 _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
     # LLVM's higher levels take longer and gain nothing.
     "cpu": {"xla_backend_optimization_level": "2"},
-    # XLA would compile and time dozens of Triton kernels for each product, which takes ten times as long as all the rest, and
-    # cuBLAS's are as fast.
+    # XLA would search among Triton kernels for each product, which takes most of the time to compile; on an H200 cuBLAS's were
+    # about as fast.
     "gpu": {"xla_gpu_enable_triton_gemm": False},
 }
 """By platform, what differs from XLA's defaults. `docs/benchmarks.md` has the times."""
@@ -85,11 +76,16 @@ def compiled(lowered: jax.stages.Lowered, *, once: bool = False) -> jax.stages.C
       lowered: the program.
       once: whether it will be called once, so that compiling it takes longer than running it.
     """
+    return lowered.compile(compiler_options(once=once) or None)
+
+
+def compiler_options(*, once: bool = False) -> dict[str, str | bool]:
+    """What `compiled` asks of XLA; without the options that the environment has."""
     options = _COMPILER_OPTIONS.get(platform(), {})
     if once and on_cpu():
         options = options | {"xla_backend_optimization_level": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
-    return lowered.compile({name: value for name, value in options.items() if name not in flags} or None)
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 @contextlib.contextmanager

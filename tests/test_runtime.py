@@ -208,11 +208,6 @@ def test_a_programs_options_are_the_platforms_and_the_users_come_first(platform,
     assert given == [expected]
 
 
-def test_a_package_of_a_source_tree_has_no_version():
-    assert runtime.version("jax") == jax.__version__
-    assert runtime.version("no_such_package") == "not installed"
-
-
 def test_a_program_of_either_level_computes_the_same():
     lowered = jax.jit(lambda x: jnp.sort(x)[::-1] @ x).lower(np.arange(5.0))
     assert [float(runtime.compiled(lowered, once=once)(np.arange(5.0))) for once in (True, False)] == [10.0, 10.0]

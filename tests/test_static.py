@@ -304,6 +304,15 @@ def test_the_kernels_of_a_profile_are_those_of_its_device():
     gpu = SimpleNamespace(name="/device:GPU:0", lines=[*streams, line("XLA Modules", ("jit_block", 9e9))])
     found = accelerator._device_events(SimpleNamespace(planes=[host, gpu]))
     assert found == {"gemm": [1e-3, 3e-3], "add": [2e-6, 1e-6]}
+    with pytest.raises(ValueError, match="the profile has no device, only /host:CPU"):
+        accelerator._device_events(SimpleNamespace(planes=[host]))
+
+
+@pytest.mark.parametrize("chosen", [{"case": ["W9"]}, {"case": ["W1"], "cohort": [0]}])
+def test_an_unknown_workload_is_refused_before_anything_is_measured(chosen, monkeypatch):
+    monkeypatch.setattr(accelerator, "in_process", None)
+    with pytest.raises(ValueError, match="is unknown .*allowed are W1"):
+        accelerator.main(**chosen)
 
 
 def test_a_method_agrees_with_itself():

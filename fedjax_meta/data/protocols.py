@@ -97,7 +97,8 @@ def fedmeta_per_clients(
         clients for MNIST alone, by stick-breaking. The published scores of CIFAR-10's new clients are nearly the same over
         samples and over clients, which sizes from stick-breaking do not give (docs/papers_errors.md).
       orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`.
-      num_new: new clients of each order, who share all test parts; N if not given. The authors' study of iMAML has 30.
+      num_new: new clients of each order, who share the test parts; N if not given, and a multiple of 10 for lognormal sizes.
+        The authors' study of iMAML has 30.
 
     Returns:
       A `Protocol`; arrays are on the default device, images are uint8. Its new clients stand order by order.
@@ -136,6 +137,8 @@ def fedmeta_per_clients(
     pool = new_rng.permutation(tests)
     many = num_clients if num_new is None else num_new
     checks.count("num_new", many)
+    if new_sizes == "lognormal" and many % 10:
+        raise ValueError(f'num_new={many} must be a multiple of 10 with new_sizes="lognormal"')
     found = _new_pairs(pairs, source.num_classes, new_rng, newcomers, orders, many)
     divisor = num_clients * pairs.shape[1] // source.num_classes + 1
     order, sizes_ = [], []

@@ -8,13 +8,14 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, checks, costs, disk, report, runtime
+from fedjax_meta import __version__, checkpoint, checks, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.privacy import Guarantee
 from fedjax_meta.study import promise
@@ -321,10 +322,10 @@ def _in_words(odd: Sequence[tuple[str, Json, Json]]) -> str:
 
 def environment() -> dict[str, Json]:
     """Versions, the machine, settings, and the commits of the package and of the working folder."""
-    names = ("fedjax_meta", "jax", "jaxlib", "flax", "optax", "numpy", "scipy")
+    others = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "scipy")}
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)}
     return {
-        "versions": {"python": platform.python_version(), **{name: runtime.version(name) for name in names}},
+        "versions": {"python": platform.python_version(), "fedjax_meta": __version__, **others},
         "device": runtime.device_kinds(),
         "machine": {
             "system": platform.platform(),

@@ -361,6 +361,10 @@ BAD = {
     "no new clients": (lambda s: protocols.fedmeta_per_clients(s, num_new=0), "num_new=0 must be an integer"),
     "unknown sizes": (lambda s: protocols.fedmeta_per_clients(s, sizes="equal"), "sizes='equal' is unknown"),
     "unknown new_sizes": (lambda s: protocols.fedmeta_per_clients(s, new_sizes="equal"), "new_sizes='equal' is unknown"),
+    "new clients not in tenths": (
+        lambda s: protocols.fedmeta_per_clients(s, new_sizes="lognormal", num_new=25),
+        "num_new=25 must be a multiple of 10",
+    ),
     "unknown samples": (lambda s: protocols.fedmeta_per_clients(s, samples="last"), "samples='last' is unknown"),
     "random samples that nobody shares": (
         lambda s: protocols.fedmeta_per_clients(s, samples="random"),
