@@ -1,7 +1,8 @@
 """The data protocol of each paper as one function: training clients, their local tests, new clients and views.
 
-Papers: FedMeta-Per (Nguyen and Cao), FedPAC (Xu, Tong and Huang, ICLR 2023), Per-FedAvg-Reptile (Xia and Cui), MTFL (Mills, Hu
-and Min, arXiv 2007.09236). Axis letters: M samples of the data set, N clients, S samples that clients hold, K classes.
+Papers: FedMeta-Per (Nguyen and Cao), FL with MAML and iMAML (Nguyen et al.), FedPAC (Xu, Tong and Huang, ICLR 2023),
+Per-FedAvg-Reptile (Xia and Cui), MTFL (Mills, Hu and Min, arXiv 2007.09236). Axis letters: M samples of the data set, N clients,
+S samples that clients hold, K classes.
 """
 
 import dataclasses
@@ -23,6 +24,9 @@ from fedjax_meta.data.sources import Source
 
 PAIRINGS = {"2u+j": 2, "u+j": 1}
 """The pairings of FedMeta-Per, as strides of `slots.class_slots`."""
+
+SUPPORT = 0.2
+"""Share of a client's samples for adaptation in FedMeta-Per and in FL with MAML and iMAML."""
 
 FEDPAC_GROUPS = {
     10: ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0)),
@@ -68,7 +72,6 @@ def fedmeta_per_clients(
     newcomers: str = "as published",
     new_sizes: str | None = None,
     orders: int | Sequence[Sequence[int]] = 1,
-    num_new: int | None = None,
 ) -> Protocol:
     """FedMeta-Per: 50 clients with two classes each and unequal sizes, and 50 new clients with pairs of their own.
 
@@ -96,9 +99,8 @@ def fedmeta_per_clients(
       new_sizes: of new clients, `"stick"` or `"lognormal"`. If not given, lognormal where `sizes` is. The authors' code makes new
         clients for MNIST alone, by stick-breaking. The published scores of CIFAR-10's new clients are nearly the same over
         samples and over clients, which sizes from stick-breaking do not give (docs/papers_errors.md).
-      orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`.
-      num_new: new clients of each order, who share the test parts; N if not given, and a multiple of 10 for lognormal sizes.
-        The authors' study of iMAML has 30.
+      orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`. The N new clients
+        of an order share the test parts.
 
     Returns:
       A `Protocol`; arrays are on the default device, images are uint8. Its new clients stand order by order.
@@ -118,6 +120,7 @@ def fedmeta_per_clients(
     new_sizes = ("lognormal" if sizes == "lognormal" else "stick") if new_sizes is None else new_sizes
     checks.one_of("new_sizes", new_sizes, ("stick", "lognormal"))
     x, y = source.pooled()
+    scale = pixel_scaling(x, _fedmeta_per_scaling(source, scaling))
     pairs = slots.class_slots(num_clients, source.num_classes, stride=PAIRINGS[pairing])
     if sizes == "lognormal":
         held = slots.lognormal_classes(y, pairs, seed=seed)
@@ -129,40 +132,118 @@ def fedmeta_per_clients(
     held = held.shuffled(shuffle_rng)
     if sizes == "lognormal":
         held = _stratified(held, y, 0.75, shuffle_rng)
-    scale = pixel_scaling(x, _fedmeta_per_scaling(source, scaling))
-    views = train_test_views(held.sizes)
-    train = from_partition(x, y, *held, num_classes=source.num_classes, views=views, **scale)
-    test_begin, test_end = views["test"]
-    tests = held.order[runs.positions(np.cumsum(held.sizes) - held.sizes + test_begin, test_end - test_begin)]
-    pool = new_rng.permutation(tests)
-    many = num_clients if num_new is None else num_new
-    checks.count("num_new", many)
-    if new_sizes == "lognormal" and many % 10:
-        raise ValueError(f'num_new={many} must be a multiple of 10 with new_sizes="lognormal"')
-    found = _new_pairs(pairs, source.num_classes, new_rng, newcomers, orders, many)
-    divisor = num_clients * pairs.shape[1] // source.num_classes + 1
-    order, sizes_ = [], []
+    pool = new_rng.permutation(_tests(held))
+    found = _new_pairs(pairs, source.num_classes, new_rng, newcomers, orders, num_clients)
+    parts = []
     for new_pairs in found:
         if new_sizes == "lognormal":
-            cut = slots.lognormal_classes(y[pool], new_pairs, seed=seed)
+            part = slots.lognormal_classes(y[pool], new_pairs, seed=seed)
         else:
-            least = _min_samples(y[pool], new_pairs, min_samples)
-            cut = slots.stick_breaking(y[pool], new_pairs, seed=seed, min_samples=least, divisor=divisor)
-        cut = cut.shuffled(new_rng)
-        order.append(pool[cut.order])
-        sizes_.append(cut.sizes)
-    size = np.concatenate(sizes_)
-    support = np.maximum(size // 5, 1)
-    new_views = {"support": (np.zeros_like(support), support), "query": (support, size)}
-    new = from_partition(x, y, np.concatenate(order), size, num_classes=source.num_classes, views=new_views, **scale)
-    shared = [slots.shared_pairs(pairs, new_pairs) for new_pairs in found]
+            part = _stick_of_new(y[pool], new_pairs, seed, min_samples, pairs.size // source.num_classes)
+        part = part.shuffled(new_rng)
+        parts.append(Partition(pool[part.order], part.sizes))
+    return _with_newcomers(source, x, y, held, parts, [pairs, *found], scale, f"FedMeta-Per on {source.name}")
+
+
+def fl_imaml_clients(
+    source: Source,
+    *,
+    seed: int = 1,
+    num_clients: int = 50,
+    num_new: int = 30,
+    orders: int | Sequence[Sequence[int]] = 1,
+    scaling: str = "unit",
+    misread: bool = False,
+    min_samples: int | None = None,
+) -> Protocol:
+    """FL with MAML and iMAML (Nguyen et al.): two classes a client, neighbours in a random order of the labels, and new clients.
+
+    As `fedmeta_per_clients` with sizes from stick-breaking, but also the clients that train have neighbours in a random order of
+    the labels, and a new client's support is a fifth of each of its classes. The authors' clients train on 75 % of all samples
+    and have no tests; the other 25 % are the new clients'. Here these are also the local tests, which new clients share.
+
+    Args:
+      source: the data set.
+      seed: determines sizes, pairs and shuffles.
+      num_clients: N.
+      num_new: new clients of each order.
+      orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`.
+      scaling: see `pixel_scaling`.
+      misread: whether images, which are stored as [height, width, channels], are read as [channels, height, width]. The authors'
+        CIFAR-10 is (`cifar_loader.py:20` of commit 858f10a), which scrambles it; grey images stay as they are.
+      min_samples: as in `fedmeta_per_clients`.
+
+    Returns:
+      A `Protocol`; arrays are on the default device. Its new clients stand order by order.
+
+    Raises:
+      ValueError: an unknown option, or a data set too small for the clients and their views.
+    """
+    _check(source, seed)
+    checks.count("num_new", num_new)
+    x, y = source.pooled()
+    if misread:
+        if x.ndim != 4:
+            raise ValueError(f"misread=True is for images [M, height, width, channels], not for inputs {list(x.shape)}")
+        count, height, width, channels = x.shape
+        x = np.moveaxis(x.reshape(count, channels, height, width), 1, -1)
+        misread_note = "Images are scrambled: stored as [height, width, channels], they are read as [channels, height, width]"
+        source = source._replace(note="; ".join(filter(None, [source.note, misread_note])))
+    scale = pixel_scaling(x, scaling)
+    rng, new_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+    neighbours = slots.class_slots(num_clients, source.num_classes, stride=1)
+    pairs = rng.permutation(source.num_classes)[neighbours]
+    held = slots.stick_breaking(y, pairs, seed=seed, min_samples=_min_samples(y, pairs, min_samples)).shuffled(rng)
+    pool = new_rng.permutation(_tests(held))
+    found = _new_pairs(pairs, source.num_classes, new_rng, "as published", orders, num_new)
+    parts = []
+    for new_pairs in found:
+        part = _stick_of_new(y[pool], new_pairs, seed, min_samples, pairs.size // source.num_classes).shuffled(new_rng)
+        part = _stratified(part, y[pool], SUPPORT, new_rng)
+        parts.append(Partition(pool[part.order], part.sizes))
+    return _with_newcomers(source, x, y, held, parts, [pairs, *found], scale, f"FL with MAML and iMAML on {source.name}")
+
+
+def _stick_of_new(y: np.ndarray, new_pairs: np.ndarray, seed: int, min_samples: int | None, holders: int) -> Partition:
+    """New clients by stick-breaking, with the divisor of the clients that train, of whom `holders` hold a class."""
+    least = _min_samples(y, new_pairs, min_samples)
+    return slots.stick_breaking(y, new_pairs, seed=seed, min_samples=least, divisor=holders + 1)
+
+
+def _tests(held: Partition) -> np.ndarray:
+    """The samples that clients hold in the "test" part of `train_test_views`."""
+    begin, end = train_test_views(held.sizes)["test"]
+    return held.order[runs.positions(np.cumsum(held.sizes) - held.sizes + begin, end - begin)]
+
+
+def _with_newcomers(
+    source: Source,
+    x: np.ndarray,
+    y: np.ndarray,
+    held: Partition,
+    parts: Sequence[Partition],
+    pairs: Sequence[np.ndarray],
+    scale: Scaling,
+    name: str,
+) -> Protocol:
+    """Clients that hold `held`, and for each order of the labels new ones that hold one of `parts`.
+
+    `pairs` are the classes `[N, 2]` of the clients that train, and then those of the new clients of each order.
+    """
+    views = train_test_views(held.sizes)
+    train = from_partition(x, y, *held, num_classes=source.num_classes, views=views, **scale)
+    size = np.concatenate([part.sizes for part in parts])
+    support = np.maximum((size * SUPPORT).astype(np.int64), 1)
+    views = {"support": (np.zeros_like(support), support), "query": (support, size)}
+    order = np.concatenate([part.order for part in parts])
+    new = from_partition(x, y, order, size, num_classes=source.num_classes, views=views, **scale)
+    shared = [slots.shared_pairs(pairs[0], new_pairs) for new_pairs in pairs[1:]]
     if any(shared):
-        orders_ = f"{len(found)} order{'' if len(found) == 1 else 's'} of the labels"
-        note = f"New clients: {orders_}; of their pairs of classes, training clients have {', '.join(map(str, shared))}, too."
+        orders = f"{len(parts)} order{'' if len(parts) == 1 else 's'} of the labels"
+        note = f"New clients: {orders}; of their pairs of classes, training clients have {', '.join(map(str, shared))}, too."
     else:
         note = "New clients hold pairs of classes that no training client has."
-    name = f"FedMeta-Per on {source.name}"
-    return Protocol(on_device(train), on_device(new), name, ". ".join(filter(None, [source.note, note])), orders=len(found))
+    return Protocol(on_device(train), on_device(new), name, ". ".join(filter(None, [source.note, note])), orders=len(parts))
 
 
 def _new_pairs(

@@ -78,6 +78,7 @@ def _iid(source: Source, *, seed: int = 1, num_clients: int = 50, train: float =
 PAPERS: dict[str, Callable[..., Protocol]] = {
     "fedmeta_per": protocols.fedmeta_per_clients,
     "fedmeta_per_iid": _iid,
+    "fl_imaml": protocols.fl_imaml_clients,
     "fedpac": protocols.fedpac_clients,
     "perfedavg_reptile": protocols.perfedavg_reptile_clients,
     "mtfl": protocols.mtfl_clients,

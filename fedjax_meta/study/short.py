@@ -39,6 +39,7 @@ PARTITIONS: dict[str, Entry] = {
     "natural": ("the clients that the data name", ""),
     "fedmeta_per": ("two classes, new clients of their own", "Nguyen, Cao"),
     "fedmeta_per_iid": ("the same paper's IID control", "Nguyen, Cao"),
+    "fl_imaml": ("two classes, labels in random order", "Nguyen et al."),
     "fedpac": ("a group of dominant classes", "Xu et al. 2306.11867"),
     "perfedavg_reptile": ("Dirichlet shares, 70 % for training", "Xia, Cui"),
     "mtfl": ("two shards, some clients noisy", "Mills et al. 2007.09236"),

@@ -130,29 +130,75 @@ def test_new_clients_of_fedmeta_per_may_have_pairs_of_training_clients_unless_to
 
 
 def test_orders_of_new_clients_stand_one_after_the_other(mnist):
-    """Each order cuts all test parts again, for 30 clients by the loop of the authors' study of iMAML."""
+    """Each order cuts all test parts again."""
     order = [3, 8, 0, 1, 4, 2, 5, 9, 6, 7]
-    p = protocols.fedmeta_per_clients(mnist, orders=[order, list(range(10))], num_new=30)
+    p = protocols.fedmeta_per_clients(mnist, orders=[order, list(range(10))])
     assert (
         p.orders == 2
-        and p.new.num_clients == 60
+        and p.new.num_clients == 100
         and "2 orders of the labels; of their pairs of classes, training clients have 2, 5, too." in p.note
     )
     whole = _counts(p.new, "support") + _counts(p.new, "query")
     pairs = [set(np.flatnonzero(row).tolist()) for row in whole]
-    assert pairs[:30] == [{order[u % 10], order[(u + 1) % 10]} for u in range(30)]
-    assert pairs[30:] == [{u % 10, (u + 1) % 10} for u in range(30)]
-    tests = np.sort(np.concatenate([_numbers(p.train, "test", u) for u in range(50)]))
-    for block in (slice(0, 30), slice(30, 60)):
-        held = np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(60)[block]])
+    assert pairs[:50] == [{order[u % 10], order[(u + 1) % 10]} for u in range(50)]
+    assert pairs[50:] == [{u % 10, (u + 1) % 10} for u in range(50)]
+    _all_tests_in_each_order(p, 50)
+    _sizes_by_the_authors_loop(p, whole, 50)
+
+
+def test_clients_of_fl_imaml_have_neighbours_in_random_orders_and_support_of_each_class(mnist):
+    """The loops of `gen_mnist.py` of the authors' study: 50 clients that train and 30 new ones, labels shuffled for both."""
+    p = protocols.fl_imaml_clients(mnist, orders=2)
+    assert (p.train.num_clients, p.new.num_clients, p.orders) == (50, 60, 2) and p.name.endswith("iMAML on mnist")
+    _check_views(p.train)
+    whole = _counts(p.new, "support") + _counts(p.new, "query")
+    drawn = [
+        [frozenset(np.flatnonzero(row).tolist()) for row in rows]
+        for rows in (_counts(p.train, "train"), whole[:30], whole[30:])
+    ]
+    for pairs in drawn:
+        assert pairs == pairs[:10] * (len(pairs) // 10) and len(set(pairs)) == 10
+        # The ten pairs are one ring of all labels: u and u + 1 share a label, and so do the last and the first.
+        assert all(len(pairs[u] & pairs[(u + 1) % 10]) == 1 for u in range(10)) and len(frozenset.union(*pairs)) == 10
+    in_order = {frozenset({u, (u + 1) % 10}) for u in range(10)}
+    assert len({frozenset(pairs) for pairs in drawn} | {frozenset(in_order)}) == 4
+    # A fifth of each class, up to one sample.
+    assert np.abs(_counts(p.new, "support") - 0.2 * whole).max() <= 1
+    sizes = whole.sum(1)
+    assert np.array_equal(p.new.sizes("support"), np.maximum(sizes // 5, 1))
+    _all_tests_in_each_order(p, 30)
+    _sizes_by_the_authors_loop(p, whole, 30)
+    other = protocols.fl_imaml_clients(mnist, orders=2, seed=2)
+    assert _pairs(other.train, "train") != _pairs(p.train, "train")
+
+
+def test_clients_of_fl_imaml_may_misread_images_as_the_authors_do(cifar):
+    """Channels first: torch's `reshape(3, 32, 32)` of values that are stored as [32, 32, 3]."""
+    right, wrong = (protocols.fl_imaml_clients(cifar, misread=misread) for misread in (False, True))
+    one, other = np.asarray(right.train.x[:5]), np.asarray(wrong.train.x[:5])
+    assert one.shape == other.shape == (5, 2, 2, 3)
+    for image, scrambled in zip(one, other, strict=True):
+        flat = image.ravel().tolist()
+        for c in range(3):
+            assert scrambled[..., c].ravel().tolist() == flat[4 * c : 4 * c + 4]
+
+
+def _all_tests_in_each_order(p: protocols.Protocol, many: int) -> None:
+    """The new clients of each order, `many` of them, hold the test parts of all clients that train, none twice."""
+    tests = np.sort(np.concatenate([_numbers(p.train, "test", u) for u in range(p.train.num_clients)]))
+    for begin in range(0, p.new.num_clients, many):
+        held = np.concatenate([_numbers(p.new, v, u) for v in p.new.views for u in range(begin, begin + many)])
         assert np.array_equal(np.sort(held), tests)
+
+
+def _sizes_by_the_authors_loop(p: protocols.Protocol, whole: np.ndarray, many: int) -> None:
     generator = np.random.RandomState(1)
     for label, count in enumerate(_counts(p.train, "test").sum(0).tolist()):
         parts, rest = [], count
-        for _ in range(5):
+        for _ in range(2 * many // 10 - 1):
             parts.append(generator.randint(rest // 11, rest // 2))
             rest -= parts[-1]
-        for block in (whole[:30, label], whole[30:, label]):
+        for block in (whole[:many, label], whole[many:, label]):
             assert block[block > 0].tolist() == [*parts, rest]
 
 
@@ -358,12 +404,18 @@ BAD = {
     "unknown newcomers": (lambda s: protocols.fedmeta_per_clients(s, newcomers="like"), "newcomers='like' is unknown"),
     "an order that lacks a class": (lambda s: protocols.fedmeta_per_clients(s, orders=[[0, 1]]), "orders=.* must be a number"),
     "no orders": (lambda s: protocols.fedmeta_per_clients(s, orders=0), "orders=0 must be an integer"),
-    "no new clients": (lambda s: protocols.fedmeta_per_clients(s, num_new=0), "num_new=0 must be an integer"),
+    "no new clients": (lambda s: protocols.fl_imaml_clients(s, num_new=0), "num_new=0 must be an integer"),
+    "misread rows": (
+        lambda s: protocols.fl_imaml_clients(
+            s._replace(x_train=s.x_train[:, 0, :, 0], x_test=s.x_test[:, 0, :, 0]), misread=True
+        ),
+        "misread=True is for images",
+    ),
     "unknown sizes": (lambda s: protocols.fedmeta_per_clients(s, sizes="equal"), "sizes='equal' is unknown"),
     "unknown new_sizes": (lambda s: protocols.fedmeta_per_clients(s, new_sizes="equal"), "new_sizes='equal' is unknown"),
     "new clients not in tenths": (
-        lambda s: protocols.fedmeta_per_clients(s, new_sizes="lognormal", num_new=25),
-        "num_new=25 must be a multiple of 10",
+        lambda s: protocols.fedmeta_per_clients(s, new_sizes="lognormal", num_clients=25),
+        "num_clients=25 must be a multiple of 10",
     ),
     "unknown samples": (lambda s: protocols.fedmeta_per_clients(s, samples="last"), "samples='last' is unknown"),
     "random samples that nobody shares": (
