@@ -170,7 +170,7 @@ def fl_imaml_clients(
       orders: how many orders of the labels are drawn for new clients, or the orders themselves `[orders, K]`.
       scaling: see `pixel_scaling`.
       misread: whether images, which are stored as [height, width, channels], are read as [channels, height, width]. The authors'
-        CIFAR-10 is (`cifar_loader.py:20` of commit 858f10a), which scrambles it; grey images stay as they are.
+        CIFAR-10 is (`cifar_loader.py:19` of commit 858f10a), which scrambles it; grey images stay as they are.
       min_samples: as in `fedmeta_per_clients`.
 
     Returns:

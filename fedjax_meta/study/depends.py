@@ -156,7 +156,7 @@ class Package:
                 found.append(Part(path, first))
             if gathers and first in ("globals", "vars", "locals"):
                 found.append(Part(path))
-        for module in (word for node in nodes for word in _imported_words(node)):
+        for module in _all_imported_words(text) if whole else [word for node in nodes for word in _imported_words(node)]:
             found += self._follow(module, [])
         if whole and gathers:
             found += self._submodules(path)
@@ -270,6 +270,11 @@ def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
         return
     for inner in ast.iter_child_nodes(one):
         yield from _chains(inner)
+
+
+@functools.cache
+def _all_imported_words(text: str) -> tuple[str, ...]:
+    return tuple(_imported_words(_tree(text)))
 
 
 def _imported_words(node: ast.AST) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Studies as files: those of the package by name, their variants, values that stand for several entries, and overrides."""
 
 import copy
+import functools
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ def read(path: str | Path) -> Tree:
                 f"No such file or directory: {path}; `fedjax-meta list studies` has those of the package"
             ) from None
     try:
-        tree = parsed(text)
+        tree = copy.deepcopy(_parsed_once(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where, what = "" if mark is None else f", line {mark.line + 1}", getattr(error, "problem", None) or str(error)
@@ -111,6 +112,12 @@ def parsed(text: str) -> Any:
       {'lr': 1e-05, 'epochs': 3}
     """
     return yaml.load(text, _Loader)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed_once(text: str) -> Any:
+    """As `parsed`, for whole files, which take a tenth of a second each and are read again and again; to be copied."""
+    return parsed(text)
 
 
 def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
