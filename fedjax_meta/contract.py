@@ -168,7 +168,7 @@ class Method:
         axis of every shared leaf: clients count as much as these (IFCA, AFL). Other aggregators than the mean get the quotients
         of each client, with its statistics as weights; so they do for statistics that are an `aggregate.Ratio`.
       direction: `(state, mean pseudo-gradient, mean statistics, summed statistics weight, N) -> (pseudo-gradient, statistics)`,
-        what the server descends along and what `update_extra` gets, for rules that no weighted mean expresses (FedNova, qFedAvg);
+        what the server descends along and what `update_extra` gets, for rules that no weighted mean expresses (FedNova, FedDyn);
         as they are when not given. `state` is the one before the step, without rows of clients; only shared leaves are there.
       collaborate: what clients get of each other after a round.
       new_client: `(key, population, support) -> variables` of a client that is not one of the N clients; by default `personalize`

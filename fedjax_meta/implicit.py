@@ -44,7 +44,7 @@ class ImplicitInfo(NamedTuple):
       query_loss: query loss at the adapted parameters.
       cg_steps: number of conjugate-gradient steps taken, int32.
       residual: norm of the residual of the linear system, relative to its right side; 0 if the right side is 0.
-      negative_curvature: whether the solver stopped at a direction in which the operator is not positive.
+      negative_curvature: whether the solver met a direction in which the operator is not positive.
     """
 
     support_loss: jax.Array

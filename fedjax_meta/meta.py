@@ -44,7 +44,8 @@ class MetaSGD(NamedTuple):
 
     Attributes:
       params: the initialisation, any pytree.
-      rates: inner learning rates, a tree like `params`, of any sign.
+      rates: inner learning rates, a tree like `params`, of any sign; with `learned_sgd(per_step=True)` each leaf has `[S]`, a
+        rate for each step.
     """
 
     params: Params

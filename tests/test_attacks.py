@@ -1,7 +1,6 @@
 """Attacks: closed forms, who attacks, and what an attack does to a round of every method."""
 
 import dataclasses
-import inspect
 from functools import cache
 
 import jax
@@ -494,10 +493,8 @@ def test_what_an_attack_refuses(make, message):
 
 
 def test_every_registered_attack_can_be_made_from_text_and_is_in_the_record():
-    for name, entry in attacks.ATTACKS.items():
-        attack = attacks.parse(f"{name}:attackers=(0, 2)")
-        assert attack.name == name and "\n" not in entry.says
-        assert all(option in entry.says for option in inspect.signature(entry.make).parameters)
+    for name in attacks.ATTACKS:
+        assert attacks.parse(f"{name}:attackers=(0, 2)").name == name
     config = fm.Federation(attack=attacks.parse("sign_flip:attackers=0.2,scale=10,seed=3")).config
     assert config["attack"] == {"name": "sign_flip", "attackers": 0.2, "seed": 3, "scale": 10}
 

@@ -48,8 +48,6 @@ def lines(text):
 def commands(page):
     """The commands of a page, from top to bottom; in blocks, indented, or in the text."""
     text = PAGES[page]
-    if page == "migration":  # the first column has commands of earlier versions
-        text = re.sub(r"^\| .*?[^\\] \|", "|", text, flags=re.MULTILINE)
     found = [(block.start(), one) for block in FENCED.finditer(text) if not block[1] for one in lines(block[2])]
     text = FENCED.sub(lambda block: " " * len(block[0]), text)
     for block in re.finditer(r"(?:(?<=\n\n)|\A)(?: {4}.*\n)+", text):

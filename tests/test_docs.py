@@ -192,11 +192,9 @@ def test_what_a_page_runs_exists(page):
     for name in re.findall(r"fedjax-meta (?:run|show) (\w+)\b(?!\.yaml|/)", TEXTS[page]):
         assert name in {*files.packaged(), "study", "STUDY"}, name
     commands = re.findall(r"python (?:-m )?(experiments|benchmarks)[./](\w+)", TEXTS[page])
-    for folder, name in commands if page != "migration.md" else []:  # which names commands of earlier versions
+    for folder, name in commands:
         assert name == "NAME" or (ROOT / folder / f"{name}.py").is_file(), name
-    for name, word in (
-        re.findall(r"python -m experiments\.([a-z]\w*)(?: ([a-z_]+))?", TEXTS[page]) if page != "migration.md" else []
-    ):
+    for name, word in re.findall(r"python -m experiments\.([a-z]\w*)(?: ([a-z_]+))?", TEXTS[page]):
         source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
         subcommands = re.findall(r"^@app\.command\(\)\ndef (\w+)", source, flags=re.MULTILINE)
         if re.search(r"^\w+ = program\(", source, flags=re.MULTILINE):

@@ -401,9 +401,9 @@ def test_what_a_rule_refuses(make, message):
 def test_every_registered_rule_can_be_made_from_text(rng):
     options = {"trimmed_mean": ":share=0.2", "krum": ":f=1", "multi_krum": ":f=1,m=3", "bulyan": ":f=1"}
     uploads = rng.normal(size=(9, 3))
-    for name, entry in aggregate.RULES.items():
+    for name in aggregate.RULES:
         rule = aggregate.parse(name + options.get(name, ""))
-        assert "\n" not in entry.says and np.isfinite(use(rule, uploads, np.ones(9))[0]).all()
+        assert np.isfinite(use(rule, uploads, np.ones(9))[0]).all()
     rule = aggregate.parse("nearest_neighbours:f=1 + bucketing:size=3+geometric_median:iterations=3")
     assert isinstance(rule, Rule) and [rule.name, rule.config["rule"]["name"]] == ["nearest_neighbours", "bucketing"]
     assert "iterations=3" in rule.config["rule"]["rule"]

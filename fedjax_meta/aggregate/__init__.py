@@ -21,7 +21,7 @@ from fedjax_meta.aggregate.means import (
 from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.mixtures import combine
 from fedjax_meta.aggregate.ranks import median, trimmed_mean
-from fedjax_meta.aggregate.registry import RULES, WRAPPERS, Entry, parse
+from fedjax_meta.aggregate.registry import RULES, WRAPPERS, parse
 from fedjax_meta.aggregate.rule import Aggregator, Rule, as_rule
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "WEIGHTINGS",
     "WRAPPERS",
     "Aggregator",
-    "Entry",
     "Ratio",
     "Rule",
     "WeightedSum",

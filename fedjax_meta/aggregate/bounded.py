@@ -19,8 +19,9 @@ from fedjax_meta.types import Key, PyTree, Rate
 def norm_bounding(bound: Rate | None = None) -> Rule:
     """The mean of the uploads, each scaled down to a norm of at most `bound`.
 
-    Sun, Kairouz, Suresh, McMahan: "Can you really backdoor federated learning?", arXiv 1911.07963, section 4. An attacker moves
-    the mean by at most bound / n, whatever it sends; no share of attackers is excluded, and none is withstood altogether.
+    Sun, Kairouz, Suresh, McMahan: "Can you really backdoor federated learning?", arXiv 1911.07963, section 4. An upload
+    adds at most bound / n to the mean, whatever it holds, so that an attacker moves it by at most 2 bound / n. No share of
+    attackers is excluded, and none is withstood altogether. With the median as the bound, attackers move the bound, too.
 
     Args:
       bound: M, above 0; when not given, the median of the norms in each round (as in FLAME: Nguyen et al., "FLAME: taming

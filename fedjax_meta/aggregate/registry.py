@@ -3,7 +3,7 @@
 import ast
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedjax_meta import checks, syntax
 from fedjax_meta.aggregate.bounded import centered_clipping, norm_bounding
@@ -12,46 +12,26 @@ from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.ranks import median, trimmed_mean
 from fedjax_meta.aggregate.rule import Aggregator, Rule
 
-
-class Entry(NamedTuple):
-    """One name of a registry.
-
-    Attributes:
-      make: builds the part; its arguments are the options.
-      says: what it is, in one line.
-    """
-
-    make: Callable[..., Any]
-    says: str
-
-
-RULES: Mapping[str, Entry] = {
-    "median": Entry(lambda: median, "median of each number; fewer than half of the clients may attack"),
-    "trimmed_mean": Entry(trimmed_mean, "mean of each number without a share at either end; options: share"),
-    "krum": Entry(krum, "the upload nearest to its neighbours, f < (C - 2) / 2; options: f"),
-    "multi_krum": Entry(multi_krum, "mean of the m best of krum; options: f, m"),
-    "bulyan": Entry(bulyan, "repeated krum, then a trimmed mean, C >= 4 f + 3; options: f"),
-    "geometric_median": Entry(geometric_median, "least sum of distances (RFA); options: iterations, smoothing"),
-    "norm_bounding": Entry(norm_bounding, "mean of uploads of bounded norm; options: bound (the median norm)"),
-    "centered_clipping": Entry(
-        centered_clipping, "moves from the last aggregate by clipped differences; options: radius, iterations"
-    ),
+RULES: Mapping[str, Callable[..., Any]] = {
+    "median": lambda: median,
+    "trimmed_mean": trimmed_mean,
+    "krum": krum,
+    "multi_krum": multi_krum,
+    "bulyan": bulyan,
+    "geometric_median": geometric_median,
+    "norm_bounding": norm_bounding,
+    "centered_clipping": centered_clipping,
 }
-"""Rules that need nothing but numbers."""
+"""Rules that need nothing but numbers; the arguments are the options."""
 
-WRAPPERS: Mapping[str, Entry] = {
-    "nearest_neighbours": Entry(
-        nearest_neighbours, "mixes each upload with its n - f nearest before the rule (NNM); options: f"
-    ),
-    "bucketing": Entry(bucketing, "averages random buckets before the rule; options: size"),
-}
+WRAPPERS: Mapping[str, Callable[..., Any]] = {"nearest_neighbours": nearest_neighbours, "bucketing": bucketing}
 """Wrappers of a rule, `make(rule, **options)`."""
 
 
 def parse(text: str) -> Aggregator | Rule:
     """An aggregator from text: `NAME` or `NAME:OPTION=VALUE,...`, with wrappers before it, joined by +.
 
-    `fltrust` needs data, so that only code can make it.
+    `fltrust` needs the server's samples, so that this text cannot make it; code can, and a study with `server`.
 
     Raises:
       ValueError: an unknown name or option, a value that is refused.
@@ -99,13 +79,13 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-def made(entry: Entry, name: str, options: Mapping[str, Any], *first: Any) -> Any:
-    """`entry.make(*first, **options)`.
+def made(make: Callable[..., Any], name: str, options: Mapping[str, Any], *first: Any) -> Any:
+    """`make(*first, **options)`.
 
     Raises:
       ValueError: an option that it does not take, one that is missing, a value that is refused.
     """
-    takes = list(inspect.signature(entry.make).parameters.items())[len(first) :]
+    takes = list(inspect.signature(make).parameters.items())[len(first) :]
     try:
         checks.options(name, options, [key for key, _ in takes], {})
     except TypeError as error:
@@ -114,7 +94,7 @@ def made(entry: Entry, name: str, options: Mapping[str, Any], *first: Any) -> An
     if missing:
         raise ValueError(f"{name} needs {', '.join(missing)}: {name}:{missing[0]}=VALUE")
     try:
-        return entry.make(*first, **options)
+        return make(*first, **options)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -1,25 +1,24 @@
 """Attacks by name, for a command line."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.registry import Entry, made, name_and_options
+from fedjax_meta.aggregate.registry import made, name_and_options
 from fedjax_meta.attacks.alone import gaussian, sign_flip
 from fedjax_meta.attacks.attack import Attack
 from fedjax_meta.attacks.on_data import backdoor, label_flip
 from fedjax_meta.attacks.together import alie, ipm, min_max, min_sum
 
-ATTACKS: Mapping[str, Entry] = {
-    "label_flip": Entry(label_flip, "trains on labels K - 1 - y; options: attackers, mapping, seed"),
-    "backdoor": Entry(
-        backdoor, "a pattern that means a target class; options: attackers, target, size, value, share, boost, seed"
-    ),
-    "sign_flip": Entry(sign_flip, "sends its change times -scale; options: attackers, scale, seed"),
-    "gaussian": Entry(gaussian, "sends noise; options: attackers, deviation, seed"),
-    "alie": Entry(alie, "honest mean less z deviations; options: attackers, z, seed"),
-    "ipm": Entry(ipm, "honest mean times -scale; options: attackers, scale, seed"),
-    "min_max": Entry(min_max, "as far as two honest changes are apart; options: attackers, direction, seed"),
-    "min_sum": Entry(min_sum, "as far as the outermost honest change in sum; options: attackers, direction, seed"),
+ATTACKS: Mapping[str, Callable[..., Any]] = {
+    "label_flip": label_flip,
+    "backdoor": backdoor,
+    "sign_flip": sign_flip,
+    "gaussian": gaussian,
+    "alie": alie,
+    "ipm": ipm,
+    "min_max": min_max,
+    "min_sum": min_sum,
 }
 """Attacks by name; `attackers` is a share of the clients or a tuple of ids."""
 

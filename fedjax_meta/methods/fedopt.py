@@ -5,7 +5,7 @@ Algorithm 2. FedAvgM: Hsu, Qi, Brown, arXiv 1909.06335.
 
 | paper | here | shape |
 |---|---|---|
-| Delta_t | minus the update that an optimiser is given | like the model |
+| Delta_t | minus the pseudo-gradient that the server optimiser is given | like the model |
 | eta, eta_l | `server_lr`, `lr` | scalars |
 | beta_1, beta_2, tau | `b1`, `b2`, `tau` | scalars |
 | m_t, v_t | `Slots` | like the model |
@@ -69,6 +69,7 @@ def adaptive(
       tau: degree of adaptivity, added to the root of v.
       initial: initial value of v; tau squared, the smallest that the paper allows, when not given. The code of MTFL and most
         other code start at 0.
+      bias_correction: whether m and v are divided by what their decays leave of a constant, as in Adam's paper.
 
     Raises:
       ValueError: an unknown rule, a rate or tau that is not above 0, a decay outside [0, 1], a negative initial value.

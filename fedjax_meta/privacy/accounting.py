@@ -19,8 +19,8 @@ bounds the norm of one upload. What that means depends on the sampling, which is
   sampling is credited.
 
 In all of them the divisor of the sum is fixed and public. Composition needs the package dp-accounting (extra `privacy`), but for
-`Everyone`, which has a closed form (Balle, Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, arXiv
-1805.06530).
+`Everyone` and `Trees`, which have a closed form (Balle, Wang, "Improving the Gaussian mechanism for differential privacy", ICML
+2018, arXiv 1805.06530).
 """
 
 import dataclasses
@@ -207,8 +207,8 @@ def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling, *, acco
       noise: z, at least 0.
       rounds: R, at least 0.
       delta: in (0, 1), the part for overflow included.
-      sampling: `Poisson`, `FixedSize` or `Everyone`.
-      accountant: of `ACCOUNTANTS`; `Everyone` has a closed form and needs none.
+      sampling: `Poisson`, `FixedSize`, `Everyone` or `Trees`.
+      accountant: of `ACCOUNTANTS`; `Everyone` and `Trees` have a closed form and need none.
 
     Raises:
       ValueError: a value out of range; a capacity whose overflow is as probable as delta.

@@ -13,8 +13,8 @@ What is protected: neighbours differ in ONE sample of one client, which is repla
 Poisson samples, so that no credit is given for sampling or shuffling: the positions at which a sample is seen do not depend on
 data, and n noisy gradients that see it are together one Gaussian mechanism of noise multiplier `z / (2 sqrt(n))`.
 
-What is not: predictions, metrics, and what a client computes of its samples in another way. `leaks.refuse_leaks` finds whatever
-of that reaches the server, and `rounds` calls it.
+What is not: predictions, metrics, and what a client computes of its samples in another way. `rounds.leaks.refuse_leaks` finds
+whatever of that reaches the server.
 
 The noise follows from the keys of the run, so that a run can be repeated: whoever knows its seed can remove it. It is a study of
 what privacy costs, not a release.
@@ -63,7 +63,7 @@ class SamplePrivacy:
 
 
 def private_task(task: Task, *, clip: Rate, noise: Rate, batch_size: int | None = None) -> Task:
-    """The task with private gradients, see the head of this file. Losses and predictions stay as they are.
+    """The task with private gradients, see `privacy.samples`. Losses and predictions stay as they are.
 
     Estimators that need second derivatives, or differences of gradients, are refused by their names.
 

@@ -107,10 +107,9 @@ def _stacked_like(setting: Setting, state: State, data: FederatedData) -> PyTree
 
 def _samples(data: FederatedData) -> FederatedData:
     """Marks of inputs and labels."""
-    marks: Any = _everywhere(False, data)
     leaves, structure = jax.tree.flatten(data)
     given = {id(leaf) for leaf in (*jax.tree.leaves(data.x), *jax.tree.leaves(data.y))}
-    marks = jax.tree.unflatten(structure, [id(leaf) in given for leaf in leaves])
+    marks: Any = jax.tree.unflatten(structure, [id(leaf) in given for leaf in leaves])
     return marks
 
 

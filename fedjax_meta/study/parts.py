@@ -60,10 +60,10 @@ def _fltrust() -> Callable[[Clients], aggregate.Rule]:
 
 AGGREGATORS: dict[str, Callable[..., Any]] = {
     "mean": _mean,
-    **{name: entry.make for name, entry in aggregate.RULES.items()},
+    **aggregate.RULES,
     "fltrust": _fltrust,
 }
-ATTACKS: dict[str, Callable[..., Any]] = {name: entry.make for name, entry in attacks.ATTACKS.items()}
+ATTACKS = attacks.ATTACKS
 SCHEDULES: dict[str, Callable[..., schedules.Schedule]] = {
     "uniform": lambda: schedules.uniform,
     "poisson": schedules.poisson,

@@ -1,6 +1,6 @@
 """What happens to uploads between client and server: one transformation a file, put together in a chain.
 
-Give them to a federation in order: `Federation(uploads=(clip(1.0), noise(0.8)))`. `ORDER_RULES` says which orders are legal.
+Give them to a federation in order: `Federation(uploads=(clip(1.0), noise(0.8)))`. `check_order` says which orders are legal.
 """
 
 from fedjax_meta.uploads.clip import adaptive_clip, clip
@@ -8,10 +8,9 @@ from fedjax_meta.uploads.mask import mask
 from fedjax_meta.uploads.noise import noise
 from fedjax_meta.uploads.quantize import quantize
 from fedjax_meta.uploads.sparsify import sparsify
-from fedjax_meta.uploads.transform import ORDER_RULES, Chain, Message, ServerContext, UploadTransform, check_order
+from fedjax_meta.uploads.transform import Chain, Message, ServerContext, UploadTransform, check_order
 
 __all__ = [
-    "ORDER_RULES",
     "Chain",
     "Message",
     "ServerContext",

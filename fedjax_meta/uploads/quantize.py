@@ -1,7 +1,8 @@
 """Quantisation: the numbers of an upload are sent with a few bits each.
 
-Alistarh, Grubic, Li, Tomioka, Vojnovic: "QSGD: communication-efficient SGD via gradient quantization and encoding", NeurIPS
-2017, arXiv 1610.02132, with each leaf as one bucket.
+Suresh, Yu, Kumar, McMahan: "Distributed mean estimation with limited communication", ICML 2017, arXiv 1611.00429: their
+stochastic k-level quantization of each leaf, with k = 2^bits levels from its smallest to its largest number. Differs: an exact 0
+stays 0, which may be one level more.
 """
 
 from typing import Any

@@ -76,7 +76,7 @@ class UploadTransform:
     """One transformation of uploads; build it with a function of this package, or with these fields.
 
     Attributes:
-      name: for messages and records; the names in `ORDER_RULES` have rules.
+      name: for messages and records; `check_order` has rules for some names.
       client: `(key, upload, memory, kept) -> (upload, memory)`, on one client; `kept` is what the transformation keeps at the
         server.
       lost: `(upload, memory) -> memory`, what a client keeps when its upload does not reach the server.
@@ -118,20 +118,17 @@ class UploadTransform:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-ORDER_RULES = (
-    "clip comes before noise: the noise is scaled to the clip norm",
-    "nothing but noise and mask comes between or after clip and noise: it could raise the norm again",
-    "error feedback does not come after clip: the residual would enter the next upload unclipped",
-    "sparsify comes before quantize: its residual would leave the grid of levels",
-    "sparsify and mask exclude each other: masks cancel only over the same coordinates",
-    "mask comes last: nothing can read a masked upload",
-    "clip, noise and mask come at most once, and adaptive_clip counts as clip",
-)
-"""The legal orders in words; `check_order` refuses the others by name."""
-
-
 def check_order(transforms: Sequence[UploadTransform]) -> None:
-    """Raises `ValueError` for a chain of transformations in an order that does not keep what they promise."""
+    """Raises `ValueError` for a chain of transformations in an order that does not keep what they promise.
+
+    - clip comes before noise: the noise is scaled to the clip norm.
+    - Nothing but noise and mask comes between or after clip and noise: it could raise the norm again.
+    - Error feedback does not come after clip: the residual would enter the next upload unclipped.
+    - sparsify comes before quantize: its residual would leave the grid of levels.
+    - sparsify and mask exclude each other: masks cancel only over the same coordinates.
+    - mask comes last: nothing can read a masked upload.
+    - clip, noise and mask come at most once, and adaptive_clip counts as clip.
+    """
     for transform in transforms:
         if not isinstance(transform, UploadTransform):
             raise ValueError(f"uploads must hold upload transformations such as fm.uploads.clip(1.0), not {transform!r}")

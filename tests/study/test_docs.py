@@ -40,7 +40,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
 ROOT = Path(__file__).parents[2]
 RUNS = [
     (page, line)
-    for page in ("README.md", "docs/studies.md", "docs/results.md", "docs/results_older.md", "docs/migration.md")
+    for page in ("README.md", "docs/studies.md", "docs/results.md", "docs/results_older.md")
     for line in re.findall(r"fedjax-meta run (\w[^`#\n\\]*)", (ROOT / page).read_text(encoding="utf-8"))
     if ".yaml" not in line and line.strip() != "STUDY"
 ]
