@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from experiments import _standing as standing
 from fedjax_meta import checkpoint, report
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import Study, baselines, compare, estimate, load, tuning
+from fedjax_meta.study import Study, baselines, compare, load, tuning
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.step import counted
@@ -298,7 +297,6 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
     confirmed = again if again is not None and again.alike else None
     digests = cell.digests(again)
     points = cell.points
-    counted = _read_flops(cell.folder).get(scenario, {}).get(cell.system, NAN)
     lines = []
     for number, trial in enumerate(row.system.trials):
         reached = NAN if row.reached is None else float(row.reached.rounds[number])
@@ -317,7 +315,6 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 new=float(row.new[number]) if row.new.size else NAN,
                 behind=row.behind.get(LOCAL, NAN),
                 bytes=row.system.traffic,
-                flops=counted,
                 target=target,
                 reached=reached,
                 diverged="" if trial.diverged is None else str(trial.diverged),
@@ -379,36 +376,6 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
             )
         )
     return lines
-
-
-# FLOPs, which need the rounds of each system.
-
-
-def count_flops(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
-    """Trains each finished system once more, for its FLOPs of a client in a round, and writes them to `flops.json` of the folder.
-
-    The mean over all rounds, because some methods do other work once they know a client, or in some rounds alone.
-    """
-    known, built = _read_flops(folder), {}
-    for cell in cells_of(run, folder):
-        scenario, system = cell.found.scenario, cell.study.system(cell.system, cell.found.scenario)
-        mine = known.setdefault(scenario, {})
-        if cell.system in mine or system.pooled:
-            continue
-        if scenario not in built:
-            built[scenario] = cell.study.scenarios[scenario].build(data_dir)
-        clients = built[scenario]
-        algorithm = system.build(clients, **cell.found.trials[0].numbers)
-        cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, clients.train.num_clients)))
-        found = estimate.flops_of_rounds(algorithm, clients.train, cell.found.rounds, cell.study.seeds[0])
-        mine[cell.system] = float(np.mean(found)) / cohort
-        print(f"{scenario}, {cell.system}: {mine[cell.system] / 1e6:.4g} MFLOP of a client in a round", flush=True)
-        checkpoint.write_text(folder / "flops.json", json.dumps(known, indent=1) + "\n")
-
-
-def _read_flops(folder: Path) -> dict[str, dict[str, float]]:
-    path = folder / "flops.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 # Lines as files.

@@ -74,9 +74,10 @@ def _not_measured(
     if not rows:
         return []
     words = (
-        "Measurements that rows lack. `python -m experiments.leaderboard --data-dir DIR --only RUNS --count-flops` counts FLOPs; "
-        "with `--new-clients` in its place, new clients are tested with fewer samples and other steps. Both read the folders of "
-        "the runs: where these are gone, the runs come first. Central training has no client whose FLOPs could be counted."
+        "Measurements that rows lack. `python -m experiments.leaderboard --data-dir DIR --only RUNS --count-flops` counts FLOPs, "
+        "for which it trains the first seed of these rows once more; with `--new-clients` in its place, new clients are tested "
+        "with fewer samples and other steps. This reads the folders of the runs: where these are gone, the runs come first. "
+        "Central training has no client whose FLOPs could be counted."
     )
     table = report.markdown_table(["scenario", "measurement", "systems", "RUNS", "missing"], rows, text_columns=4)
     return [words, "", table, ""]

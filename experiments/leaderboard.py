@@ -1,8 +1,9 @@
 """The leaderboard: runs in order of priority, their raw results, and docs/leaderboard.md made of these.
 
 `experiments/leaderboard_runs.yaml` is the list, `experiments/leaderboard.yaml` the study. `--list` says what is done, `--hours`
-runs what is missing, `--new-clients` and `--count-flops` measure what is finished, `--write-docs` makes docs/leaderboard/ and the
-page, `--changed` names the rows that the code has changed since, and `--confirm` finds out whether these still hold.
+runs what is missing, `--new-clients` tests what is finished, `--write-docs` makes docs/leaderboard/ and the page, `--count-flops`
+adds what its rows lack, `--changed` names the rows that the code has changed since, and `--confirm` finds out whether these still
+hold.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from experiments import _board as board
 from experiments import _board_again as again
 from experiments import _board_changed as rows
+from experiments import _board_flops as flops
 from experiments import _board_missing as missing
 from experiments import _board_new as newcomers
 from experiments import _board_page as pages
@@ -31,7 +33,9 @@ def main(
     only: reproduce.Only = None,
     hours: reproduce.Hours = None,
     data_dir: reproduce.DataDir = None,
-    count_flops: Annotated[bool, typer.Option(help="Train what is finished once more to count its FLOPs, and stop.")] = False,
+    count_flops: Annotated[
+        bool, typer.Option(help="Train the rows of the page that lack FLOPs once more to count them, and stop.")
+    ] = False,
     new_clients: Annotated[
         bool, typer.Option(help="Test new clients of what is finished with fewer samples and other steps, and stop.")
     ] = False,
@@ -55,7 +59,7 @@ def main(
 
     `python -m experiments.leaderboard --data-dir DIR --hours 3 --only mnist_small,uci_har`
 
-    `python -m experiments.leaderboard --data-dir DIR --count-flops --new-clients`
+    `python -m experiments.leaderboard --data-dir DIR --count-flops`
 
     `python -m experiments.leaderboard --data-dir DIR --confirm`
 
@@ -83,9 +87,11 @@ def main(
                 if confirm:
                     again.confirm(run, runs / run.name, data_dir)
                 if count_flops:
-                    board.count_flops(run, runs / run.name, data_dir)
+                    flops.count(run, data_dir)
                 if new_clients:
                     newcomers.measure(run, runs / run.name, data_dir)
+            if count_flops:
+                pages.write([], listed, runs, data_dir)
         elif write_docs:
             for line in pages.write(chosen, listed, runs, data_dir):
                 console.print(line, soft_wrap=True, markup=False)

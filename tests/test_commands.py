@@ -83,7 +83,7 @@ NOT_RUN = {
     r".*=DIR/cinic10\.npz": "it needs CINIC-10; tests/experiments/test_personalised_studies.py",
     r"python benchmarks/static\.py .*": "it needs the extra accelerator-aot, in an environment of its own",
     r".* --log tensorboard,wandb,.*": "wandb is no extra of the package; tests/test_loggers.py",
-    r".*leaderboard .*--(confirm|count-flops|write-docs).*": "it needs finished runs; tests/experiments/test_leaderboard.py",
+    r".*leaderboard .*--(confirm|count-flops|new-clients|write-docs).*": "it takes hours; tests/experiments/test_leaderboard.py",
 }
 """Regular expression of whole commands -> why no test can run them, or which other one does."""
 

@@ -118,7 +118,11 @@ def measured_round(algorithm: Algorithm, data: FederatedData) -> tuple[float, fl
 
 
 def flops_of_rounds(algorithm: Algorithm, data: FederatedData, rounds: int, seed: int = 0) -> np.ndarray:
-    """FLOPs of each of the first rounds of a run, `[rounds]`: matrix products and convolutions of its whole cohort."""
+    """FLOPs of each of the first rounds of a run, `[rounds]`: matrix products and convolutions of its whole cohort.
+
+    Raises:
+      ValueError: an algorithm for several devices.
+    """
     key = jax.random.key(seed)
     state = jax.jit(algorithm.init)(key, data)
     program, found = jax.jit(counted(algorithm.round)), []
@@ -177,6 +181,8 @@ def _equation(equation: Any, given: list[Any]) -> tuple[list[Any], Any]:
     if name == "cond":
         branches = [lambda *rest, one=one: _run(*_closed(one), rest) for one in options["branches"]]
         return jax.lax.switch(given[0], branches, *given[1:])
+    if _multiplies(options):
+        raise ValueError(f"products inside {name} cannot be counted; a round's can on one device: Federation(devices=1)")
     results = equation.primitive.bind(*given, **equation.primitive.get_bind_params(options))
     results = list(results) if equation.primitive.multiple_results else [results]
     return results, _products(name, options, given, results)
@@ -190,6 +196,13 @@ def _products(name: str, options: dict[str, Any], given: list[Any], results: lis
         features = given[1].shape[options["dimension_numbers"].rhs_spec[0]]
         return 2.0 * results[0].size * given[1].size / features
     return 0.0
+
+
+def _multiplies(options: dict[str, Any]) -> bool:
+    """Whether the programs that an equation holds have matrix products or convolutions."""
+    held = [_closed(one)[0] for value in options.values() for one in (value if isinstance(value, tuple) else (value,))]
+    equations = [equation for program in held for equation in getattr(program, "eqns", ())]
+    return any(one.primitive.name in ("dot_general", "conv_general_dilated") or _multiplies(one.params) for one in equations)
 
 
 def _while(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:

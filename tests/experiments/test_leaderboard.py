@@ -32,6 +32,7 @@ board = pytest.importorskip("experiments._board", reason="the list needs the exp
 again = pytest.importorskip("experiments._board_again")
 rows = pytest.importorskip("experiments._board_changed")
 newcomers = pytest.importorskip("experiments._board_new")
+flops = pytest.importorskip("experiments._board_flops")
 gaps = pytest.importorskip("experiments._board_gaps")
 missing = pytest.importorskip("experiments._board_missing")
 lessons = pytest.importorskip("experiments._board_lessons")
@@ -396,6 +397,27 @@ def test_rows_whose_folder_is_gone_stay(folder, lines, tested, docs):
     assert "[others.html](leaderboard/others.html)" in text and "digits.html" not in text
     assert (docs / "raw/others.html").is_file() and not (docs / "raw/digits.html").exists()
     assert missing.rows_there(listed, {"pairs": found}) == "2 of 2"
+
+
+def test_flops_are_counted_by_rows_whose_folder_is_gone(folder, lines, docs, capsys):
+    """What a row says is enough. A gradient of a linear model takes four FLOPs of products for each weight and sample."""
+    listed, root = folder
+    (docs / "raw").mkdir()
+    changed = [line._replace(said="another study") for line in of(lines, "fedavg_ft")]
+    (docs / "raw/pairs.csv").write_text(board.to_csv([*of(lines, "local_only"), *changed]), encoding="utf-8")
+    flops.count(listed)
+    local, other = (of(board.read_lines(docs / "raw")["pairs"], name) for name in ("local_only", "fedavg_ft"))
+    study = listed.load()
+    clients, options = study.scenarios["pairs"].build(), study.systems["local_only"].options
+    steps = np.ceil(np.asarray(clients.train.sizes("train")) / options["batch_size"])
+    expected = options["epochs"] * options["batch_size"] * steps * 4 * 64 * 10
+    (found,) = {line.flops for line in local}
+    assert expected.min() <= found <= expected.max()
+    assert all(math.isnan(line.flops) for line in other) and "the study has changed" in capsys.readouterr().out
+    flops.count(listed)
+    assert "local_only" not in capsys.readouterr().out  # counted already
+    pages.write([listed], [listed], root)
+    assert [line.flops for line in of(board.read_lines(docs / "raw")["pairs"], "local_only")] == [line.flops for line in local]
 
 
 def test_missing_systems_in_words():

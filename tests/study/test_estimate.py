@@ -40,6 +40,12 @@ def test_products_are_counted_as_often_as_loops_turn_and_branches_are_taken():
     assert flops(convolution, image, kernel) == 2 * (4 * 4 * 4) * (3 * 3 * 2)
 
 
+def test_products_that_cannot_be_counted_are_refused():
+    algorithm, data = make("fedavg", devices=2, lanes=1), problems.data()
+    with pytest.raises(ValueError, match=r"products inside shard_map cannot be counted.*devices=1"):
+        estimate.flops_of_rounds(algorithm, data, 1)
+
+
 def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
     """d=64 pixels, K=10: a batch of B takes 2BdK forwards and 2BdK backwards; the gradient of the samples is not needed."""
     clients = study().scenarios["pairs"].build()
