@@ -185,7 +185,7 @@ class Method:
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
       refuses: what of a federation the method's equations do not bear, and why: names of upload transformations, "weighting" (one
-        other than the method's own), or "server_optimizer".
+        other than the method's own), "server_optimizer", or "an aggregator with a memory".
       task: what is learned, filled in by the builder, so that data that it cannot learn from are refused before the first round.
       config: the name and every hyper-parameter, filled in by the builder.
     """

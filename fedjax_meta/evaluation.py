@@ -247,10 +247,13 @@ def with_user_accuracy(
       lanes, devices: as in `engine.run_cohort`.
 
     Raises:
-      ValueError: on `round`, all clients excluded, an id out of range, a view that the data do not have.
+      ValueError: `own_at_test=False`, with which tests leave out what clients start from; on `round`, an asynchronous schedule,
+        whose clients start from past models, all clients excluded, an id out of range, a view that the data do not have.
     """
     excluded = checks.numeric("excluded", excluded, integers=True).astype(np.int64).reshape(-1)
     algorithm = as_algorithm(algorithm)
+    if not algorithm.config.get("federation", {}).get("own_at_test", True):
+        raise ValueError("user accuracy is of the models that clients start from: Federation(own_at_test=False) tests others")
     for option, name in (("support", support), ("query", query)):
         checks.word(option, name)
     if lanes is not None:
@@ -267,12 +270,17 @@ def with_user_accuracy(
         counts[excluded] = False
         if not counts.any():
             raise ValueError(f"excluded leaves out all N={clients} clients: there is no user accuracy")
+        if jax.tree.leaves(state.aggregation.past):
+            raise ValueError(
+                "user accuracy is of the models that clients start from, which are past ones in asynchronous rounds"
+            )
         after, info = algorithm.round(key, state, data)
         key = tagged(key, "user accuracy")
         if not data.labelled:
             raise ValueError("user accuracy is of class labels, one a sample, which the data do not have")
         options: dict[str, Any] = {"support": support, "query": query, "lanes": lanes, "devices": devices}
-        scores = evaluate(algorithm, key, state, data, ids=info.places, metrics=(CONFUSION,), **options)
+        places = jnp.maximum(jnp.asarray(info.places), 0)  # those of empty places do not count
+        scores = evaluate(algorithm, key, state, data, ids=places, metrics=(CONFUSION,), **options)
         counted = jnp.asarray(counts)[info.ids] & (info.ids >= 0)
         accuracy = metrics.where_finite(metrics.accuracy(scores.confusion), scores.loss)
         measured = {"user_accuracy": jnp.mean(accuracy, where=counted), "user_accuracy_std": jnp.std(accuracy, where=counted)}

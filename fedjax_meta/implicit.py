@@ -304,6 +304,8 @@ def conjugate_gradient(
 
     x = right if from_right_side else jax.tree.map(jnp.zeros_like, right)
     residual = jax.tree.map(jnp.subtract, right, product(right)) if from_right_side else right
+    if not jax.tree.leaves(right):
+        return Solution(form, jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros((), bool))
     size = optax.tree.norm(right, squared=True)
     left = optax.tree.norm(residual, squared=True)
     smallest = 10 * jnp.finfo(size.dtype).eps

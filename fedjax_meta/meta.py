@@ -355,7 +355,7 @@ def hessian_free(
       method: "difference", or "product" for exact Hessian-vector products (which cost less than two gradients).
 
     Raises:
-      ValueError: as in `exact`.
+      ValueError: as in `exact`; parameters of 16 bits, which are too coarse for differences.
     """
     require_inner("hessian_free", inner)
     checks.positive("delta", delta)

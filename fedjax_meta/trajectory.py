@@ -185,6 +185,12 @@ def difference_product(
 
     The difference step has length `delta * |outer|`, or `delta` if `normalise`.
     """
+    for leaf in jax.tree.leaves(phi):
+        if leaf.dtype.itemsize < 4:
+            raise ValueError(
+                f"a difference of gradients moves parameters by less than {leaf.dtype.name} can tell: keep them in float32, or "
+                'take hessian_free(method="product")'
+            )
     value, gradient = value_and_gradient(loss, phi, support, t)
     batches = support if hessian is None else hessian
 

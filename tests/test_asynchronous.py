@@ -253,3 +253,29 @@ def test_what_cannot_go_with_it_is_refused():
         fm.federate(fm.fedavg(task()), noisy)
     with pytest.raises(ValueError, match="average_personal takes means of whole leaves"):
         fm.federate(fm.fedper(task()), fm.Federation(cohort_size=2, schedule=table, average_personal=True))
+
+
+@pytest.mark.parametrize("attack", [fm.attacks.sign_flip((1,)), fm.attacks.ipm((1,), scale=1.0)], ids=["alone", "together"])
+def test_an_attacker_lies_about_the_buffers_that_it_was_given(attack):
+    """Every client adds 1 to the buffer that it was given; the attacker takes 1 from it in place of that."""
+    data = fm.from_clients([(np.ones((20, 3)), np.ones(20, int))] * 4, num_classes=2)
+
+    def client(key, received, samples):
+        return fm.Trained(received.model | {"b": received.model["b"] + 1}, {})
+
+    method = fm.Method(
+        init=lambda key: {"w": jnp.zeros((3, 2)), "b": jnp.zeros(())},
+        client=client,
+        personalize=fm.received_model,
+        predict=lambda variables, x: x @ variables["w"],
+        roles=fm.masks.roles({"w": False, "b": False}, {"w": True, "b": False}),
+    )
+    table = schedules.fedbuff([1.0, 1.5, 3, 4], rounds=8, buffer_size=2, concurrency=4, most_stale=10)
+    assert any(1 in ids and lag[ids.tolist().index(1)] for ids, lag in zip(table.cohorts, table.staleness, strict=True))
+    federation = fm.Federation(cohort_size=2, schedule=table, server_lr=1.0, attack=attack)
+    state, _ = fm.simulate(method, data, key=jax.random.key(0), rounds=8, federation=federation)
+    versions = [0.0]
+    for ids, lags in zip(table.cohorts, table.staleness, strict=True):
+        given = [versions[len(versions) - 1 - lag] for lag in lags]
+        versions.append(np.mean([b + (-1 if i == 1 else 1) for i, b in zip(ids, given, strict=True)]))
+    assert float(state.model["b"]) == pytest.approx(versions[-1])

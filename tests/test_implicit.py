@@ -394,3 +394,11 @@ def test_a_system_in_half_precision_is_solved_to_that_precision(dtype: Any) -> N
     assert solution.x.dtype == dtype
     error = jnp.abs(solution.x.astype(float) - right / diagonal)
     assert float(jnp.max(error)) < 20 * float(jnp.finfo(dtype).eps) * 100
+
+
+@pytest.mark.parametrize("operator", ["implicit", "fl_imaml_march"])
+def test_where_nothing_adapts_the_gradient_is_that_of_the_query(operator):
+    inner = meta.sgd(0.1, mask={"a": False})
+    estimate = implicit_gradient(inner, prox_weight=1.0, operator=operator)
+    result = estimate(lambda w, batch: jnp.sum((w["a"] - batch) ** 2), {"a": jnp.ones(2)}, 3.0, 0.5)
+    assert np.allclose(result.gradient["a"], 2 * (1 - 0.5)) and int(result.info.cg_steps) == 0

@@ -370,7 +370,7 @@ def test_parameters_in_bfloat16_keep_their_type() -> None:
     theta = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters())
     rates = jax.tree.map(lambda p: jnp.full(p.shape, 0.1, jnp.float32), theta)
     for inner, start in ((meta.sgd(0.4), theta), (meta.learned_sgd(), meta.MetaSGD(theta, rates))):
-        for estimator in (meta.exact, meta.first_order, meta.hessian_free):
+        for estimator in (meta.exact, meta.first_order, partial(meta.hessian_free, method="product")):
             estimate = partial(estimator(inner, steps=2), network, support=batch(1, 6), query=batch(2, 9))
             gradient = jax.eval_shape(lambda start, estimate=estimate: estimate(meta=start).gradient, start)
             assert jax.tree.map(lambda leaf: leaf.dtype, gradient) == jax.tree.map(lambda leaf: leaf.dtype, start)
@@ -474,3 +474,19 @@ def test_learned_rates_need_a_meta_sgd_and_fixed_rates_refuse_it() -> None:
                 estimator(inner)(network, meta.MetaSGD(theta, rates), support, query)
     with pytest.raises(ValueError, match="needs a MetaSGD"):
         meta.adapt(network, theta, support, meta.learned_sgd())
+
+
+def test_differences_of_coarse_parameters_are_refused():
+    """A step of 1e-3 vanishes between two numbers of bfloat16, which would leave the first-order gradient without a word."""
+    one, two = jnp.array(1.0, jnp.bfloat16), jnp.array(2.0, jnp.bfloat16)
+
+    def loss(w, target):
+        return jnp.sum((w - target) ** 2)
+
+    with pytest.raises(ValueError, match=r"less than bfloat16 can tell.*method=\"product\""):
+        meta.hessian_free(meta.sgd(0.1), steps=3)(loss, one, two, two)
+    exact, product = (
+        build(meta.sgd(0.1), steps=3)(loss, one, two, two).gradient
+        for build in (meta.exact, partial(meta.hessian_free, method="product"))
+    )
+    assert float(product) == pytest.approx(float(exact), rel=0.02)

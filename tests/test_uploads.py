@@ -676,3 +676,47 @@ def test_quantisation_is_unbiased_in_any_type(dtype, bits):
     bias = np.asarray(received.mean(0) - x.astype(jnp.float32)) / step
     rounding = float(jnp.finfo(dtype).eps) / step / 2
     assert abs(bias.mean()) < 0.01 + rounding / 8 and np.abs(bias).max() < 0.04 + rounding
+
+
+def _with_own_weight(weight):
+    def client(key, received, data):
+        return fm.Trained(jax.tree.map(lambda leaf: leaf + 1, received.model), {}, weight=weight)
+
+    task = problems.task()
+    roles = fm.masks.roles(fm.masks.nothing(task), fm.masks.everything(task))
+    return fm.Method(
+        init=task.init,
+        client=client,
+        personalize=fm.received_model,
+        predict=task.predict,
+        roles=roles,
+        weighting="uniform",
+        task=task,
+    )
+
+
+def test_masks_and_weights_of_the_client_rule_exclude_each_other():
+    """Integers hold weights up to the largest possible one, which nobody knows of a client's own: they would wrap around."""
+    data = problems.data()
+    for chain in ((), (uploads.mask(),)):
+        algorithm = fm.federate(_with_own_weight(5.0), fm.Federation(cohort_size=4, uploads=chain))
+        state = algorithm.init(jax.random.key(0), data)
+        if chain:
+            with pytest.raises(ValueError, match="give their own weight, of which mask cannot know the largest"):
+                algorithm.round(jax.random.key(0), state, data)
+        else:
+            after, _ = jax.jit(algorithm.round)(jax.random.key(0), state, data)
+            assert problems.distance(after.model, jax.tree.map(lambda leaf: leaf + 1, state.model)) < 1e-6
+
+
+def test_a_lost_upload_is_kept_once_by_two_sparsifications():
+    chain = uploads.Chain((uploads.sparsify(0.5), uploads.sparsify(0.25)))
+    upload, before = (
+        jnp.array([4.0, 3.0, 2.0, 1.0]),
+        ({"a": jnp.array([0.0, 0.0, 0.5, 0.25])}, {"a": jnp.array([0.0, 1.0, 0.0, 0.0])}),
+    )
+    sent, _, memory, lost = chain.client(jax.random.key(0), {"a": upload}, before, ((), ()))
+    total = upload + before[0]["a"] + before[1]["a"]
+    # Nothing is created or lost, whether the upload arrives or not.
+    assert np.allclose(sent["a"] + memory[0]["a"] + memory[1]["a"], total)
+    assert np.allclose(lost[0]["a"] + lost[1]["a"], total)

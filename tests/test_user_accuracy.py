@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_meta import evaluation, metrics, simulate
+import fedjax_meta as fm
+from fedjax_meta import Federation, evaluation, federate, metrics, schedules, simulate
 from fedjax_meta.keys import tagged
 from tests import problems
 
@@ -55,6 +56,27 @@ def test_it_is_recorded_for_every_round():
         np.mean([hit[a : a + n].mean() for a, n in zip(start, size, strict=True)])
     )
     assert len(set(scores.tolist())) > 1
+
+
+def test_it_is_refused_where_clients_start_from_other_models_than_are_tested():
+    task, data = problems.task(), problems.data()
+    with pytest.raises(ValueError, match=r"Federation\(own_at_test=False\) tests others"):
+        evaluation.with_user_accuracy(federate(fm.fedper(task), Federation(cohort_size=4, own_at_test=False)))
+    table = schedules.fedbuff([1.0] * data.num_clients, rounds=4, buffer_size=1, concurrency=4, most_stale=10)
+    algorithm = evaluation.with_user_accuracy(federate(fm.fedavg(task), Federation(cohort_size=1, schedule=table)))
+    state = algorithm.init(jax.random.key(0), data)
+    with pytest.raises(ValueError, match="past ones in asynchronous rounds"):
+        algorithm.round(jax.random.key(0), state, data)
+
+
+def test_empty_places_of_a_cohort_do_not_count_with_and_without_a_compiled_round():
+    data = problems.data()
+    federation = Federation(cohort_size=6, schedule=schedules.poisson(0.3))
+    algorithm = evaluation.with_user_accuracy(federate(fm.fedavg(problems.task()), federation))
+    state = algorithm.init(jax.random.key(0), data)
+    plain, compiled = (one(jax.random.key(3), state, data)[1] for one in (algorithm.round, jax.jit(algorithm.round)))
+    assert -1 in np.asarray(plain.ids)
+    assert float(plain.metrics["user_accuracy"]) == pytest.approx(float(compiled.metrics["user_accuracy"]))
 
 
 def test_bad_exclusions():

@@ -113,7 +113,8 @@ def pfedsim(
         travels=lambda model: (model, ()),
         collaborate=Collaboration(mix, reads="", gives=""),
         refuses={
-            "server_optimizer": "after the warm-up the server's model stays, which one with momentum would go on to move"
+            "server_optimizer": "after the warm-up the server's model stays, which one with momentum would go on to move",
+            "an aggregator with a memory": "its memory would go on to move the server's model, which stays after the warm-up",
         },
     )
 

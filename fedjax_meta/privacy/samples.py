@@ -72,7 +72,8 @@ def private_task(task: Task, *, clip: Rate, noise: Rate, batch_size: int | None 
       clip: S, above 0.
       noise: z, at least 0.
       batch_size: B, a fixed divisor, with which a partial last batch counts as less than a whole one; when not given, the number
-        of real samples in the batch, so that `clip` -> inf and `noise` 0 give the plain gradient.
+        of real samples in the batch, so that `clip` -> inf and `noise` 0 give the plain gradient. Not so with `Weighted` targets:
+        the plain loss is a mean over all entries that count, the private one a mean over samples.
 
     Raises:
       ValueError: a value out of range, a task with buffers, a private task.

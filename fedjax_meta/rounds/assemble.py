@@ -163,7 +163,7 @@ class _Rounds:
             devices=f.devices,
             precision=f.precision,
         )
-        outputs = attacked.by_cohort(setting, ids, outputs, state, data)
+        outputs = attacked.by_cohort(setting, context, outputs)
         with exactness(f.precision):
             moved = server.next_state(setting, key, state, summed, outputs, ids, data)
         target = jnp.where(empty, state.seen.shape[0], rows)

@@ -3,6 +3,7 @@
 Without an attack, none of these functions adds anything to a compiled round.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ from fedjax_meta.attacks import Attack
 from fedjax_meta.contract import Received
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.rounds.setting import Kept, Outputs, Setting
+from fedjax_meta.rounds import stale
+from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting
 from fedjax_meta.types import Key, PyTree
 
 
@@ -45,31 +47,36 @@ def poisoned(setting: Setting, client: ClientData, id_: jax.Array, data: Federat
 
 
 def by_client(
-    setting: Setting, key: Key, id_: jax.Array, message: Message, received: Received, state: State, data: FederatedData
+    setting: Setting, key: Key, id_: jax.Array, message: Message, received: Received, sent: State, data: FederatedData
 ) -> tuple[Message, PyTree]:
-    """(what a client sends, what `Outputs.read` must hold)."""
+    """(what a client sends, what `Outputs.read` must hold); `sent` is the state with the model that the client was given."""
     found = _attack(setting, data)
     if found is None or not found[0].changes_uploads:
         return message, ()
     attack, members = found
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
-        reference = _before(setting, message, before, state)
+        reference = _before(setting, message, before, sent.model, sent.extra)
         message = _consistent(setting, attack.alone(tagged(key, "attack"), _of(members, id_), message, reference))
     return message, message.read if attack.conspire is None else (message.read, before)
 
 
-def by_cohort(setting: Setting, ids: jax.Array, outputs: Outputs, state: State, data: FederatedData) -> Outputs:
+def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
     """The outputs of a cohort whose attackers send what they agreed upon."""
-    found = _attack(setting, data)
+    state, ids = context.state, context.ids
+    found = _attack(setting, context.data)
     if found is None or found[0].conspire is None:
         return outputs
     attack, members = found
     (*upload, measured), weights = outputs.upload
     read, before = outputs.read
     message = Message(tuple(upload), measured, outputs.stacked, read)
-    common = jax.tree.map(lambda leaf: leaf[None], _before(setting, message._replace(read=()), (), state, stacked=True))
-    reference = common._replace(read=before)
+    common = partial(_before, setting, jax.tree.map(lambda leaf: leaf[0], message._replace(read=())), (), extra=state.extra)
+    if setting.asynchronous is None:
+        reference = jax.tree.map(lambda leaf: leaf[None], common(state.model))
+    else:
+        reference = jax.vmap(lambda id_: common(stale.given(setting, context, id_)[0].model))(ids)
+    reference = reference._replace(read=before)
     message = _consistent(setting, attack.together(_of(members, ids), outputs.returned, message, reference))
     sent = (*message.upload, message.measured)
     return outputs._replace(upload=(sent, weights), stacked=message.stacked, read=message.read)
@@ -102,17 +109,14 @@ def _of(members: np.ndarray, ids: jax.Array) -> jax.Array:
     return jnp.asarray(members)[ids] & (ids >= 0)
 
 
-def _before(setting: Setting, message: Message, read: PyTree, state: State, *, stacked: bool = False) -> Message:
-    """What the numbers of a message are compared with: those that the client got, and 0 for changes and statistics."""
-
-    def zeros(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:] if stacked else leaf.shape, leaf.dtype), tree)
-
+def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, extra: PyTree) -> Message:
+    """What the numbers of a client's message are compared with: those that it got, and 0 for changes and statistics."""
+    zeros = partial(jax.tree.map, jnp.zeros_like)
     part, statistics = zeros(message.upload)
     if not setting.sends_differences:
-        part = masks.merge(masks.split(part, setting.shared)[0], masks.split(state.model, setting.buffers)[0])
+        part = masks.merge(masks.split(part, setting.shared)[0], masks.split(model, setting.buffers)[0])
         if setting.method.statistics_renew_extra:
-            statistics = state.extra
+            statistics = extra
     return Message((part, statistics), zeros(message.measured), zeros(message.stacked), read)
 
 

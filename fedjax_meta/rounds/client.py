@@ -32,6 +32,8 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
         setting.refuse_hiding_uploads()
     own_weight = weight_of(setting, trained, client)
     weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
+    if chain.masks_uploads and not chain.fixed_divisor:  # with which all count as 1
+        weight = _within_masks(setting, trained, weight, data)
     base = state.model if setting.mixes_models(trained) else sent.model
     upload = stale.scaled(setting, upload_of(setting, base, state.extra, trained), stale_weight)
     personal = masks.split(trained.model, setting.personal)[0]
@@ -57,7 +59,7 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context
     memory = where(returned if method.memory_of_uploads else took_part, learned_memory, kept.memory)
     stacked = zeros_unless(broken < 0, trained.stacked)
     message = attacked.Message(uploaded, measured, stacked, setting.read(personal, memory))
-    message, read = attacked.by_client(setting, key, id_, message, received, state, data)
+    message, read = attacked.by_client(setting, key, id_, message, received, sent, data)
     sums, separate = _sent(setting, (message.upload, message.measured), weight, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, Kept(kept.place, kept.seen, personal, memory, residual), jax.tree.map(jnp.asarray, outputs))
@@ -161,6 +163,21 @@ def largest_weight(setting: Setting, data: FederatedData) -> float:
         return 1.0
     view = WEIGHTINGS[setting.federation.weighting or setting.method.weighting]
     return 1.0 if view is None else float(dict(data.max_size)[view])
+
+
+def _within_masks(setting: Setting, trained: Trained, weight: PyTree, data: FederatedData) -> PyTree:
+    """The weights of a client whose numbers are masked, NaN where one is above the largest: its integers would wrap around.
+
+    Raises:
+      ValueError: a weight that the client rule gives, for which no largest is known.
+    """
+    if trained.weight is not None:
+        raise ValueError(
+            f"clients of {setting.method.name} give their own weight, of which mask cannot know the largest: leave one of the "
+            "two out, or count clients by the weighting of a method"
+        )
+    most = largest_weight(setting, data)
+    return jax.tree.map(lambda w: jnp.where(w > most, jnp.nan, w), weight)
 
 
 def learned_of(setting: Setting, trained: Trained) -> PyTree:

@@ -204,6 +204,8 @@ class Setting:
         given = {transform.name for transform in f.uploads}
         given |= {"weighting"} if f.weighting not in (None, method.weighting) else set()
         given |= {"server_optimizer"} if f.server_optimizer is not None else set()
+        remembers = self.rule is not None and jax.tree.leaves(self.rule.init(jnp.zeros(1)))
+        given |= {"an aggregator with a memory"} if remembers else set()
         for name, why in method.refuses.items():
             if name in given:
                 raise ValueError(f"{method.name} cannot go with {name}: {why}")

@@ -207,9 +207,11 @@ class Chain:
         self, key: Key, upload: PyTree, memory: tuple[PyTree, ...], kept: tuple[PyTree, ...]
     ) -> tuple[PyTree, tuple[PyTree, ...], tuple[PyTree, ...], tuple[PyTree, ...]]:
         """All client halves, first to last: (upload, what was measured, memory, memory if the upload is lost)."""
-        sent, lost, measured = [], [], []
+        sent, lost, measured, is_kept = [], [], [], False
         for transform, number, mine, its in zip(self.transforms, self._numbers, memory, kept, strict=True):
-            lost.append(transform.lost(upload, mine))
+            # The first one with error feedback keeps a lost upload as a whole: what it passes on is a part of it.
+            lost.append(mine if is_kept else transform.lost(upload, mine))
+            is_kept |= transform.has_feedback
             measured.append(transform.measure(upload, its))
             upload, renewed = transform.client(tagged(key, transform.name, number), upload, mine, its)
             sent.append(renewed)

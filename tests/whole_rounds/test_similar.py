@@ -140,3 +140,11 @@ def test_two_rounds_of_fedcac(share, patience):
     for i in (KNOWN, LATE):
         near(library.tested(i), np.where(marks[i], own[i], common))
     near(library.tested(NEW), common)
+
+
+def test_pfedsim_refuses_aggregators_that_would_move_its_model_after_the_warmup():
+    memory = fm.aggregate.centered_clipping(radius=0.1)
+    for rule in (memory, fm.aggregate.bucketing(memory, 2)):
+        with pytest.raises(ValueError, match="pfedsim cannot go with an aggregator with a memory"):
+            fm.federate(fm.pfedsim(task(), warmup=2), fm.Federation(aggregator=rule))
+    fm.federate(fm.pfedsim(task(), warmup=2), fm.Federation(aggregator=fm.aggregate.median))
