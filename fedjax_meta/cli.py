@@ -228,6 +228,8 @@ def run(
         built = runs.build(chosen, data_dir)
         if dry_run:
             check(chosen, built)
+            if out is not None:
+                folders.check_run(chosen, out, built)
         _announce(chosen, built)
         if dry_run:
             _print_estimates(chosen, built)
@@ -583,7 +585,11 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
     finished = {path.name.partition(".")[0] for path in (folder / "results").glob("*/*.final.json")}
     left = ", ".join(sorted(finished - set(study.systems)))
     if left:
-        console.print(escape.console(f"the report is without {left}, of which this folder has results, too"), soft_wrap=True)
+        text = (
+            f"the report is without {left}, of which this folder has results, too; so are compare and export, until a run names "
+            "all systems again"
+        )
+        console.print(escape.console(text), soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -243,6 +243,10 @@ def of_run(
     titled = [name for name, title in titles.items() if title == system]
     system = titled[0] if len(titled) == 1 else system
     if system not in study.systems:
+        if any((folder / "results").glob(f"*/{system}.final.json")):
+            raise ValueError(
+                f"the last run of {folder} left {system} out, of which it has results: run it again with all its systems first"
+            )
         names = ", ".join(name if name == title else f"{name} ({title})" for name, title in titles.items())
         raise ValueError(f"system={system!r} is unknown; allowed are {names}")
     place = _place(study, scenario)
@@ -290,18 +294,22 @@ def of_run(
         raise ValueError(f"new_client={new_client}, but the scenario {place} has no new clients")
     option, given = ("client", client) if new_client is None else ("new_client", new_client)
     assert given is not None
-    number = _number(option, given, clients.names[group == NEW])
+    number = _number(option, given, clients.names)
     support = study.scenarios[place].adapt_on if group == KNOWN else "support"
     key = tagged(run_keys(jax.random.key(seed))[2], group, state.round)
     found = personal(algorithm, key, state, data, number, support=support, known=group == KNOWN)
     return exported(found, f"{group} client {number}")
 
 
-def _number(option: str, client: int | str, names: tuple[str, ...]) -> int:
-    """The number of a client that is given as such, as text too, or by its name."""
+def _number(option: str, client: int | str, names: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
+    """The number of a client that is given as such, as text too, or by its name; `names` are those of known and new clients."""
     if isinstance(client, str) and not client.removeprefix("-").isdecimal():
-        checks.one_of(option, client, names)
-        return names.index(client)
+        mine, others = names if option == "client" else reversed(names)
+        if client in others:
+            kind, right = ("a new client", "new_client") if option == "client" else ("a client that trained", "client")
+            raise ValueError(f"{option}={client!r} is {kind}: give {right}={client!r} in its place")
+        checks.one_of(option, client, mine)
+        return mine.index(client)
     return int(client)
 
 

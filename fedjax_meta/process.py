@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -56,7 +57,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        with signals(_interrupt), _nothing_swallows_interrupts():
+        with signals(_interrupt), _nothing_swallows_interrupts(), _one_line_warnings():
             yield
     except (Stopped, KeyboardInterrupt) as stop:
         # Lines of their own would break a path that is longer than the terminal is wide.
@@ -93,6 +94,20 @@ def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 def _interrupt(number: int, _: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Shows warnings as one line without the place in the source that they came from."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        errors.print(Text(f"note: {message}", style="yellow"), soft_wrap=True)
+
+    before, warnings.showwarning = warnings.showwarning, show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 @contextlib.contextmanager

@@ -210,3 +210,13 @@ def test_the_devices_and_lanes_of_the_algorithm_are_used_unless_others_are_given
     with pytest.raises(SeenError) as seen:
         evaluation.evaluate(algorithm, KEY, state, problems.data(), devices=given, lanes=given)
     assert seen.value.args == ((3, 1) if given is None else (2, 2))
+
+
+def test_metrics_of_a_task_without_predictions_are_refused():
+    data = problems.data()
+    task = fm.from_loss(lambda key: {"w": jnp.zeros(())}, lambda variables, batch, key: variables["w"] ** 2)
+    algorithm = fm.federate(fm.fedavg(task), fm.Federation(cohort_size=2))
+    state = algorithm.init(jax.random.key(0), data)
+    assert np.isfinite(fm.evaluate(algorithm, jax.random.key(1), state, data).loss).all()
+    with pytest.raises(ValueError, match="'accuracy' scores predictions, which the task has none of"):
+        fm.evaluate(algorithm, jax.random.key(1), state, data, metrics=("accuracy",))

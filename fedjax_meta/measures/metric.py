@@ -114,9 +114,11 @@ def begin(metric: Metric, outputs: Any, batch: Batch) -> PyTree:
       outputs, batch: shapes.
 
     Raises:
-      ValueError: statistics that change their structure or shape, a result that is no scalar.
+      ValueError: a task without predictions, statistics that change their structure or shape, a result that is no scalar.
     """
     start = jax.tree.map(jnp.array, metric.init())
+    if getattr(outputs, "shape", ())[-1:] == (0,):
+        raise ValueError(f"metric {metric.name!r} scores predictions, which the task has none of: give fm.from_loss a predict")
     after = jax.eval_shape(metric.update, start, outputs, batch)
     before: Any = jax.tree.structure(start)
     if before == jax.tree.structure(after):

@@ -40,11 +40,10 @@ def pooled(
         if had is None:
             joined[key] = outcome._replace(scenario=key[0], draws=(outcome.chosen,))
         else:
-            edges = list(dict.fromkeys([*had.at_edge, *outcome.at_edge]))
             joined[key] = had._replace(
                 tuning=had.tuning + outcome.tuning,
                 final=had.final + outcome.final,
-                at_edge=edges,
+                at_edge=had.at_edge + outcome.at_edge,
                 draws=(*had.draws, outcome.chosen),
             )
     return clients, list(joined.values())

@@ -36,6 +36,21 @@ _ENVIRONMENT = ("JAX_", "XLA_", "FEDJAX_META_", "CUDA_VISIBLE", "OMP_NUM", "TF_"
 """How the names of environment variables begin that may change numbers or speed."""
 
 
+def check_run(study: Study, folder: Path, built: Mapping[str, Clients]) -> tuple[Json, dict[str, int]]:
+    """What a run must have in common with one that its folder holds: (what stays as it is, rounds of its phases).
+
+    Raises:
+      ValueError: the folder holds another study; the message has each field that differs, with both values.
+    """
+    fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
+    begun = _begun(folder)
+    if (folder / "run.json").is_file() and begun:
+        content = read_run(folder)
+        _compare(folder, content, fixed, rounds, begun, cut=_cut(study, begun))
+        fixed = {kind: {**content["fixed"].get(kind, {}), **given} for kind, given in fixed.items()}
+    return fixed, rounds
+
+
 def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: str) -> None:
     """Writes what the run is; where the folder holds a run, that must be an earlier state of this one.
 
@@ -48,13 +63,9 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
       OSError: it cannot be written.
     """
     path, started = folder / "run.json", _now()
-    fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
-    begun = _begun(folder)
-    if path.is_file() and begun:
-        content = read_run(folder)
-        _compare(folder, content, fixed, rounds, begun, cut=_cut(study, begun))
-        before, started = content["fixed"], content.get("started", started)
-        fixed = {kind: {**before.get(kind, {}), **given} for kind, given in fixed.items()}
+    fixed, rounds = check_run(study, folder, built)
+    if path.is_file() and _begun(folder):
+        started = read_run(folder).get("started", started)
     facts = {
         name: {
             "title": clients.title,
@@ -451,11 +462,12 @@ def save_clients(
     Args:
       path: of the file, without its ending.
       trials: of the seeds.
-      samples: of each group, the number of samples that its clients are tested on.
+      samples: of each group, the number of samples that its clients are tested on; groups that are not there are left out, such
+        as new clients that do not train the model of their own that they are tested with.
       names: of each group whose clients have some.
     """
     arrays: dict[str, np.ndarray] = {"seeds": np.array([trial.seed for trial in trials])}
-    for group in trials[0].rows[-1]["tests"]:
+    for group in samples:
         tests = [trial.rows[-1]["tests"][group] for trial in trials]
         for name in report.score_names(tests[0]):
             found = [report.main_score(test, name) for test in tests]

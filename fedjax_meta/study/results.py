@@ -109,22 +109,28 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     elif outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
         remarks.append("all points of its grid scored the same")
     else:
-        remarks += [f"best {name} at the end of its grid{_why_there(study, outcome, clients)}" for name in outcome.at_edge]
+        remarks += [
+            f"best {name} at the end of its grid{_why_there(study, outcome, clients, name)}"
+            for name in dict.fromkeys(outcome.at_edge)
+        ]
     loss = tuning.exploded(outcome.tuning, outcome.draws or (outcome.chosen,), study.tuned_by)
     remarks += [] if loss is None else [f"validation loss of {loss:.2g} at the chosen point"]
     idle = clients.new is not None and not trained(NEW, alone(study, outcome.system))
     remarks += ["new clients do not train"] * idle
     if system.pooled:
         remarks.append("central training on all clients' samples")
+    elif system.method != LOCAL and not costs.traffic(system.build(clients, **outcome.chosen), clients.train).up:
+        remarks.append("clients share nothing: all of the model is their own")
     if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks if idle else remarks + draws.remarks(outcome, clients, study.score)
 
 
-def _why_there(study: Study, outcome: Outcome, clients: Clients) -> str:
-    """What more there is to say of a best value at the end of its grid."""
+def _why_there(study: Study, outcome: Outcome, clients: Clients, name: str) -> str:
+    """What more there is to say of a number whose best value is at the end of its grid."""
     if len(outcome.draws) > 1:
-        return " in some draws"
+        often = outcome.at_edge.count(name)
+        return "" if often == len(outcome.draws) else f" in {often} of {len(outcome.draws)} draws"
     tried = list({tuple(trial.numbers.items()): trial.numbers for trial in outcome.tuning}.values())
     system = study.system(outcome.system, outcome.scenario)
     if study.tuning.extend and not tuning.next_points(tried, outcome.chosen, system, clients):

@@ -17,6 +17,7 @@ from fedjax_meta.evaluation import Evaluation, evaluate, with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.baselines import alone, trained
 from fedjax_meta.study.phase import Desk, Phase, results_path
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
@@ -36,7 +37,7 @@ class Outcome(NamedTuple):
       scenario, system: names in the study.
       tuning: the trials of the grid; empty without a grid of several points.
       chosen: the point that the final runs had.
-      at_edge: names of the numbers that were chosen at the end of their grid.
+      at_edge: names of the numbers that were chosen at the end of their grid; once for each draw of the clients.
       final: a trial for each seed.
       draws: of several draws that are shown as one, the point of each, see `draws.pooled`.
     """
@@ -154,7 +155,8 @@ class Step:
         tests, samples = {KNOWN: self._test(clients.train)}, {KNOWN: sizes if scored is None else sizes[scored]}
         if clients.new is not None:
             tests[NEW] = _test_of_new(clients.new, metrics)
-            samples[NEW] = np.asarray(clients.new.sizes("query"))
+            if trained(NEW, alone(self._study, self._name)):
+                samples[NEW] = np.asarray(clients.new.sizes("query"))
         only = {} if scored is None else {KNOWN: scored}
         known, new = clients.names
         names = {KNOWN: known if scored is None else [known[i] for i in scored], NEW: new} if known else {}

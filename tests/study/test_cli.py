@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
-from fedjax_meta import cli, models
+from fedjax_meta import cli, models, report
 from fedjax_meta.builders import about
 from fedjax_meta.cli import app
 from fedjax_meta.data.natural_sets import NATURAL
@@ -90,6 +91,58 @@ def test_dry_run_says_what_would_run_and_writes_nothing(file, tmp_path, monkeypa
     assert "fedavg 650 650 0" in counts and "Local only 650 0" in counts
     assert "FLOPs" in text and "a round" in text and "minutes in all on 2 devices" in " ".join(text.split())
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_dry_run_is_refused_as_the_run_would_be(tmp_path):
+    common = (
+        "run",
+        "--systems",
+        "fedavg(lr=0.1)",
+        "--dataset",
+        "digits",
+        "--clients",
+        "6",
+        "--rounds",
+        "1",
+        "--out",
+        tmp_path / "run",
+    )
+    assert said(*common)[0] == 0
+    code, text = said(*common, "--model", "logistic", "--dry-run")
+    assert code == 1 and "holds another study" in text and "scenarios.clients.model" in text
+    assert said(*common, "--dry-run")[0] == 0
+
+
+def test_what_the_last_run_left_out_is_said_to_be_there(tmp_path):
+    common = ("run", "--dataset", "digits", "--clients", "6", "--rounds", "1", "--out", tmp_path / "run")
+    assert said(*common, "--systems", "fedavg(lr=0.1),fedprox(lr=0.1)")[0] == 0
+    code, text = said(*common, "--systems", "fedavg(lr=0.1)")
+    assert code == 0 and "the report is without fedprox" in " ".join(text.split())
+    code, text = said("export", tmp_path / "run", "--system", "fedprox", "--out", tmp_path / "x.safetensors")
+    assert code == 1 and "left fedprox out, of which it has results" in " ".join(text.split())
+
+
+def test_a_system_that_shares_nothing_says_so(tmp_path):
+    systems = "fedper(lr=0.1),local_only(lr=0.1)"
+    common = ("run", "--systems", systems, "--dataset", "digits", "--clients", "6", "--rounds", "1", "--out", tmp_path / "run")
+    text = " ".join(said(*common, "--model", "logistic")[1].split())
+    assert text.count("clients share nothing: all of the model is their own") == 1
+    clients = report.load_clients(tmp_path / "run")
+    assert set(map(tuple, clients[["system", "clients"]].drop_duplicates().to_numpy())) == {
+        ("fedper", "known"),
+        ("fedper", "new"),
+        ("local_only", "known"),  # its new clients do not train
+    }
+
+
+def test_a_warning_is_one_line(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "gaps.npz", x=rng.normal(size=(120, 4)), y=10 * rng.integers(0, 4, 120), client=np.arange(120) % 6)
+    common = ("run", "--systems", "fedavg", "--dataset", tmp_path / "gaps.npz", "--partition", "natural")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, text = said(*common, "--dry-run")
+    assert code == 0 and "note: labels run up to 30" in " ".join(text.split()) and "sources.py" not in text
 
 
 def test_a_run_becomes_a_preset_and_a_line_of_the_index(file, tmp_path, monkeypatch):
@@ -275,6 +328,8 @@ def test_a_study_of_several_draws_has_a_whole_report(tmp_path):
     assert code == 0, text
     text = " ".join(text.split())
     assert "over 4 runs (2 draws x 2 seeds)" in text and "(2 draws)" in text
+    # Of two values the best is at an end in every draw.
+    assert "best lr at the end of its grid" in text and "in 1 of 2 draws" not in text
     assert {"report.html", "report.md", "figure.png", "metrics.jsonl"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
