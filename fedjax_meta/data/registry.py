@@ -106,6 +106,16 @@ GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic, "sinus
 """Clients that are generated, `(*, seed, num_clients, ...) -> Protocol`, by the name of the data set."""
 
 
+def _all_finite(x: np.ndarray, owner: np.ndarray, shown: str) -> None:
+    """Raises `ValueError` that names the client of the first sample that is not finite."""
+    if x.dtype.kind != "f":
+        return
+    bad = ~np.isfinite(x).all(axis=tuple(range(1, x.ndim)))
+    if bad.any():
+        first = int(np.argmax(bad))
+        raise ValueError(f"inputs of client {owner[first]} in {shown} hold NaN or infinite values, first in sample {first}")
+
+
 class Named(NamedTuple):
     """The clients that a file names.
 
@@ -148,6 +158,7 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
             f"{odd} has shape {list(least.shape)} in {shown}, but {others} {list(x.shape[:1] if odd == 'y' else y.shape)}: it "
             "needs one entry a sample"
         )
+    _all_finite(x[: len(owner)], owner, shown)
     source: Source | Targets | None = targets.read(path, arrays)
     if source is None:
         source = sources.in_order(x, y, name=Path(path).stem)

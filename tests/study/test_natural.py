@@ -198,3 +198,11 @@ def test_natural_clients_keep_their_names(tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(by_name.variables), jax.tree.leaves(by_number.variables)))
     with pytest.raises(ValueError, match="client='site' is unknown"):
         export.of_run(tmp_path / "out", "fedper", client="site")
+
+
+def test_the_client_of_a_sample_that_is_not_finite_is_named(tmp_path):
+    x = np.zeros((40, 3))
+    x[25, 1] = np.nan
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(40) % 2, client=np.array([f"ward{i // 10}" for i in range(40)]))
+    with pytest.raises(ValueError, match=r"inputs of client ward2 in .* hold NaN or infinite values, first in sample 25"):
+        Scenario(dataset=str(tmp_path / "own.npz"), partition="natural").build()
