@@ -100,7 +100,6 @@ class Row(NamedTuple):
 
 TINY = "--rounds 2 --seeds 1 --set tuning.rounds=1"
 RULES = "fedjax-meta run robustness --variant all_rules --variant one_attack --systems fedavg"
-BOTH = "fedjax-meta run robustness --variant dirichlet --variant all_rules"
 ATTACKS = "fedjax-meta run robustness --variant dirichlet --systems fedavg,fedrep,ditto,fedmeta_per"
 SHARES = "fedjax-meta run robustness --variant shares --variant dirichlet --seeds 1"
 ROWS = (
@@ -139,6 +138,7 @@ ROWS = (
     Row(r"python -m experiments\.round_costs imaml( .*)?", "--variant quick --systems maml-1,imaml-5-1 --repeats 1"),
     Row(r"fedjax-meta run imaml( --systems .*)?", f"--quick --systems maml-1,imaml-5-1 {TINY}"),
     Row(r"fedjax-meta run imaml --data-dir DIR", f"--systems maml-1 {TINY}", "mnist"),
+    Row(r"fedjax-meta run imaml_cifar10 .*", f"--systems logged_maml-1 --set scenarios.pairs.dataset=mnist_small {TINY}"),
     Row(r"(fedjax-meta run|python -m) (experiments\.)?reptile( .*)?", f"--quick --systems reptile,fedavg {TINY}"),
     Row(
         r"(fedjax-meta run|python -m) (experiments\.)?fedpac( --systems .*)?",
@@ -159,7 +159,6 @@ ROWS = (
     Row(r"python -m experiments\.mtfl_tables testbed .*", "--variant quick"),
     Row(r"python -m experiments\.mtfl_tables shift .*", "--variant quick --rounds 1"),
     Row(r"fedjax-meta run robustness", f"--quick --systems fedavg-mean {TINY}"),
-    Row(BOTH, f"--systems fedavg-mean {TINY}"),
     Row(RULES, f"--systems fedavg-mean,fedavg-median --out runs/robustness/rules {TINY}"),
     Row(ATTACKS, f"--systems fedavg-mean --out runs/robustness/dirichlet {TINY}"),
     Row(SHARES, f"--systems fedavg-mean --out runs/robustness/shares {TINY}"),

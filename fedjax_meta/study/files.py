@@ -30,16 +30,22 @@ def packaged() -> dict[str, str]:
     return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
 
 
-def read(path: str | Path) -> Tree:
+def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
     """The tree of a file, or of a study of the package when there is no such file.
 
     A file that `extends` another, or a study of the package, is laid over it as a variant is, see `variants`.
 
+    Args:
+      path: of the file, or the name.
+      extended_by: the files that it is read for, which it may not extend in turn.
+
     Raises:
       OSError: the file cannot be read.
-      ValueError: no YAML, or no mapping.
+      ValueError: no YAML, or no mapping, a file that extends itself.
     """
     name = str(path)
+    if name in extended_by:
+        raise ValueError(f"{path} extends itself")
     own = packaged()
     if name in own and not Path(path).exists():
         text = own[name]
@@ -72,7 +78,7 @@ def read(path: str | Path) -> Tree:
     base = tree.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: extends={checks.shown(base)} must be a file, or the name of a study of the package")
-    return tree if base is None else _merged(read(base), tree)
+    return tree if base is None else _merged(read(base, (*extended_by, name)), tree)
 
 
 class _Loader(yaml.SafeLoader):

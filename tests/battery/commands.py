@@ -322,7 +322,7 @@ COMMAND = [
     (("preset", "{tmp}"), "holds no tuned values"),
     (("preset", "{presets}", "--name", "../../evil"), "name='../../evil' must be made of letters, digits, _ and -"),
     (("preset", "{presets}"), "presets/a.yaml is no file of presets: 'list' object has no attribute 'items'"),
-    (("run", "{study_itself}"), "study_itself is nested too deeply for a study"),
+    (("run", "{study_itself}"), "study_itself extends itself"),
     (("run", "{study_long}"), "must have 100 letters at most"),
     (("compare", "{cut}"), "cut/run.json is damaged: Unterminated string starting at"),
     (("compare", "{odd}"), "odd/run.json is damaged: it must be an object with fixed, command"),

@@ -40,6 +40,10 @@ def test_a_method_keeps_the_types_of_a_model_in_half_precision(name, dtype):
     task = halved(problems.task_of(name), dtype)
     algorithm, data = fm.federate(fm.METHODS[name](task), fm.Federation(cohort_size=3, devices=1, lanes=1)), problems.data()
     state = jax.eval_shape(algorithm.init, KEY, data)
+    if name == "perfedavg":  # differences of gradients vanish in 16 bits
+        with pytest.raises(ValueError, match="keep them in float32"):
+            jax.eval_shape(algorithm.round, KEY, state, data)
+        return
     after, _ = jax.eval_shape(algorithm.round, KEY, state, data)
     assert problems.forms(after) == problems.forms(state)
     jax.eval_shape(lambda state: algorithm.personalize(KEY, state, data.client(1)["test_support"], 1), state)
