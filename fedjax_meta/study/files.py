@@ -122,7 +122,7 @@ def parsed(text: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _parsed_once(text: str) -> Any:
-    """As `parsed`, for whole files, which take a tenth of a second each and are read again and again; to be copied."""
+    """As `parsed`, for whole files, which take some hundredths of a second and are read again and again; to be copied."""
     return parsed(text)
 
 

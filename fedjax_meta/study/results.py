@@ -81,7 +81,13 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     behind = float("nan")
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
         behind = 100 * float(np.mean(known.kind.gain(_over_draws(study, known.values), _over_draws(study, base)) < 0))
-    remarks = [*_remarks(study, outcome, clients), *promise.words(study, algorithm, clients.train.num_clients)]
+    up = float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up)
+    shares_nothing = ["clients share nothing: all of the model is their own"] if up == 0 and not itself else []
+    remarks = [
+        *_remarks(study, outcome, clients),
+        *shares_nothing,
+        *promise.words(study, algorithm, clients.train.num_clients),
+    ]
     remarks += summary.remarks(study, outcome)
     return Line(
         title=study.title_of(outcome.system),
@@ -91,7 +97,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         worst=report.over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
         new=report.over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if has_new else NOTHING,
-        up=float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up),
+        up=up,
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
         trials=len(outcome.tuning),
@@ -119,8 +125,6 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     remarks += ["new clients do not train"] * idle
     if system.pooled:
         remarks.append("central training on all clients' samples")
-    elif system.method != LOCAL and not costs.traffic(system.build(clients, **outcome.chosen), clients.train).up:
-        remarks.append("clients share nothing: all of the model is their own")
     if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks if idle else remarks + draws.remarks(outcome, clients, study.score)
