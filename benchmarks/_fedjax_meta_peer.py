@@ -72,9 +72,10 @@ def method(case: Workload) -> fm.Method:
     return meta_gradient_steps(task, case)
 
 
-def algorithm(case: Workload) -> fm.Algorithm:
+def algorithm(job: Job) -> fm.Algorithm:
     """The workload as an algorithm of the library."""
-    return fm.federate(method(case), fm.Federation(cohort_size=case.cohort_size))
+    case = job.workload
+    return fm.federate(method(case), fm.Federation(cohort_size=case.cohort_size, precision=job.precision))
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -120,7 +121,7 @@ def one_recorded_round(job: Job) -> dict[str, np.ndarray]:
     """The parameters after one round, with the samples "x" and "y" that the cohort went through, for the others to repeat."""
     key = jax.random.key(7)
     data = client_data(job)
-    run = algorithm(job.workload)
+    run = algorithm(job)
     round_key = jax.random.fold_in(key, 0)
     state, _ = jax.jit(run.round)(round_key, initial_state(job, key, data, run), data)
     ids, x, y = cohort_samples(job, round_key, run)
@@ -134,7 +135,7 @@ def rounds(job: Job) -> Callable[[], None]:
     """A function that runs a round and waits for it: a call of one compiled block, as in `simulate`."""
     fm.use_all_cores()
     key = jax.random.key(0)
-    run = algorithm(job.workload)
+    run = algorithm(job)
     # The samples are on the devices before the first round, as with the other simulators.
     state = initial_state(job, key, client_data(job), run)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# All simulators compute in float32. Flower's actors and pfl-research import this module too.
+# All simulators compute in float32 unless a job says otherwise. Flower's actors and pfl-research import this module too.
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 torch.backends.cudnn.benchmark = True
 
@@ -233,6 +233,7 @@ def vmapped_private(job: Job, compiled: bool) -> Private:
 def serve(peer: str, job: Job, turns: Any) -> None:
     """Runs rounds when the parent asks for them."""
     torch.set_num_threads(job.threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.precision == "tf32"
     if "compile" not in peer:  # compiled code has a fixed number of threads
         turns.set_threads = torch.set_num_threads
     own: list[torch.Tensor] = []

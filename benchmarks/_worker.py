@@ -54,7 +54,7 @@ class Turns(Iterator[None]):
         self._begin = time.perf_counter()
 
 
-def main(peer: str, name: str, threads: str, recorded: str) -> None:
+def main(peer: str, name: str, threads: str, recorded: str, precision: str) -> None:
     """Runs the simulator `peer` on the workload `name`.
 
     Args:
@@ -62,6 +62,7 @@ def main(peer: str, name: str, threads: str, recorded: str) -> None:
       name: a workload.
       threads: threads of matrix products, as text.
       recorded: "", or a file with the samples of a comparison of results. The results are written beside it.
+      precision: of matrix products, as in `Job`.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -71,7 +72,7 @@ def main(peer: str, name: str, threads: str, recorded: str) -> None:
         with np.load(recorded) as file:
             job = Job(case, file["x"], file["y"], dict(parameters(case.model)), shuffle=False, threads=int(threads))
     else:
-        job = Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=int(threads))
+        job = Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=int(threads), precision=precision)
     importlib.import_module(MODULES[peer]).serve(peer, job, turns)
     if recorded and turns.results:
         np.savez(f"{recorded}.{peer}.npz", **turns.results)

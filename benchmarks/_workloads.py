@@ -119,6 +119,7 @@ class Job:
       parameters: the initial parameters, by `layer/kernel` and `layer/bias` as the library stores them.
       shuffle: whether each client shuffles its samples in every round; false in a comparison of results.
       threads: threads of the simulator's matrix products.
+      precision: of matrix products on an accelerator, "float32" or "tf32".
     """
 
     workload: Workload
@@ -127,6 +128,7 @@ class Job:
     parameters: dict[str, Any]
     shuffle: bool
     threads: int
+    precision: str = "float32"
 
     def cohort(self, rng: np.random.Generator) -> np.ndarray:
         """C random clients of the N, `[C]`."""

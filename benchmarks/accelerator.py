@@ -19,9 +19,12 @@ program does not start JAX, because a TPU belongs to one process at a time.
 No data set is needed, nor any package but this library's and, for the comparison, PyTorch.
 """
 
+import contextlib
 import itertools
+import logging
 import multiprocessing
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -59,6 +62,7 @@ FLAGS = {
     "Triton products, no autotuning": "--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=0",
 }
 """Settings of XLA for NVIDIA's GPUs that change how long a round and its compilation take."""
+PRECISIONS = ("float32", "tf32")
 IMAGES = ("lenet", "fedpac_cnn", "mtfl_cnn")
 
 Row = dict[str, Any]
@@ -132,13 +136,18 @@ def in_process(clock: Clock, prepare: Callable[..., Ready], *arguments: Any) -> 
 
 def _serve(pipe: Any, prepare: Callable[..., Ready], arguments: tuple[Any, ...]) -> None:
     """Sends (`None`, `None`) when it is ready and (row, `None`) when it was asked to measure, or (`None`, its error)."""
+    logging.getLogger("fedjax_meta").setLevel(logging.ERROR)  # here a CPU beside the accelerator is one device, on purpose
     try:
         measure = prepare(*arguments)
         pipe.send((None, None))
-        pipe.recv()
+        try:
+            pipe.recv()
+        except EOFError:
+            return  # the time limit came: nobody asks any more
         pipe.send((measure(), None))
     except Exception as error:
-        pipe.send((None, f"{type(error).__name__}: {error}"))
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
 def at_once(measure: Callable[..., Row], *arguments: Any) -> Ready:
@@ -169,7 +178,9 @@ def numbers(name: str, rows: int) -> Row:
     found = []
     for device in _both():
         with runtime.compiling_for(device.platform), jax.default_device(device), jax.default_matmul_precision("float32"):
-            found.append(jax.device_get(jax.jit(partial(all_three))(key, jax.device_put(batch, device))))
+            given = (key, jax.device_put(batch, device))
+            # As a run compiles it: XLA's own search takes a minute for a network.
+            found.append(jax.device_get(runtime.compiled(jax.jit(partial(all_three)).lower(*given))(*given)))
     return {f"{part}_difference": _difference(found[0][part], found[1][part]) for part in found[0]}
 
 
@@ -226,7 +237,9 @@ def _difference(expected: Any, found: Any) -> float:
 # How fast is it?
 
 
-def rounds(case: str, peer: str, most: int, seconds: float, clock: Clock, flags: str = "") -> Ready:
+def rounds(
+    case: str, peer: str, most: int, seconds: float, clock: Clock, *, flags: str = "", precision: str = "float32"
+) -> Ready:
     """Rounds of one simulator in a process of its own, which ends at the time limit.
 
     Args:
@@ -236,8 +249,9 @@ def rounds(case: str, peer: str, most: int, seconds: float, clock: Clock, flags:
       seconds: after so many no more begin, but at least three are timed.
       clock: the time limit.
       flags: more of XLA's.
+      precision: of matrix products.
     """
-    worker = peers.Worker(peer, case, peers.threads_of(peer), flags=flags)
+    worker = peers.Worker(peer, case, peers.threads_of(peer), flags=flags, precision=precision)
     stop = threading.Timer(max(clock.left, 0), worker.kill)
     stop.daemon = True
     stop.start()
@@ -274,8 +288,13 @@ def rounds(case: str, peer: str, most: int, seconds: float, clock: Clock, flags:
     return partial(or_error, measure)
 
 
-def kernels(case: str, most: int = 15) -> Row:
+def kernels(case: str, kept: Path | None, most: int = 15) -> Ready:
     """The kernels that a round takes most of its time in, from a profile of three rounds.
+
+    Args:
+      case: a workload.
+      kept: a folder that keeps the profile, as CASE.xplane.pb.
+      most: kernels that the row names.
 
     Returns:
       Seconds of a `round`, seconds in which a kernel ran (`busy`), `launches`, and the first `most` kernels by time, each as
@@ -286,21 +305,28 @@ def kernels(case: str, most: int = 15) -> Row:
     next_round = _fedjax_meta_peer.rounds(Job(work, *work.arrays(), parameters(work.model), shuffle=True, threads=1))
     for _ in range(2):
         next_round()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            begin = time.perf_counter()
-            for _ in range(profiled):
-                next_round()
-            seconds = time.perf_counter() - begin
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        calls = _device_events(jax.profiler.ProfileData.from_file(str(file)))
-    by_time = sorted(((sum(times), len(times), name) for name, times in calls.items()), reverse=True)
-    return {
-        "round": seconds / profiled,
-        "busy": sum(total for total, _, _ in by_time) / profiled,
-        "launches": sum(count for _, count, _ in by_time) // profiled,
-        "kernels": [[name[:80], count // profiled, total / profiled] for total, count, name in by_time[:most]],
-    }
+
+    def profile() -> Row:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                begin = time.perf_counter()
+                for _ in range(profiled):
+                    next_round()
+                seconds = time.perf_counter() - begin
+            (file,) = Path(folder).rglob("*.xplane.pb")
+            if kept is not None:
+                kept.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, kept / f"{case}.xplane.pb")
+            calls = _device_events(jax.profiler.ProfileData.from_file(str(file)))
+        by_time = sorted(((sum(times), len(times), name) for name, times in calls.items()), reverse=True)
+        return {
+            "round": seconds / profiled,
+            "busy": sum(total for total, _, _ in by_time) / profiled,
+            "launches": sum(count for _, count, _ in by_time) // profiled,
+            "kernels": [[name[:80], count // profiled, total / profiled] for total, count, name in by_time[:most]],
+        }
+
+    return profile
 
 
 _EVENTS = {"/device:GPU": "Stream", "/device:TPU": "XLA Ops"}
@@ -348,46 +374,56 @@ def forms(name: str, lanes: int, rows: int, repeats: int) -> Ready:
     return lambda: {f"{form}_seconds": Spread.of(times).median for form, times in interleaved(cases, repeats=repeats).items()}
 
 
-def plan(
-    cases: list[str],
-    cohorts: list[int],
-    simulators: list[str],
-    parts: list[str],
-    repeats: int,
-    rows: int,
-    seconds: float,
-    clock: Clock,
-    platform: str,
-) -> Iterator[Measurement]:
+class Asked(NamedTuple):
+    """What to measure; the options of `main`."""
+
+    parts: list[str]
+    methods: list[str]
+    cases: list[str]
+    cohorts: list[int]
+    simulators: list[str]
+    precision: str
+    repeats: int
+    seconds: float
+    rows: int
+    profiles: Path | None
+
+
+def plan(asked: Asked, clock: Clock, platform: str) -> Iterator[Measurement]:
     """What is measured on a platform."""
-    if "numbers" in parts:
+    timed = (asked.repeats, asked.seconds, clock)
+    if "numbers" in asked.parts:
         for name in ("mlp", "mtfl_mlp", *IMAGES):
-            yield Measurement({"part": "numbers", "model": name}, partial(in_process, clock, at_once, numbers, name, rows))
-    if "methods" in parts:
-        for name in systems.SYSTEMS:
-            yield Measurement({"part": "methods", "method": name}, partial(in_process, clock, at_once, method, name, rows))
-    if "rounds" in parts:
+            yield Measurement(
+                {"part": "numbers", "model": name}, partial(in_process, clock, at_once, numbers, name, asked.rows)
+            )
+    if "methods" in asked.parts:
+        for name in asked.methods:
+            yield Measurement(
+                {"part": "methods", "method": name}, partial(in_process, clock, at_once, method, name, asked.rows)
+            )
+    if "rounds" in asked.parts:
         # What takes long to compile is side by side with its like.
-        for cohort in cohorts:
-            for peer in simulators:
-                for case in cases:
+        for cohort in asked.cohorts:
+            for peer in asked.simulators:
+                for case in asked.cases:
                     if peers.installed(peer) and not (peer == "torch" and cohort > LOOP_COHORT):
-                        about = {"part": "rounds", "case": f"{case}-{cohort}", "peer": peer}
-                        yield Measurement(about, partial(rounds, about["case"], peer, repeats, seconds, clock))
-    if "flags" in parts and platform == "gpu":
-        for cohort in cohorts:
+                        about = {"part": "rounds", "case": f"{case}-{cohort}", "peer": peer, "precision": asked.precision}
+                        yield Measurement(about, partial(rounds, about["case"], peer, *timed, precision=asked.precision))
+    if "flags" in asked.parts and platform == "gpu":
+        for cohort in asked.cohorts:
             for name, flags in FLAGS.items():
                 about = {"part": "flags", "case": f"W2-{cohort}", "flags": name}
-                yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", repeats, seconds, clock, flags))
-    if "kernels" in parts and platform != "cpu":  # whose threads record whole loops
-        for case in cases:
+                yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", *timed, flags=flags))
+    if "kernels" in asked.parts and platform != "cpu":  # whose threads record whole loops
+        for case in asked.cases:
             about = {"part": "kernels", "case": f"{case}-50"}
-            yield Measurement(about, partial(in_process, clock, at_once, kernels, about["case"]))
-    if "forms" in parts:
-        for cohort in cohorts:
+            yield Measurement(about, partial(in_process, clock, kernels, about["case"], asked.profiles))
+    if "forms" in asked.parts:
+        for cohort in asked.cohorts:
             for name in IMAGES:
-                about = {"part": "forms", "model": name, "lanes": cohort, "batch_size": rows}
-                yield Measurement(about, partial(in_process, clock, forms, name, cohort, rows, repeats))
+                about = {"part": "forms", "model": name, "lanes": cohort, "batch_size": asked.rows}
+                yield Measurement(about, partial(in_process, clock, forms, name, cohort, asked.rows, asked.repeats))
 
 
 def measured(planned: Iterable[Measurement], at_a_time: int, clock: Clock) -> Iterator[tuple[Row, Row | None]]:
@@ -433,6 +469,9 @@ def main(
     seconds: Annotated[float, typer.Option(help="Of rounds, no more begin after so many; three are timed at least.")] = 5.0,
     rows: Annotated[int, typer.Option(min=1, help="Samples of a batch in `numbers`, `methods` and `forms`.")] = 32,
     side_by_side: Annotated[int, typer.Option(min=1, help="Measurements that get ready at the same time.")] = 1,
+    method: Annotated[list[str] | None, typer.Option(help="Of methods; all when not given.", show_default=False)] = None,
+    precision: Annotated[str, typer.Option(help=f"Of products in rounds: {', '.join(PRECISIONS)}.")] = "float32",
+    profiles: Annotated[Path | None, typer.Option(help="Folder for the profiles of `kernels`.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
 ) -> None:
     """Measures what a first accelerator must answer, and stops cleanly at a time limit.
@@ -447,8 +486,12 @@ def main(
         checks.one_of("--part", name, PARTS)
     for name in peer or ():
         checks.one_of("--peer", name, peers.TORCH)
-    chosen = (case or [*CASES], cohort or [*COHORTS], peer or [*peers.TORCH], part or [*PARTS])
-    for name, count in itertools.product(*chosen[:2]):
+    for name in method or ():
+        checks.one_of("--method", name, systems.SYSTEMS)
+    checks.one_of("--precision", precision, PRECISIONS)
+    chosen = (part or [*PARTS], method or [*systems.SYSTEMS], case or [*CASES], cohort or [*COHORTS], peer or [*peers.TORCH])
+    asked = Asked(*chosen, precision, repeats, seconds, rows, profiles)
+    for name, count in itertools.product(asked.cases, asked.cohorts):
         workload(f"{name}-{count}")
     clock, console = Clock(limit), Console()
     try:
@@ -458,9 +501,10 @@ def main(
         return
     console.print(f"{about['device']} x {about['devices']}, {limit:.0f} s", soft_wrap=True)
     about["side_by_side"] = side_by_side  # first rounds, which compile, take longer side by side
-    planned = plan(*chosen, repeats, rows, seconds, clock, about["platform"])
+    if about["platform"] == "cpu" and precision != "float32":
+        raise ValueError(f"--precision {precision} is none of a CPU's, which has float32")
     done = 0
-    for what, found in measured(planned, side_by_side, clock):
+    for what, found in measured(plan(asked, clock, about["platform"]), side_by_side, clock):
         if found is None:
             console.print(f"time is up after {done} measurements; the first that is missing: {_words(what)}", soft_wrap=True)
             return

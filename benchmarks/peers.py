@@ -40,7 +40,9 @@ TRY_THREADS = ("torch", "torch.func.vmap", "pfl-research")
 class Worker:
     """A simulator in its own process, which runs a round when asked."""
 
-    def __init__(self, peer: str, name: str, threads: int, recorded: str = "", *, flags: str = "") -> None:
+    def __init__(
+        self, peer: str, name: str, threads: int, recorded: str = "", *, flags: str = "", precision: str = "float32"
+    ) -> None:
         """Starts the process; arguments as in `_worker.main`, and more of XLA's flags."""
         self.peer, self.threads = peer, threads
         folder = Path(__file__).parent
@@ -54,7 +56,7 @@ class Worker:
             settings["OMP_NUM_THREADS"] = str(threads)
         self._errors = tempfile.TemporaryFile("w+")  # deleted when the worker is
         self._process = subprocess.Popen(
-            [sys.executable, str(folder / "_worker.py"), peer, name, str(threads), recorded],
+            [sys.executable, str(folder / "_worker.py"), peer, name, str(threads), recorded, precision],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -250,7 +250,8 @@ def bench(
     rows = []
     for k in counts:
         options = {"repeats": repeats, "peers": peers, "compile_peers": compile_peers, "torch_threads": torch_threads}
-        for row in measure_steps(model, support, query, k, **options):
+        say = partial(console.print, style="dim", highlight=False)
+        for row in measure_steps(model, support, query, k, **options, say=say):
             rows.append(row)
             write_row(output, {"benchmark": "second_order", **row, **where})
             table.add_row(*shown(row))
@@ -261,9 +262,18 @@ def bench(
 
 
 def measure_steps(
-    model: str, support: int, query: int, k: int, *, repeats: int, peers: bool, compile_peers: bool, torch_threads: int
+    model: str,
+    support: int,
+    query: int,
+    k: int,
+    *,
+    repeats: int,
+    peers: bool,
+    compile_peers: bool,
+    torch_threads: int,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """The rows of all estimators at k inner steps."""
+    """The rows of all estimators at k inner steps; `say` gets a line for each step of the work."""
     loss, theta, inner, outer = problem(model, support, query)
     tree = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(theta))
     parts = work_of_parts(loss, theta, inner, outer)
@@ -273,9 +283,11 @@ def measure_steps(
         if k == 1 and name.startswith("exact,"):
             continue  # with one step, "exact" has no choice of what to keep
         programs[name] = program(build(meta.sgd(RATE), steps=k), loss, theta, inner, outer)
+        say(f"k={k}, {name}: compiled in {programs[name].compile_seconds:.1f} s")
     cases = {name: partial(_finished, found.call, theta, inner, outer) for name, found in programs.items()}
     if peers:
         cases |= torch_cases(model, inner, outer, k, compile_too=compile_peers, threads=torch_threads)
+    say(f"k={k}: timing {len(cases)} estimators {repeats} times")
     times = interleaved(cases, repeats=repeats)
     rows = []
     for name, seconds in times.items():

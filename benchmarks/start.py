@@ -100,7 +100,7 @@ def host_share(name: str, *, blocks: int, rounds: int, save: bool) -> dict[str, 
     """
     case = WORKLOADS[name]
     job = Job(case, *case.arrays(), parameters(case.model), shuffle=True, threads=1)
-    algorithm, data = _fedjax_meta_peer.algorithm(case), _fedjax_meta_peer.client_data(job)
+    algorithm, data = _fedjax_meta_peer.algorithm(job), _fedjax_meta_peer.client_data(job)
 
     def measure(key: Key, state: fm.State, data: fm.FederatedData) -> fm.Evaluation:
         return fm.evaluate(algorithm, key, state, data, support="train", query="train")

@@ -14,20 +14,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from fedjax_meta import checks, runtime
+from fedjax_meta import checks, loops, runtime
 
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
 FORMS = ("banded", "im2col", "lax")
 """Ways to compute a convolution, with the same result."""
-# Measured on a CPU and on an H200, where 50 clients' gradients of a LeNet take 1.1, 1.7 and 7.1 ms in these forms.
+# Measured on a CPU and on an H200, where the gradients of 50 clients of a LeNet took 1.1, 1.7 and 7.1 ms in these forms.
 _FORM = {"cpu": "banded", "gpu": "banded"}
 # Maximum columns of a banded product: fewer leave vector units idle, more multiply zeros (measured on LeNet's layers on CPU).
 _WIDE_ENOUGH = 64
 
-# Rows of a product are padded to a multiple of this. XLA's Triton compiler finds no tiles for some other numbers of rows in the
-# gradient of a batched product ("Couldn't find output tile sizes"), e.g. for those of 50 images of 6x6.
-_ROWS = {"gpu": 64}
+# A GPU computes each tile of a product's result in a block of threads. Where a kernel's gradient has fewer tiles than this, all
+# clients together, its rows are added up in several pieces (an H200 has 132 processors and runs two blocks on each).
+_BLOCKS, _TILE, _PIECES = 264, 64, 8
+_WARP = 32
+"""Threads of a GPU that move together: they read and write so many neighbouring numbers at once."""
 
 
 def default_form() -> str:
@@ -76,23 +78,42 @@ def _banded(x: jax.Array, kernel: jax.Array, block: tuple[int, int], offsets: li
     The matrix contains one copy of the kernel per output of the block, shifted to its position in the block's receptive field,
     in the order of `offsets`; `block = (1, 1)` is im2col.
     """
-    outputs, kernel_height, kernel_width, channels = kernel.shape
+    outputs, kernel_height, kernel_width, _ = kernel.shape
     height, width = x.shape[1] - kernel_height + 1, x.shape[2] - kernel_width + 1
     rows, columns = height // block[0], width // block[1]
     field = block[0] + kernel_height - 1, block[1] + kernel_width - 1
     matrix = jnp.concatenate(
         [jnp.pad(kernel, ((0, 0), (i, block[0] - 1 - i), (j, block[1] - 1 - j), (0, 0))) for i, j in offsets]
     ).reshape(len(offsets) * outputs, -1)
-    fields = _sliding(x, 2, columns, block[1], field[1]).reshape(*x.shape[:2], columns, field[1] * channels)
-    last = block[0] * (rows - 1)
-    fields = jnp.concatenate(
-        [lax.slice_in_dim(fields, row, row + last + 1, stride=block[0], axis=1) for row in range(field[0])], -1
-    )
+    fields = _fields(x, block, field, (rows, columns))
     # Flatten to two dimensions: the gradient of the matrix is then one product. With more, XLA transposes the cotangent first.
     flat = fields.reshape(-1, fields.shape[-1])
-    padding = -len(flat) % _ROWS.get(runtime.platform(), 1)
-    product = dense(jnp.pad(flat, ((0, padding), (0, 0))) if padding else flat, matrix)
-    return product[: len(flat)].reshape(*fields.shape[:3], -1)
+    pieces = _pieces(len(flat), matrix.shape)
+    if pieces == 1:
+        return dense(flat, matrix).reshape(*fields.shape[:3], -1)
+    many = jnp.broadcast_to(matrix, (pieces, *matrix.shape))
+    product = lax.dot_general(flat.reshape(pieces, -1, flat.shape[-1]), many, (((2,), (2,)), ((0,), (0,))))
+    return product.reshape(*fields.shape[:3], -1)
+
+
+def _fields(x: jax.Array, block: tuple[int, int], field: tuple[int, int], count: tuple[int, int]) -> jax.Array:
+    """The `count` receptive fields of `x [B, H, W, C]`, one every `block`: `[B, rows, columns, field height * width * C]`."""
+    if runtime.platform() == "gpu":
+        # Rows first: what remains is a transposition of whole rows of a field, one kernel.
+        fields = _sliding(_sliding(x, 1, count[0], block[0], field[0]), 3, count[1], block[1], field[1])
+        return fields.transpose(0, 1, 3, 2, 4, 5).reshape(len(x), *count, -1)
+    fields = _sliding(x, 2, count[1], block[1], field[1]).reshape(*x.shape[:2], count[1], field[1] * x.shape[3])
+    last = block[0] * (count[0] - 1)
+    pieces = [lax.slice_in_dim(fields, row, row + last + 1, stride=block[0], axis=1) for row in range(field[0])]
+    return jnp.concatenate(pieces, -1)
+
+
+def _pieces(rows: int, matrix: tuple[int, ...]) -> int:
+    """In how many pieces the gradient of a matrix `[outputs, inputs]` adds up so many rows."""
+    if runtime.platform() != "gpu":
+        return 1
+    tiles = (loops.lanes() or 1) * math.prod(-(-extent // _TILE) for extent in matrix)
+    return max(n for n in range(1, min(_PIECES, -(-_BLOCKS // tiles)) + 1) if rows % n == 0)
 
 
 def _form(form: str | None) -> str:
@@ -254,7 +275,12 @@ class _Linear(nn.Module):
         return self.param("kernel", kernel, (self.features, *shape), real), self.param("bias", bias, (self.features,), real)
 
     def _shifted(self, product: jax.Array, bias: jax.Array) -> jax.Array:
-        return product.astype(bias.dtype) + _channels(bias, product)
+        product = product.astype(bias.dtype)
+        if product.ndim == 2 or len(bias) >= _WARP or runtime.platform() != "gpu":
+            return product + _channels(bias, product)
+        # XLA would transpose all outputs to sum over the positions of few channels. Behind the barrier it sums over images first.
+        numbers = product.reshape(len(product), -1)
+        return (numbers + lax.optimization_barrier(jnp.tile(bias, numbers.shape[1] // len(bias)))).reshape(product.shape)
 
     def _cast(self, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype = kernel.dtype if self.dtype is None else self.dtype

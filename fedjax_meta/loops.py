@@ -31,6 +31,14 @@ _SMALL = 2**14
 """Numbers of a leaf up to which it is packed with others: more cost more to move than a kernel costs to launch."""
 
 
+def lanes() -> int | None:
+    """How many clients run side by side in what is being traced, as far as `engine` knows; `None` outside of lanes."""
+    try:
+        return jax.lax.axis_size(LANES)
+    except NameError:
+        return None
+
+
 def fori_loop(count: Scalar, body: Callable[[Scalar, Carry], Carry], carry: Carry) -> Carry:
     """`jax.lax.fori_loop(0, count, body, carry)`; without a loop if there is exactly one step."""
     if isinstance(count, int) and count == 1:
@@ -171,13 +179,7 @@ def _are_shapes(tree: PyTree) -> bool:
 
 def _longest(count: Scalar) -> Scalar:
     """The largest number of steps of all lanes; `count` itself where it is the same in all."""
-    if isinstance(count, int):
-        return count
-    try:
-        jax.lax.axis_size(LANES)
-    except NameError:  # not in lanes
-        return count
-    return jax.lax.pmax(count, LANES)
+    return count if isinstance(count, int) or lanes() is None else jax.lax.pmax(count, LANES)
 
 
 def while_loop(unfinished: Callable[[Carry], Any], body: Callable[[Carry], Carry], carry: Carry) -> Carry:

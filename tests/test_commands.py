@@ -131,7 +131,6 @@ ROWS = (
     Row(
         r"fedjax-meta run fedmeta_per --(data|seeds|systems)(?!.*orders=30).*", f"--systems fedavg,fedmeta_per {TINY}", "mnist"
     ),
-    Row(r"fedjax-meta run fedmeta_per --variant random_samples .*", f"--systems fedper {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per --variant central .*", f"--systems centralised-100 {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_published_cohorts .*", f"--systems fedmeta {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_cifar10 .*", f"--systems fedavg {TINY}", "cifar10"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_meta import layers
+from fedjax_meta import layers, loops, runtime
 from tests.references import gradient_and_curvature, xla_convolution, xla_pool
 
 # ------------------------------------------------------------------------------------------------ convolution, pooling, dense
@@ -25,9 +25,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("form", layers.FORMS)
+PLATFORMS = ("cpu", "gpu")
+"""Whose order of work a test traces; both run on the CPU."""
+
+
+@pytest.mark.parametrize(
+    ("form", "platform"), [*((form, "cpu") for form in layers.FORMS), ("banded", "gpu"), ("im2col", "gpu")]
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_convolution_equals_xla_in_value_gradient_and_curvature(shape, form):
+def test_convolution_equals_xla_in_value_gradient_and_curvature(shape, form, platform):
     height, width, channels, outputs, size, padding = shape
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, height, width, channels)))
@@ -47,19 +53,21 @@ def test_convolution_equals_xla_in_value_gradient_and_curvature(shape, form):
         for mine, reference in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             np.testing.assert_allclose(mine, reference, rtol=1e-10, atol=1e-10)
 
-    agree(
-        lambda x, kernel: layers.convolution(x, kernel, padding=padding, form=form),
-        lambda x, kernel: xla_convolution(x, kernel, padding),
-    )
-    agree(
-        lambda x, kernel: layers.pool_windows(layers.convolution_windows(x, kernel, padding=padding, form=form)),
-        lambda x, kernel: xla_pool(xla_convolution(x, kernel, padding)),
-    )
+    with runtime.compiling_for(platform):
+        agree(
+            lambda x, kernel: layers.convolution(x, kernel, padding=padding, form=form),
+            lambda x, kernel: xla_convolution(x, kernel, padding),
+        )
+        agree(
+            lambda x, kernel: layers.pool_windows(layers.convolution_windows(x, kernel, padding=padding, form=form)),
+            lambda x, kernel: xla_pool(xla_convolution(x, kernel, padding)),
+        )
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
 @given(st.tuples(*[st.integers(1, 9)] * 2), st.integers(1, 4), st.integers(1, 70), st.integers(1, 5), st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
-def test_banded_convolution_equals_xla_for_any_shape(image, channels, outputs, size, padding):
+def test_banded_convolution_equals_xla_for_any_shape(platform, image, channels, outputs, size, padding):
     height, width = image
     if min(height, width) + 2 * padding < size + 1:
         return
@@ -75,8 +83,46 @@ def test_banded_convolution_equals_xla_for_any_shape(image, channels, outputs, s
         theirs = xla_convolution(x, kernel, padding)
         return (ours, pooled), (theirs, xla_pool(theirs))
 
-    ours, theirs = both(x, kernel)
+    with runtime.compiling_for(platform):
+        ours, theirs = both(x, kernel)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("outputs", [6, 40])  # fewer and more than a warp
+def test_a_layer_of_several_clients_has_the_same_gradient_and_curvature_on_a_gpu(outputs, pool):
+    rng = np.random.default_rng(0)
+    layer = layers.Conv(outputs, size=3, padding=1, pool=pool)
+    x = jnp.asarray(rng.normal(size=(3, 2, 6, 6, 2)))
+    one = {"kernel": jnp.asarray(rng.normal(size=(3, outputs, 3, 3, 2))), "bias": jnp.asarray(rng.normal(size=(3, outputs)))}
+
+    def scalar(pair):
+        return jnp.sum(jnp.sin(jax.vmap(lambda p, x: layer.apply({"params": p}, x), axis_name=loops.LANES)(*pair)))
+
+    found = []
+    for platform in PLATFORMS:
+        with runtime.compiling_for(platform):
+            found.append(gradient_and_curvature(scalar, (one, x), (one, x)))
+    for mine, reference in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-11, atol=1e-11)
+
+
+def test_a_gpu_adds_up_the_gradient_of_few_clients_in_several_pieces():
+    def pieces(clients, rows, matrix):
+        def one(_):
+            found.append(layers._pieces(rows, matrix))
+            return 0
+
+        found = []
+        jax.vmap(one, axis_name=loops.LANES)(jnp.zeros(clients))
+        return found[0]
+
+    assert layers._pieces(3136, (48, 144)) == 1  # a CPU
+    with runtime.compiling_for("gpu"):
+        # 3 tiles of 64x64 a client; an H200 runs 264 at a time.
+        assert [pieces(clients, 3136, (48, 144)) for clients in (5, 50, 88, 500)] == [8, 2, 1, 1]
+        assert pieces(5, 900, (48, 144)) == 6  # the largest number up to 8 that divides the rows
+        assert pieces(5, 3136, (512, 2304)) == 1
 
 
 @pytest.mark.parametrize("form", [None, *layers.FORMS])

@@ -23,6 +23,7 @@ import accelerator
 import check
 import peers
 import static
+import systems
 from _measure import read_rows
 
 import fedjax_meta as fm
@@ -202,11 +203,11 @@ def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_
         time.sleep(1.1)
         return {"seconds": 1.1}
 
-    def plan(cases, cohorts, simulators, parts, repeats, rows, seconds, given, platform):
+    def plan(asked, given, platform):
         clock.append(given)
         assert platform == "cpu"
-        assert (cases, cohorts, simulators, parts) == (["W1"], [2], ["torch"], [*accelerator.PARTS])
-        assert (repeats, rows, seconds) == (3, 4, 5.0)
+        assert (asked.cases, asked.cohorts, asked.simulators, asked.parts) == (["W1"], [2], ["torch"], [*accelerator.PARTS])
+        assert (asked.repeats, asked.rows, asked.seconds, asked.precision) == (3, 4, 5.0, "float32")
         for name, measure in (("a", broken), ("b", lambda: {"x": 0.5}), ("c", slow), ("d", slow)):
             yield accelerator.Measurement({"part": "numbers", "model": name}, lambda measure=measure: measure)
 
@@ -227,9 +228,9 @@ def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_
 def test_what_runs_at_the_time_limit_is_stopped_and_what_was_measured_is_kept(side_by_side, tmp_path, monkeypatch, capsys):
     in_process, rows = accelerator.in_process, tmp_path / "rows.jsonl"
 
-    def plan(*arguments):
+    def plan(asked, clock, platform):
         yield accelerator.Measurement({"part": "numbers", "model": "a"}, lambda: lambda: {"x": 0.5})
-        yield accelerator.Measurement({"part": "forms", "model": "b"}, partial(in_process, arguments[7], time.sleep, 100))
+        yield accelerator.Measurement({"part": "forms", "model": "b"}, partial(in_process, clock, time.sleep, 100))
 
     monkeypatch.setattr(accelerator, "in_process", lambda clock, prepare, *arguments: prepare(*arguments))
     monkeypatch.setattr(accelerator, "plan", plan)
@@ -274,8 +275,10 @@ def test_every_part_is_planned_and_flags_only_where_they_are():
     simulators = ["fedjax_meta", "torch", "torch.func.vmap"]
 
     def parts(platform):
-        arguments = (["W1"], [5, 500], simulators, [*accelerator.PARTS], 1, 2, 3.0, accelerator.Clock(9), platform)
-        return [one.about for one in accelerator.plan(*arguments)]
+        asked = accelerator.Asked(
+            [*accelerator.PARTS], [*systems.SYSTEMS], ["W1"], [5, 500], simulators, "float32", 1, 3.0, 2, profiles=None
+        )
+        return [one.about for one in accelerator.plan(asked, accelerator.Clock(9), platform)]
 
     on_gpu = parts("gpu")
     assert {about["part"] for about in on_gpu} == set(accelerator.PARTS)
