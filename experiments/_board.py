@@ -7,7 +7,7 @@ import io
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -404,9 +404,22 @@ def from_csv(text: str) -> list[Line]:
     return [Line(**{name: read[kinds[name]](cell) for name, cell in row.items()}) for row in csv.DictReader(io.StringIO(text))]
 
 
-def read_lines(folder: Path = RAW) -> dict[str, list[Line]]:
-    """The committed lines by scenario."""
-    return {path.stem: from_csv(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
+def read_lines(folder: Path | None = None) -> dict[str, list[Line]]:
+    """The committed lines by scenario, of `RAW` when no folder is given."""
+    files = sorted((RAW if folder is None else folder).glob("*.csv"))
+    return {path.stem: from_csv(path.read_text(encoding="utf-8")) for path in files}
+
+
+def rows_that_lack(run: standing.Run, study: Study, lack: Callable[[Sequence[Line]], bool]) -> Iterator[list[Line]]:
+    """The committed lines of each system of a run that lack something; those whose study has changed since are named instead."""
+    for scenario, lines in read_lines().items():
+        mine = [line for line in lines if line.run == run.name and line.method]
+        for system in dict.fromkeys(line.system for line in mine):
+            rows = [line for line in mine if line.system == system]
+            if lack(rows) and rows[0].said == said(study, scenario, system):
+                yield rows
+            elif lack(rows):
+                print(f"{scenario}, {system}: not measured, the study has changed since", flush=True)
 
 
 def target(lines: Sequence[Line]) -> compare.Target | None:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ import numpy as np
 from experiments import _board as board
 from experiments import _standing as standing
 from fedjax_meta import report
-from fedjax_meta.study import made
+from fedjax_meta.study import Study, made
 from fedjax_meta.study import run as runner
 from fedjax_meta.study.folder import read_trials
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.tuning import KNOWN, Trial
+from fedjax_meta.study.tuning import KNOWN, Point, Trial
 
 
 class _Silent(runner.Watcher):
@@ -62,16 +62,25 @@ def confirm(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
         )
 
 
-def _trained(cell: board.Cell, before: Trial, clients: Clients) -> Trial:
-    """A trial once more, by the same study with one system, one point and one seed."""
-    scenario, study = cell.found.scenario, cell.study
-    system = dataclasses.replace(study.systems[cell.system], grid={name: [value] for name, value in before.numbers.items()})
+def train(
+    study: Study, scenario: str, system: str, point: Point, seeds: Sequence[int], clients: Clients, folder: Path
+) -> Study:
+    """Trains one system of a study with one point of its grid, into a folder; returns the study of that folder."""
+    one = dataclasses.replace(study.systems[system], grid={name: [value] for name, value in point.items()})
     alone = dataclasses.replace(
-        study, seeds=[before.seed], systems={cell.system: system}, scenarios={scenario: study.scenarios[scenario]}
+        study, seeds=list(seeds), systems={system: one}, scenarios={scenario: study.scenarios[scenario]}
     )
+    runner.run(alone, folder, watcher=_Silent(), clients={scenario: clients})
+    return alone
+
+
+def _trained(cell: board.Cell, before: Trial, clients: Clients) -> Trial:
+    """A trial once more."""
+    scenario = cell.found.scenario
     with tempfile.TemporaryDirectory() as place:
-        runner.run(alone, Path(place) / "run", watcher=_Silent(), clients={scenario: clients})
-        trials, _ = read_trials(Path(place) / "run" / "results" / scenario / f"{cell.system}.final.json")
+        folder = Path(place) / "run"
+        train(cell.study, scenario, cell.system, before.numbers, [before.seed], clients, folder)
+        trials, _ = read_trials(folder / "results" / scenario / f"{cell.system}.final.json")
     (trial,) = trials.values()
     return trial
 

@@ -22,20 +22,22 @@ def count(run: standing.Run, data_dir: str | None = None) -> None:
     A row says what is needed: the study, the point that was chosen, and the seed. It is the mean over all rounds, because some
     methods do other work once they know a client, or in some rounds alone.
     """
-    study = run.load()
-    for scenario, committed in board.read_lines(board.RAW).items():
-        lines, clients = committed, None
-        for first in {line.system: line for line in reversed(committed) if line.run == run.name and line.method}.values():
-            if not math.isnan(first.flops) or study.systems[first.system].pooled:
-                continue
-            if first.said != board.said(study, scenario, first.system):
-                print(f"{scenario}, {first.system}: not counted, the study has changed since", flush=True)
-                continue
-            clients = study.scenarios[scenario].build(data_dir) if clients is None else clients
-            flops = _of_row(first, study.system(first.system, scenario), clients)
-            lines = [line._replace(flops=flops) if line.system == first.system else line for line in lines]
-            checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
-            print(f"{scenario}, {first.system}: {flops / 1e6:.4g} MFLOP of a client in a round", flush=True)
+    study, built = run.load(), {}
+
+    def lack(rows: Sequence[Line]) -> bool:
+        return math.isnan(rows[0].flops) and not study.systems[rows[0].system].pooled
+
+    for first, *_ in board.rows_that_lack(run, study, lack):
+        scenario = first.scenario
+        if scenario not in built:
+            built[scenario] = study.scenarios[scenario].build(data_dir)
+        flops = _of_row(first, study.system(first.system, scenario), built[scenario])
+        lines = board.read_lines()[scenario]
+        lines = [
+            line._replace(flops=flops) if line.run == run.name and line.system == first.system else line for line in lines
+        ]
+        checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
+        print(f"{scenario}, {first.system}: {flops / 1e6:.4g} MFLOP of a client in a round", flush=True)
 
 
 def _of_row(row: Line, system: System, clients: Clients) -> float:

@@ -76,7 +76,7 @@ def _not_measured(
     words = (
         "Measurements that rows lack. `python -m experiments.leaderboard --data-dir DIR --only RUNS --count-flops` counts FLOPs, "
         "for which it trains the first seed of these rows once more; with `--new-clients` in its place, new clients are tested "
-        "with fewer samples and other steps. This reads the folders of the runs: where these are gone, the runs come first. "
+        "with fewer samples and other steps, for which all seeds are trained once more where the folder of the run is gone. "
         "Central training has no client whose FLOPs could be counted."
     )
     table = report.markdown_table(["scenario", "measurement", "systems", "RUNS", "missing"], rows, text_columns=4)

@@ -1,9 +1,13 @@
-"""New clients with fewer samples to adapt on, and with other numbers of steps: finished models are tested, none is trained."""
+"""New clients with fewer samples to adapt on, and with other numbers of steps.
+
+Finished models are tested. Of a row whose folder is gone they are trained once more, at the point that the row says.
+"""
 
 import csv
 import dataclasses
 import inspect
 import io
+import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _board as board
+from experiments import _board_again as again
+from experiments import _board_flops as flops
 from experiments import _standing as standing
+from experiments._board import Line
 from fedjax_meta import checkpoint, export, report, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
@@ -22,6 +29,7 @@ from fedjax_meta.evaluation import evaluate
 from fedjax_meta.keys import tagged
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record, run_keys
+from fedjax_meta.study import Study, compare
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import final_phase
 from fedjax_meta.study.system import System, keywords
@@ -74,6 +82,53 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
             found += one
             checkpoint.write_text(folder / "new_clients.csv", to_csv(found))
             print(f"{scenario}, {cell.system}: {len(one)} tests of new clients", flush=True)
+
+
+def measure_rows(run: standing.Run, there: Iterable[str], data_dir: str | None = None) -> None:
+    """Tests the new clients of each committed row of a run that has no such tests yet, for new_clients/ of docs/leaderboard.
+
+    Its seeds are trained once more. Another code or machine gives other numbers: what becomes of the row's score is printed.
+
+    Args:
+      run: the run.
+      there: systems that its folder has tests of.
+      data_dir: where data sets are.
+    """
+    study, built, has = run.load(), {}, {*there}
+
+    def lack(rows: Sequence[Line]) -> bool:
+        known = {one.system for one in committed(rows[0].scenario)}
+        return not np.isnan([line.new for line in rows]).all() and rows[0].system not in known | has
+
+    for rows in board.rows_that_lack(run, study, lack):
+        scenario, name = rows[0].scenario, rows[0].system
+        if scenario not in built:
+            built[scenario] = study.scenarios[scenario].build(data_dir)
+        one = _of_rows(run, study, rows, built[scenario])
+        checkpoint.write_text(board.RAW / "new_clients" / f"{scenario}.csv", to_csv([*committed(scenario), *one]))
+        print(f"{scenario}, {name}: {len(one)} tests of new clients; {_moved(rows, one)}", flush=True)
+
+
+def committed(scenario: str) -> list[Tested]:
+    """The committed tests of the new clients of a scenario."""
+    path = board.RAW / "new_clients" / f"{scenario}.csv"
+    return from_csv(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def _of_rows(run: standing.Run, study: Study, rows: Sequence[Line], clients: Clients) -> list[Tested]:
+    scenario, name = rows[0].scenario, rows[0].system
+    point = flops.chosen(rows[0], study.systems[name])
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        alone = again.train(study, scenario, name, point, [line.seed for line in rows], clients, folder)
+        (finished,) = compare.finished([folder])
+        return tests(board.Cell(run, folder, alone, name, finished), clients)
+
+
+def _moved(rows: Sequence[Line], tested: Sequence[Tested]) -> str:
+    before = float(np.mean([line.new for line in rows]))
+    now = float(np.mean([one.score for one in tested if not one.samples and not one.option]))
+    return f"{now:.2f} with all samples, {before:.2f} in the row"
 
 
 def tests(cell: board.Cell, clients: Clients) -> list[Tested]:

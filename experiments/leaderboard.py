@@ -1,9 +1,8 @@
 """The leaderboard: runs in order of priority, their raw results, and docs/leaderboard.md made of these.
 
 `experiments/leaderboard_runs.yaml` is the list, `experiments/leaderboard.yaml` the study. `--list` says what is done, `--hours`
-runs what is missing, `--new-clients` tests what is finished, `--write-docs` makes docs/leaderboard/ and the page, `--count-flops`
-adds what its rows lack, `--changed` names the rows that the code has changed since, and `--confirm` finds out whether these still
-hold.
+runs what is missing, `--write-docs` makes docs/leaderboard/ and the page, `--new-clients` and `--count-flops` add what its rows
+lack, `--changed` names the rows that the code has changed since, and `--confirm` finds out whether these still hold.
 """
 
 from pathlib import Path
@@ -37,7 +36,11 @@ def main(
         bool, typer.Option(help="Train the rows of the page that lack FLOPs once more to count them, and stop.")
     ] = False,
     new_clients: Annotated[
-        bool, typer.Option(help="Test new clients of what is finished with fewer samples and other steps, and stop.")
+        bool,
+        typer.Option(
+            help="Test new clients of what is finished with fewer samples and other steps, and stop; what the page alone has is "
+            "trained once more for it."
+        ),
     ] = False,
     write_docs: Annotated[
         bool, typer.Option(help="Write the results of the finished runs, if any, and the pages into docs/ and stop.")
@@ -90,7 +93,9 @@ def main(
                     flops.count(run, data_dir)
                 if new_clients:
                     newcomers.measure(run, runs / run.name, data_dir)
-            if count_flops:
+                    there = {one.system for one in newcomers.read(runs / run.name)}
+                    newcomers.measure_rows(run, there, data_dir)
+            if count_flops or new_clients:
                 pages.write([], listed, runs, data_dir)
         elif write_docs:
             for line in pages.write(chosen, listed, runs, data_dir):

@@ -420,6 +420,27 @@ def test_flops_are_counted_by_rows_whose_folder_is_gone(folder, lines, docs, cap
     assert [line.flops for line in of(board.read_lines(docs / "raw")["pairs"], "local_only")] == [line.flops for line in local]
 
 
+def test_new_clients_are_tested_of_rows_whose_folder_is_gone(folder, lines, tested, docs, capsys):
+    listed, root = folder
+    (docs / "raw").mkdir()
+    changed = [line._replace(said="another study") for line in of(lines, "local_only")]
+    (docs / "raw/pairs.csv").write_text(board.to_csv([*of(lines, "fedavg_ft"), *changed]), encoding="utf-8")
+    newcomers.measure_rows(listed, ["fedavg_ft"])  # the folder has these
+    assert newcomers.committed("pairs") == []
+    newcomers.measure_rows(listed, [])
+    said = capsys.readouterr().out
+    assert "pairs, local_only: not measured, the study has changed since" in said
+    new = np.mean([line.new for line in of(lines, "fedavg_ft")])
+    assert f"{new:.2f} with all samples, {new:.2f} in the row" in said
+    # The same code gives the same numbers again.
+    expected = newcomers.from_csv(newcomers.to_csv([one for one in tested if one.system == "fedavg_ft"]))
+    assert len(expected) > 5 and newcomers.committed("pairs") == expected
+    newcomers.measure_rows(listed, [])
+    assert "fedavg_ft" not in capsys.readouterr().out  # tested already
+    pages.write([], [listed], root)
+    assert pages.read_tested(docs / "raw/new_clients")["pairs"] == expected
+
+
 def test_missing_systems_in_words():
     assert board.in_words(["a", "b"], ["a", "b"]) == "all"
     assert board.in_words(["a", "b"], ["c", "a", "b"]) == "all but c"
