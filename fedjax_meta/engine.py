@@ -94,6 +94,20 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
     return jax.tree.map(once, laid_out(tree, _platform(placed)))
 
 
+def within_reach(tree: PyTree, devices: Devices = None) -> Any:
+    """The tree with a copy on each device of those leaves that other devices hold; `jax.jit` would refuse them."""
+    mesh = client_mesh(devices)
+
+    def elsewhere(leaf: Any) -> bool:
+        held = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+        return held and leaf.sharding.device_set != {*mesh.devices.flat}
+
+    if not any(map(elsewhere, jax.tree.leaves(tree))):
+        return tree  # as it is: mapping it would sort the names of its dicts
+    everywhere = NamedSharding(mesh, _WHOLE)
+    return jax.tree.map(lambda leaf: place_shared(leaf, everywhere) if elsewhere(leaf) else leaf, tree)
+
+
 def laid_out(tree: PyTree, platform: str) -> Any:
     """A tree whose `FederatedData` are stored as a platform likes it: on a TPU, a sample is a row of numbers."""
     if platform != "tpu":

@@ -17,7 +17,7 @@ from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, run_cohort
+from fedjax_meta.engine import ClientUpdate, run_cohort, within_reach
 from fedjax_meta.federation import Federation
 from fedjax_meta.hardware import Devices
 from fedjax_meta.keys import tagged
@@ -121,7 +121,7 @@ def evaluate(
         # The rows are on the host: only those of the asked clients go to the device.
         state, data, ids = host_store.subset(state, data, np.asarray(rows), np.asarray(ids))
         rows = ids
-    state = jax.tree.map(jnp.asarray, state)
+    key, state, data = within_reach((key, jax.tree.map(jnp.asarray, state), data), devices)
     own: Any = ()
     if known:
         state, own = host_store.split_rows(state)

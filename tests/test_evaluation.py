@@ -212,6 +212,19 @@ def test_the_devices_and_lanes_of_the_algorithm_are_used_unless_others_are_given
     assert seen.value.args == ((3, 1) if given is None else (2, 2))
 
 
+@pytest.mark.parametrize("trained_on", [1, 2])
+def test_a_state_is_tested_on_other_devices_than_those_that_trained_it(trained_on):
+    data = problems.data()
+    algorithm = problems.build("fedper", cohort_size=2, devices=trained_on)
+    state, _ = fm.simulate(algorithm, data, key=KEY, rounds=1)
+    found = [
+        evaluation.evaluate(algorithm, KEY, state, data, devices=devices, support="support", query="query").loss
+        for devices in (None, 1, 2, jax.devices()[1:])
+    ]
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-6)
+
+
 def test_metrics_of_a_task_without_predictions_are_refused():
     data = problems.data()
     task = fm.from_loss(lambda key: {"w": jnp.zeros(())}, lambda variables, batch, key: variables["w"] ** 2)
