@@ -245,7 +245,9 @@ def run_cohort(
             given_back = (_WHOLE, held, _WHOLE)
             run = jax.shard_map(run, mesh=mesh, in_specs=given_to_each, out_specs=given_back, check_vma=False)
         # Outside of a program, e.g. under `evaluate`, each operation would otherwise be compiled by itself.
-        return jax.jit(run)(key, ids, sizes, given, kept, rows.astype(jnp.int32), context)
+        options = {} if runtime.tracing() else runtime.compiler_options()
+        program = jax.jit(run, compiler_options=options or None)
+        return program(key, ids, sizes, given, kept, rows.astype(jnp.int32), context)
 
 
 def _on_device(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -86,6 +87,11 @@ def compiler_options(*, once: bool = False) -> dict[str, str | bool]:
         options = options | {"xla_backend_optimization_level": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
+
+
+def tracing() -> bool:
+    """Whether this is part of a program that is being traced, whose compilation has options of its own."""
+    return isinstance(jnp.empty(()), jax.core.Tracer)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 import sklearn.metrics
 
 import fedjax_meta as fm
-from fedjax_meta import engine, evaluation, export
+from fedjax_meta import engine, evaluation, export, runtime
 from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from fedjax_meta.rows import AWAY_BYTES
@@ -223,6 +223,15 @@ def test_a_state_is_tested_on_other_devices_than_those_that_trained_it(trained_o
     ]
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-6)
+
+
+def test_a_test_outside_of_a_program_is_compiled_like_a_run(monkeypatch):
+    """Otherwise a GPU would search among matrix products for a minute."""
+    assert np.isfinite(_run().loss).all()
+    monkeypatch.setattr(runtime, "compiler_options", lambda **_: {"xla_no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        _run()
+    assert np.isfinite(jax.jit(lambda state: _run(state=state).loss)(STATE)).all()  # the caller's program has its own
 
 
 def test_metrics_of_a_task_without_predictions_are_refused():
