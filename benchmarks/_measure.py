@@ -47,8 +47,8 @@ class Program(NamedTuple):
     Attributes:
       call: the compiled function.
       compile_seconds: seconds for tracing, lowering and compiling.
-      flops: floating-point operations; a loop body counts once, however often it runs. On a GPU they are those of the program
-        for a CPU, because XLA does not count what it leaves to cuBLAS.
+      flops: floating-point operations; a loop body counts once, however often it runs. NaN if XLA does not report it. On a
+        GPU they are those of the program for a CPU, because XLA does not count what it leaves to cuBLAS.
       temp_bytes: peak bytes of temporary memory, without arguments and results.
     """
 

@@ -297,8 +297,8 @@ def kernels(case: str, kept: Path | None, most: int = 15) -> Ready:
       most: kernels that the row names.
 
     Returns:
-      Seconds of a `round`, seconds in which a kernel ran (`busy`), `launches`, and the first `most` kernels by time, each as
-      [name, calls in a round, seconds in a round].
+      What gives seconds of a `round`, seconds in which a kernel ran (`busy`), `launches`, and the first `most` kernels by time,
+      each as [name, calls in a round, seconds in a round].
     """
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS['no graphs']}".strip()
     work, profiled = workload(case), 3

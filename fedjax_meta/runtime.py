@@ -61,8 +61,8 @@ def on_cpu() -> bool:
 _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
     # LLVM's higher levels take longer and gain nothing.
     "cpu": {"xla_backend_optimization_level": "2"},
-    # XLA would search among Triton kernels for each product, which takes most of the time to compile; on an H200 cuBLAS's were
-    # about as fast.
+    # XLA would search among Triton kernels for each product, which takes most of the time to compile. On an H200 rounds of 50
+    # clients take as long with cuBLAS's.
     "gpu": {"xla_gpu_enable_triton_gemm": False},
 }
 """By platform, what differs from XLA's defaults. `docs/benchmarks.md` has the times."""
