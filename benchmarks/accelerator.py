@@ -315,7 +315,6 @@ def kernels(case: str, kept: Path | None, most: int = 15) -> Ready:
                 seconds = time.perf_counter() - begin
             (file,) = Path(folder).rglob("*.xplane.pb")
             if kept is not None:
-                kept.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, kept / f"{case}.xplane.pb")
             calls = _device_events(jax.profiler.ProfileData.from_file(str(file)))
         by_time = sorted(((sum(times), len(times), name) for name, times in calls.items()), reverse=True)
@@ -482,6 +481,8 @@ def main(
       python benchmarks/accelerator.py --part rounds --case W1 --limit 300
     """
     check_outputs(output)
+    if profiles is not None:
+        profiles.mkdir(parents=True, exist_ok=True)
     for name in part or ():
         checks.one_of("--part", name, PARTS)
     for name in peer or ():

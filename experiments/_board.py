@@ -413,7 +413,7 @@ def read_lines(folder: Path | None = None) -> dict[str, list[Line]]:
 def rows_that_lack(run: standing.Run, study: Study, lack: Callable[[Sequence[Line]], bool]) -> Iterator[list[Line]]:
     """The committed lines of each system of a run that lack something; those whose study has changed since are named instead."""
     for scenario, lines in read_lines().items():
-        mine = [line for line in lines if line.run == run.name and line.method]
+        mine = [line for line in lines if line.run == run.name and line.method and line.system in study.systems]
         for system in dict.fromkeys(line.system for line in mine):
             rows = [line for line in mine if line.system == system]
             if lack(rows) and rows[0].said == said(study, scenario, system):

@@ -95,14 +95,21 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
 
 
 def within_reach(tree: PyTree, devices: Devices = None) -> Any:
-    """The tree with a copy on each device of those leaves that other devices hold; `jax.jit` would refuse them."""
+    """The tree with a copy on the devices of those leaves that others hold, or in another order; `jax.jit` would refuse them.
+
+    Under a transformation of JAX it stays as it is: the devices are those of the whole program.
+    """
     mesh = client_mesh(devices)
+    wanted = tuple(mesh.devices.flat)
 
     def elsewhere(leaf: Any) -> bool:
-        held = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
-        return held and leaf.sharding.device_set != {*mesh.devices.flat}
+        if not isinstance(leaf, jax.Array) or not leaf.committed:
+            return False
+        held = leaf.sharding
+        ordered = tuple(held.mesh.devices.flat) if isinstance(held, NamedSharding) else wanted
+        return held.device_set != {*wanted} or ordered != wanted
 
-    if not any(map(elsewhere, jax.tree.leaves(tree))):
+    if runtime.tracing() or not any(map(elsewhere, jax.tree.leaves(tree))):
         return tree  # as it is: mapping it would sort the names of its dicts
     everywhere = NamedSharding(mesh, _WHOLE)
     return jax.tree.map(lambda leaf: place_shared(leaf, everywhere) if elsewhere(leaf) else leaf, tree)

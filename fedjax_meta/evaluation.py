@@ -121,7 +121,7 @@ def evaluate(
         # The rows are on the host: only those of the asked clients go to the device.
         state, data, ids = host_store.subset(state, data, np.asarray(rows), np.asarray(ids))
         rows = ids
-    key, state, data = within_reach((key, jax.tree.map(jnp.asarray, state), data), devices)
+    key, state, data, ids, rows = within_reach((key, jax.tree.map(jnp.asarray, state), data, ids, rows), devices)
     own: Any = ()
     if known:
         state, own = host_store.split_rows(state)

@@ -110,7 +110,7 @@ def _fields(x: jax.Array, block: tuple[int, int], field: tuple[int, int], count:
 
 def _pieces(rows: int, matrix: tuple[int, ...]) -> int:
     """In how many pieces the gradient of a matrix `[outputs, inputs]` adds up so many rows."""
-    if runtime.platform() != "gpu":
+    if runtime.platform() != "gpu" or loops.explicit_mesh():  # where JAX refuses to divide an axis that is sharded
         return 1
     tiles = (loops.lanes() or 1) * math.prod(-(-extent // _TILE) for extent in matrix)
     return max(n for n in range(1, min(_PIECES, -(-_BLOCKS // tiles)) + 1) if rows % n == 0)
@@ -276,10 +276,10 @@ class _Linear(nn.Module):
 
     def _shifted(self, product: jax.Array, bias: jax.Array) -> jax.Array:
         product = product.astype(bias.dtype)
-        if product.ndim == 2 or len(bias) >= _WARP or runtime.platform() != "gpu":
+        if product.ndim < 3 or len(bias) >= _WARP or runtime.platform() != "gpu":
             return product + _channels(bias, product)
         # XLA would transpose all outputs to sum over the positions of few channels. Behind the barrier it sums over images first.
-        numbers = product.reshape(len(product), -1)
+        numbers = product.reshape(len(product), math.prod(product.shape[1:]))
         return (numbers + lax.optimization_barrier(jnp.tile(bias, numbers.shape[1] // len(bias)))).reshape(product.shape)
 
     def _cast(self, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -189,7 +189,7 @@ def while_loop(unfinished: Callable[[Carry], Any], body: Callable[[Carry], Carry
 
 def storage(count: int, shapes: PyTree) -> PyTree:
     """Uninitialised arrays `[count, ...]` for trees of these shapes."""
-    whole = PartitionSpec() if _explicit_mesh() else None
+    whole = PartitionSpec() if explicit_mesh() else None
     return jax.tree.map(lambda leaf: jax.lax.empty((count, *leaf.shape), leaf.dtype, out_sharding=whole), shapes)
 
 
@@ -208,7 +208,7 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
 def typed(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """The carry with the type that `body` returns: varying along the same axes, and sharded on the same explicit mesh."""
-    if _explicit_mesh():
+    if explicit_mesh():
         carry = jax.tree.map(_on_mesh, carry)
     if not _checks_varying():
         return carry
@@ -227,7 +227,7 @@ def own(tree: Carry, result: Callable[[Carry], Any]) -> Carry:
     `jax.grad` with respect to a value that all devices share sums the gradients of the devices. That is not meant where
     every client adapts its own copy of the value. On an explicit mesh, leaves that were made elsewhere are put on all of it.
     """
-    if _explicit_mesh():
+    if explicit_mesh():
         tree = jax.tree.map(_on_mesh, tree)
     if not _checks_varying():
         return tree
@@ -235,7 +235,8 @@ def own(tree: Carry, result: Callable[[Carry], Any]) -> Carry:
     return jax.tree.map(lambda leaf: _vary(leaf, axes - _axes(jax.typeof(leaf))), tree)
 
 
-def _explicit_mesh() -> bool:
+def explicit_mesh() -> bool:
+    """Whether this is traced on a mesh whose axes are part of the types of arrays (`jax.set_mesh` with explicit axes)."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 

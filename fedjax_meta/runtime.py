@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend.core import find_top_trace
 
 from fedjax_meta import checks
 
@@ -90,8 +90,8 @@ def compiler_options(*, once: bool = False) -> dict[str, str | bool]:
 
 
 def tracing() -> bool:
-    """Whether this is part of a program that is being traced, whose compilation has options of its own."""
-    return isinstance(jnp.empty(()), jax.core.Tracer)
+    """Whether this runs under a transformation of JAX, such as `jit`, `vmap` or `grad`, of which it becomes a part."""
+    return type(find_top_trace(())).__name__ != "EvalTrace"
 
 
 @contextlib.contextmanager

@@ -217,12 +217,34 @@ def test_a_state_is_tested_on_other_devices_than_those_that_trained_it(trained_o
     data = problems.data()
     algorithm = problems.build("fedper", cohort_size=2, devices=trained_on)
     state, _ = fm.simulate(algorithm, data, key=KEY, rounds=1)
-    found = [
-        evaluation.evaluate(algorithm, KEY, state, data, devices=devices, support="support", query="query").loss
-        for devices in (None, 1, 2, jax.devices()[1:])
-    ]
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], rtol=1e-6)
+    test = partial(evaluation.evaluate, algorithm, KEY, state, data, support="support", query="query")
+    expected = test().loss
+    for devices in (1, 2, jax.devices()[1:], jax.devices()[::-1]):
+        np.testing.assert_allclose(test(devices=devices).loss, expected, rtol=1e-6)
+    ids = jax.device_put(jnp.arange(data.num_clients), jax.devices()[1])
+    np.testing.assert_allclose(test(devices=1, ids=ids).loss, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("trained_on", [1, 2])
+def test_a_test_becomes_part_of_a_transformation(trained_on):
+    """Under `linearize` and its like, what is compiled by itself at other times is a part of the whole."""
+    data = problems.data()
+    trained, algorithm = (problems.build("fedper", cohort_size=2, devices=devices) for devices in (trained_on, 1))
+    state, _ = fm.simulate(trained, data, key=KEY, rounds=1)
+
+    def loss(model):
+        test = partial(evaluation.evaluate, algorithm, KEY, state._replace(model=model), data)
+        return jnp.mean(test(support="support", query="query").loss)
+
+    expected = loss(state.model)
+    for transformed in (
+        lambda: jax.linearize(loss, state.model)[0],
+        lambda: jax.jvp(loss, (state.model,), (state.model,))[0],
+        lambda: jax.lax.cond(True, lambda: loss(state.model), lambda: 0.0),
+        lambda: jax.checkpoint(loss)(state.model),
+        lambda: jax.vmap(lambda one: loss(jax.tree.map(lambda leaf: one * leaf, state.model)))(jnp.ones(2))[1],
+    ):
+        np.testing.assert_allclose(transformed(), expected, rtol=1e-6)
 
 
 def test_a_test_outside_of_a_program_is_compiled_like_a_run(monkeypatch):

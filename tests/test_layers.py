@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fedjax_meta import layers, loops, runtime
 from tests.references import gradient_and_curvature, xla_convolution, xla_pool
@@ -105,6 +106,35 @@ def test_a_layer_of_several_clients_has_the_same_gradient_and_curvature_on_a_gpu
             found.append(gradient_and_curvature(scalar, (one, x), (one, x)))
     for mine, reference in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(mine, reference, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(5,), (0, 3, 5), (2, 5), (2, 3, 5)])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_dense_layer_takes_any_number_of_axes(platform, shape):
+    layer = layers.Dense(6)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+    variables = layer.init(jax.random.key(0), x)
+    with runtime.compiling_for(platform):
+        found = layer.apply(variables, x)
+    expected = np.asarray(x) @ np.asarray(variables["params"]["kernel"]).T + np.asarray(variables["params"]["bias"])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_images_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    layer = layers.Conv(40, size=3, padding=1)
+    x = jnp.ones((4, 6, 6, 2))
+    variables = layer.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda variables, x: jnp.mean(layer.apply(variables, x) ** 2))
+    expected = gradient(variables, x)
+    with jax.set_mesh(mesh):
+        whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("x",)))
+        variables, x = jax.device_put(variables, whole), jax.device_put(x, split)
+        for platform in PLATFORMS:
+            with runtime.compiling_for(platform):
+                found = jax.jit(partial(gradient))(variables, x)
+            for mine, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(mine, reference, rtol=1e-10, atol=1e-12)
 
 
 def test_a_gpu_adds_up_the_gradient_of_few_clients_in_several_pieces():

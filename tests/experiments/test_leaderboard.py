@@ -427,6 +427,8 @@ def test_new_clients_are_tested_of_rows_whose_folder_is_gone(folder, lines, test
     (docs / "raw/pairs.csv").write_text(board.to_csv([*of(lines, "fedavg_ft"), *changed]), encoding="utf-8")
     newcomers.measure_rows(listed, ["fedavg_ft"])  # the folder has these
     assert newcomers.committed("pairs") == []
+    newcomers.measure_rows(replace(listed, systems=["local_only"]), [])  # of the others it does not know how
+    assert newcomers.committed("pairs") == []
     newcomers.measure_rows(listed, [])
     said = capsys.readouterr().out
     assert "pairs, local_only: not measured, the study has changed since" in said
