@@ -160,7 +160,8 @@ def convolution(x: jax.Array, kernel: jax.Array, *, padding: int = 0, form: str 
     height, width = x.shape[1] - kernel.shape[1] + 1, x.shape[2] - kernel.shape[2] + 1
     block = 1 if form == "im2col" else _block(width, kernel.shape[0], 1)
     z = _banded(x, kernel, (1, block), [(0, j) for j in range(block)])
-    return z.reshape(x.shape[0], height, width, kernel.shape[0])
+    # In two steps, which JAX takes for images that are sharded over an explicit mesh.
+    return z.reshape(*z.shape[:3], block, kernel.shape[0]).reshape(x.shape[0], height, width, kernel.shape[0])
 
 
 def convolution_windows(

@@ -120,9 +120,11 @@ def test_a_dense_layer_takes_any_number_of_axes(platform, shape):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_images_on_an_explicit_mesh():
+@pytest.mark.parametrize("outputs", [6, 40])
+@pytest.mark.parametrize("pool", [False, True])
+def test_images_on_an_explicit_mesh(outputs, pool):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    layer = layers.Conv(40, size=3, padding=1)
+    layer = layers.Conv(outputs, size=3, padding=1, pool=pool)
     x = jnp.ones((4, 6, 6, 2))
     variables = layer.init(jax.random.key(0), x)
     gradient = jax.grad(lambda variables, x: jnp.mean(layer.apply(variables, x) ** 2))
