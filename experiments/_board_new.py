@@ -111,8 +111,7 @@ def measure_rows(run: standing.Run, there: Iterable[str], data_dir: str | None =
 
 def committed(scenario: str) -> list[Tested]:
     """The committed tests of the new clients of a scenario."""
-    path = board.RAW / "new_clients" / f"{scenario}.csv"
-    return from_csv(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return _in_file(board.RAW / "new_clients" / f"{scenario}.csv")
 
 
 def _of_rows(run: standing.Run, study: Study, rows: Sequence[Line], clients: Clients) -> list[Tested]:
@@ -208,5 +207,8 @@ def from_csv(text: str) -> list[Tested]:
 
 def read(folder: Path) -> list[Tested]:
     """The tests in a run's folder."""
-    path = folder / "new_clients.csv"
+    return _in_file(folder / "new_clients.csv")
+
+
+def _in_file(path: Path) -> list[Tested]:
     return from_csv(path.read_text(encoding="utf-8")) if path.is_file() else []

@@ -16,7 +16,7 @@ import roofline
 import scaling
 import start
 import systems
-from _measure import read_rows
+from _measure import compiled, read_rows
 from _workloads import WORKLOADS, Workload, workload
 
 import fedjax_meta as fm
@@ -131,6 +131,14 @@ def point(axis, case, seconds):
 def gradient(estimator, seconds, k=1):
     row = {"benchmark": "second_order", "model": "mlp", "support": 32, "query": 32, "k": k}
     return {**row, "estimator": estimator, "seconds": seconds, "platform": "cpu"}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_flops_are_those_of_a_program_for_a_cpu(monkeypatch, platform):
+    """Of a GPU's program XLA would not count what cuBLAS computes."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    found = compiled(lambda a, b: a @ b, np.ones((16, 32), np.float32), np.ones((32, 8), np.float32))
+    assert found.flops == 2 * 16 * 32 * 8
 
 
 def test_fastest_other_simulator_is_in_both_files():
