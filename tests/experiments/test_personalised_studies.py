@@ -70,8 +70,8 @@ def test_variants_of_fedpac():
     sizes = load("fedpac", variants=["samples"], systems=["fedpac"])
     assert [one.options["size"] for one in sizes.scenarios.values()] == [100, 200, 400, 600]
     assert load("fedpac", variants=["emnist"]).scenarios["cifar10"].dataset == "emnist/byclass"
-    few = load("fedpac", variants=["batches_of_10"], systems=["fedavg_ft", "fedpac"])
-    assert {one.options["batch_size"] for one in few.systems.values()} == {10}
+    few = load("fedpac", variants=["batches_of_10"])
+    assert {one.options["batch_size"] for one in few.systems.values()} == {10}  # or an ablation differs by its batches, too
 
 
 def test_cinic10_is_read_from_a_file(tmp_path):
