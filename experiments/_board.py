@@ -21,6 +21,7 @@ from fedjax_meta.study import folder as folders
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.step import counted
 from fedjax_meta.study.study import to_tree
+from fedjax_meta.study.system import System
 
 HERE = Path(__file__).parent
 LIST = HERE / "leaderboard_runs.yaml"
@@ -50,8 +51,9 @@ class Line(NamedTuple):
       data: the fingerprint of the clients; run: the entry of the list.
       commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
         imports, and runner: of the rest, see `fedjax_meta.study.made`; said: of what the study says of the system, see `said`.
-      again: the commit by which the first seed came out alike once more, see `Again`; the digests are then those of that commit.
-      moved: what rounding did to the score of that seed; NaN if no bit of it changed.
+      again: the commit by which the first seed came out alike once more, see `_board_again`; the digests are then those of that
+        commit.
+      moved: how far the known clients' score of that seed was then from this line's; NaN if the line came out as it is.
       versions: of the run; device: the kind of processor, or of device where that is not known; command: that trains this system
         alone.
     """
@@ -122,65 +124,6 @@ def folded(words: str, lines: Sequence[str]) -> list[str]:
     return [f'<details markdown="1"><summary>{words}</summary>', "", "\n".join(lines).rstrip(), "", "</details>", ""]
 
 
-# Systems that were trained once more.
-
-
-class Again(NamedTuple):
-    """What became of the first seed of a finished system when it was trained once more, with other code.
-
-    Attributes:
-      commit: of that code; method, runner: its digests, see `fedjax_meta.study.made`.
-      seed: that was trained; score: its last mean over known clients, in percent if it is a share; before: what that was.
-      same: whether every last score of every client is the same, bit for bit.
-      apart: of each test in order, the largest difference of a client's loss, relative to 1 or the loss if that is larger.
-      scored_alike: whether the other scores are the same in every test whose losses are.
-      here: the score where the row's own commit trained it again too, on the same machine, and `same`, `apart` and `scored_alike`
-        compare with that; NaN where they compare with the row.
-    """
-
-    commit: str
-    method: str
-    runner: str
-    seed: int
-    score: float
-    before: float
-    same: bool
-    apart: list[float]
-    scored_alike: bool = True
-    here: float = NAN
-
-    @property
-    def moved(self) -> float:
-        """How far the score is from the row's; NaN if no bit of any score changed."""
-        return NAN if self.same and math.isnan(self.here) else self.score - self.before
-
-    @property
-    def alike(self) -> bool:
-        """Whether the trainings are the same up to rounding: near each other as long as training has not amplified it."""
-        first = next((number for number, gap in enumerate(self.apart) if gap), 0)
-        near = all(gap <= most for gap, most in zip(self.apart[first:], ROUNDING, strict=False))
-        return self.same or (self.scored_alike and near)
-
-
-ROUNDING = (1e-4, 1e-2)
-"""What losses may differ by in the first test in which they differ, and in the next one, if sums were made in another order."""
-
-_AGAIN = "again.json"
-
-
-def read_again(folder: Path) -> dict[str, dict[str, Again]]:
-    """What was trained once more of a run's folder, by scenario and system."""
-    path = folder / _AGAIN
-    tree = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    return {scenario: {system: Again(**one) for system, one in some.items()} for scenario, some in tree.items()}
-
-
-def write_again(folder: Path, tree: Mapping[str, Mapping[str, Again]]) -> None:
-    """Writes what `read_again` reads."""
-    plain = {scenario: {system: one._asdict() for system, one in some.items()} for scenario, some in tree.items()}
-    checkpoint.write_text(folder / _AGAIN, json.dumps(report.strict(plain), indent=1) + "\n")
-
-
 def commit_of(made: Mapping[str, Any]) -> str:
     """The commit of results, with a star where tracked files differed from it."""
     return (made["commit"] or "unknown") + "*" * bool(made["dirty"])
@@ -212,12 +155,6 @@ class Cell(NamedTuple):
             return tuning.points_of(self.study.systems[self.system])
         trials, _ = folders.read_trials(path)
         return [dict(point) for point in dict.fromkeys(tuple(trial.numbers.items()) for trial in trials.values())]
-
-    def digests(self, again: Again | None) -> tuple[str, str]:
-        """Of the method and of the rest, of the code that trained it last or found it alike."""
-        if again is not None and again.alike:
-            return again.method, again.runner
-        return self.makers[-1]["method"], self.makers[-1]["runner"]
 
 
 def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
@@ -292,11 +229,7 @@ def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
 def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
     scenario, kind = row.system.scenario, row.system.kind
     content = folders.read_run(cell.folder)
-    makers = cell.makers
-    again = read_again(cell.folder).get(scenario, {}).get(cell.system)
-    confirmed = again if again is not None and again.alike else None
-    digests = cell.digests(again)
-    points = cell.points
+    makers, points = cell.makers, cell.points
     lines = []
     for number, trial in enumerate(row.system.trials):
         reached = NAN if row.reached is None else float(row.reached.rounds[number])
@@ -310,26 +243,32 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 tried=len(points),
                 edge=" ".join(_at_edge(points, trial.numbers)),
                 rounds=trial.rows[-1]["round"],
-                known=float(row.known[number]),
-                worst=float(row.worst[number]),
-                new=float(row.new[number]) if row.new.size else NAN,
+                **scores_of(row, number),
                 behind=row.behind.get(LOCAL, NAN),
                 bytes=row.system.traffic,
                 target=target,
                 reached=reached,
-                diverged="" if trial.diverged is None else str(trial.diverged),
                 **_kind_fields(kind),
                 **_where(cell, content, makers),
                 commit="+".join(dict.fromkeys(map(commit_of, makers))),
-                made=digests[0],
-                runner=digests[1],
+                made=makers[-1]["method"],
+                runner=makers[-1]["runner"],
                 said=said(cell.study, scenario, cell.system),
-                again=confirmed.commit if confirmed else "",
-                moved=confirmed.moved if confirmed else NAN,
                 command=command(cell.run, cell.system),
             )
         )
     return lines
+
+
+def scores_of(row: compare.Row, number: int) -> dict[str, Any]:
+    """The fields of a line that say how a trial came out."""
+    diverged = row.system.trials[number].diverged
+    return {
+        "known": float(row.known[number]),
+        "worst": float(row.worst[number]),
+        "new": float(row.new[number]) if row.new.size else NAN,
+        "diverged": "" if diverged is None else str(diverged),
+    }
 
 
 def _at_edge(points: Sequence[tuning.Point], chosen: tuning.Point) -> list[str]:
@@ -387,11 +326,12 @@ def to_csv(lines: Iterable[Line]) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(Line._fields)
     for line in lines:
-        writer.writerow([_cell(value) for value in line])
+        writer.writerow([written(value) for value in line])
     return file.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def written(value: Any) -> Any:
+    """A value of a line as it is written."""
     if not isinstance(value, float):
         return value
     return "" if math.isnan(value) else f"{value:.6g}"
@@ -420,6 +360,38 @@ def rows_that_lack(run: standing.Run, study: Study, lack: Callable[[Sequence[Lin
                 yield rows
             elif lack(rows):
                 print(f"{scenario}, {system}: not measured, the study has changed since", flush=True)
+
+
+def rewrite(row: Line, **fields: Any) -> None:
+    """Gives the committed lines of a row other fields."""
+    lines = read_lines()[row.scenario]
+    mine = (row.run, row.system)
+    lines = [line._replace(**fields) if (line.run, line.system) == mine else line for line in lines]
+    checkpoint.write_text(RAW / f"{row.scenario}.csv", to_csv(lines))
+
+
+def kept(fresh: Iterable[Line], committed: Iterable[Line]) -> list[Line]:
+    """Fresh lines with what was found out later about committed ones of the same training: FLOPs, and which code gives it too."""
+    known = {_training(line): line for line in committed}
+
+    def with_later(line: Line) -> Line:
+        old = known.get(_training(line))
+        if old is None:
+            return line
+        confirmed = {name: getattr(old, name) for name in ("again", "moved", "made", "runner")} if old.again else {}
+        return line._replace(flops=old.flops, **confirmed)
+
+    return [with_later(line) for line in fresh]
+
+
+def _training(line: Line) -> tuple[str, ...]:
+    return (line.run, line.system, str(line.seed), line.chosen, line.commit, line.said, str(written(line.known)))
+
+
+def chosen(row: Line, system: System) -> tuning.Point:
+    """The point of a grid that a row says, in the types of the grid."""
+    words = [word.split("=") for word in row.chosen.split()]
+    return {name: type(system.grid[name][0])(float(value)) for name, value in words}
 
 
 def target(lines: Sequence[Line]) -> compare.Target | None:

@@ -1,65 +1,113 @@
-"""Finished systems trained once more after the code has changed, to see whether their rows still hold.
+"""Committed rows trained once more after the code has changed, to see whether they still hold.
 
-A digest of the source says that a change may have changed a number, not that it did. A row whose first seed comes out the same is
-as good as made by the new code: bit for bit, or up to rounding, which a long training amplifies (see `board.Again`).
+A digest of the source says that a change may have changed a number, not that it did. A row whose first seed gives the same
+numbers once more is as good as made by the new code.
 
-Another processor or version of JAX changes numbers too. Where a row does not come out, its own commit trains it again on this
-machine: if both codes give the same, the code is not what changed the row.
+Rounding, another processor or version of JAX change numbers too. So where a row does not come out, its own commit trains it again
+on this machine. If both codes give the same, up to the order of sums, which a long training amplifies, the row stays.
 """
 
 import dataclasses
 import json
+import math
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import _board as board
+from experiments import _board_changed as changed
 from experiments import _standing as standing
-from fedjax_meta import report
-from fedjax_meta.study import Study, made
+from experiments._board import NAN, Line
+from fedjax_meta.study import Study, compare, made
 from fedjax_meta.study import run as runner
 from fedjax_meta.study.folder import read_trials
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.tuning import KNOWN, Point, Trial
+from fedjax_meta.study.tuning import Point, Trial
+
+ROUNDING = (1e-4, 1e-2)
+"""What losses may differ by in the first test in which they differ, and in the next one, if sums were made in another order."""
+
+
+class Again(NamedTuple):
+    """A training once more, held against that of the row's own commit on the same machine.
+
+    Attributes:
+      same: whether every last score of every client is the same, bit for bit.
+      apart: of each test in order, the largest difference of a client's loss, relative to 1 or the loss if that is larger.
+      scored_alike: whether the other scores are the same in every test whose losses are.
+    """
+
+    same: bool
+    apart: list[float]
+    scored_alike: bool = True
+
+    @property
+    def alike(self) -> bool:
+        """Whether the trainings are the same up to rounding: near each other as long as training has not amplified it."""
+        first = next((number for number, gap in enumerate(self.apart) if gap), 0)
+        near = all(gap <= most for gap, most in zip(self.apart[first:], ROUNDING, strict=False))
+        return self.same or (self.scored_alike and near)
 
 
 class _Silent(runner.Watcher):
     """Shows nothing."""
 
 
-def confirm(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
-    """Trains the first seed of each finished system that this code has neither trained nor tried, and saves what comes out."""
-    done = board.read_again(folder)
-    built: dict[str, Clients] = {}
-    for cell in board.cells_of(run, folder):
-        scenario, now = cell.found.scenario, made.made(cell.found.method, cell.study.scenario(cell.found.scenario))
-        last = done.setdefault(scenario, {}).get(cell.system)
-        if (now["method"], now["runner"]) in (cell.digests(last), last and (last.method, last.runner)):
-            continue
-        if scenario not in built:
-            built[scenario] = cell.study.scenarios[scenario].build(data_dir)
-        before = cell.found.trials[0]
-        after = _trained(cell, before, built[scenario])
-        now_is = {"commit": board.commit_of(now), "method": now["method"], "runner": now["runner"], "seed": before.seed}
-        scores = {"score": _mean(cell, after), "before": _mean(cell, before)}
-        found = board.Again(**now_is, **scores, **_compared(before, after))
-        if not found.alike and (old := by_its_own_code(cell, before, data_dir)) is not None:
-            found = board.Again(**now_is, **scores, **_compared(old, after), here=_mean(cell, old))
-        done[scenario][cell.system] = found
-        board.write_again(folder, done)
-        words = "the same" if found.same else "the same up to rounding" if found.alike else "CHANGED"
-        if not np.isnan(found.here):
-            words += f" as by its own commit on this machine ({found.here:.6g})"
-        gaps = ", ".join(f"{gap:.0e}" for gap in found.apart)
-        print(
-            f"{scenario}, {cell.system}: {words}; {found.before:.6g}, now {found.score:.6g}; losses apart {gaps}", flush=True
-        )
+def confirm(run: standing.Run, data_dir: str | None = None) -> None:
+    """Trains the first seed of each committed row of a run that other code made, and says what comes out.
+
+    Rows that come out the same, or by their own commit as by this code, get the digests of this code in docs/leaderboard/.
+    """
+    study, built = run.load(), {}
+    for rows in board.rows_that_lack(run, study, lambda rows: bool(changed.what_changed(rows[0], study))):
+        row = rows[0]
+        if row.scenario not in built:
+            built[row.scenario] = study.scenarios[row.scenario].build(data_dir)
+        point = board.chosen(row, study.systems[row.system])
+        scores, after = _trained(study, row, point, built[row.scenario])
+        same, words = _numbers(row) == _numbers(row._replace(**scores)), "the same"
+        if not same:
+            before = by_its_own_code(row, point, data_dir)
+            found = None if before is None else compared(before, after)
+            same = found is not None and found.alike
+            words = _in_words(found)
+        if same:
+            now = made.made(row.method, study.scenario(row.scenario))
+            moved = NAN if words == "the same" else scores["known"] - row.known
+            fields = {"again": board.commit_of(now), "made": now["method"], "runner": now["runner"], "moved": moved}
+            board.rewrite(row, **fields)
+        print(f"{row.scenario}, {row.system}: {words}; {row.known:.6g}, now {scores['known']:.6g}", flush=True)
+
+
+def _in_words(found: Again | None) -> str:
+    if found is None:
+        return "OTHER NUMBERS, and nothing to hold them against"
+    if not found.alike:
+        return f"CHANGED by the code; losses apart {', '.join(f'{gap:.0e}' for gap in found.apart)}"
+    return f"as by its own commit on this machine{'' if found.same else ', up to rounding'}"
+
+
+def _numbers(row: Line) -> list[str]:
+    """What a training decides of a row, as it is written."""
+    return [board.written(value) for value in (row.known, row.worst, row.new, row.diverged)]
+
+
+def _trained(study: Study, row: Line, point: Point, clients: Clients) -> tuple[dict[str, Any], Trial]:
+    """What this code makes of the row of a seed, and the training."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        train(study, row.scenario, row.system, point, [row.seed], clients, folder)
+        (finished,) = compare.finished([folder])
+        (found,) = compare.compared([finished])
+        (trial,) = finished.trials
+        return board.scores_of(found, 0), trial
 
 
 def train(
@@ -74,37 +122,27 @@ def train(
     return alone
 
 
-def _trained(cell: board.Cell, before: Trial, clients: Clients) -> Trial:
-    """A trial once more."""
-    scenario = cell.found.scenario
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        train(cell.study, scenario, cell.system, before.numbers, [before.seed], clients, folder)
-        trials, _ = read_trials(folder / "results" / scenario / f"{cell.system}.final.json")
-    (trial,) = trials.values()
-    return trial
+def by_its_own_code(row: Line, point: Point, data_dir: str | None = None) -> Trial | None:
+    """The training of a row once more, by the commit that made it, in a process of its own.
 
-
-def by_its_own_code(cell: board.Cell, before: Trial, data_dir: str | None = None) -> Trial | None:
-    """A trial once more, by the code that made it, in a process of its own.
-
-    `None` where that code cannot be had: several codes made the row, tracked files differed from the commit, or the repository
+    `None` where that code cannot be had: several commits made the row, tracked files differed from the commit, or the repository
     does not have it; and where it cannot train the system any more. Both are printed.
     """
-    makers = {None if maker["dirty"] else maker["commit"] for maker in cell.makers}
-    name, scenario = cell.system, cell.found.scenario
-    if len(makers) != 1 or None in makers:
-        print(f"{scenario}, {name}: no single commit made it", flush=True)
+    name = row.system
+    if not row.commit.isalnum() or row.commit == "unknown":
+        print(f"{row.scenario}, {name}: no single commit made it", flush=True)
         return None
-    grid = json.dumps({number: [value] for number, value in before.numbers.items()})
+    words = shlex.split(row.command)[2:]
+    del words[words.index("--out") :][:2]
+    grid = json.dumps({number: [value] for number, value in point.items()})
     with tempfile.TemporaryDirectory() as place:
         code, out = Path(place) / "code", Path(place) / "run"
-        train = [sys.executable, "-m", "fedjax_meta", "run", str(cell.folder.resolve() / "study.yaml"), "--systems", name]
-        train += ["--set", f"seeds=[{before.seed}]", "--set", f"systems.{name}.grid={grid}", "--out", str(out)]
+        train = [sys.executable, "-m", "fedjax_meta", "run", *words]
+        train += ["--set", f"seeds=[{row.seed}]", "--set", f"systems.{name}.grid={grid}", "--out", str(out)]
         train += [] if data_dir is None else ["--data-dir", str(Path(data_dir).resolve())]
         commands = [
             ["git", "clone", "--quiet", "--shared", "--no-checkout", str(made.ROOT.parent), str(code)],
-            ["git", "-C", str(code), "checkout", "--quiet", *map(str, makers)],
+            ["git", "-C", str(code), "checkout", "--quiet", row.commit],
             train,
         ]
         for command in commands:
@@ -114,20 +152,16 @@ def by_its_own_code(cell: board.Cell, before: Trial, data_dir: str | None = None
             )
             if ended.returncode:
                 last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
-                print(f"{scenario}, {name}: its commit cannot train it: {' '.join(last)}", flush=True)
+                print(f"{row.scenario}, {name}: its commit cannot train it: {' '.join(last)}", flush=True)
                 return None
-        trials, _ = read_trials(out / "results" / scenario / f"{name}.final.json")
+        trials, _ = read_trials(out / "results" / row.scenario / f"{name}.final.json")
     (trial,) = trials.values()
     return trial
 
 
-def _compared(before: Trial, after: Trial) -> dict[str, Any]:
-    """What `board.Again` says of two trainings."""
-    return {
-        "same": _tests(after.rows[-1]) == _tests(before.rows[-1]),
-        "apart": _apart(before, after),
-        "scored_alike": _scored_alike(before, after),
-    }
+def compared(before: Trial, after: Trial) -> Again:
+    """What becomes of a training."""
+    return Again(_tests(after.rows[-1]) == _tests(before.rows[-1]), _apart(before, after), _scored_alike(before, after))
 
 
 def _tests(row: Mapping[str, Any]) -> str:
@@ -137,9 +171,9 @@ def _tests(row: Mapping[str, Any]) -> str:
 
 
 def _apart(before: Trial, after: Trial) -> list[float]:
-    """See `board.Again`; infinity where one has no finite loss and the other has, or other rounds were tested."""
+    """See `Again`; infinity where one has no finite loss and the other has, or other rounds were tested."""
     if [row["round"] for row in before.rows] != [row["round"] for row in after.rows]:
-        return [float("inf")]
+        return [math.inf]
     found = []
     for old, new in zip(before.rows, after.rows, strict=True):
         gaps = [_gap(np.array(test["loss"]), np.array(new["tests"][group]["loss"])) for group, test in old["tests"].items()]
@@ -148,7 +182,7 @@ def _apart(before: Trial, after: Trial) -> list[float]:
 
 
 def _scored_alike(before: Trial, after: Trial) -> bool:
-    """See `board.Again`."""
+    """See `Again`."""
     pairs = zip(before.rows, after.rows, _apart(before, after), strict=False)
     return all(_tests(old) == _tests(new) for old, new, gap in pairs if gap == 0)
 
@@ -157,7 +191,3 @@ def _gap(old: np.ndarray, new: np.ndarray) -> float:
     gap = np.abs(new - old) / np.maximum(np.abs(old), 1)
     gap[~np.isfinite(old) & ~np.isfinite(new)] = 0
     return float(np.max(np.where(np.isnan(gap), np.inf, gap)))
-
-
-def _mean(cell: board.Cell, trial: Trial) -> float:
-    return float(report.main_score(trial.rows[-1]["tests"][KNOWN], cell.study.score).mean)

@@ -28,7 +28,7 @@ def rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) ->
     studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
     for some in lines.values():
         for first in {line.system: line for line in reversed(some) if line.method}.values():
-            what = _changed(first, studies.get(first.run))
+            what = what_changed(first, studies.get(first.run))
             if what:
                 yield first, what
 
@@ -41,7 +41,8 @@ def in_words(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]
     ]
 
 
-def _changed(line: Line, study: Study | None) -> list[str]:
+def what_changed(line: Line, study: Study | None) -> list[str]:
+    """What is not as it was when a line was made, in words."""
     if study is None or line.scenario not in study.scenarios or line.system not in study.systems:
         return ["the study"]
     place = study.scenario(line.scenario)

@@ -388,12 +388,11 @@ def _rounding(found: Board) -> list[str]:
         "When the code changes, the first seed of a row is trained again (`--confirm`). Where only the order of",
         "summation differs, by the code or by the kind of processor, the losses agree to single precision at first, and drift",
         "apart as training amplifies the last bit. The table says how far the score of the known clients moved, beside its",
-        "spread over the seeds. Systems whose numbers are equal in every bit are left out of the moves. A system whose losses",
-        "already differ at the second test is in this table only if the commit that made its row gives the same numbers as the",
-        "new code, when both run on the machine of the check.",
+        "spread over the seeds. Systems whose row came out as it is are left out of the moves. The others are in this table",
+        "only if the commit that made their row gives the same numbers as the new code, both on the machine of the check.",
         "",
     ]
-    headings = ["scenario", "systems", "equal in every bit", "median move", "median std over seeds", "largest move"]
+    headings = ["scenario", "systems", "the same", "median move", "median std over seeds", "largest move"]
     return [*text, *_table(headings, rows, 1)]
 
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from experiments import _board as board
 from experiments import _board_again as again
-from experiments import _board_flops as flops
 from experiments import _standing as standing
 from experiments._board import Line
 from fedjax_meta import checkpoint, export, report, sweeps
@@ -116,7 +115,7 @@ def committed(scenario: str) -> list[Tested]:
 
 def _of_rows(run: standing.Run, study: Study, rows: Sequence[Line], clients: Clients) -> list[Tested]:
     scenario, name = rows[0].scenario, rows[0].system
-    point = flops.chosen(rows[0], study.systems[name])
+    point = board.chosen(rows[0], study.systems[name])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         alone = again.train(study, scenario, name, point, [line.seed for line in rows], clients, folder)

@@ -8,7 +8,6 @@ import numpy as np
 
 from experiments import _board as board
 from experiments import _board_changed as changed
-from experiments import _board_flops as flops
 from experiments import _board_gaps as gaps
 from experiments import _board_lessons as lessons
 from experiments import _board_missing as missing
@@ -42,7 +41,7 @@ def write(
     found = board.extract(ran, root, data_dir) if ran else {}
     said, committed, tested = [], board.read_lines(board.RAW), read_tested(NEW)
     for scenario, read in found.items():
-        fresh = flops.kept(read, committed.get(scenario, ()))
+        fresh = board.kept(read, committed.get(scenario, ()))
         lines = _with_committed(fresh, committed.get(scenario, ()), listed)
         tests = _tests(lines, fresh, tested.get(scenario, ()), root)
         checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))

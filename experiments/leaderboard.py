@@ -51,7 +51,8 @@ def main(
     confirm: Annotated[
         bool,
         typer.Option(
-            help="Train the first seed of what later code may have changed once more, say what is the same, and stop."
+            help="Train the first seed of each row of the page that later code may have changed once more, say whether it still "
+            "holds, and stop."
         ),
     ] = False,
     debug: reproduce.Debug = False,
@@ -88,15 +89,14 @@ def main(
         elif count_flops or new_clients or confirm:
             for run in chosen:
                 if confirm:
-                    again.confirm(run, runs / run.name, data_dir)
+                    again.confirm(run, data_dir)
                 if count_flops:
                     flops.count(run, data_dir)
                 if new_clients:
                     newcomers.measure(run, runs / run.name, data_dir)
                     there = {one.system for one in newcomers.read(runs / run.name)}
                     newcomers.measure_rows(run, there, data_dir)
-            if count_flops or new_clients:
-                pages.write([], listed, runs, data_dir)
+            pages.write([], listed, runs, data_dir)
         elif write_docs:
             for line in pages.write(chosen, listed, runs, data_dir):
                 console.print(line, soft_wrap=True, markup=False)

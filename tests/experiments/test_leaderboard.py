@@ -597,107 +597,124 @@ def test_an_older_digest_is_no_change_where_the_source_shows_that(folder, lines,
 
 
 @pytest.fixture
-def later(folder, tmp_path, monkeypatch):
-    """A copy of the folder, seen by code with other digests than those of the code that made it."""
-    listed, root = folder
-    shutil.copytree(root / "digits", tmp_path / "digits", ignore=shutil.ignore_patterns(".lock"))
+def later(folder, lines, docs, monkeypatch):
+    """The committed rows of the folder, seen by code with other digests than those of the code that made them."""
+    listed, _ = folder
+    (docs / "raw").mkdir()
     monkeypatch.setattr(made, "made", lambda *_: {"commit": "c" * 40, "dirty": False, "method": "m" * 16, "runner": "r" * 16})
     monkeypatch.setattr(again, "by_its_own_code", lambda *_: None)
-    return listed, tmp_path
+    commit([line._replace(made="0" * 16, runner="0" * 16, commit="unknown") for line in lines])
+    return listed
 
 
-def tamper(root, factor):
-    """Multiplies the losses of fedavg_ft that the folder has, and moves its last score."""
-    path = root / "digits/results/pairs/fedavg_ft.final.json"
-    content = json.loads(path.read_text())
-    for trial in content["trials"].values():
-        for line in trial["rows"]:
-            for test in line["tests"].values():
-                test["loss"] = [factor * loss for loss in test["loss"]]
-    path.write_text(json.dumps(content))
+def commit(lines):
+    (board.RAW / "pairs.csv").write_text(board.to_csv(lines), encoding="utf-8")
 
 
-def test_a_training_again_with_the_same_result_makes_a_row_current(later, lines, capsys):
-    listed, root = later
-    again.confirm(listed, root / "digits")
+def tamper(by):
+    """Moves the committed scores of fedavg_ft."""
+    found = board.read_lines()["pairs"]
+    commit([line._replace(known=line.known + by) if line.system == "fedavg_ft" else line for line in found])
+
+
+def committed(system):
+    return of(board.read_lines()["pairs"], system)
+
+
+def test_a_training_again_with_the_same_numbers_makes_a_row_current(later, lines, monkeypatch, capsys):
+    before = board.read_lines()["pairs"]
+    again.confirm(later)
     assert capsys.readouterr().out.count(": the same; ") == 2
-    found = board.extract([listed], root)["pairs"]
-    for line, old in zip(found, lines, strict=True):
+    found = board.read_lines()["pairs"]
+    for line, old in zip(found, before, strict=True):
         if line.method:
             assert (line.again, line.made, line.runner) == ("c" * 40, "m" * 16, "r" * 16)
-            assert math.isnan(line.moved)  # no bit changed
+            assert math.isnan(line.moved)
             assert (line.known, line.commit) == (old.known, old.commit)
-    assert board.from_csv(board.to_csv(found))[0].again == "c" * 40
-    assert "the first seed of 2 systems came out alike by `cccccccccccc`" in pages.page([listed], {"pairs": found})
-    again.confirm(listed, root / "digits")  # nothing is left to do
+    assert "the first seed of 2 systems came out alike by `cccccccccccc`" in pages.page([later], {"pairs": found})
+    monkeypatch.setattr(made, "digests", lambda *_: {"method": "m" * 16, "runner": "r" * 16})
+    again.confirm(later)  # nothing is left to do
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("factor", "said"), [(1 + 1e-6, "the same up to rounding"), (1.1, "CHANGED")])
-def test_another_result_is_told_from_rounding_by_its_losses(factor, said, later, lines, capsys):
-    listed, root = later
-    tamper(root, factor)
-    again.confirm(listed, root / "digits")
-    assert f"pairs, fedavg_ft: {said}; " in capsys.readouterr().out
-    (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
-    if factor == 1.1:  # the row stays marked, with what made it
-        assert (first.again, first.made) == ("", of(lines, "fedavg_ft")[0].made)
+def test_a_row_with_other_numbers_stays_marked(later, capsys):
+    tamper(-1.0)
+    again.confirm(later)
+    assert "pairs, fedavg_ft: OTHER NUMBERS, and nothing to hold them against; " in capsys.readouterr().out
+    assert [line.again for line in committed("fedavg_ft")] == ["", ""] and committed("local_only")[0].again == "c" * 40
+
+
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "said"),
+    [
+        (1, 1, "as by its own commit on this machine; "),
+        (1 + 1e-6, 1, "as by its own commit on this machine, up to rounding; "),
+        (1.1, 1, "CHANGED by the code; losses apart "),
+        (1, 0.5, "CHANGED by the code; losses apart 0e+00"),
+    ],
+)
+def test_what_the_row_does_not_give_is_held_against_its_own_commit(loss, accuracy, said, later, monkeypatch, capsys):
+    """On another kind of processor the row comes out by neither code; its own commit shows what the code has changed."""
+    tamper(-1.0)
+
+    def by_its_own_code(row, point, data_dir):
+        _, trial = again._trained(later.load(), row, point, later.load().scenarios["pairs"].build())
+        for line in trial.rows:
+            for test in line["tests"].values():
+                test["loss"] = [loss * one for one in test["loss"]]
+                test["accuracy"] = [accuracy * one for one in test["accuracy"]]
+        return trial
+
+    monkeypatch.setattr(again, "by_its_own_code", by_its_own_code)
+    again.confirm(later)
+    assert f"pairs, fedavg_ft: {said}" in capsys.readouterr().out
+    (first, _) = committed("fedavg_ft")
+    if "CHANGED" in said:
+        assert (first.again, first.made) == ("", "0" * 16)
     else:
         assert (first.again, first.made) == ("c" * 40, "m" * 16)
+        assert first.moved == pytest.approx(1, abs=1e-4)
 
 
-def test_a_row_that_its_own_commit_gives_no_more_is_not_changed_by_the_code(later, lines, monkeypatch, capsys):
-    """On another kind of processor the row comes out by neither code; the training is what both give there."""
-    listed, root = later
-    tamper(root, 1.1)
-    monkeypatch.setattr(again, "by_its_own_code", lambda cell, before, data_dir: again._trained(cell, before, built(cell)))
-    again.confirm(listed, root / "digits")
-    assert "pairs, fedavg_ft: the same as by its own commit on this machine (" in capsys.readouterr().out
-    (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
-    assert (first.again, first.made) == ("c" * 40, "m" * 16)
-    assert first.moved == pytest.approx(0, abs=1e-9)  # its scores were left as they are
-
-
-def built(cell):
-    return cell.study.scenarios[cell.found.scenario].build()
-
-
-def test_a_trial_by_the_commit_that_made_it(folder, tmp_path, monkeypatch, capsys):
+def test_a_trial_by_the_commit_that_made_it(folder, lines, tmp_path, monkeypatch, capsys):
     """In a process of its own, from a repository whose last commit is another one."""
-    listed, root = folder
+    listed, _ = folder
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     shutil.copytree(made.ROOT, tmp_path / "fedjax_meta", ignore=shutil.ignore_patterns("__pycache__"))
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["rm", "-rq", "."], ["commit", "-qm", "two"]):
         subprocess.run([*git, *words], check=True)
     commit = subprocess.run([*git, "rev-parse", "HEAD~"], check=True, capture_output=True, text=True).stdout.strip()
+    (row, _), study = of(lines, "fedavg_ft"), listed.load()
+    point = board.chosen(row, study.systems["fedavg_ft"])
+    _, now = again._trained(study, row, point, study.scenarios["pairs"].build())
     monkeypatch.setattr(made, "ROOT", tmp_path / "fedjax_meta")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")  # as in these tests
-    cell = next(cell for cell in board.cells_of(listed, root / "digits") if cell.system == "fedavg_ft")
 
-    def found(**maker):
-        monkeypatch.setattr(board.Cell, "makers", [{"commit": commit, "dirty": False} | maker])
-        return again.by_its_own_code(cell, cell.found.trials[0])
+    def found(by):
+        return again.by_its_own_code(row._replace(commit=by), point)
 
-    assert again._compared(cell.found.trials[0], found())["same"]
-    assert found(dirty=True) is None and found(commit="0" * 40) is None
+    assert again.compared(found(commit), now).same
+    assert found(f"{commit}*") is found(f"{commit}+{commit}") is found("unknown") is found("0" * 40) is None
     said = capsys.readouterr().out
-    assert "fedavg_ft: no single commit made it" in said and "fedavg_ft: its commit cannot train it: " in said
+    assert said.count("fedavg_ft: no single commit made it") == 3 and "fedavg_ft: its commit cannot train it: " in said
 
 
-def test_a_row_is_confirmed_again_when_the_code_goes_back(later, monkeypatch, capsys):
-    """What counts are the digests that the row has now, not those of the code that trained it."""
-    listed, root = later
-    again.confirm(listed, root / "digits")
-    monkeypatch.undo()
-    capsys.readouterr()
-    again.confirm(listed, root / "digits")
-    assert capsys.readouterr().out.count(": the same; ") == 2
-    (first, _) = of(board.extract([listed], root)["pairs"], "fedavg_ft")
-    assert (first.made, first.runner) == tuple(made.digests("fedavg_ft", listed.load().scenarios["pairs"]).values())
+def test_what_was_found_out_later_stays_when_a_folder_is_read_again(folder, lines, docs):
+    """As long as the training is the same one."""
+    listed, root = folder
+    (docs / "raw").mkdir()
+    later = {"again": "c" * 40, "made": "m" * 16, "runner": "r" * 16, "moved": 0.5}
+    commit([line._replace(flops=7.0, **later) if line.method else line for line in lines])
+    tamper(-1.0)
+    pages.write([listed], [listed], root)
+    for line in committed("local_only"):
+        assert {name: getattr(line, name) for name in ("flops", *later)} == {"flops": 7.0, **later}
+    for line, fresh in zip(committed("fedavg_ft"), of(lines, "fedavg_ft"), strict=True):
+        assert math.isnan(line.flops) and (line.again, line.made, line.runner) == ("", fresh.made, fresh.runner)
 
 
 def result(apart, *, same=False, scored_alike=True):
-    return board.Again("c", "m", "r", 1, 90.0, 91.0, same, apart, scored_alike)
+    return again.Again(same, apart, scored_alike)
 
 
 def test_what_counts_as_rounding():
@@ -705,19 +722,6 @@ def test_what_counts_as_rounding():
     assert result([0.0, 0.0], same=True).alike and result([1e-6, 1e-3, 0.5]).alike and result([0.0, 0.0, 1e-5, 1e-3]).alike
     assert not any(result(apart).alike for apart in ([1e-3, 1e-3], [1e-6, 0.1], [0.0, 0.0, 0.5, 3.0], [math.inf]))
     assert not result([0.0, 1e-6], scored_alike=False).alike
-
-
-def test_other_scores_at_the_same_losses_are_a_change(later, capsys):
-    listed, root = later
-    path = root / "digits/results/pairs/fedavg_ft.final.json"
-    content = json.loads(path.read_text())
-    for trial in content["trials"].values():
-        for line in trial["rows"]:
-            for test in line["tests"].values():
-                test["accuracy"] = [score / 2 for score in test["accuracy"]]
-    path.write_text(json.dumps(content))
-    again.confirm(listed, root / "digits")
-    assert "pairs, fedavg_ft: CHANGED; " in capsys.readouterr().out
 
 
 def test_losses_apart():
