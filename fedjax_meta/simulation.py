@@ -7,11 +7,12 @@ the round, so that a run that resumes from a saved state equals the run that was
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -233,50 +234,107 @@ def simulate(  # over 80 lines: half of them explain the arguments
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=eval_every)
     else:
         run = _OnHost(algorithm, key, data, tests, state, store)
-    done = int(run.state.round)
-    if done > rounds:
-        raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
-    records = []
+    if run.done > rounds:
+        raise ValueError(f"rounds={rounds}, but the state has finished {run.done} rounds already")
+    records: list[Record] = []
+    faults: list[Fault] = []
+
+    def on_log(first: int, log: Log) -> None:
+        faults.extend(faults_in(log, first, algorithm, data))
+        if on_progress is not None:
+            on_progress(first + len(log.some), log.metrics)
+
+    stops = schedule(rounds, eval_every)
     in_pieces = on_progress is not None or should_stop is not None
+    for found in stretches(run, stops, most=eval_every, in_pieces=in_pieces, on_log=on_log, should_stop=should_stop):
+        names = found.logs[0].metrics
+        metrics = {name: np.concatenate([log.metrics[name] for log in found.logs]) for name in names}
+        seconds = found.seconds, found.compile_seconds
+        records.append(Record(found.done, metrics, found.evaluations or {}, *seconds, tuple(faults)))
+        faults.clear()
+        if on_record is not None and found.evaluations is not None:
+            on_record(run.state, records[-1])
+    return run.state, records
+
+
+class Trains(Protocol):
+    """A run of `done` finished rounds, which has waited `compile_seconds` for compilation."""
+
+    done: int
+
+    @property
+    def compile_seconds(self) -> float: ...
+
+    def train(self, count: int) -> Log: ...
+
+    def measure(self) -> dict[str, Any]: ...
+
+
+class Stretch(NamedTuple):
+    """The rounds up to an evaluation, or to where the run was asked to stop.
+
+    Attributes:
+      first, done: finished rounds before and after it.
+      logs: of its pieces.
+      evaluations: what each evaluator found; `None` where the run stopped before.
+      seconds, compile_seconds: as in `Record`.
+    """
+
+    first: int
+    done: int
+    logs: list[Log]
+    evaluations: dict[str, Any] | None
+    seconds: float
+    compile_seconds: float
+
+
+def stretches(
+    run: Trains,
+    stops: Sequence[int],
+    *,
+    most: int,
+    in_pieces: bool,
+    on_log: Callable[[int, Log], None],
+    should_stop: Callable[[], bool] | None,
+) -> Iterator[Stretch]:
+    """Runs the rounds up to each of `stops` that is ahead, evaluates there, and yields what came of it.
+
+    Args:
+      run: what is trained.
+      stops: the rounds after which to evaluate, in order.
+      most: rounds that one call of `run.train` may have.
+      in_pieces: whether a call takes about a second, or `most` rounds.
+      on_log: called after each piece, with the rounds that were finished before it.
+      should_stop: as in `simulate`.
+    """
 
     def asked_to_stop() -> bool:
         """All processes of a run stop where one of them is asked to."""
-        with all_there(done):
+        with _all_there(run.done):
             return should_stop is not None and runtime.least_of_processes(not should_stop()) == 0
 
-    stretch = 1 if in_pieces else eval_every
-    stopped = False
-    for stop in [stop for stop in schedule(rounds, eval_every) if stop > done]:
-        started, compiled = time.perf_counter(), run.compile_seconds
-        lines: list[dict[str, np.ndarray]] = []
-        faults: list[Fault] = []
-        while done < stop:
-            count, clock = min(stretch, stop - done), time.perf_counter() - run.compile_seconds
-            with all_there(done):
-                log = run.train(count)
-            lines.append(log.metrics)
-            faults += faults_in(log, done, algorithm, data)
-            done += count
+    piece = 1 if in_pieces else most
+    for stop in [stop for stop in stops if stop > run.done]:
+        started, compiled, first = time.perf_counter(), run.compile_seconds, run.done
+        logs: list[Log] = []
+        stopped = False
+        while run.done < stop and not stopped:
+            before, count = run.done, min(piece, stop - run.done)
+            clock = time.perf_counter() - run.compile_seconds
+            with _all_there(before):
+                logs.append(run.train(count))
             if in_pieces:
                 took = time.perf_counter() - run.compile_seconds - clock
-                with all_there(done):
-                    stretch = int(runtime.least_of_processes(np.clip(count / max(took, 1e-3), 1, eval_every)))
-            if on_progress is not None:
-                on_progress(done, lines[-1])
+                with _all_there(run.done):
+                    piece = int(runtime.least_of_processes(np.clip(count / max(took, 1e-3), 1, most)))
+            on_log(before, logs[-1])
             stopped = asked_to_stop()
-            if stopped:
-                break
-        with all_there(done):
-            results = run.measure() if done == stop else {}
-        metrics = {name: np.concatenate([line[name] for line in lines]) for name in lines[0]}
+        with _all_there(run.done):
+            evaluations = run.measure() if run.done == stop else None
         compiled = run.compile_seconds - compiled
-        seconds = time.perf_counter() - started - compiled
-        records.append(Record(done, metrics, results, seconds, compiled, tuple(faults)))
-        if on_record is not None and done == stop:
-            on_record(run.state, records[-1])
+        yield Stretch(first, run.done, logs, evaluations, time.perf_counter() - started - compiled, compiled)
         if stopped or asked_to_stop():
-            break
-    return run.state, records
+            return
 
 
 class _OnDevice:
@@ -315,11 +373,13 @@ class _OnDevice:
 
         self._block = Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
         self._measure = Compiled(jax.jit(measure, out_shardings=whole))
+        self.done = int(self.state.round)
 
     def train(self, count: int) -> Log:
         """`count` rounds, to their end."""
         # Without waiting, the clock would be wrong where there is nothing to log.
         self.state, log = jax.block_until_ready(self._block(self.state, self._data, self._key, count))
+        self.done += count
         return jax.tree.map(lambda line: np.asarray(line)[:count], log)
 
     def measure(self) -> dict[str, Any]:
@@ -383,6 +443,7 @@ class _OnHost:
         self._cohorts = Compiled(jax.jit(cohorts))
         self._step = Compiled(jax.jit(step, donate_argnums=(0,), out_shardings=whole))
         self._measures = {name: Compiled(jax.jit(partial(_measured, name, test))) for name, test in tests.items()}
+        self.done = int(self.state.round)
 
     def train(self, count: int) -> Log:
         """`count` rounds, to their end."""
@@ -396,6 +457,7 @@ class _OnHost:
 
             self.state, lines = stores.run_pipelined(step, self.state, asked, fetch, self._place)
             log += lines
+        self.done += count
         return jax.tree.map(lambda *lines: np.stack([np.asarray(line) for line in lines]), *log)
 
     def _fetch(self, data: FederatedData, ids: np.ndarray, *, room: int) -> Any:
@@ -490,7 +552,7 @@ def faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData, *,
 
 
 @contextlib.contextmanager
-def all_there(done: int) -> Iterator[None]:
+def _all_there(done: int) -> Iterator[None]:
     """Explains the error that JAX raises when other processes of the run no longer answer."""
     try:
         yield
@@ -504,17 +566,26 @@ def all_there(done: int) -> Iterator[None]:
 
 
 class Compiled:
-    """A jitted function that is compiled once and knows how long that took."""
+    """A jitted function that is compiled once, on the thread that asks first; others wait for it.
+
+    Attributes:
+      seconds: that its compilation took.
+    """
 
     def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
+        self._jitted, self._lock = jitted, threading.Lock()
         self._executable: Any = None
         self.seconds = 0.0
 
+    def compile(self, *arguments: Any) -> None:
+        """Compiles it for arguments of these shapes and places, if it is not compiled yet."""
+        with self._lock:
+            if self._executable is None:
+                started = time.perf_counter()
+                self._executable = runtime.compiled(self._jitted.lower(*arguments))
+                self.seconds = time.perf_counter() - started
+
     def __call__(self, *arguments: Any) -> Any:
         """The result for these arguments, whose shapes must be those of the first call."""
-        if self._executable is None:
-            started = time.perf_counter()
-            self._executable = runtime.compiled(self._jitted.lower(*arguments))
-            self.seconds = time.perf_counter() - started
+        self.compile(*arguments)
         return self._executable(*arguments)

@@ -5,12 +5,12 @@ weights, seeds. The program is compiled once. On a CPU the members are dealt to 
 after the other: no core waits for another within a round. On an accelerator they are lanes of one program.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Log, Record, all_there, faults_in, run_keys, run_rounds, schedule
+from fedjax_meta.simulation import Compiled, Log, Record, faults_in, run_keys, run_rounds, schedule, stretches
 from fedjax_meta.types import Key
 
 MEMBERS = "members"
@@ -148,53 +148,30 @@ def sweep(  # over 80 lines: half of them explain the arguments
     elif some_rest and not programs.prunes:
         raise ValueError("these programs were made without prunes=True")
     run = _Sweep(programs, state, active)
-    reached = np.asarray(run.state.round)[run.active]
-    done = int(reached.max())
-    if (reached != done).any():
-        raise ValueError(
-            f"the members have finished {reached.tolist()} rounds: say with active=[...] which of one round go on"
-        )
-    if done > rounds:
-        raise ValueError(f"rounds={rounds}, but the state has finished {done} rounds already")
+    if run.done > rounds:
+        raise ValueError(f"rounds={rounds}, but the state has finished {run.done} rounds already")
     records: list[list[Record]] = [[] for _ in members]
+
+    def on_log(first: int, log: Log) -> None:
+        if on_progress is not None:
+            on_progress(first + log.some.shape[1], {name: values[run.active] for name, values in log.metrics.items()})
+
     in_pieces = on_progress is not None or should_stop is not None
-    stretch = 1 if in_pieces else rounds
-    stopped = False
-    for stop in [stop for stop in stops if stop > done]:
-        started, compiled, first = time.perf_counter(), programs.waited, done
-        logs: list[Log] = []
-        while done < stop:
-            count, clock = min(stretch, stop - done, programs.most), time.perf_counter() - programs.waited
-            with all_there(done):
-                logs.append(run.train(count))
-            done += count
-            if in_pieces:
-                took = time.perf_counter() - programs.waited - clock
-                stretch = int(np.clip(count / max(took, 1e-3), 1, programs.most))
-            if on_progress is not None:
-                on_progress(done, {name: values[run.active] for name, values in logs[-1].metrics.items()})
-            stopped = should_stop is not None and should_stop()
-            if stopped:
-                break
-        with all_there(done):
-            results = run.measure() if done == stop else {}
-        log = jax.tree.map(lambda *parts: np.concatenate(parts, 1), *logs)
-        compiled = programs.waited - compiled
+    for found in stretches(run, stops, most=programs.most, in_pieces=in_pieces, on_log=on_log, should_stop=should_stop):
+        log = jax.tree.map(lambda *parts: np.concatenate(parts, 1), *found.logs)
         count = int(run.active.sum())
-        seconds = (time.perf_counter() - started - compiled) / count
+        seconds = found.seconds / count, found.compile_seconds / count
         last: list[Record | None] = [None] * len(members)
         for m in np.flatnonzero(run.active).tolist():
-            mine, result = jax.tree.map(lambda leaf, m=m: leaf[m], (log, results))
-            faults = tuple(faults_in(mine, first, programs.algorithm, data, run=str(members[m])))
-            records[m].append(Record(done, mine.metrics, result, seconds, compiled / count, faults))
+            mine, evaluations = jax.tree.map(lambda leaf, m=m: leaf[m], (log, found.evaluations or {}))
+            faults = tuple(faults_in(mine, found.first, programs.algorithm, data, run=str(members[m])))
+            records[m].append(Record(found.done, mine.metrics, evaluations, *seconds, faults))
             last[m] = records[m][-1]
-        if done == stop:
-            if prune is not None and done < rounds:
-                run.go_on(np.asarray(prune(done, last), bool))
+        if found.evaluations is not None:
+            if prune is not None and found.done < rounds:
+                run.go_on(np.asarray(prune(found.done, last), bool))
             if on_record is not None:
-                on_record(run.state, done, last)
-        if stopped or (should_stop is not None and should_stop()):
-            break
+                on_record(run.state, found.done, last)
     return run.state, records
 
 
@@ -311,8 +288,9 @@ class Programs:
         available = engine.client_mesh(devices).devices
         mesh = Mesh(available[: min(len(members), available.size)], (MEMBERS,))
         share = -(-len(members) // mesh.size)
+        if at_once is not None:
+            checks.count("at_once", at_once)
         lanes = at_once or (1 if runtime.on_cpu() else share)
-        checks.count("at_once", lanes)
         self.members, self.waited = list(members), 0.0
         self.algorithm = _algorithm(build, members[0].numbers, federation)
         self.devices, self.places, self.alone, self.prunes = mesh.size, mesh.size * share, lanes == 1, prunes
@@ -356,18 +334,19 @@ class Programs:
             nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(found))
             return jax.lax.cond(active > 0, found, lambda: nothing)
 
-        self.begin = _Program(jax.jit(each(begin)))
-        self.block = _Program(jax.jit(each(block), donate_argnums=(1,)))
-        self.measure = _Program(jax.jit(each(measure)))
+        self.begin = Compiled(jax.jit(each(begin)))
+        self.block = Compiled(jax.jit(each(block), donate_argnums=(1,)))
+        self.measure = Compiled(jax.jit(each(measure)))
 
     def compile(self) -> None:
         """Compiles what is not compiled yet."""
         who = jax.tree.map(lambda leaf: _shape(leaf, self.split), self.who(np.zeros(self.places, int), np.zeros(self.places)))
         state = jax.tree.map(lambda leaf: _shape(leaf, self.split, (self.places, *leaf.shape[1:])), self.shapes)
         data, tests = (jax.tree.map(lambda leaf: _shape(leaf, self._whole), tree) for tree in (self._data, self._test_data))
-        self.begin.compile(who, None, data)
-        self.block.compile(who, state, (data, np.int32(1)))
-        self.measure.compile(who, state, tests)
+        with _numbers_that_shape_nothing():
+            self.begin.compile(who, None, data)
+            self.block.compile(who, state, (data, np.int32(1)))
+            self.measure.compile(who, state, tests)
 
     def of(self, members: Sequence[Member]) -> "Programs":
         """The same programs for other members.
@@ -394,35 +373,25 @@ class Programs:
         keys = jax.vmap(jax.random.key)(np.array([member.seed for member in some]))
         return {name: values.astype(kind) for name, values in numbers.items()}, keys, active.astype(np.int32)
 
-    def call(self, program: "_Program", *arguments: Any) -> Any:
+    def call(self, program: Compiled, *arguments: Any) -> Any:
         """The result of a program, when it is there."""
         before = time.perf_counter()
-        program.compile(*arguments)
+        with _numbers_that_shape_nothing():
+            program.compile(*arguments)
         self.waited += time.perf_counter() - before
         return program(*arguments)
 
 
-class _Program:
-    """A jitted function that is compiled once, on the thread that asks first; others wait for it."""
-
-    def __init__(self, jitted: Any) -> None:
-        self._jitted, self._lock = jitted, threading.Lock()
-        self._executable: Any = None
-
-    def compile(self, *arguments: Any) -> None:
-        """Compiles it for arguments of these shapes and places."""
-        with self._lock:
-            if self._executable is None:
-                try:
-                    self._executable = runtime.compiled(self._jitted.lower(*arguments))
-                except jax.errors.ConcretizationTypeError as error:
-                    raise ValueError(
-                        f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its "
-                        "values a sweep, or in a study a system, of its own"
-                    ) from error
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._executable(*arguments)
+@contextlib.contextmanager
+def _numbers_that_shape_nothing() -> Iterator[None]:
+    """Explains the error of a program that would need a number of a member when it is compiled."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        raise ValueError(
+            f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its values a sweep, "
+            "or in a study a system, of its own"
+        ) from error
 
 
 def _shape(leaf: Any, placed: NamedSharding, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
@@ -435,6 +404,7 @@ class _Sweep:
 
     Attributes:
       active: bool `[M]`, which members go on.
+      done: rounds that these have finished.
     """
 
     def __init__(self, programs: Programs, state: State | None, active: Sequence[bool] | None) -> None:
@@ -452,6 +422,17 @@ class _Sweep:
                 raise ValueError(f"state does not fit: {odd}; is it of another sweep?")
             self._deal()
             self._put(state)
+        reached = np.asarray(self.state.round)[self.active]
+        self.done = int(reached.max())
+        if (reached != self.done).any():
+            raise ValueError(
+                f"the members have finished {reached.tolist()} rounds: say with active=[...] which of one round go on"
+            )
+
+    @property
+    def compile_seconds(self) -> float:
+        """That it has waited for compilation so far."""
+        return self._programs.waited
 
     def _deal(self) -> None:
         """Gives each place a member, so that the devices share the active ones evenly."""
@@ -499,6 +480,7 @@ class _Sweep:
         self._state, log = jax.block_until_ready(
             call(self._programs.block, self._who, self._state, (self._data, np.int32(number)))
         )
+        self.done += number
         return jax.tree.map(lambda line: np.asarray(line)[self._at, :number], log)
 
     def measure(self) -> dict[str, Any]:
