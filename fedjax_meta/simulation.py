@@ -258,16 +258,19 @@ def simulate(  # over 80 lines: half of them explain the arguments
 
 
 class Trains(Protocol):
-    """A run of `done` finished rounds, which has waited `compile_seconds` for compilation."""
+    """A run of `done` finished rounds."""
 
     done: int
 
     @property
-    def compile_seconds(self) -> float: ...
+    def compile_seconds(self) -> float:
+        """That it has waited for compilation."""
 
-    def train(self, count: int) -> Log: ...
+    def train(self, count: int) -> Log:
+        """`count` rounds, to their end."""
 
-    def measure(self) -> dict[str, Any]: ...
+    def measure(self) -> dict[str, Any]:
+        """What each evaluator finds."""
 
 
 class Stretch(NamedTuple):
