@@ -160,7 +160,7 @@ def _inside(some: Iterable[Gap | None], better: str) -> str:
     count, up, down, undecided = _said(gaps.inside(some))
     return (
         f"Where neither system's best value stands at an end of its grid, {up} of {count} {better}, {down} that it is worse, and "
-        f"{undecided} hold 0."
+        f"{undecided} contain 0."
     )
 
 
@@ -177,8 +177,8 @@ def _twice(words: Sequence[str]) -> list[str]:
 
 COUNTED = _twice([gaps.BETTER, gaps.OPEN, gaps.WORSE])
 INSIDE = (
-    "Tables count twice: all pairs, and as inside those in which neither system's best value stands at an end of its grid. Of a "
-    "number with two values in the grid, either is an end, and none counts as one."
+    'Tables count twice: all pairs, and those "inside", in which neither system\'s best value stands at an end of its grid. '
+    "Of a number with two values in the grid, neither counts as an end."
 )
 
 
@@ -192,10 +192,11 @@ def _second_order(found: Board) -> list[str]:
     ]
     words = "between the second-order and the first-order gradient of one method"
     text = [
-        f"Of {{}} intervals {words}, {{}} say that the second order is better, {{}} that it is worse, and {{}} hold 0.".format(
+        f"Of {{}} intervals {words}, {{}} say that the second order is better, {{}} that it is worse, and {{}} contain 0.".format(
             *_said(every.all())
         )
-        + f" {_inside(every.all(), 'say that the second order is better')} With other rates the others might turn out otherwise.",
+        + f" {_inside(every.all(), 'say that the second order is better')} "
+        "The other pairs might turn out differently with other rates.",
         "",
         INSIDE,
         "",
@@ -215,7 +216,7 @@ def _second_order(found: Board) -> list[str]:
     )
     implicit = _compared(found, IMPLICIT)
     if implicit.gaps:
-        words = "{1} of {0} intervals say that it is better, {2} that it is worse, and {3} hold 0."
+        words = "{1} of {0} intervals say that it is better, {2} that it is worse, and {3} contain 0."
         text += [
             "Implicit gradients are another method: their inner problem has a proximal term. Of iMAML against first-order MAML, "
             f"{words.format(*_said(implicit.all()))} {_inside(implicit.all(), 'say that it is better')}",
@@ -237,7 +238,7 @@ def _meta_learning(found: Board) -> list[str]:
         every = _compared(found, [(name, name, reference) for name in INSTEAD])
         rows += [[scenario, reference, *_counts(every.on(scenario))] for scenario in found if any(every.on(scenario))]
         if every.gaps:
-            words = "{1} of {0} intervals say better, {2} worse, and {3} hold 0"
+            words = "{1} of {0} intervals say better, {2} worse, and {3} contain 0"
             totals.append(
                 f"- against {reference}: {words.format(*_said(every.all()))}; of pairs inside their grids, "
                 f"{words.format(*_said(gaps.inside(every.all())))}"
@@ -249,8 +250,8 @@ def _meta_learning(found: Board) -> list[str]:
     order = list(found)
     rows.sort(key=lambda row: order.index(row[0]))
     return [
-        "How often meta-learners are better or worse than FedAvg, fine-tuned by as many gradients of a sample (`fedavg_ft`) and "
-        "as it is. All intervals of a scenario have the same reference, so that they are not independent. Over all scenarios:",
+        "How often meta-learners are better or worse than FedAvg: with fine-tuning by as many gradients of a sample "
+        "(`fedavg_ft`), and without. All intervals of a scenario share one reference, so they are not independent. Over all scenarios:",
         "",
         *totals,
         "",
@@ -315,15 +316,15 @@ def _orderings(found: Board) -> list[str]:
     there = {system for systems in found.values() for system in systems}
     lacking = sorted({system for order in pairs for system in (order.best, order.worst)} - there)
     text = [
-        "Pairs of systems of which a source prints that one is better, held against other data sets, networks and numbers of "
-        "clients than the source's: what survives is more than tuning. An order holds, or is turned, where the 95 % interval of "
-        "the difference over seeds lies on one side of 0.",
+        "A source prints that one system of a pair is better than the other. Here they compete on other data sets, networks and "
+        "numbers of clients, so that equal tuning is not all that differs. An order holds if the 95 % interval of the difference "
+        "over seeds lies on its side of 0, is turned if it lies on the other side, and is undecided if it contains 0.",
         "",
-        f"Of {_survive(tried)}. By rows in which neither system's best value stands at an end of its grid alone: of "
+        f"Of {_survive(tried)}. Only by pairs in which neither system's best value stands at an end of its grid: of "
         f"{_survive([one for one in tried if not one[2].at_end])}."
         + (f" Pairs with systems that the leaderboard lacks are left out: {', '.join(lacking)}." if lacking else ""),
         "",
-        "By how much the source prints (points; a pair counts once a source and scenario):",
+        "By the difference that the source prints, in points. A pair counts once for each source and scenario:",
         "",
     ]
     headings = ["", *_twice(["hold", "undecided", "turned"])]
@@ -385,11 +386,11 @@ def _rounding(found: Board) -> list[str]:
     if not rows:
         return ["No row was trained again yet.", ""]
     text = [
-        "When the code changes, the first seed of a row is trained again (`--confirm`). Where only the order of",
-        "summation differs, by the code or by the kind of processor, the losses agree to single precision at first, and drift",
-        "apart as training amplifies the last bit. The table says how far the score of the known clients moved, beside its",
-        "spread over the seeds. Systems whose row came out as it is are left out of the moves. The others are in this table",
-        "only if the commit that made their row gives the same numbers as the new code, both on the machine of the check.",
+        "When the code changes, the first seed of a row is trained again (`--confirm`). If only the order of summation differs,",
+        "because of the code or of the kind of processor, the losses agree to single precision at first. Training then amplifies",
+        "the last bit, and they drift apart. The table says how far the score of the known clients moved, beside its spread over",
+        'the seeds. "The same" are systems whose row came out as it is; they are left out of the moves. The others are in this',
+        "table only if the commit that made their row gives the same numbers as the new code, both on the machine of the check.",
         "",
     ]
     headings = ["scenario", "systems", "the same", "median move", "median std over seeds", "largest move"]

@@ -798,14 +798,17 @@ def test_lessons_count_what_their_intervals_say():
     text = lessons.page([listed], {"mnist_small": lines})
     assert "Of 2 intervals between the second-order and the first-order gradient of one method, 1 say that the second" in text
     assert (
-        "0 that it is worse, and 1 hold 0. Where neither system's best value stands at an end of its grid, 0 of 0 say" in text
+        "0 that it is worse, and 1 contain 0. Where neither system's best value stands at an end of its grid, 0 of 0 say"
+        in text
     )
     assert "| FedMeta(MAML) | 1 | 1 | 0 | 0 | 0 | 0 |  |" in text and "| +2.00 \\[+1.75, +2.25\\] ‡ |" in text
     # Both meta-learners are below fine-tuned FedAvg on known clients, and one of them on new ones; the other way round as it is.
     # Of four pairs, the two of fedmeta alone are of systems neither of which stands at an end.
     assert "| mnist\\_small | fedavg\\_ft | 0 | 1 | 3 | 0 | 1 | 1 |" in text
     assert "| mnist\\_small | fedavg | 3 | 1 | 0 | 1 | 1 | 0 |" in text
-    assert "against fedavg_ft: 0 of 4 intervals say better, 3 worse, and 1 hold 0; of pairs inside their grids, 0 of 2" in text
+    assert (
+        "against fedavg_ft: 0 of 4 intervals say better, 3 worse, and 1 contain 0; of pairs inside their grids, 0 of 2" in text
+    )
     # The order that the paper prints is turned here: fedavg_ft lies above fedpac.
     turned = text.partition("What is turned")[2]
     assert "fedpac above fedavg\\_ft" in turned and turned.count("FedPAC") == 1
