@@ -251,7 +251,8 @@ def _meta_learning(found: Board) -> list[str]:
     rows.sort(key=lambda row: order.index(row[0]))
     return [
         "How often meta-learners are better or worse than FedAvg: with fine-tuning by as many gradients of a sample "
-        "(`fedavg_ft`), and without. All intervals of a scenario share one reference, so they are not independent. Over all scenarios:",
+        "(`fedavg_ft`), and without. All intervals of a scenario share one reference, so they are not independent. "
+        "Over all scenarios:",
         "",
         *totals,
         "",
