@@ -38,7 +38,7 @@ class Line(NamedTuple):
     Attributes:
       scenario, system, method, seed: what was run; rows without training have no method.
       chosen: the point of the grid, as in `lr=0.1`; tried: how many points there were; edge: the numbers of which
-        the least or the largest of at least three values was chosen.
+        the least or the largest value was chosen.
       rounds: of the run.
       known, worst, new: means over known clients, over the tenth of them with the worst scores, and over new clients.
       behind: share of the known clients that do worse than by local training, in percent; of the mean over seeds.
@@ -241,7 +241,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 seed=trial.seed,
                 chosen=" ".join(f"{name}={value:g}" for name, value in trial.numbers.items()),
                 tried=len(points),
-                edge=" ".join(_at_edge(points, trial.numbers)),
+                edge=" ".join(tuning.at_edge(points, trial.numbers)),
                 rounds=trial.rows[-1]["round"],
                 **scores_of(row, number),
                 behind=row.behind.get(LOCAL, NAN),
@@ -269,11 +269,6 @@ def scores_of(row: compare.Row, number: int) -> dict[str, Any]:
         "new": float(row.new[number]) if row.new.size else NAN,
         "diverged": "" if diverged is None else str(diverged),
     }
-
-
-def _at_edge(points: Sequence[tuning.Point], chosen: tuning.Point) -> list[str]:
-    """As `tuning.at_edge`, of numbers with at least three values: with two there is nothing but ends."""
-    return [name for name in tuning.at_edge(points, chosen) if len({point[name] for point in points}) > 2]
 
 
 def _kind_fields(kind: report.Kind) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def _twice(words: Sequence[str]) -> list[str]:
 COUNTED = _twice([gaps.BETTER, gaps.OPEN, gaps.WORSE])
 INSIDE = (
     'Tables count twice: all pairs, and those "inside", in which neither system\'s best value stands at an end of its grid. '
-    "Of a number with two values in the grid, neither counts as an end."
+    "A number with two values in the grid always does, so that few rows of six points are inside."
 )
 
 
@@ -318,8 +318,9 @@ def _orderings(found: Board) -> list[str]:
     lacking = sorted({system for order in pairs for system in (order.best, order.worst)} - there)
     text = [
         "A source prints that one system of a pair is better than the other. Here they compete on other data sets, networks and "
-        "numbers of clients, so that equal tuning is not all that differs. An order holds if the 95 % interval of the difference "
-        "over seeds lies on its side of 0, is turned if it lies on the other side, and is undecided if it contains 0.",
+        "numbers of clients, and most adapt longer before a test (ten gradients of a sample). So equal tuning is not all that "
+        "differs. An order holds if the 95 % interval of the difference over seeds lies on its side of 0, "
+        "is turned if it lies on the other side, and is undecided if it contains 0.",
         "",
         f"Of {_survive(tried)}. Only by pairs in which neither system's best value stands at an end of its grid: of "
         f"{_survive([one for one in tried if not one[2].at_end])}."

@@ -18,7 +18,7 @@ import yaml
 from experiments import _user_accuracy as users
 from experiments._verdicts import NOT, ONE, ORDER, UNRUN, VERDICTS, WITHIN, measured, order, verdicts
 from fedjax_meta import report
-from fedjax_meta.study import Study, load
+from fedjax_meta.study import Study, baselines, load, tuning
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study.study import DRAW, to_tree
 
@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 LIST = HERE / "reproduce.yaml"
 PAGE = HERE.parent / "docs" / "results.md"
 EXTRACTS = HERE.parent / "docs" / "results"
+END_OF_GRID = "‡"
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 SCORES = ("accuracy", "accuracy_mean", "accuracy_std", "f1_mean", "f1_std")
 HEADINGS = {
@@ -168,7 +169,7 @@ def _of_draws(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[dict[str,
         parts = [row for row in rows if (row["scenario"].partition(DRAW)[0], row["system"]) == (scenario, system)]
         if len(parts) < len(study.data_seeds):
             continue
-        row = {"scenario": scenario, "system": system, "chosen": parts[0]["chosen"], "points": parts[0]["points"]}
+        row = {"scenario": scenario, "system": system, **{name: parts[0][name] for name in ("chosen", "points", "edge")}}
         for clients in ("known", "new"):
             if clients in parts[0]:
                 row[clients] = {name: [v for part in parts for v in part[clients][name]] for name in parts[0][clients]}
@@ -202,14 +203,15 @@ def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, A
     """(the scores of a system in percent, seconds of all its trials)."""
     trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
     spent = sum(row["seconds"] + row["compile_seconds"] for trial in trials for row in trial["rows"])
-    tuning = path.with_name(path.name.replace(".final.", ".tuning."))
+    tuned = path.with_name(path.name.replace(".final.", ".tuning."))
     points = []
-    if tuning.is_file():
-        tried = report.numbers_again(json.loads(tuning.read_text(encoding="utf-8"))["trials"]).values()
-        points = sorted({tuple(trial["numbers"].items()) for trial in tried})
+    if tuned.is_file():
+        tried = report.numbers_again(json.loads(tuned.read_text(encoding="utf-8"))["trials"]).values()
+        points = [dict(point) for point in sorted({tuple(trial["numbers"].items()) for trial in tried})]
         spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
     trials = sorted(trials, key=lambda trial: trial["seed"])
-    row: dict[str, Any] = {"chosen": trials[0]["numbers"], "points": len(points)}
+    chosen = trials[0]["numbers"]
+    row: dict[str, Any] = {"chosen": chosen, "points": len(points), "edge": tuning.at_edge(points, chosen) if points else []}
     if watched := users.extract(trials, targets):
         row["users"] = watched
     for clients in ("known", "new"):
@@ -452,11 +454,14 @@ def _others(
             if row is None or all((scenario, clients, system) in seen for clients in ("known", "new") if clients in row):
                 continue
             cells = [
-                str(measured(row, clients, score)) if clients in row else ""
+                str(measured(row, clients, score)) if clients in row and _trained(study, system, clients) else ""
                 for clients in ("known", "new")
                 for score in _mean_and_deviation(row)
             ]
-            chosen = ", ".join(f"{name} {value:g}" for name, value in row["chosen"].items())
+            ends = _at_edge(study, row)
+            chosen = ", ".join(
+                f"{name} {value:g}{f' {END_OF_GRID}' * (name in ends)}" for name, value in row["chosen"].items()
+            )
             table.append([study.title_of(system), *cells, chosen])
         if table:
             headings = ["system", "known: mean over clients", "deviation", "new: mean over clients", "deviation", "chosen"]
@@ -465,6 +470,19 @@ def _others(
             lines += [f"### {_titled(study, scenario, 'without a published number')}", ""]
             lines += [report.markdown_table([headings[c] for c in used], cells), ""]
     return lines
+
+
+def _trained(study: Study, system: str, clients: str) -> bool:
+    """Whether clients have a model that was trained: new clients that train by themselves may have none."""
+    return baselines.trained(clients, baselines.alone(study, system))
+
+
+def _at_edge(study: Study, row: Mapping[str, Any]) -> Sequence[str]:
+    """The numbers of which a row has the least or the largest value that was tried."""
+    if "edge" in row:
+        return row["edge"]
+    points = tuning.points_of(study.systems[row["system"]])
+    return tuning.at_edge(points, row["chosen"]) if len(points) == row["points"] else ()
 
 
 def _places(study: Study) -> dict[str, list[str]]:
