@@ -1,9 +1,13 @@
-# make run: a first look (sets up .venv when needed). make test: every check but the long tests. make test-all: the long
-# tests too, before a release. make mutation: how many small errors in the library the tests notice (hours; goes on where it was
-# stopped; ARGS=--help explains it). PYTHON=/path/to/python uses that environment as it is.
-# make docs: the documentation, into dist/site. make notebooks: runs the notebooks and keeps what they show. make release-check: builds
-# the package, installs it into an environment of its own and runs it in an empty folder.
-# ARGS are handed on, e.g. make run ARGS="--rounds 100".
+# make run            a first look; sets up .venv when needed
+# make test           every check except the long tests
+# make test-all       the long tests too; run it before a release
+# make mutation       how many small errors in the library the tests notice; takes hours, and continues where it was stopped;
+#                     ARGS=--help explains it
+# make docs           builds the documentation into dist/site
+# make notebooks      runs the notebooks and keeps their output
+# make release-check  builds the package, installs it into an environment of its own, and runs it in an empty folder
+#
+# ARGS are passed on, e.g. make run ARGS="--rounds 100". PYTHON=/path/to/python uses that environment without changing it.
 
 VENV := .venv
 ifdef PYTHON
@@ -44,7 +48,7 @@ $(VENV)/bin/python:
 		{ echo "error: python3 must be 3.11 or newer; or use an environment of your own: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
 	python3 -m venv $(VENV)
 
-# One stamp for each set of extras; a change of pyproject.toml installs anew. Where there is an NVIDIA GPU, `make run` uses it.
+# One stamp for each set of extras. A change of pyproject.toml installs again. If there is an NVIDIA GPU, `make run` uses it.
 CUDA = $(if $(filter experiments,$*),$(if $(shell command -v nvidia-smi),$(shell echo ,cuda)))
 $(VENV)/.ready-%: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip

@@ -1,4 +1,4 @@
-"""The published workloads of federated averaging in BlazeFL: its pool of processes, one a core, with parameters in shared memory.
+"""The published workloads of federated averaging in BlazeFL: its pool of processes, one per core, parameters in shared memory.
 
 BlazeFL needs Python 3.12 or newer.
 """

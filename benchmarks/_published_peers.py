@@ -1,6 +1,6 @@
 """The published workloads of federated averaging in PyTorch, one client after the other, and in Flower.
 
-`_blazefl_peer` has them in BlazeFL.
+`_blazefl_peer` has the same workloads in BlazeFL.
 """
 
 import copy

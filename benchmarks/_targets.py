@@ -1,4 +1,4 @@
-"""Accelerators that are described and not at hand: JAX compiles for them with the packages of the extra `accelerator-aot`."""
+"""Descriptions of accelerators that need not exist here: JAX compiles for them with the extra `accelerator-aot`."""
 
 import os
 from typing import Any, NamedTuple

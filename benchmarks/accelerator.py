@@ -1,22 +1,22 @@
-"""What a first accelerator must answer, in one command: is it right, how fast is it, and which of our choices hold there.
+"""Answers three questions about an accelerator: are results right, how fast are rounds, and do our choices hold there.
 
-Parts, the most important first; each writes its rows as soon as it has them:
+The parts, the most important first. Each part writes its rows as soon as it has them:
 
-- numbers: loss, gradient and Hessian-vector product of every network on the accelerator against the CPU of the same process.
-- methods: two rounds of every method, and its evaluations, on the accelerator against the CPU of the same process.
-- rounds: the workloads at several cohort sizes, with PyTorch's loop, `torch.func.vmap` and its compiled form beside; exact
-  against first-order meta-gradients; device memory.
-- flags: rounds with loops in CUDA graphs and without any graph; with Triton's products, which the library turns off, and
-  without the search for the fastest of them (NVIDIA only).
-- kernels: which kernels the rounds of a cohort of 50 take their time in, without graphs, each of which would be one event
-  (not on a CPU).
+- numbers: loss, gradient and Hessian-vector product of every network, compared with the CPU of the same process.
+- methods: two rounds of every method, and its evaluations, compared with the CPU of the same process.
+- rounds: the workloads at several cohort sizes, beside PyTorch's loop, `torch.func.vmap` and its compiled form; exact compared
+  with first-order meta-gradients; device memory.
+- flags: rounds with loops in CUDA graphs and without any graph; with Triton's products, which the library turns off, and without
+  the search for the fastest of them (NVIDIA only).
+- kernels: the kernels in which the rounds of a cohort of 50 spend their time. CUDA graphs are off, because each graph would be
+  one event (not on a CPU).
 - forms: the gradient of a cohort of each image network with each form of convolution.
 
-Every measurement has a process of its own. Several may start and compile side by side (`--side-by-side`); then they are timed
-one after the other, while the others wait. At the time limit nothing more begins, and what runs is stopped. The process of this
-program does not start JAX, because a TPU belongs to one process at a time.
+Every measurement has its own process. Several processes can start and compile side by side (`--side-by-side`); then they are
+timed one after the other, while the others wait. At the time limit no measurement begins, and a running one is stopped. The
+process of this program does not start JAX, because a TPU belongs to one process at a time.
 
-No data set is needed, nor any package but this library's and, for the comparison, PyTorch.
+No data set is needed. The only packages are those of this library and, for the comparison, PyTorch.
 """
 
 import contextlib
@@ -453,27 +453,32 @@ PARTS = ("numbers", "methods", "rounds", "flags", "kernels", "forms")
 
 
 def main(
-    limit: Annotated[float, typer.Option(help="Seconds after which nothing begins and what runs is stopped.")] = 600.0,
-    part: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; all when not given.", show_default=False)
-    ] = None,
+    limit: Annotated[float, typer.Option(help="Time limit in seconds; running measurements are then stopped.")] = 600.0,
+    part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; by default all.", show_default=False)] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help=f"Of rounds; {', '.join(CASES)} when not given.", show_default=False)
+        list[str] | None, typer.Option(help=f"Cases of the part rounds; by default {', '.join(CASES)}.", show_default=False)
     ] = None,
-    cohort: Annotated[list[int] | None, typer.Option(help="Clients a round; 5, 50, 500.", show_default=False)] = None,
+    cohort: Annotated[
+        list[int] | None, typer.Option(help="Clients per round; by default 5, 50, 500.", show_default=False)
+    ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help=f"Of rounds; {', '.join(peers.TORCH)} when not given.", show_default=False)
+        list[str] | None,
+        typer.Option(help=f"Simulators in the part rounds; by default {', '.join(peers.TORCH)}.", show_default=False),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, and calls of a gradient, that are timed.")] = 10,
-    seconds: Annotated[float, typer.Option(help="Of rounds, no more begin after so many; three are timed at least.")] = 5.0,
-    rows: Annotated[int, typer.Option(min=1, help="Samples of a batch in `numbers`, `methods` and `forms`.")] = 32,
-    side_by_side: Annotated[int, typer.Option(min=1, help="Measurements that get ready at the same time.")] = 1,
-    method: Annotated[list[str] | None, typer.Option(help="Of methods; all when not given.", show_default=False)] = None,
-    precision: Annotated[str, typer.Option(help=f"Of products in rounds: {', '.join(PRECISIONS)}.")] = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed rounds, and of timed calls of a gradient.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Seconds after which no more rounds begin; at least three are timed.")] = 5.0,
+    rows: Annotated[int, typer.Option(min=1, help="Samples per batch in `numbers`, `methods` and `forms`.")] = 32,
+    side_by_side: Annotated[
+        int, typer.Option(min=1, help="Number of measurements that start and compile at the same time.")
+    ] = 1,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Methods of the part methods; by default all.", show_default=False)
+    ] = None,
+    precision: Annotated[str, typer.Option(help=f"Precision of products in rounds: {', '.join(PRECISIONS)}.")] = "float32",
     profiles: Annotated[Path | None, typer.Option(help="Folder for the profiles of `kernels`.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.", show_default=False)] = None,
 ) -> None:
-    """Measures what a first accelerator must answer, and stops cleanly at a time limit.
+    """Checks and times this library on an accelerator, and stops cleanly at a time limit.
 
     \b
     Examples:

@@ -1,10 +1,17 @@
 """Checks for regressions: compares ratios of times in new rows with those in the committed rows.
 
-Seconds differ between machines, but ratios between cases of one run carry over: this library to the fastest other simulator, a
-large population to a small one, a host store to the device, clients of different sizes to clients of equal size, several devices
-to one, second order to first order, and every system to FedAvg. Numbers of `static.py` (kernels, loops that wait for the host,
-bytes, temporary memory) are compared themselves, and may grow by little: they are of a compiler, not of a machine. Rows of other
-benchmarks are passed over.
+Seconds differ between machines, but ratios between cases of one run carry over. These ratios are compared:
+
+- this library to the fastest other simulator;
+- a large population to a small one;
+- a host store to the device;
+- clients of different sizes to clients of equal size;
+- several devices to one;
+- second order to first order;
+- every system to FedAvg.
+
+Numbers of `static.py` (kernels, loops that wait for the host, bytes, temporary memory) are compared directly. They may grow only
+a little, because they depend on the compiler and not on the machine. Rows of other benchmarks are ignored.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How many inner steps the exact meta-gradient of an LSTM takes in a budget of memory, beside reverse mode and PyTorch.
+"""How many inner steps fit a memory budget: the exact meta-gradient of an LSTM beside reverse mode and PyTorch.
 
 One client, sequences of tokens, k steps of SGD on the same batch, and the exact gradient of the loss after them. This library
 stores the parameters of some steps (`checkpoint_every` near the root of k). Reverse mode (`jax.grad` through the loop) and
@@ -134,15 +134,15 @@ def main(
     torch_steps: Annotated[int, typer.Option(help="Only PyTorch with this many steps; prints its bytes.", hidden=True)] = 0,
     output: Annotated[Path | None, typer.Option(help="File of JSON lines to append to.")] = None,
 ) -> None:
-    """Tabulates the memory of the exact meta-gradient of an LSTM by the number of inner steps.
+    """Prints a table: memory of the exact meta-gradient of an LSTM by the number of inner steps.
 
     \b
     Examples:
       python benchmarks/inner_length.py
       python benchmarks/inner_length.py --steps 1,64,1000 --budget-mib 512
 
-    PyTorch is measured (growth of a process's peak memory) if it is installed, up to the first number of steps beyond the
-    budget; the others are what XLA says that the compiled program needs beside parameters and data.
+    If PyTorch is installed, its memory is measured (growth of a process's peak), up to the first number of steps beyond the
+    budget. The other numbers are the memory that XLA states for the compiled program, without parameters and data.
     """
     try:
         counts = [int(k) for k in steps.split(",")]

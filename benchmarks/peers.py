@@ -3,7 +3,7 @@
 Each simulator runs in its own process. The simulators take turns, in a new random order each time. The first round, with
 compilation, is reported separately. Results are compared too: all simulators repeat one round of this library on its batches.
 
-The others need `pip install torch "flwr[simulation]" pfl fedjax`. The program names those that are not installed and skips them.
+The other simulators need `pip install torch "flwr[simulation]" pfl fedjax`. The program names and skips those that are missing.
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
-"""Runs whole workloads that other simulators published times for: process start, data, compilation, rounds and tests.
+"""Runs workloads for which other simulators published times: process start, data, compilation, rounds and tests.
 
-Each case is a process of its own with empty caches. Pixels and labels are random, of the shape and number of the published data
-set: time does not depend on their values, and nothing is downloaded. Published times are of other machines; they stand beside
-ours to say what a workload is known to take, not to be divided by. With `--peers`, PyTorch (one client after the other),
-Flower and BlazeFL run the cases of federated averaging on this machine, where they are installed.
+Each case is a separate process with empty caches. Pixels and labels are random, with the shape and number of the published data
+set: time does not depend on their values, and nothing is downloaded. Published times are from other machines. They show what a
+workload is known to take; do not divide by them. With `--peers`, PyTorch (one client after the other), Flower and BlazeFL run
+the cases of federated averaging on this machine, if they are installed.
 """
 
 import dataclasses
@@ -245,18 +245,20 @@ def contestants(case: str, peers: bool) -> list[tuple[str, list[int]]]:
 
 
 def main(
-    case: Annotated[list[str] | None, typer.Option(help="A, B, C or D; all when not given.", show_default=False)] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="In place of the published number.", show_default=False)] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Processes of each case; the median counts.")] = 1,
+    case: Annotated[list[str] | None, typer.Option(help="A, B, C or D; by default all.", show_default=False)] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Number of rounds, instead of the published number.", show_default=False)
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of processes per case; the median counts.")] = 1,
     peers: Annotated[
-        bool, typer.Option("--peers", help="PyTorch, Flower and BlazeFL, where installed, on the same workloads.")
+        bool, typer.Option("--peers", help="Also run PyTorch, Flower and BlazeFL, if installed, on the same workloads.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.", show_default=False)] = None,
     peer: Annotated[str, typer.Option(hidden=True)] = OURS,
     threads: Annotated[int, typer.Option(hidden=True)] = 1,
     worker_: Annotated[str | None, typer.Option("--worker", hidden=True)] = None,
 ) -> None:
-    """Times whole workloads that other simulators published, from process start to the last test.
+    """Times workloads that other simulators published, from process start to the last test.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
-"""Times what is not a round: the start of an experiment, and the host's work between compiled programs.
+"""Times the start of an experiment, and the host's work between compiled programs.
 
 A start lasts from the command to the first saved round. It is timed with empty caches (compiled programs and decoded data), and
-again with the caches that this run filled. The host's share is the share of wall-clock in which `simulate` runs no compiled
-program; dispatching a program counts as running it.
+again with the caches that this run filled. The host's share is the share of the wall-clock time in which `simulate` runs no
+compiled program. Dispatching a program counts as running it.
 """
 
 import contextlib

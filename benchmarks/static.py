@@ -1,9 +1,10 @@
-"""What compiled programs would do on accelerators that are not at hand: kernels, bytes, FLOPs, memory, and time at best.
+"""What compiled programs would do on accelerators that you do not have: kernels, bytes, FLOPs, memory and best possible time.
 
-JAX compiles for a described device with the packages of the extra `accelerator-aot`. Nothing runs, so there are no times but
-those of the compiler. A step is the body of the loop with the most bytes: a client's training step, for all lanes at once. Its
-time at best is what rates of arithmetic and memory allow; a launch takes some microseconds more unless it is part of a graph.
-`waits` counts the loops whose number of steps the compiler does not know: after each of their steps a GPU waits for its host.
+JAX compiles for a described device with the packages of the extra `accelerator-aot`. Nothing runs, so the only times are those
+of the compiler. A step is the body of the loop with the most bytes: a client's training step, for all lanes at once. The best
+possible time of a step follows from the rates of arithmetic and memory; a launch takes some microseconds more unless it is part
+of a graph. `waits` counts the loops whose number of steps the compiler does not know. After each step of such a loop, a GPU
+waits for its host.
 """
 
 import time
@@ -114,15 +115,17 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
 
 
 def main(
-    target: Annotated[str, typer.Option(help=f"What to compile for: {', '.join(TARGETS)}.")] = "h200",
+    target: Annotated[str, typer.Option(help=f"Accelerator to compile for: {', '.join(TARGETS)}.")] = "h200",
     case: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join((*WORKLOADS, *METHODS))}; all when not given.", show_default=False)
+        list[str] | None, typer.Option(help=f"{', '.join((*WORKLOADS, *METHODS))}; by default all.", show_default=False)
     ] = None,
-    cohort: Annotated[list[int] | None, typer.Option(help="Clients a round; 5, 50, 500.", show_default=False)] = None,
-    lanes: Annotated[int | None, typer.Option(help="Lanes; as many as fit when not given.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
+    cohort: Annotated[
+        list[int] | None, typer.Option(help="Clients per round; by default 5, 50, 500.", show_default=False)
+    ] = None,
+    lanes: Annotated[int | None, typer.Option(help="Number of lanes; by default as many as fit.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.", show_default=False)] = None,
 ) -> None:
-    """Compiles rounds for a described accelerator and says what a step of theirs launches, moves and computes.
+    """Compiles rounds for a described accelerator, and shows what one step launches, moves and computes.
 
     \b
     Examples:

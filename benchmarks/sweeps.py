@@ -1,7 +1,7 @@
-"""Times a grid of rates times seeds as one program against the same runs one after the other.
+"""Compares the time of a grid of rates times seeds as one program with the same runs one after the other.
 
-Both train FedAvg on the clients of workload W1 (50 clients of 1,400 images, cohorts of 5, one epoch in batches of 32). The runs
-one after the other use all devices each and compile each; the sweep compiles once and trains whole members on each device.
+Both train FedAvg on the clients of workload W1 (50 clients of 1,400 images, cohorts of 5, one epoch in batches of 32). In the
+second form, each run uses all devices and compiles separately. The sweep compiles once and trains whole members on each device.
 """
 
 import time
@@ -57,11 +57,11 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each run.")] = 50,
     samples: Annotated[
-        int | None, typer.Option(min=40, help="Images a client; W1's when not given.", show_default=False)
+        int | None, typer.Option(min=40, help="Images per client; by default those of W1.", show_default=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON lines to append to.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.", show_default=False)] = None,
 ) -> None:
-    """Times 8 rates x 5 seeds of W1, 50 rounds each, as one program and one by one.
+    """Times 8 rates x 5 seeds of W1, 50 rounds each, as one program and one after the other.
 
     \b
     Examples:

@@ -1,9 +1,9 @@
-"""Times a round of each method relative to FedAvg and to the arithmetic that it needs.
+"""Times a round of each method, relative to FedAvg and to the arithmetic that the method needs.
 
-All clients take part, with the same number of samples, batches and epochs; those that adapt on a support view do so as often as
-others train. The arithmetic follows the papers: the gradients, head gradients, Hessian-vector products and forward passes of a
-client, each in XLA's FLOPs of one batch, and products with matrices of parameters. Elementwise work on parameters (optimisers,
-proximal terms, control variates) is not counted.
+All clients take part, with the same number of samples, batches and epochs. Clients that adapt on a support view do so as often
+as others train. The arithmetic follows the papers. It counts the gradients, head gradients, Hessian-vector products and forward
+passes of a client, each in XLA's FLOPs of one batch, and products with matrices of parameters. Elementwise work on parameters
+(optimisers, proximal terms, control variates) is not counted.
 """
 
 import inspect
@@ -278,7 +278,7 @@ def method(name: str, task: fm.Task, parts: Costs, batch_size: int) -> fm.Method
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "lenet",
     clients: Annotated[int, typer.Option(min=2, help="Number of clients N; all take part in every round.")] = 10,
-    samples: Annotated[int, typer.Option(min=5, help="Samples per client; a fifth of them are to adapt on.")] = 250,
+    samples: Annotated[int, typer.Option(min=5, help="Samples per client; a client adapts on a fifth of them.")] = 250,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 50,
     epochs: Annotated[int, typer.Option(min=1, help="Local epochs E.")] = 5,
     systems: Annotated[str, typer.Option(help="Comma-separated names; all by default.")] = "",

@@ -1,1 +1,1 @@
-"""One script a paper, and what they share."""
+"""One script per paper, and the code that the scripts share."""

@@ -1,4 +1,4 @@
-"""What the leaderboard found: a line of raw numbers for each system and seed, read from the folders of runs."""
+"""Raw results of the leaderboard: one line of numbers for each system and seed, read from the folders of runs."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""What new clients need, by their tests with fewer samples and with other numbers of passes."""
+"""What new clients need: results of their tests with fewer samples and with other numbers of passes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 

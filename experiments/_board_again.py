@@ -1,10 +1,11 @@
-"""Committed rows trained once more after the code has changed, to see whether they still hold.
+"""Trains committed rows again after the code has changed, to see whether they still hold.
 
-A digest of the source says that a change may have changed a number, not that it did. A row whose first seed gives the same
-numbers once more is as good as made by the new code.
+A digest of the source says that a change may have changed a number, not that it did. If the first seed of a row gives the same
+numbers again, the row is as good as if the new code had made it.
 
-Rounding, another processor or version of JAX change numbers too. So where a row does not come out, its own commit trains it again
-on this machine. If both codes give the same, up to the order of sums, which a long training amplifies, the row stays.
+Rounding, another processor and another version of JAX change numbers too. So if a row gives other numbers, its own commit trains
+it again on this machine. If both versions of the code give the same numbers, the row stays. "The same" allows another order of
+sums, which a long training amplifies.
 """
 
 import dataclasses

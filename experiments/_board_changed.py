@@ -1,7 +1,7 @@
 """Rows that later code, or another study, may have changed.
 
-A row has digests of the source that made it. Where they are not those of this source, the rule that makes them may be what has
-changed: then both are made anew, by the rule of today, of the source of the row's own commit.
+A row has digests of the source that made it. If they differ from those of this source, the rule for digests may have changed and
+not the source. Then today's rule computes the digests again, from the source of the row's own commit.
 """
 
 import atexit

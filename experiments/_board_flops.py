@@ -1,4 +1,4 @@
-"""FLOPs of a client in a round, counted for committed rows while their first seed is trained once more."""
+"""Counts the FLOPs of a client in a round for committed rows, while their first seed is trained again."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Paired differences over seeds, and what their intervals say."""
+"""Paired differences over seeds, and their intervals in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

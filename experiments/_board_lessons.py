@@ -1,6 +1,6 @@
-"""What one learns from the leaderboard, docs/leaderboard_lessons.md: made of the committed raw results alone.
+"""Makes the page docs/leaderboard_lessons.md from the committed raw results alone.
 
-Rows that another study made than the one of this folder take no part: their settings are not those that the page speaks of.
+Rows of a study other than the one in this folder are left out: they do not have the settings that the page is about.
 """
 
 import itertools

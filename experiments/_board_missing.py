@@ -1,4 +1,4 @@
-"""What the leaderboard lacks: systems of the list that were not run, and measurements of those that were."""
+"""What the leaderboard lacks: systems of the list that were not run, and missing measurements of systems that were run."""
 
 import math
 from collections.abc import Mapping, Sequence

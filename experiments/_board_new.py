@@ -1,6 +1,6 @@
 """New clients with fewer samples to adapt on, and with other numbers of steps.
 
-Finished models are tested. Of a row whose folder is gone they are trained once more, at the point that the row says.
+Finished models are tested. If the folder of a row is gone, its models are trained again at the point that the row names.
 """
 
 import csv

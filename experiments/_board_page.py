@@ -1,4 +1,4 @@
-"""The page of the leaderboard, docs/leaderboard.md, which is made of the committed raw results alone."""
+"""Makes the page docs/leaderboard.md from the committed raw results alone."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""What stands of the papers' numbers: small extracts of run folders, a verdict for each published number, and the page of both.
+"""Which of the papers' numbers hold: small extracts of run folders, a verdict on each published number, and the page with both.
 
 An extract (docs/results/NAME.json) holds the scores of every system, seed by seed, with the commit and a fingerprint of the
-configuration; tables, verdicts and totals are made from extracts and from the studies' published numbers alone.
+configuration. Tables, verdicts and totals are made only from extracts and from the studies' published numbers.
 """
 
 import dataclasses

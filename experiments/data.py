@@ -1,4 +1,4 @@
-"""Any data set under any partition: a table of sizes and classes, and a figure.
+"""Shows any data set under any partition: a table of sizes and classes, and a figure.
 
 See `python -m experiments.data --help`.
 """
@@ -212,22 +212,22 @@ def main(  # long because every option brings its help text
         str | None,
         typer.Option(
             "--partition",
-            help="A paper's protocol: `fedmeta_per` (two classes a client, new clients), `fedmeta_per_iid` (its control), "
-            "`fedpac` (dominant groups), `perfedavg_reptile` (Dirichlet shares), `mtfl` (two shards a client); a rule on both "
+            help="A paper's protocol: `fedmeta_per` (two classes per client, new clients), `fedmeta_per_iid` (its control), "
+            "`fedpac` (dominant groups), `perfedavg_reptile` (Dirichlet shares), `mtfl` (two shards per client); a rule for both "
             "splits together: "
             + ", ".join(PARTITIONS)
-            + "; or `natural`, the clients that an .npz names. `fedmeta_per` when not given.",
+            + "; or `natural`, the clients that an .npz names. By default `fedmeta_per`.",
         ),
     ] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients; the protocol's own when not given.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Fixes the partition; the protocol's own when not given.")] = None,
-    concentration: Annotated[float | None, typer.Option(help="Dirichlet concentration: smaller is more unequal.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients; by default that of the protocol.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the partition; by default that of the protocol.")] = None,
+    concentration: Annotated[float | None, typer.Option(help="Dirichlet concentration; smaller means more unequal.")] = None,
     pairing: Annotated[str | None, typer.Option(help="fedmeta_per: classes `2u+j` or `u+j` of client u.")] = None,
     newcomers: Annotated[
         str | None, typer.Option(help="fedmeta_per: pairs of new clients, `as published` or `unlike` those of others.")
     ] = None,
     orders: Annotated[int | None, typer.Option(help="fedmeta_per: orders of the labels for new clients.", min=1)] = None,
-    per_client: Annotated[int | None, typer.Option(help="classes, shards: how many a client holds.", min=1)] = None,
+    per_client: Annotated[int | None, typer.Option(help="classes, shards: number per client.", min=1)] = None,
     size: Annotated[int | None, typer.Option(help="fedpac: training samples of a client.", min=1)] = None,
     share: Annotated[
         bool | None, typer.Option("--share", help="fedpac: clients may share samples when a class runs out.")
@@ -236,25 +236,27 @@ def main(  # long because every option brings its help text
     model_spread: Annotated[
         float | None, typer.Option(help="synthetic: how much the clients' models differ; default 1.")
     ] = None,
-    data_spread: Annotated[float | None, typer.Option(help="synthetic: how much their inputs differ; default 1.")] = None,
+    data_spread: Annotated[
+        float | None, typer.Option(help="synthetic: how much the clients' inputs differ; default 1.")
+    ] = None,
     by: Annotated[
         str | None,
-        typer.Option(help="natural: the array of the .npz with the client of each sample; `client` when not given."),
+        typer.Option(help="natural: name of the array in the .npz with the client of each sample; by default `client`."),
     ] = None,
-    min_samples: Annotated[int | None, typer.Option(help="natural: samples that a client must have.", min=1)] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where decoded images are cached.")] = None,
+    min_samples: Annotated[int | None, typer.Option(help="natural: least number of samples of a client.", min=1)] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of prepared data sets of tensorflow-datasets.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder for the cache of decoded images.")] = None,
     download: Annotated[
         bool, typer.Option("--download", help="Download and prepare the set if needed; needs TensorFlow.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The figure to write (.png, .pdf or .svg).")] = Path("results/data.png"),
+    out: Annotated[Path, typer.Option(help="File of the figure (.png, .pdf or .svg).")] = Path("results/data.png"),
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Shows how samples are divided: prints sizes and classes of every view, and saves a figure.
 
     Examples:
 
-    `python -m experiments.data` (5,000 images that come with a package, two classes a client)
+    `python -m experiments.data` (5,000 images that come with a package, two classes per client)
 
     `python -m experiments.data --dataset cifar10 --data-dir DIR --partition dirichlet_classes --concentration 0.1`
 
@@ -264,7 +266,7 @@ def main(  # long because every option brings its help text
 
     `python -m experiments.data --dataset letters.npz --partition natural --by writer --min-samples 20`
 
-    The figure has the samples of each client, a heat map of class by client, and sample images of a few clients.
+    The figure shows the number of samples of each client, a heat map of class by client, and sample images of a few clients.
     """
     options: dict[str, Any] = {
         "num_clients": clients,

@@ -1,4 +1,4 @@
-"""FedMeta-Per and the systems that it was compared with (Nguyen, Cao: Tables 3 and 4). The study is studies/fedmeta_per.yaml."""
+"""FedMeta-Per and the systems of its comparison (Nguyen, Cao: Tables 3 and 4). The study is studies/fedmeta_per.yaml."""
 
 from fedjax_meta.front import program
 

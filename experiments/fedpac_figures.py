@@ -1,6 +1,6 @@
-"""Figures beside the study of FedPAC: accuracy against what its scenarios differ in, and the matrix of mixtures as a heat map.
+"""Figures for the study of FedPAC: accuracy against the option that differs between scenarios, and the mixtures as a heat map.
 
-`python -m experiments.fedpac_figures --help` says what is drawn.
+`python -m experiments.fedpac_figures --help` lists the figures.
 """
 
 from pathlib import Path
@@ -37,10 +37,10 @@ def main() -> None:
 
 @app.command()
 def curves(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of one of the variants share, samples, concepts.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run of the variant share, samples or concepts.")],
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
-    """Draws RUN/scenarios.png: accuracy after the last round by scenario, a line a system, mean and spread over seeds.
+    """Draws RUN/scenarios.png: accuracy after the last round by scenario; one line per system, mean and spread over seeds.
 
     `python -m experiments.fedpac_figures curves runs/share`
 
@@ -93,15 +93,15 @@ def differing(options: dict[str, dict[str, Any]]) -> tuple[str, dict[str, float]
 
 @app.command()
 def mixing(
-    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("mixing.png"),
+    out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("mixing.png"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 20,
     lr: Annotated[float, typer.Option(help="Learning rate of the extractor.")] = 0.02,
-    seed: Annotated[int, typer.Option(help="Of the training.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a field of the study, as in fedjax-meta.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of prepared data sets of tensorflow-datasets.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
-    """Trains FedPAC and draws whose heads each client gets, clients of one group of classes side by side.
+    """Trains FedPAC and draws which heads each client receives; clients with the same group of classes are side by side.
 
     `python -m experiments.fedpac_figures mixing --data-dir DIR --rounds 50`
 

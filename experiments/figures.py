@@ -1,4 +1,4 @@
-"""Figures and tables of docs/ from runs of the studies `robustness` and `privacy`; `--help` lists them."""
+"""Makes figures and tables of docs/ from runs of the studies `robustness` and `privacy`; `--help` lists them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole trace
 
 @app.callback()
 def main() -> None:
-    """Draws the figures of docs/robustness.md and docs/privacy.md from runs of these studies, and writes the tables of the first.
+    """Draws the figures of docs/robustness.md and docs/privacy.md from runs, and writes the tables of docs/robustness.md.
 
     `python -m experiments.figures robustness runs/robustness`
 
@@ -72,7 +72,7 @@ def accuracies(study: Study, found: Sequence[Finished]) -> tuple[list[str], list
 
 @app.command()
 def shares(run: RunArgument, debug: DebugOption = False) -> None:
-    """Draws RUN/robustness_shares.png: accuracy of honest clients against the share of attackers, a line for each system.
+    """Draws RUN/robustness_shares.png: accuracy of honest clients against the share of attackers, one line per system.
 
     `python -m experiments.figures shares runs/shares`
 
@@ -113,11 +113,11 @@ def by_share(study: Study, found: Sequence[Finished]) -> dict[str, list[tuple[fl
 
 @app.command()
 def tables(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of the runs that the page names.")],
-    page: Annotated[Path, typer.Argument(help="Has lines `<!-- run: NAME -->` and `<!-- end -->`.")] = PAGE,
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder with the runs that the page names.")],
+    page: Annotated[Path, typer.Argument(help="Page with lines `<!-- run: NAME -->` and `<!-- end -->`.")] = PAGE,
     debug: DebugOption = False,
 ) -> None:
-    """Writes the tables of docs/robustness.md: between `<!-- run: NAME -->` and `<!-- end -->`, those of RUNS/NAME.
+    """Writes the tables of docs/robustness.md. The tables of RUNS/NAME go between `<!-- run: NAME -->` and `<!-- end -->`.
 
     `python -m experiments.figures tables runs/robustness`
 

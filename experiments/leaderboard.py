@@ -1,8 +1,12 @@
-"""The leaderboard: runs in order of priority, their raw results, and docs/leaderboard.md made of these.
+"""The leaderboard: runs in order of priority, their raw results, and the page docs/leaderboard.md made from them.
 
-`experiments/leaderboard_runs.yaml` is the list, `experiments/leaderboard.yaml` the study. `--list` says what is done, `--hours`
-runs what is missing, `--write-docs` makes docs/leaderboard/ and the page, `--new-clients` and `--count-flops` add what its rows
-lack, `--changed` names the rows that the code has changed since, and `--confirm` finds out whether these still hold.
+`experiments/leaderboard_runs.yaml` is the list of runs, and `experiments/leaderboard.yaml` is the study.
+
+- `--list` shows what is done.
+- `--hours` runs what is missing.
+- `--write-docs` makes docs/leaderboard/ and the page.
+- `--new-clients` and `--count-flops` add measurements that rows lack.
+- `--changed` names rows that later code may have changed, and `--confirm` finds out whether these still hold.
 """
 
 from pathlib import Path
@@ -33,31 +37,31 @@ def main(
     hours: reproduce.Hours = None,
     data_dir: reproduce.DataDir = None,
     count_flops: Annotated[
-        bool, typer.Option(help="Train the rows of the page that lack FLOPs once more to count them, and stop.")
+        bool, typer.Option(help="Count the FLOPs of rows that lack them by training these rows again, and stop.")
     ] = False,
     new_clients: Annotated[
         bool,
         typer.Option(
-            help="Test new clients of what is finished with fewer samples and other steps, and stop; what the page alone has is "
-            "trained once more for it."
+            help="Test new clients of finished rows with fewer samples and other numbers of steps, and stop. Rows without a run "
+            "folder are trained again."
         ),
     ] = False,
     write_docs: Annotated[
-        bool, typer.Option(help="Write the results of the finished runs, if any, and the pages into docs/ and stop.")
+        bool, typer.Option(help="Write the results of finished runs, if any, and the pages into docs/, and stop.")
     ] = False,
     changed: Annotated[
-        bool, typer.Option(help="Name the rows of the page that the code has changed since, and stop.")
+        bool, typer.Option(help="Name the rows of the page that later code may have changed, and stop.")
     ] = False,
     confirm: Annotated[
         bool,
         typer.Option(
-            help="Train the first seed of each row of the page that later code may have changed once more, say whether it still "
-            "holds, and stop."
+            help="Check the rows of the page that later code may have changed: train their first seed again, say whether they "
+            "still hold, and stop."
         ),
     ] = False,
     debug: reproduce.Debug = False,
 ) -> None:
-    """Runs the list one after the other; the same command goes on where it was stopped.
+    """Runs the list, one run after the other. The same command continues where it was stopped.
 
     `python -m experiments.leaderboard --list`
 

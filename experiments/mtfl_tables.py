@@ -1,6 +1,6 @@
-"""Tables and figures beside the studies of MTFL: rounds to a user accuracy, costs on a testbed, and inequality (10).
+"""Tables and figures for the studies of MTFL: rounds to a user accuracy, costs on a testbed, and inequality (10).
 
-`python -m experiments.mtfl_tables --help` says what is made.
+`python -m experiments.mtfl_tables --help` lists them.
 """
 
 import dataclasses
@@ -32,7 +32,9 @@ TESTBED = (
 STEPS = {"mtfl": "steps", "perfedavg_fo": "local_steps", "pfedme": "local_rounds"}
 """The option of each method that says how many local steps a round has."""
 
-DataDirOption = Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.", show_default=False)]
+DataDirOption = Annotated[
+    str | None, typer.Option(help="Folder of prepared data sets of tensorflow-datasets.", show_default=False)
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -181,11 +183,11 @@ def main() -> None:
 @app.command()
 def targets(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `mtfl` or `mtfl_figure5`.")],
-    at: Annotated[str, typer.Option(help="User accuracies to reach; the paper's are not known.")] = "0.95,0.97",
+    at: Annotated[str, typer.Option(help="User accuracies to reach; those of the paper are not known.")] = "0.95,0.97",
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Rounds until a user accuracy is reached, MB and minutes of a modelled testbed; writes RUN/targets.md and RUN/targets.png.
+    """Writes RUN/targets.md and RUN/targets.png: rounds to a user accuracy, and MB and minutes on a modelled testbed.
 
     `python -m experiments.mtfl_tables targets runs/mtfl`
 
@@ -267,7 +269,7 @@ def curves(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `mtfl` or `mtfl_figure5`.")],
     debug: DebugOption = False,
 ) -> None:
-    """Training loss, user accuracy and its variance over the rounds of a run; writes RUN/curves.csv and RUN/curves.png.
+    """Writes RUN/curves.csv and RUN/curves.png: training loss, user accuracy and its variance over the rounds of a run.
 
     `python -m experiments.mtfl_tables curves runs/mtfl`
 
@@ -275,8 +277,8 @@ def curves(
 
     `fedjax-meta run mtfl --variant curves --out runs/curves` makes such a run.
 
-    The loss is that of the samples on which the round's clients train, mean over their steps; user accuracy and its variance are
-    of their own test samples before they train.
+    The loss is that of the samples on which the round's clients train, as a mean over their steps. User accuracy and its variance
+    are measured on the clients' own test samples before they train.
     """
     with process.one_line_errors(debug):
         study, found = load(run / "study.yaml"), compare.finished([run])
@@ -316,12 +318,14 @@ def draw_curves(path: Path, title: str, of_systems: Mapping[str, Sequence[Mappin
 
 @app.command()
 def testbed(
-    variant: Annotated[list[str] | None, typer.Option("--variant", help="Of the study `mtfl`; may be repeated.")] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="Variant of the study `mtfl`; can be repeated.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write the table to.", show_default=False)] = None,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """What a round costs on a modelled testbed of Raspberry Pis, by system; nothing is trained.
+    """Shows the cost of a round of each system on a modelled testbed of Raspberry Pis. Nothing is trained.
 
     `python -m experiments.mtfl_tables testbed --variant quick`
 
@@ -349,13 +353,15 @@ def testbed(
 
 @app.command()
 def shift(
-    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("shift.png"),
+    out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("shift.png"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 20,
-    variant: Annotated[list[str] | None, typer.Option("--variant", help="Of the study `mtfl`; may be repeated.")] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="Variant of the study `mtfl`; can be repeated.")
+    ] = None,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Inequality (10): how far aggregation moves activations, along a run of FL and one whose batch norms are private.
+    """Inequality (10): how far aggregation moves activations, during a run of FL and a run with private batch norms.
 
     `python -m experiments.mtfl_tables shift --data-dir DIR`
 

@@ -2,20 +2,21 @@
 
 client_worker/base_worker.py of baolongnguyenmac/fl-ml (commit af97090) seeds Python's generator with 42 when it is imported, and
 Flower 0.17 draws cohorts by that generator: one client for the initial model, then in each round 5 that train and 50 that test.
-Something before takes 6 numbers of 32 bits; that count alone was found by search.
+Before that, something takes 6 numbers of 32 bits. Only this count was found by search.
 
-The logs give a proof. A round's training accuracy is the number of right answers over the query samples of its cohort, so that
-eight runs with the same cohorts have accuracies with a common denominator, and with the right cohorts the 300 denominators are
-sums of five of 50 sizes.
+The logs prove it. A round's training accuracy is the number of right answers over the query samples of its cohort. So eight runs
+with the same cohorts have accuracies with a common denominator. With the right cohorts, the 300 denominators are sums of five of
+50 sizes.
 
-Which classes a client has shows in how hard its cohorts are: the classes of client u depend on u mod 10, not on u mod 5.
+The difficulty of a client's cohorts shows its classes: the classes of client u depend on u mod 10, not on u mod 5.
 
-The runs of FedAvg train on support and query, so that their logs give all training samples of a client. These numbers are exactly
-those of parts by stick-breaking that are dealt to the slots in turn, where the first image of the test set (a 7) is missing, as
-when pandas takes the first row of a file for its heading, and every slot but the first one of its class has one sample less.
+The runs of FedAvg train on support and query samples, so their logs give the number of all training samples of a client. These
+numbers are exactly those of parts by stick-breaking that are given to the slots in turn. The first image of the test set (a 7)
+is missing, as if pandas took the first row of a file for its heading. Every slot except the first one of its class has one
+sample less.
 
-Centralised training has no logs, but a figure of an older commit holds its accuracies: of 300 passes over 1641 batches of 32, as
-many as three quarters of 70,000 images make.
+Centralised training has no logs, but a figure of an older commit contains its accuracies. They are from 300 passes over 1641
+batches of 32, which is the number of batches of three quarters of 70,000 images.
 """
 
 import json
@@ -58,14 +59,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 @app.command()
 def main(
     clone: Annotated[Path | None, typer.Argument(help="A clone of baolongnguyenmac/fl-ml, to compare with its logs.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to print.")] = 300,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds to print.")] = 300,
     run: Annotated[
         Path | None,
-        typer.Option(help="Folder of a run of fedmeta_per_published_cohorts, whose losses stand beside the logs'."),
+        typer.Option(help="Folder of a run of fedmeta_per_published_cohorts, to compare its losses with the logs."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
-    """Prints the cohorts, or what the authors' logs say of them.
+    """Prints the cohorts, or what the authors' logs show about them.
 
     `python -m experiments.published_cohorts --rounds 20`
 
@@ -73,7 +74,7 @@ def main(
 
     `python -m experiments.published_cohorts fl-ml --run runs/fedmeta_per_published_cohorts`
 
-    The folder is made by `git clone https://github.com/baolongnguyenmac/fl-ml`.
+    `git clone https://github.com/baolongnguyenmac/fl-ml` makes the folder `fl-ml`.
     """
     with one_line_errors(debug):
         if clone is None:

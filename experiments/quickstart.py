@@ -1,4 +1,4 @@
-"""A first look at what the library is for; `make run` sets everything up and runs it. The study is studies/quickstart.yaml."""
+"""A first look at the library; `make run` sets everything up and runs it. The study is studies/quickstart.yaml."""
 
 from fedjax_meta.front import program
 

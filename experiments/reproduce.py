@@ -1,7 +1,7 @@
-"""The papers' tables at full size: runs in order of priority, and docs/results.md from what they found.
+"""The papers' tables at full size: runs in order of priority, and docs/results.md from their results.
 
-`experiments/reproduce.yaml` is the list. `--list` says what is done, `--hours` runs what is missing until the time is over, and
-`--write-docs FOLDER` turns the run folders in FOLDER into docs/results/NAME.json and writes the page from those files.
+`experiments/reproduce.yaml` is the list of runs. `--list` shows what is done. `--hours` runs what is missing until the time is
+over. `--write-docs FOLDER` turns the run folders in FOLDER into docs/results/NAME.json, and writes the page from those files.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ GRACE = 900.0
 BY_ITSELF = 10.0
 """Seconds after which a run is taken not to have heard of a SIGTERM."""
 
-Runs = Annotated[Path, typer.Option(help="Folder of the run folders.")]
-List = Annotated[bool, typer.Option("--list", help="Say what is done and what it costs, and stop.")]
+Runs = Annotated[Path, typer.Option(help="Folder that contains the run folders.")]
+List = Annotated[bool, typer.Option("--list", help="Show what is done and what each run costs, and stop.")]
 Only = Annotated[str | None, typer.Option(help="Only these runs of the list, separated by commas.")]
-Hours = Annotated[float | None, typer.Option(min=0.0, help="Stop after this many hours; what was reached is saved.")]
-DataDir = Annotated[str | None, typer.Option(help="Where data sets are.")]
+Hours = Annotated[float | None, typer.Option(min=0.0, help="Stop after this many hours; the progress is saved.")]
+DataDir = Annotated[str | None, typer.Option(help="Folder of the data sets.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -43,11 +43,11 @@ def main(
     hours: Hours = None,
     data_dir: DataDir = None,
     write_docs: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the results in FOLDER into docs/ and stop.")
+        Path | None, typer.Option(metavar="FOLDER", help="Write the results in FOLDER into docs/, and stop.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Runs the list one after the other; the same command goes on where it was stopped.
+    """Runs the list, one run after the other. The same command continues where it was stopped.
 
     `python -m experiments.reproduce --list`
 

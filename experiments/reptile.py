@@ -1,4 +1,4 @@
-"""Per-FedAvg-Reptile (Xia and Cui) beside Per-FedAvg and FedAvg with one update; the study is studies/reptile.yaml."""
+"""Compares Per-FedAvg-Reptile (Xia and Cui) with Per-FedAvg and FedAvg with one update; the study is studies/reptile.yaml."""
 
 from fedjax_meta.front import program
 

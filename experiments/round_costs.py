@@ -1,4 +1,4 @@
-"""Time and peak memory of a round of every system of a study; see `python -m experiments.round_costs --help`."""
+"""Measures time and peak memory of a round of every system of a study; see `python -m experiments.round_costs --help`."""
 
 import dataclasses
 import time
@@ -104,18 +104,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 @app.command()
 def main(
     study: Annotated[Path, typer.Argument(metavar="STUDY", help="A YAML file, or the name of a study of the package.")],
-    variant: Annotated[list[str] | None, typer.Option("--variant", help="A change that the study holds by name.")] = None,
+    variant: Annotated[list[str] | None, typer.Option("--variant", help="A named variant of the study.")] = None,
     systems: Annotated[str | None, typer.Option(help="Only these systems, separated by commas.", show_default=False)] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds to time.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds to time.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write the table to.", show_default=False)] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Where tensorflow-datasets keeps prepared sets.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of prepared data sets of tensorflow-datasets.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Prints time and peak memory of a round of every system of a study.
 
     `python -m experiments.round_costs quickstart --variant quick`
 
-    `python -m experiments.round_costs imaml` (that iMAML's memory does not grow with the inner epochs is its paper's main claim)
+    `python -m experiments.round_costs imaml` (the paper's main claim: iMAML's memory does not grow with the inner epochs)
     """
     with one_line_errors(debug):
         wanted: Sequence[str] | None = None if systems is None else [name.strip() for name in systems.split(",")]

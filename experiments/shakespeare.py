@@ -1,4 +1,4 @@
-"""Next characters of Shakespeare's speakers, by federated systems and centrally: studies/shakespeare.yaml."""
+"""Predicts the next characters of Shakespeare's speakers, by federated systems and centrally: studies/shakespeare.yaml."""
 
 from fedjax_meta.front import program
 

@@ -48,7 +48,7 @@ from fedjax_meta.study.tuning import KNOWN, NEW, points_of, rounds_of_trials
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
 EXTENSIONS = 4
-"""How often `--extend` moves a grid on, where the study does not say it."""
+"""How often `--extend` extends a grid if the study does not say it."""
 
 DIVERGED = 3
 """Exit code when every run diverged."""
@@ -57,35 +57,35 @@ StudyArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[STUDY]",
-        help="A YAML file, or the name of a study of the package, see `list studies`. Not given: the methods of --systems.",
+        help="A YAML file, or the name of a study of the package (see `list studies`). Without it: the methods of --systems.",
         show_default=False,
     ),
 ]
 DatasetOption = Annotated[
-    str | None, typer.Option(help="Data set of all scenarios, without augmentation; see `list datasets`.", show_default=False)
+    str | None, typer.Option(help="Data set for all scenarios, without augmentation; see `list datasets`.", show_default=False)
 ]
 PartitionOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME(KEY=VALUE,...)",
-        help="How samples are divided in all scenarios, see `list partitions`.",
+        help="How all scenarios divide samples among clients; see `list partitions`.",
         show_default=False,
     ),
 ]
-ClientsOption = Annotated[int | None, typer.Option(min=1, help="Clients of all scenarios.", show_default=False)]
+ClientsOption = Annotated[int | None, typer.Option(min=1, help="Number of clients in all scenarios.", show_default=False)]
 ModelOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME(KEY=VALUE,...)", help="Model of all scenarios, see `list models`.", show_default=False),
+    typer.Option(metavar="NAME(KEY=VALUE,...)", help="Model for all scenarios; see `list models`.", show_default=False),
 ]
 VariantOption = Annotated[
-    list[str] | None, typer.Option("--variant", help="A change that the study holds by name, e.g. `quick`; may be repeated.")
+    list[str] | None, typer.Option("--variant", help="A named variant of the study, e.g. `quick`; can be repeated.")
 ]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Short for `--variant quick`.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Same as `--variant quick`.")]
 SystemsOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME(KEY=VALUE,...),...",
-        help="Only these systems of the study; without a study, methods with their options.",
+        help="Run only these systems of the study. Without a study: methods with their options.",
         show_default=False,
     ),
 ]
@@ -96,32 +96,35 @@ SetOption = Annotated[
     ),
 ]
 RoundsOption = Annotated[
-    int | None, typer.Option(min=1, help="Short for `--set rounds=N`; trials get no more, either.", show_default=False)
+    int | None, typer.Option(min=1, help="Same as `--set rounds=N`; also limits tuning trials.", show_default=False)
 ]
-SeedsOption = Annotated[str | None, typer.Option(help="Short for `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)]
+SeedsOption = Annotated[str | None, typer.Option(help="Same as `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)]
 ExtendOption = Annotated[
-    bool, typer.Option("--extend", help=f"Move a grid on, up to {EXTENSIONS} times, while its best value is at its end.")
+    bool, typer.Option("--extend", help=f"Extend a grid, up to {EXTENSIONS} times, while its best value is at its end.")
 ]
 DevicesOption = Annotated[
-    int | None, typer.Option(min=1, help="Devices that share the work; all when not given.", show_default=False)
+    int | None, typer.Option(min=1, help="Number of devices that share the work; by default all.", show_default=False)
 ]
 StoreOption = Annotated[
     str | None,
-    typer.Option(help="Where what clients keep is: device, host (its memory) or disk.", show_default=False),
+    typer.Option(help="Where to keep client state: `device`, `host` (its memory) or `disk`.", show_default=False),
 ]
 DeltaOption = Annotated[
-    float | None, typer.Option(help="Of the epsilon of systems with noise; N^-1.1 when not given.", show_default=False)
+    float | None,
+    typer.Option(
+        help="Delta at which to state the epsilon of systems with noise; by default N^-1.1 for N clients.", show_default=False
+    ),
 ]
 OnDivergenceOption = Annotated[
     str | None,
     typer.Option(
-        help="What a run that diverged does: `continue` (the default), or `stop` at the next evaluation.",
+        help="What to do when a run diverges: `continue` (default), or `stop` at the next evaluation.",
         show_default=False,
     ),
 ]
 DataDirOption = Annotated[
     str | None,
-    typer.Option(help="Folder of data sets, of tensorflow-datasets, LEAF, PFLlib and others.", show_default=False),
+    typer.Option(help="Folder with data sets of tensorflow-datasets, LEAF, PFLlib and others.", show_default=False),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -144,12 +147,12 @@ def main(
 
     `fedjax-meta list methods`
 
-    `fedjax-meta run STUDY.yaml --dry-run` says what a study would run and cost.
+    `fedjax-meta run STUDY.yaml --dry-run` shows what a study would run and what it would cost.
     """
 
 
 def _folder(text: str | Path) -> Path:
-    """An empty text, most often a shell's variable that is not set, is not the current folder."""
+    """The folder of an option. An empty text is refused: it is most often an unset shell variable, not the current folder."""
     if text == "":
         raise typer.BadParameter("must name a folder, got an empty text")
     return Path(text)
@@ -161,7 +164,7 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", parser=_folder, help="Folder of the run; a run that is there goes on.", show_default=False
+            metavar="FOLDER", parser=_folder, help="Folder of the run; a run in this folder is continued.", show_default=False
         ),
     ] = None,
     variant: VariantOption = None,
@@ -174,7 +177,7 @@ def run(
     rounds: RoundsOption = None,
     seeds: SeedsOption = None,
     set_: SetOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and what it will cost, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run and what it would cost, then stop.")] = False,
     extend: ExtendOption = False,
     devices: DevicesOption = None,
     store: StoreOption = None,
@@ -182,17 +185,16 @@ def run(
     on_divergence: OnDivergenceOption = None,
     shared: Annotated[
         bool,
-        typer.Option(
-            "--shared", help="Share the run with other processes that were started with this command; --out names the folder."
-        ),
+        typer.Option("--shared", help="Share the run with other processes that use this command and the same --out."),
     ] = False,
     data_dir: DataDirOption = None,
     log: Annotated[
-        str | None, typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio, or module:Name; several with commas.")
+        str | None,
+        typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio or module:Name; separate several with commas."),
     ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Tunes and trains every system of a study, and writes a table.
+    """Tunes and trains every system of a study, and writes a report.
 
     `fedjax-meta run study.yaml --out runs/first`
 
@@ -204,7 +206,7 @@ def run(
     """
     with one_line_errors(debug):
         if shared and out is None:
-            raise ValueError("--shared: processes share a run by its folder, so --out must name it")
+            raise ValueError("--shared: processes share a run through its folder, so --out must name the folder")
         chosen = _chosen(
             study,
             variant=variant,
@@ -246,9 +248,9 @@ def run(
                 _report(chosen, folder, built, outcomes, command)
         where = escape.console(str(folder / "report.html"))
         if outcomes is None:
-            console.print(f"\nall systems are finished; another process has written {where}", soft_wrap=True)
+            console.print(f"\nall systems are finished; another process wrote {where}", soft_wrap=True)
             return
-        console.print(f"\nopen {where}; metrics and states are beside it", soft_wrap=True)
+        console.print(f"\nopen {where}; metrics and states are in the same folder", soft_wrap=True)
         if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
             errors.print("error: every run diverged", style="red")
             raise typer.Exit(DIVERGED)
@@ -274,13 +276,13 @@ def show(
     on_divergence: OnDivergenceOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Prints a study with all its fields, as YAML that runs again.
+    """Prints a study with all its fields, as YAML that you can run.
 
     `fedjax-meta show quickstart --quick`
 
     `fedjax-meta show study.yaml --set rounds=20`
 
-    Options that a system leaves out have the defaults of `fedjax-meta list methods NAME`.
+    If a system leaves out an option, it has the default that `fedjax-meta list methods NAME` shows.
     """
     with one_line_errors(debug):
         chosen = _chosen(
@@ -320,7 +322,7 @@ def _chosen(
     extend: bool,
     **fields: Any,
 ) -> Study:
-    """The study that the options of `run` and `show` say; `fields` of it are overridden where they are given."""
+    """The study that the options of `run` and `show` describe; given `fields` override those of the study."""
     short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
     short += [f"{name}={value}" for name, value in fields.items() if value is not None]
     place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
@@ -346,16 +348,20 @@ def compare(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(help="The score to compare; the main one of the first study that names one.", show_default=False),
+        typer.Option(
+            help="Score to compare; by default the main score of the first study that names one.", show_default=False
+        ),
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="System that others are held against; the first system when not given.", show_default=False),
+        typer.Option(help="System that the others are compared with; by default the first system.", show_default=False),
     ] = None,
-    out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Also write it: .md, .csv or .html.")] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Also write the comparison to a file: .md, .csv or .html.")
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Compares the systems of finished runs with one of them, seed by seed and client by client.
+    """Compares the systems of finished runs with a reference system, by seed and by client.
 
     `fedjax-meta compare runs/first runs/second --target 80 --out page.html`
 
@@ -377,20 +383,22 @@ def compare(
 @app.command("export")
 def export_(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    system: Annotated[str, typer.Option(help="Its name in the study.")],
+    system: Annotated[str, typer.Option(help="Name of the system in the study.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
     client: Annotated[
-        str | None, typer.Option(help="A known client, its number or name; else the server's model.", show_default=False)
+        str | None, typer.Option(help="Number or name of a known client; by default the server's model.", show_default=False)
     ] = None,
-    new_client: Annotated[str | None, typer.Option(help="A client that never trained.", show_default=False)] = None,
+    new_client: Annotated[
+        str | None, typer.Option(help="Number or name of a client that never trained.", show_default=False)
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the run; the first of the study when not given.", show_default=False)
+        int | None, typer.Option(help="Seed of the run; by default the first seed of the study.", show_default=False)
     ] = None,
-    scenario: Annotated[str | None, typer.Option(help="Where there are several.", show_default=False)] = None,
+    scenario: Annotated[str | None, typer.Option(help="Scenario, if the study has several.", show_default=False)] = None,
     data_dir: DataDirOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Writes a trained model to a safetensors file, which Flax, PyTorch and NumPy read.
+    """Writes a trained model to a safetensors file. Flax, PyTorch and NumPy can read it.
 
     `fedjax-meta export runs/first --system fedper --out server.safetensors`
 
@@ -408,7 +416,7 @@ def export_(
 
 @app.command("runs")
 def runs_(
-    folder: Annotated[Path, typer.Argument(help="Folder that holds runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder that contains runs.")] = Path("runs"),
     debug: DebugOption = False,
 ) -> None:
     """Lists the runs in a folder: title, date, state and the best system of each scenario.
@@ -425,25 +433,25 @@ def runs_(
             for scenario, system, value in one.best:
                 console.print(f"  {escape.console(f'{scenario}: best is {system}, {value} over known clients')}")
         if not found:
-            console.print(f"{escape.console(str(folder))} holds no runs")
+            console.print(f"{escape.console(str(folder))} contains no runs")
 
 
 @app.command()
 def preset(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
-    to: Annotated[Path, typer.Option(help="Folder of the presets.")] = presets.HERE,
+    to: Annotated[Path, typer.Option(help="Folder for the presets.")] = presets.HERE,
     name: Annotated[
         str | None, typer.Option(help="Name for the preset, if the run has a single scenario.", show_default=False)
     ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Saves what a run's grids found as presets, which studies of this folder use by name.
+    """Saves the tuned values of a run as presets. Studies in this folder use them by name.
 
     `fedjax-meta preset runs/first`
 
     `fedjax-meta preset runs/first --to presets --name pairs`
 
-    A system then says `preset: mnist_small-pairs/fedavg`.
+    To use a preset, write `preset: mnist_small-pairs/fedavg` in a system.
     """
     with one_line_errors(debug):
         for path in presets.save(run, to, name):
@@ -454,19 +462,20 @@ def preset(
 @app.command("list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="studies, methods, partitions, models, masks, shifts, parts, datasets or presets.")
+        str,
+        typer.Argument(help="What to list: studies, methods, partitions, models, masks, shifts, parts, datasets or presets."),
     ] = "methods",
     name: Annotated[
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="A method, partition, model, shift or part: its options, with their defaults.",
+            help="Name of a method, partition, model, shift or part: lists its options and defaults.",
             show_default=False,
         ),
     ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Lists the names that a study may hold, each with one line, or the options of one of them.
+    """Lists names that a study can use, with one line each, or the options of one name.
 
     `fedjax-meta list partitions`
 
@@ -554,9 +563,9 @@ def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
         _print_table(report.Table(headings, rows, f"{scenario}: what it will cost"))
     console.print(
         f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}, without tests and the "
-        "report. These times are of one round of each system, which was compiled and run here on one device. FLOPs: of a "
-        "client's round, matrix products and convolutions, counted in that round. Memory: the states of the largest sweep, and "
-        "what its rounds need beside them.",
+        "report. To measure this, one round of each system was compiled and run here on one device. FLOPs: matrix products and "
+        "convolutions of one client, counted in that round. Memory: the states of the largest sweep, and what its rounds need "
+        "in addition.",
         style="dim",
     )
 
@@ -586,8 +595,8 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
     left = ", ".join(sorted(finished - set(study.systems)))
     if left:
         text = (
-            f"the report is without {left}, of which this folder has results, too; so are compare and export, until a run names "
-            "all systems again"
+            f"This report leaves out {left}, although the folder has their results; so do compare and export. Run all systems to "
+            "include them."
         )
         console.print(escape.console(text), soft_wrap=True)
 
@@ -596,7 +605,7 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
 def _trained(
     study: Study, folder: Path, built: Mapping[str, Clients], command: str, watcher: runs.Watcher, shared: bool
 ) -> Iterator[list[runs.Outcome] | None]:
-    """Runs a study, or shares in a run; the first SIGINT or SIGTERM ends it as soon as it is saved, a second one at once."""
+    """Runs a study, or shares in a run. The first SIGINT or SIGTERM saves the run and ends it; a second one ends it at once."""
     numbers: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -613,7 +622,7 @@ def _trained(
                 else:
                     outcomes = runs.run(study, folder, **options)
         except runs.Stopped as stop:
-            raise Stopped(f"stopped in {stop}; all of it is saved. Continue with: {command}", numbers[0]) from None
+            raise Stopped(f"stopped in {stop}; everything is saved. Continue with: {command}", numbers[0]) from None
         yield outcomes
 
 
@@ -682,7 +691,7 @@ class _Lines(runs.Watcher):
     def wait(self, others: Sequence[tuple[str, str]]) -> None:
         names = ", ".join(f"{scenario}, {self._study.title_of(system)}" for scenario, system in others)
         self._clear()
-        console.print(escape.console(f"waiting for what other processes train: {names}"))
+        console.print(escape.console(f"waiting for systems that other processes train: {names}"))
 
     def _say(self, text: str) -> None:
         now = time.perf_counter()

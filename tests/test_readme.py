@@ -50,8 +50,11 @@ def test_a_new_method_moves_by_no_more_than_its_clipped_steps():
 
 def test_there_are_three_examples_and_as_many_methods_as_it_says():
     assert len(BLOCKS) == 3
-    (said,) = re.findall(r"\*\*More than (\d+) methods", TEXT)
-    assert len(fm.METHODS) > int(said) and f"| {said}+ | 7 |" in TEXT
+    ((methods, variants),) = re.findall(r"\*\*(\d+) methods and (\d+) variants", TEXT)
+    assert f"| {methods}, and {variants} variants | 7 |" in TEXT
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "fedjax_meta" / "methods").glob("*.py")]
+    assert sum(source.count("\n@variant(") for source in sources) == int(variants)
+    assert int(methods) + int(variants) == len(fm.METHODS)
 
 
 def test_the_layout_names_modules_that_exist_and_nearly_all_of_them():

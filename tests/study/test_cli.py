@@ -64,7 +64,7 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     assert not any(word in page for word in ('src="http', 'href="http', "@import", "url(http"))
     # A part of the study in the same folder.
     code, text = said("run", file, "--out", tmp_path / "run", "--set", "rounds=2", "--set", "seeds=[1]", "--systems", "fedavg")
-    assert code == 0 and "the report is without local, of which this folder has results, too" in " ".join(text.split())
+    assert code == 0 and "This report leaves out local, although the folder has their results" in " ".join(text.split())
 
 
 def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):
@@ -117,7 +117,7 @@ def test_what_the_last_run_left_out_is_said_to_be_there(tmp_path):
     common = ("run", "--dataset", "digits", "--clients", "6", "--rounds", "1", "--out", tmp_path / "run")
     assert said(*common, "--systems", "fedavg(lr=0.1),fedprox(lr=0.1)")[0] == 0
     code, text = said(*common, "--systems", "fedavg(lr=0.1)")
-    assert code == 0 and "the report is without fedprox" in " ".join(text.split())
+    assert code == 0 and "This report leaves out fedprox" in " ".join(text.split())
     code, text = said("export", tmp_path / "run", "--system", "fedprox", "--out", tmp_path / "x.safetensors")
     assert code == 1 and "left fedprox out, of which it has results" in " ".join(text.split())
 
