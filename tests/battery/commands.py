@@ -10,10 +10,10 @@ SMALL_FEDPAC = tuple(
     word
     for field in (
         "federation.cohort_size=8",
-        "scenarios.cifar10.dataset=mnist_small",
-        "scenarios.cifar10.clients=10",
-        "scenarios.cifar10.augment=null",
-        "scenarios.cifar10.options.size=30",
+        "scenarios.clients.dataset=mnist_small",
+        "scenarios.clients.clients=10",
+        "scenarios.clients.augment=null",
+        "scenarios.clients.options.size=30",
     )
     for word in ("--set", field)
 )
@@ -361,9 +361,9 @@ OTHERS = {
         (("--quick", "--set", "systems.fedmeta_per.options.score=best", "--systems", "fedmeta_per"), "score='best' is unknown"),
     ],
     "fedpac": [
-        (("--set", "scenarios.cifar10.dataset=mnits"), "mnits"),
+        (("--set", "scenarios.clients.dataset=mnits"), "mnits"),
         (("--set", "systems.fedavg.grid.lr=[-1]", *SMALL_FEDPAC), "lr=-1.0 must be finite and above 0"),
-        (("--set", "scenarios.cifar10.options.uniform=2", *SMALL_FEDPAC), "uniform=2 must lie between 0 and 1"),
+        (("--set", "scenarios.clients.options.uniform=2", *SMALL_FEDPAC), "uniform=2 must lie between 0 and 1"),
         ((*SMALL_FEDPAC, "--set", "federation.cohort_size=30"), "cohort_size=30"),
         (("--systems", "fedpack"), "system='fedpack' is unknown (did you mean 'fedpac'?)"),
     ],

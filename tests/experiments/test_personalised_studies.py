@@ -15,7 +15,7 @@ from fedjax_meta.study import Scenario, load, to_tree
 from fedjax_meta.study.tuning import points_of
 
 SMALL = [
-    *(f"scenarios.cifar10.{field}" for field in ("dataset=mnist_small", "augment=null", "options.size=30", "clients=10")),
+    *(f"scenarios.clients.{field}" for field in ("dataset=mnist_small", "augment=null", "options.size=30", "clients=10")),
     "federation.cohort_size=8",
 ]
 """5,000 images are too few for all clients."""
@@ -28,12 +28,12 @@ def fedpac():
 
 @pytest.fixture(scope="module")
 def clients(fedpac):
-    return fedpac.scenarios["cifar10"].build()
+    return fedpac.scenarios["clients"].build()
 
 
 def test_a_fifth_of_the_clients_of_fedpac_never_train(clients):
     whole = load("fedpac")
-    assert (whole.scenarios["cifar10"].clients, whole.scenarios["cifar10"].new, whole.federation["cohort_size"]) == (
+    assert (whole.scenarios["clients"].clients, whole.scenarios["clients"].new, whole.federation["cohort_size"]) == (
         25,
         0.2,
         20,
@@ -69,7 +69,7 @@ def test_variants_of_fedpac():
     assert [one.options["uniform"] for one in load("fedpac", variants=["share"]).scenarios.values()] == [0, 0.2, 0.4, 0.6, 0.8]
     sizes = load("fedpac", variants=["samples"], systems=["fedpac"])
     assert [one.options["size"] for one in sizes.scenarios.values()] == [100, 200, 400, 600]
-    assert load("fedpac", variants=["emnist"]).scenarios["cifar10"].dataset == "emnist/byclass"
+    assert load("fedpac", variants=["emnist"]).scenarios["clients"].dataset == "emnist/byclass"
     few = load("fedpac", variants=["batches_of_10"])
     assert {one.options["batch_size"] for one in few.systems.values()} == {10}  # or an ablation differs by its batches, too
 
@@ -83,7 +83,7 @@ def test_cinic10_is_read_from_a_file(tmp_path):
     labels = {f"y_{part}": np.arange(count) % 10 for part, count in (("train", 2000), ("test", 6000))}
     np.savez(tmp_path / "cinic10.npz", **parts, **labels)
     study = load("fedpac", variants=["cinic10"])
-    assert study.scenarios["cifar10"].dataset == "cinic10.npz"
+    assert study.scenarios["clients"].dataset == "cinic10.npz"
     given = {
         "dataset": str(tmp_path / "cinic10.npz"),
         "partition": "fedpac",
@@ -152,7 +152,7 @@ def test_figures_of_a_run_and_of_the_mixtures(tmp_path):
     assert ran.exit_code == 0, ran.output
     assert runner.invoke(fedpac_figures.app, ["curves", str(tmp_path / "run")]).exit_code == 0
     assert (tmp_path / "run" / "scenarios.png").stat().st_size > 10_000
-    words = [word for field in fields for word in ("--set", f"scenarios.cifar10.{field}")] + [
+    words = [word for field in fields for word in ("--set", f"scenarios.clients.{field}")] + [
         "--set",
         "federation.cohort_size=5",
     ]
