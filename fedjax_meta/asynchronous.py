@@ -96,9 +96,9 @@ def fedbuff(
     """FedBuff steps along the mean of s(tau) (w_then - w_i) whenever K updates came; the rate is `server_lr`.
 
     `concurrency` clients train at any time; when one arrives, a random idle one is given the model of that moment. A client whose
-    update waits in the buffer is not idle. Arrivals of one moment come before what follows from them, so that K clients of equal
-    speed are synchronous. Methods whose uploads are changes of shared parameters run in it (FedAvg, FedProx, FedPer, Ditto,
-    FedMeta, ...); others are refused by name. Buffers of a model are averaged as they come.
+    update waits in the buffer is not idle. Clients that arrive at the same time are all handled before new work starts, so that K
+    clients of equal speed are synchronous. Methods whose uploads are changes of shared parameters run in it (FedAvg, FedProx,
+    FedPer, Ditto, FedMeta, ...); others are refused by name. Buffers of a model are averaged as they come.
 
     Args:
       seconds: `[N]`, the time that each client takes for its round, e.g. `costs.seconds_by_client(...)`.
@@ -120,50 +120,6 @@ def fedbuff(
       >>> timetable.cohorts.ravel().tolist(), timetable.staleness.ravel().tolist(), timetable.times.tolist()
       ([0, 1, 0, 1], [0, 1, 0, 1], [1.0, 1.0, 2.0, 2.0])
     """
-    given: dict[str, Any] = {
-        "rounds": rounds,
-        "buffer_size": buffer_size,
-        "concurrency": concurrency,
-        "most_stale": most_stale,
-    }
-    shape: dict[str, Any] = {"staleness_weight": staleness_weight, "exponent": exponent, "grace": grace}
-    return _timetable("fedbuff", seconds, **given, **shape, seed=seed, mixes_models=False)
-
-
-def fedasync(
-    seconds: ArrayLike,
-    *,
-    rounds: int,
-    concurrency: int,
-    most_stale: int,
-    staleness_weight: str = "polynomial",
-    exponent: Rate = 0.5,
-    grace: int = 0,
-    seed: int = 0,
-) -> Asynchronous:
-    """FedAsync mixes in each model that arrives: w <- (1 - a s(tau)) w + a s(tau) w_i, a = `server_lr`; `cohort_size` is 1.
-
-    Arguments and errors as in `fedbuff`. Methods whose clients send gradients in place of models are refused too.
-    """
-    given: dict[str, Any] = {"rounds": rounds, "buffer_size": 1, "concurrency": concurrency, "most_stale": most_stale}
-    shape: dict[str, Any] = {"staleness_weight": staleness_weight, "exponent": exponent, "grace": grace}
-    return _timetable("fedasync", seconds, **given, **shape, seed=seed, mixes_models=True)
-
-
-def _timetable(
-    name: str,
-    seconds: ArrayLike,
-    *,
-    rounds: int,
-    buffer_size: int,
-    concurrency: int,
-    most_stale: int,
-    staleness_weight: str,
-    exponent: Rate,
-    grace: int,
-    seed: int,
-    mixes_models: bool,
-) -> Asynchronous:
     checks.positive("seconds", seconds, each=True)
     times = checks.numeric("seconds", seconds)
     if times.ndim != 1 or not times.size:
@@ -188,8 +144,37 @@ def _timetable(
     given = {"rounds": rounds, "buffer_size": buffer_size, "concurrency": concurrency, "most_stale": most_stale}
     config = {"seconds": times, **given, **shape, "seed": seed}
     return Asynchronous(
-        cohorts, lags, when, len(times), most_stale, mixes_models, staleness_weight, exponent, grace, name, config
+        cohorts, lags, when, len(times), most_stale, False, staleness_weight, exponent, grace, "fedbuff", config
     )
+
+
+def fedasync(
+    seconds: ArrayLike,
+    *,
+    rounds: int,
+    concurrency: int,
+    most_stale: int,
+    staleness_weight: str = "polynomial",
+    exponent: Rate = 0.5,
+    grace: int = 0,
+    seed: int = 0,
+) -> Asynchronous:
+    """FedAsync mixes in each model that arrives: w <- (1 - a s(tau)) w + a s(tau) w_i, a = `server_lr`; `cohort_size` is 1.
+
+    Arguments and errors as in `fedbuff`. Methods whose clients send gradients in place of models are refused too.
+    """
+    timetable = fedbuff(
+        seconds,
+        rounds=rounds,
+        buffer_size=1,
+        concurrency=concurrency,
+        most_stale=most_stale,
+        staleness_weight=staleness_weight,
+        exponent=exponent,
+        grace=grace,
+        seed=seed,
+    )
+    return dataclasses.replace(timetable, mixes_models=True, name="fedasync")
 
 
 def _simulate(

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, disk, runtime
+from fedjax_meta.keys import is_key
 from fedjax_meta.types import PyTree
 
 FORMAT = 4
@@ -548,7 +549,7 @@ def _plain(leaf: Any) -> tuple[Any, str]:
     """A leaf as an array of numbers, and its kind: "array", "host" (it is in NumPy), or the name of a PRNG implementation."""
     if isinstance(leaf, np.ndarray):
         return leaf, _HOST
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), "array"
 

@@ -131,14 +131,14 @@ def cosines_of(vectors: jax.Array) -> jax.Array:
     return jnp.einsum("ikd,jkd->ij", unit, unit, precision=jax.lax.Precision.HIGHEST) / vectors.shape[1]
 
 
-def similar_clients(cosine: jax.Array, valid: jax.Array, *, most: float = 0.9999) -> jax.Array:
-    """pFedSim's S_ij = -log(1 - min(max(0, cosine), most)) over the valid clients, S_ii = -log(1 - most), rows normalised.
+def similar_clients(cosine: jax.Array, valid: jax.Array) -> jax.Array:
+    """pFedSim's S_ij = -log(1 - min(max(0, cosine), 0.9999)) over the valid clients, S_ii = -log(1 - 0.9999), rows normalised.
 
     Args:
       cosine: `[C, C]`.
       valid: bool `[C]`, whose models came; the others keep their own.
-      most: the cosine of a client with itself.
     """
+    most = 0.9999
     weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-jnp.clip(cosine, 0, most)), 0)
     weight = jnp.where(jnp.eye(len(valid), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
     return weight / jnp.sum(weight, 1, keepdims=True)

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_meta.keys import is_key
+
 
 def plain(value: Any) -> Any:
     """A value as JSON can hold it.
@@ -23,7 +25,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, jax.core.Tracer):
         return "traced"
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        array = np.asarray(jax.random.key_data(value) if isinstance(value, jax.Array) and _is_key(value) else value)
+        array = np.asarray(jax.random.key_data(value) if isinstance(value, jax.Array) and is_key(value) else value)
         # A float32 as the shortest number that reads as it: 0.1, not 0.10000000149011612.
         return float(str(array)) if array.ndim == 0 and np.issubdtype(array.dtype, np.floating) else array.tolist()
     if isinstance(value, Mapping):
@@ -38,7 +40,3 @@ def plain(value: Any) -> Any:
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
-
-
-def _is_key(array: jax.Array) -> bool:
-    return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))

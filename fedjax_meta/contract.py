@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedjax_meta.data import ClientData, ClientView, FederatedData
@@ -184,7 +185,7 @@ class Method:
       needs_classes: whether the method works only with one class label a sample; data with other targets are then refused.
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
-      refuses: what of a federation the method's equations do not bear, and why: names of upload transformations, "weighting" (one
+      refuses: federation options that the method does not support, and why: names of upload transformations, "weighting" (one
         other than the method's own), "server_optimizer", or "an aggregator with a memory".
       task: what is learned, filled in by the builder, so that data that it cannot learn from are refused before the first round.
       config: the name and every hyper-parameter, filled in by the builder.
@@ -228,6 +229,12 @@ def received_model(key: Key, received: Received, support: ClientView) -> Variabl
     """A `Method.personalize` that predicts with the model as it was received."""
     del key, support
     return received.model
+
+
+def keep_mean(state: Any, mean: PyTree, weight: Any, num_clients: int) -> PyTree:
+    """A `Method.update_extra` that holds the mean of the last cohort's statistics; the last one stays where nobody returned."""
+    del num_clients
+    return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
 
 class Reduction(NamedTuple):

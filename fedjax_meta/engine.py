@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_meta import checks, fitting, hardware, loops, runtime
 from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.hardware import Devices, free_bytes
+from fedjax_meta.keys import is_key
 from fedjax_meta.rows import Held, Layout, put
 from fedjax_meta.types import Key, PyTree
 
@@ -82,7 +83,7 @@ def place_shared(tree: PyTree, placed: Sharding) -> Any:
     def once(leaf: Any) -> jax.Array:
         if getattr(leaf, "sharding", None) == placed:
             return leaf
-        if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key):
+        if is_key(leaf):
             return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if len(placed.device_set) > 1 and _platform(placed) == "cpu" and placed.is_fully_addressable:
             # All devices of the host read an array in place if it is aligned as XLA wants it, which a JAX buffer is.

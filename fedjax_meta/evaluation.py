@@ -264,7 +264,7 @@ def with_user_accuracy(
 
     def one_round(key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
         clients = data.total_clients
-        if excluded.size and not (excluded.min() >= 0 and excluded.max() < clients):
+        if excluded.size and excluded.max() >= clients:
             raise ValueError(f"excluded={excluded} must hold ids of the N={clients} clients, from 0 on")
         counts = np.ones(clients, bool)
         counts[excluded] = False

@@ -54,7 +54,8 @@ class Federation:
         with; the method's when not given.
       server_lr: its rate, may be traced; alone it is the rate of `optax.sgd`.
       average_personal: average personal leaves at the server too. A client that has taken part never reads that average; a new
-        one starts from it (the reference code of FedMeta-Per tests FedPer so). It costs upload and gives personal leaves away.
+        one starts from it (the reference code of FedMeta-Per tests FedPer so). It costs
+        upload bytes and reveals personal leaves to the server.
       own_at_test: known clients test with their own personal leaves and memory; else with the server's personal leaves and a
         fresh memory.
       new_client: `(key, population, support) -> variables`, what a client does that never took part; the method's when not given.

@@ -48,7 +48,7 @@ def lanes(group: Callable[[int], ClosedJaxpr], share: int, given: int | None, de
             need = compiled_bytes(program, device)
         if need <= free or (count == 1 and given is None):
             break
-        # What all lanes share is counted for each of them, so the next number rather is too small.
+        # Memory that lanes share is counted once per lane, so the next guess tends to be too small.
         fewer = max(1, min(count - 1, math.floor(count * free / need)))
         if given is not None:
             raise ValueError(

@@ -22,7 +22,7 @@ from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
-from fedjax_meta.keys import tagged
+from fedjax_meta.keys import is_key, tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds import federate, server
@@ -355,7 +355,7 @@ def _reply(message: Any, facts: Mapping[str, int]) -> Any:
 def _record(tree: PyTree) -> Any:
     """The leaves of a tree, in order."""
     flwr = _flower()
-    leaves = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
+    leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
     return flwr.ArrayRecord(numpy_ndarrays=[np.asarray(leaf) for leaf in leaves])
 
 
@@ -369,7 +369,7 @@ def _tree(record: Any, like: PyTree) -> PyTree:
         )
     leaves = []
     for array, shape in zip(arrays, shapes, strict=True):
-        if _is_key(shape):
+        if is_key(shape):
             leaves.append(jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(jax.random.key(0))))
         else:
             # NumPy keeps bytes of bfloat16, but not their type.
@@ -388,14 +388,8 @@ def _words(key: Key) -> list[int]:
     return [int(word) for word in np.asarray(jax.random.key_data(key)).reshape(-1)]
 
 
-def _is_key(leaf: Any) -> bool:
-    return bool(
-        jax.dtypes.issubdtype(jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype, jax.dtypes.prng_key)
-    )
-
-
 def _zeros(leaf: Any) -> jax.Array:
-    return jax.random.key(0) if _is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
+    return jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
 class _Names:

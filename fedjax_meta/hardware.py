@@ -39,7 +39,7 @@ _PRECISIONS = {"tpu": ("float32", "bfloat16")}
 
 
 def check(devices: Any) -> Devices:
-    """The devices as they came, a sequence as a tuple. Does not start JAX's backend.
+    """Validates `devices`; returns a sequence as a tuple. Does not start a JAX backend.
 
     Raises:
       ValueError: no integer of at least 1, no device, what is no device, one device twice, or devices of two platforms.

@@ -22,6 +22,7 @@ from fedjax_meta import engine, runtime
 from fedjax_meta.algorithm import ROWS, Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import pack
+from fedjax_meta.keys import is_key
 from fedjax_meta.types import Key
 
 MEMORY = "memory"
@@ -215,7 +216,7 @@ def _rows(state: Any) -> dict[str, Any]:
 def _allocate(like: State, where: str | Path) -> dict[str, Any]:
     """Arrays for rows like those of a state, if there is room for them."""
     leaves: Sequence[Any] = jax.tree.leaves(_rows(like))
-    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
+    if any(map(is_key, leaves)):
         raise ValueError(
             "store: clients of this method keep a PRNG key, which NumPy cannot store; keep its `jax.random.key_data`"
         )

@@ -21,8 +21,7 @@ from fedjax_meta.meta import (
     Info,
     MetaGradient,
     as_batches,
-    check_problem,
-    own_copy,
+    prepared,
     require_fixed_rates,
     require_inner,
     require_query,
@@ -30,7 +29,7 @@ from fedjax_meta.meta import (
     split_support,
 )
 from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, hessian_product, run_inner, value_and_gradient
-from fedjax_meta.types import Mask, Params, PyTree, Rate, Updates
+from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
 OPERATORS = ("implicit", "imaml_dev", "fl_imaml", "fl_imaml_march")
 """Linear systems of implicit gradients, see `implicit_gradient`."""
@@ -70,22 +69,7 @@ class Solution(NamedTuple):
     negative_curvature: jax.Array
 
 
-class _Options(NamedTuple):
-    """The options of `implicit_gradient`, documented there."""
-
-    prox_weight: Rate
-    steps: int
-    cg_steps: int
-    tolerance: Rate
-    damping: Rate
-    warm_start: str
-    operator: str
-    proximal: str
-    outer: str
-    negative_curvature: str
-
-
-def implicit_gradient(
+def implicit_gradient(  # over 80 lines: most of them explain the options
     inner: InnerOptimizer,
     *,
     prox_weight: Rate,
@@ -116,17 +100,8 @@ def implicit_gradient(
       cg_steps: maximum number of conjugate-gradient steps, one Hessian-vector product each.
       tolerance: the solver stops at a residual of this size, relative to the right side.
       damping: added to the identity of the operator, for a Hessian that is not positive.
-      warm_start: the solver starts at "zero", or at the query "gradient", which takes one more product.
-      operator: "implicit" as above; "imaml_dev", the iMAML authors' code: (1 + damping) v + H v / (lambda + 10); "fl_imaml",
-        the code of Nguyen et al. ("Improving federated learning by meta-learning"): (1 + n + damping) v + sum_b H_b v / lambda
-        over the n chunks b of the QUERY, where their loss includes the proximal term; "fl_imaml_march", the earlier code behind
-        their logs: the same over the n chunks of the support. The last three solve a different system and are provided for
-        comparison.
-      proximal: the proximal term is part of the loss in "each_step", or one step on it alone comes "last" (iMAML's code).
-      outer: right side: the gradient of the whole "query"; that of its "last_chunk" with the proximal term (code of Nguyen et
-        al.); or that of the whole query with the proximal term, "regularised" (their earlier code).
-      negative_curvature: what the solver does at a direction in which the operator is not positive, see below: "stop", or
-        "continue" as if it were, as the code of Nguyen et al. and that of the iMAML authors do.
+      operator, warm_start, proximal, outer, negative_curvature: variants of other people's code, see below; the defaults are the
+        method.
 
     H is the Hessian over the whole support: the one batch, or all its steps and chunks together. `WithHessian(support,
     hessian)` takes it on other samples, which saves many passes if the support is several epochs or repeated full batches. A
@@ -134,8 +109,21 @@ def implicit_gradient(
 
     If I + H/lambda (plus damping) is not positive, there may be no minimum and no solution. The solver then stops at the first
     direction without positive curvature and returns its current iterate, which is the plain query gradient if that is the
-    first direction; `info` reports this and the remaining residual. A client of few samples
-    can have such an H; a solver that goes on then returns another direction, in which many signs differ.
+    first direction; `info` reports this and the remaining residual. A client of few samples can have such an H; a solver that
+    goes on then returns another direction, in which many signs differ.
+
+    Options that reproduce other people's code, for comparison:
+
+    - `operator`: "implicit" as above; "imaml_dev", the iMAML authors' code: (1 + damping) v + H v / (lambda + 10); "fl_imaml",
+      the code of Nguyen et al. ("Improving federated learning by meta-learning"): (1 + n + damping) v + sum_b H_b v / lambda over
+      the n chunks b of the QUERY, where their loss includes the proximal term; "fl_imaml_march", the earlier code behind their
+      logs: the same over the n chunks of the support.
+    - `warm_start`: the solver starts at "zero", or at the query "gradient" (code of Nguyen et al.), which takes one more product.
+    - `proximal`: the proximal term is part of the loss in "each_step", or one step on it alone comes "last" (iMAML's code).
+    - `outer`: right side: the gradient of the whole "query"; that of its "last_chunk" with the proximal term (code of Nguyen et
+      al.); or that of the whole query with the proximal term, "regularised" (their earlier code).
+    - `negative_curvature`: at a direction in which the operator is not positive, the solver does "stop", or "continue" as if it
+      were (code of Nguyen et al. and of the iMAML authors).
 
     Raises:
       ValueError: an option out of range, an `inner` that is no `InnerOptimizer` or has learned rates; from the estimator, as
@@ -151,66 +139,54 @@ def implicit_gradient(
     """
     require_inner("implicit_gradient", inner)
     require_fixed_rates("implicit_gradient", inner)
-    options = _Options(
-        prox_weight=prox_weight,
-        steps=steps,
-        cg_steps=cg_steps,
+    checks.positive("prox_weight", prox_weight)
+    checks.count("steps", steps)
+    checks.count("cg_steps", cg_steps)
+    checks.not_negative("tolerance", tolerance)
+    checks.not_negative("damping", damping)
+    checks.one_of("warm_start", warm_start, ("zero", "gradient"))
+    checks.one_of("operator", operator, OPERATORS)
+    checks.one_of("proximal", proximal, ("each_step", "last"))
+    checks.one_of("outer", outer, ("query", "last_chunk", "regularised"))
+    checks.one_of("negative_curvature", negative_curvature, ("stop", "continue"))
+    solver = partial(
+        conjugate_gradient,
+        steps=cg_steps,
         tolerance=tolerance,
-        damping=damping,
-        warm_start=warm_start,
-        operator=operator,
-        proximal=proximal,
-        outer=outer,
-        negative_curvature=negative_curvature,
+        from_right_side=warm_start == "gradient",
+        stop_at_negative=negative_curvature == "stop",
     )
-    _check_options(options)
-    return partial(_estimate, inner, options)
 
+    def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
+        require_query(query)
+        require_second_order(loss)
+        given, hessian = split_support(support)
+        whole = _whole(as_batches(given if hessian is None else hessian, 1))
+        meta, support, query, _ = prepared(inner, loss, meta, support, query, steps)
+        theta = inner.start(meta)
+        mask = jax.tree.map(lambda _: True, theta) if inner.mask is None else inner.mask
 
-def _check_options(options: _Options) -> None:
-    checks.positive("prox_weight", options.prox_weight)
-    checks.count("steps", options.steps)
-    checks.count("cg_steps", options.cg_steps)
-    checks.not_negative("tolerance", options.tolerance)
-    checks.not_negative("damping", options.damping)
-    checks.one_of("warm_start", options.warm_start, ("zero", "gradient"))
-    checks.one_of("operator", options.operator, OPERATORS)
-    checks.one_of("proximal", options.proximal, ("each_step", "last"))
-    checks.one_of("outer", options.outer, ("query", "last_chunk", "regularised"))
-    checks.one_of("negative_curvature", options.negative_curvature, ("stop", "continue"))
+        def distance(phi: Params) -> jax.Array:
+            return proximal_term(phi, theta, prox_weight, mask)
 
+        def regularised(phi: Params, batch: PyTree) -> jax.Array:
+            value = loss(phi, batch)
+            return value + distance(phi).astype(value.dtype)
 
-def _estimate(
-    inner: InnerOptimizer, options: _Options, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree
-) -> MetaGradient:
-    """The estimator: runs the inner steps, then solves the linear system for the gradient."""
-    require_query(query)
-    require_second_order(loss)
-    support, hessian = split_support(support)
-    meta = own_copy(inner, loss, meta, support, query, options.steps)
-    theta = inner.start(meta)
-    whole = _whole(as_batches(support, 1) if hessian is None else as_batches(hessian, 1))
-    support, query = check_problem(loss, theta, support, query, options.steps)
-    mask = jax.tree.map(lambda _: True, theta) if inner.mask is None else inner.mask
+        phi, losses = _adapted(inner, meta, support, loss, regularised, distance, proximal=proximal)
+        query_loss, right = value_and_gradient(loss, phi, query, 0)
+        if outer == "last_chunk":
+            right = jax.grad(regularised)(phi, query.get(0, query.chunks - 1))
+        if outer == "regularised":
+            right = jax.tree.map(lambda r, d: r + d.astype(r.dtype), right, jax.grad(distance)(phi))
+        system = _system(operator, prox_weight, damping, loss, phi, whole, query, mask)
+        gradient, solution = _solve(solver, system, prox_weight, phi, right, mask)
+        _, pull_back = jax.vjp(inner.start, meta)
+        (gradient,) = pull_back(gradient)
+        shared = Info.of(losses, query_loss, support.steps)
+        return MetaGradient(phi, gradient, ImplicitInfo(*shared, *solution[1:]))
 
-    def distance(phi: Params) -> jax.Array:
-        return proximal_term(phi, theta, options.prox_weight, mask)
-
-    def regularised(phi: Params, batch: PyTree) -> jax.Array:
-        value = loss(phi, batch)
-        return value + distance(phi).astype(value.dtype)
-
-    phi, losses = _adapted(inner, meta, support, loss, regularised, distance, proximal=options.proximal)
-    query_loss, right = value_and_gradient(loss, phi, query, 0)
-    if options.outer == "last_chunk":
-        right = jax.grad(regularised)(phi, query.get(0, query.chunks - 1))
-    if options.outer == "regularised":
-        right = jax.tree.map(lambda r, d: r + d.astype(r.dtype), right, jax.grad(distance)(phi))
-    gradient, solution = _solve(options, loss, phi, whole, query, right, mask)
-    _, pull_back = jax.vjp(inner.start, meta)
-    (gradient,) = pull_back(gradient)
-    shared = Info.of(losses, query_loss, support.steps)
-    return MetaGradient(phi, gradient, ImplicitInfo(*shared, *solution[1:]))
+    return estimate
 
 
 def _adapted(
@@ -230,19 +206,40 @@ def _adapted(
     return phi, losses
 
 
-def _solve(
-    options: _Options, loss: ScalarLoss, phi: Params, whole: Batches, query: Batches, right: Updates, mask: Mask
-) -> tuple[Updates, Solution]:
-    """(gradient with respect to theta, solution of the linear system for the leaves that adapt)."""
-    if options.operator.startswith("fl_imaml"):
-        chunked = query if options.operator == "fl_imaml" else whole
+class _System(NamedTuple):
+    """The operator v -> `identity` v + `curved` H v, with `product` the Hessian-vector product."""
+
+    identity: Scalar
+    curved: Scalar
+    product: Callable[[Updates], Updates]
+
+
+def _system(
+    operator: str,
+    prox_weight: Rate,
+    damping: Rate,
+    loss: ScalarLoss,
+    phi: Params,
+    whole: Batches,
+    query: Batches,
+    mask: Mask,
+) -> _System:
+    """One of `OPERATORS` at phi."""
+    if operator.startswith("fl_imaml"):
+        chunked = query if operator == "fl_imaml" else whole
         equal_weights = dataclasses.replace(chunked, samples=lambda batch: jnp.ones(()))
         product = hessian_product(loss, phi, equal_weights, 0, mask)[2]
-        identity, curved = 1 + chunked.chunks + options.damping, chunked.chunks / options.prox_weight
-    else:
-        product = hessian_product(loss, phi, whole, 0, mask)[2]
-        extra = 10 if options.operator == "imaml_dev" else 0
-        identity, curved = 1 + options.damping, 1 / (options.prox_weight + extra)
+        return _System(1 + chunked.chunks + damping, chunked.chunks / prox_weight, product)
+    product = hessian_product(loss, phi, whole, 0, mask)[2]
+    extra = 10 if operator == "imaml_dev" else 0
+    return _System(1 + damping, 1 / (prox_weight + extra), product)
+
+
+def _solve(
+    solver: Callable[..., Solution], system: _System, prox_weight: Rate, phi: Params, right: Updates, mask: Mask
+) -> tuple[Updates, Solution]:
+    """(gradient with respect to theta, solution of the linear system for the leaves that adapt)."""
+    identity, curved, product = system
     right, fixed_right = masks.split(right, mask)
     fixed = jax.tree.map(jnp.zeros_like, masks.split(phi, mask)[1])
 
@@ -250,17 +247,10 @@ def _solve(
         curvature = masks.split(product(masks.merge(vector, fixed)), mask)[0]
         return jax.tree.map(lambda v, h: (identity * v + curved * h).astype(v.dtype), vector, curvature)
 
-    solution = conjugate_gradient(
-        apply,
-        right,
-        steps=options.cg_steps,
-        tolerance=options.tolerance,
-        from_right_side=options.warm_start == "gradient",
-        stop_at_negative=options.negative_curvature == "stop",
-    )
+    solution = solver(apply, right)
     if jax.tree.leaves(fixed):
         crossed = masks.split(product(masks.merge(solution.x, fixed)), mask)[1]
-        fixed_right = jax.tree.map(lambda r, h: (r - h / options.prox_weight).astype(r.dtype), fixed_right, crossed)
+        fixed_right = jax.tree.map(lambda r, h: (r - h / prox_weight).astype(r.dtype), fixed_right, crossed)
     return masks.merge(solution.x, fixed_right), solution
 
 

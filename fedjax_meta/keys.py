@@ -9,9 +9,16 @@ import zlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_meta import checks
 from fedjax_meta.types import Key
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, or the shape of one, is of typed PRNG keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def tagged(key: Key, tag: str, *numbers: Any) -> Key:

@@ -385,9 +385,7 @@ def _second_order(
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         require_query(query)
         require_second_order(loss)
-        support, hessian = split_support(support)
-        meta = own_copy(inner, loss, meta, support, query, steps)
-        support, query = check_problem(loss, inner.start(meta), support, query, steps)
+        meta, support, query, hessian = prepared(inner, loss, meta, support, query, steps)
         hessian = as_batches(hessian, support.max_steps) if own_hessian and hessian is not None else None
         if hessian is not None and hessian.max_steps < support.max_steps:
             raise ValueError(
@@ -418,9 +416,7 @@ def first_order(inner: InnerOptimizer, *, steps: int = 1) -> Estimator:
 
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         require_query(query)
-        support, _ = split_support(support)
-        meta = own_copy(inner, loss, meta, support, query, steps)
-        support, query = check_problem(loss, inner.start(meta), support, query, steps)
+        meta, support, query, _ = prepared(inner, loss, meta, support, query, steps)
         adapted, losses, pull_back = first_order_vjp(loss, meta, support, inner)
         query_loss, outer = value_and_gradient(loss, adapted, query, 0)
         return MetaGradient(adapted, pull_back(outer), Info.of(losses, query_loss, support.steps))
@@ -454,15 +450,12 @@ def reptile_gradient(inner: InnerOptimizer, *, steps: int = 1, scale: Rate = 1.0
     require_fixed_rates("reptile_gradient", inner)
 
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
-        support, _ = split_support(support)
-        meta = own_copy(inner, loss, meta, support, query, steps)
-        phi = inner.start(meta)
-        support, query = check_problem(loss, phi, support, query, steps)
+        meta, support, query, _ = prepared(inner, loss, meta, support, query, steps)
         adapted, losses = run_inner(loss, meta, support, inner)
         query_loss = jnp.full((), jnp.nan)
         if query is not None:
             query_loss = query.mean(lambda batch: loss(adapted, batch), 0)
-        gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, a.dtype), phi, adapted)
+        gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, a.dtype), inner.start(meta), adapted)
         return MetaGradient(adapted, gradient, Info.of(losses, query_loss, support.steps))
 
     return estimate
@@ -482,7 +475,7 @@ def adapt(
     """
     require_inner("adapt", inner)
     support = split_support(support)[0]
-    meta = own_copy(inner, loss, meta, support, None, steps)
+    meta = _own_copy(inner, loss, meta, support, None, steps)
     support = as_batches(support, steps)
     adapted, losses = run_inner(loss, meta, support, inner)
     return adapted, losses.total / jnp.maximum(support.steps, 1)
@@ -500,7 +493,16 @@ def as_batches(batch: PyTree, steps: int) -> Batches:
     return batch
 
 
-def own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree, steps: int) -> Params:
+def prepared(
+    inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree, steps: int
+) -> tuple[Params, Batches, Any, PyTree | None]:
+    """What an estimator begins with: (meta-parameters, support, query, Hessian batches or `None`), see `check_problem`."""
+    support, hessian = split_support(support)
+    meta = _own_copy(inner, loss, meta, support, query, steps)
+    return meta, *check_problem(loss, inner.start(meta), support, query, steps), hessian
+
+
+def _own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree, steps: int) -> Params:
     """The meta-parameters as a value of each device's own, see `loops.own`."""
 
     def losses(meta: Params) -> list[Any]:

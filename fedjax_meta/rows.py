@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta.keys import is_key
 from fedjax_meta.types import PyTree
 
 AWAY_BYTES, AWAY_LEAST = 2**23, 8
@@ -189,11 +190,11 @@ def _choose(condition: jax.Array, rows: jax.Array, others: jax.Array) -> jax.Arr
 
 
 def _raw(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _typed(raw: jax.Array, like: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if not is_key(like):
         return raw
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like))
 

@@ -56,7 +56,7 @@ def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Ar
 
 
 def given(cohorts: Any) -> Schedule:
-    """The cohorts of a table, round after round, and from its start again after its last row: replays the draws of another code.
+    """Cohorts from a table, one row per round, repeated from the start. Replays another program's cohorts.
 
     Args:
       cohorts: int `[rounds, C]`, distinct in each row.

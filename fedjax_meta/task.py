@@ -194,7 +194,7 @@ def require_task(name: str, value: object) -> None:
         return
     # Flax modules are callable too, and have an `apply`.
     is_module = hasattr(value, "apply")
-    example = "fm.models.flax_task(module, sample_shape)" if is_module else "fm.classification(init, predict)"
+    example = "fm.models.from_linen(module, sample_shape)" if is_module else "fm.classification(init, predict)"
     if isinstance(value, type):
         given = f"the class {value.__name__}"
     elif callable(value) and not is_module:

@@ -19,6 +19,7 @@ from fedjax_meta.task import (
     MeanLoss,
     Task,
     check_alike,
+    check_layer_names,
     check_layers,
     cross_entropy,
     of_outputs,
@@ -250,7 +251,7 @@ def from_loss(
       metrics: what `evaluate` measures by default, names or `measures.Metric`.
 
     Raises:
-      ValueError: arguments that are no such functions; metrics without `predict`.
+      ValueError: arguments that are no such functions, a layer name that is in no path; metrics without `predict`.
 
     Example:
       >>> distance = lambda p, batch, key: jnp.sum(batch.weight * jnp.sum((batch.x - p) ** 2, -1)) / jnp.sum(batch.weight)
@@ -263,6 +264,8 @@ def from_loss(
     if predict is not None:
         checks.function("predict", predict, ("parameters", "x"), "lambda parameters, x: outputs")
     check_layers(layers)
+    if layers:
+        check_layer_names(tuple(layers), jax.eval_shape(lambda: init(jax.random.key(0))))
     if (features is None) != (head is None):
         raise ValueError("features and head are the model in two parts: give both or none")
     if metrics and predict is None:

@@ -304,12 +304,12 @@ def _pull_update(inner: InnerOptimizer, meta: Params, gradient: Updates, state: 
     floats, integers = _partition(state)
 
     def update(meta: Params, gradient: Updates, floats: PyTree, phi: Params) -> PyTree:
-        phi, state = inner.update(meta, gradient, _combine(floats, integers), phi)
+        phi, state = inner.update(meta, gradient, masks.merge(floats, integers), phi)
         floats, moved_on = _partition(state)
         return (phi, floats), moved_on
 
     (after, floats_after), pull_update, integers = jax.vjp(finite_at_zero(update), meta, gradient, floats, phi, has_aux=True)
-    return (after, _combine(floats_after, integers)), pull_update
+    return (after, masks.merge(floats_after, integers)), pull_update
 
 
 def _pull(learned: bool, product: Callable[..., Updates], pull_update: Callable[..., PyTree], carry: PyTree) -> PyTree:
@@ -468,7 +468,7 @@ def _check_state(inner: InnerOptimizer, meta: Params) -> None:
 
     def integers_after(differentiable: PyTree, integers: PyTree) -> PyTree:
         meta, gradient, floats, phi = differentiable
-        return _partition(inner.update(meta, gradient, _combine(floats, integers), phi)[1])[1]
+        return _partition(inner.update(meta, gradient, masks.merge(floats, integers), phi)[1])[1]
 
     differentiable = (meta, phi, floats, phi)
     marks = (jax.tree.map(lambda _: True, differentiable), jax.tree.map(lambda _: False, integers))
@@ -485,15 +485,4 @@ def _end_at_comparisons(equation: Any, given: list[bool]) -> list[bool] | None:
 
 def _partition(tree: PyTree) -> tuple[PyTree, PyTree]:
     """(floating-point leaves, other leaves), each with `None` in place of the missing leaves."""
-
-    def is_float(leaf: jax.Array) -> bool:
-        return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-    return (
-        jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree),
-        jax.tree.map(lambda leaf: None if is_float(leaf) else leaf, tree),
-    )
-
-
-def _combine(floats: PyTree, integers: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: b if a is None else a, floats, integers, is_leaf=lambda leaf: leaf is None)
+    return masks.split(tree, jax.tree.map(lambda leaf: bool(jnp.issubdtype(leaf.dtype, jnp.inexact)), tree))

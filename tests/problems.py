@@ -54,7 +54,7 @@ def task() -> fm.Task:
 def normed_task() -> fm.Task:
     """The like with a batch norm, for systems that treat its leaves apart."""
     network = fm.models.Network((5,), 3, hidden=(4,), normed=("fc1",), activation="elu", norm="before")
-    return fm.models.flax_task(network, (5,), layers=network.layers, features="features", head="head")
+    return fm.models.from_linen(network, (5,), layers=network.layers, features="features", head="head")
 
 
 def task_of(name: str) -> fm.Task:

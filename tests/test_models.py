@@ -31,7 +31,7 @@ def small_cnn(**options):
     """Two convolutions on 14x14x2 with outputs 12 and 5 wide; the second has an odd row that pooling drops."""
     layout = {"convs": ((3, 3, 0), (4, 4, 1)), "hidden": (6,), **options}
     module = models.Network(IMAGE, 3, **layout)
-    return models.flax_task(module, IMAGE, layers=module.layers, features="features", head="head")
+    return models.from_linen(module, IMAGE, layers=module.layers, features="features", head="head")
 
 
 def batch_of(rng, rows, shape, classes, weight=None):
@@ -360,7 +360,7 @@ class WithBatchNormUnaware(nn.Module):
 
 
 def test_flax_module_without_flags_or_buffers():
-    task = models.flax_task(Plain(), (4,), layers=("fc1", "head"))
+    task = models.from_linen(Plain(), (4,), layers=("fc1", "head"))
     variables = jax.jit(task.init)(jax.random.key(0))
     batch = batch_of(np.random.default_rng(0), 5, (4,), 3)
     loss, after = task.loss(variables, batch, jax.random.key(1))
@@ -373,7 +373,7 @@ def test_flax_module_without_flags_or_buffers():
 
 
 def test_flax_module_with_dropout_uses_its_key_in_training_only():
-    task = models.flax_task(WithDropout(), (20,))
+    task = models.from_linen(WithDropout(), (20,))
     variables = jax.jit(task.init)(jax.random.key(0))
     batch = batch_of(np.random.default_rng(0), 5, (20,), 3)
     one, same, other = (task.loss(variables, batch, jax.random.key(seed))[0] for seed in (0, 0, 1))
@@ -382,7 +382,7 @@ def test_flax_module_with_dropout_uses_its_key_in_training_only():
 
 
 def test_flax_module_with_masked_batch_norm_ignores_padding():
-    task = models.flax_task(WithBatchNorm(), (4,), layers=("fc1", "head"))
+    task = models.from_linen(WithBatchNorm(), (4,), layers=("fc1", "head"))
     variables = jax.jit(task.init)(jax.random.key(0))
     batch = batch_of(np.random.default_rng(0), 4, (4,), 3, [1, 1, 1, 0])
     loss, after = task.loss(variables, batch, jax.random.key(0))
@@ -396,10 +396,10 @@ def test_flax_module_with_masked_batch_norm_ignores_padding():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: models.flax_task(WithBatchNormUnaware(), (4,)), "must take train .* and weight"),
-        (lambda: models.flax_task(Plain(), (4,), layers=("fc1", "tail")), "names 'tail'.*fc1, head"),
-        (lambda: models.flax_task(Plain(), (4,), features="body", head="head"), "features='body' is not a method"),
-        (lambda: models.flax_task(Plain(), (4,), head="head"), "must be given together"),
+        (lambda: models.from_linen(WithBatchNormUnaware(), (4,)), "must take train .* and weight"),
+        (lambda: models.from_linen(Plain(), (4,), layers=("fc1", "tail")), "names 'tail'.*fc1, head"),
+        (lambda: models.from_linen(Plain(), (4,), features="body", head="head"), "features='body' is not a method"),
+        (lambda: models.from_linen(Plain(), (4,), head="head"), "must be given together"),
         (lambda: models.mlp(inputs=0), "inputs=0 must be an integer of at least 1"),
         (lambda: models.mlp(hidden=(10, 0)), "hidden=0"),
         (lambda: models.mlp(classes=1), "classes=1"),

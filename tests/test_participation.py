@@ -116,7 +116,7 @@ NETWORK = models.Network((2,), 2, hidden=(3,), normed=("fc1",))
 )
 def test_a_round_from_which_no_client_returns(data, name, fault, value):
     rule = fate(**{fault: [value] * 3})
-    task = models.flax_task(NETWORK, (2,), layers=("fc1", "head"), features="features", head="head")
+    task = models.from_linen(NETWORK, (2,), layers=("fc1", "head"), features="features", head="head")
     before, after, info = one_round(lambda **options: problems.build(name, task, **options), data, participation=rule)
     for a, b in zip(jax.tree.leaves(before[:3]), jax.tree.leaves(after[:3]), strict=True):
         np.testing.assert_array_equal(a, b)

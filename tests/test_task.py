@@ -100,7 +100,7 @@ def test_a_method_builder_refuses_anything_but_a_task():
         (predict, r"e\.g\. fm\.classification\(init, predict\), not a function"),
         (Task, "not the class Task"),
         (None, "not an object of type NoneType"),
-        (Network((4,), 3), r"e\.g\. fm\.models\.flax_task\(module, sample_shape\), not an object of type Network"),
+        (Network((4,), 3), r"e\.g\. fm\.models\.from_linen\(module, sample_shape\), not an object of type Network"),
     ):
         with pytest.raises(ValueError, match=f"fedavg's first argument must be a Task, .*{words}"):
             require_task("fedavg", value)

@@ -166,6 +166,8 @@ def test_a_layer_that_no_leaf_has_is_refused_when_the_task_is_made():
     for make in (fm.classification, fm.regression):
         with pytest.raises(ValueError, match=r"layers=\('w', 'bb'\) names 'bb', but the variables are called b, w"):
             make(lambda key: {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)}, lambda p, x: x @ p["w"] + p["b"], layers=("w", "bb"))
+    with pytest.raises(ValueError, match=r"layers=\('w', 'bb'\) names 'bb', but the variables are called w"):
+        fm.from_loss(lambda key: {"w": jnp.zeros(2)}, lambda p, batch, key: jnp.sum(p["w"]), layers=("w", "bb"))
 
 
 def test_integers_that_would_be_trained_are_named():

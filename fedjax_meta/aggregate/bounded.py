@@ -88,7 +88,7 @@ def fltrust(root: ClientData) -> Rule:
 
     Cao, Fang, Liu, Gong: "FLTrust: Byzantine-robust federated learning via trust bootstrapping", NDSS 2021, Algorithm 2: each
     upload is scaled to the norm of the server's, and weighs ReLU(cosine). The result is 0 where no upload has a positive cosine.
-    What has no reference is averaged. It withstands any number of attackers as far as the server's samples are like the clients'.
+    Parts without a reference are averaged. It withstands any number of attackers if the server's samples resemble the clients'.
 
     Args:
       root: the server's samples, with the views that the method trains on, e.g. `data.client(0)` of data of the server's own.

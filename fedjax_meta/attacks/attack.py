@@ -131,7 +131,7 @@ class Attack:
         if conspire is None:
             return sent
         honest, liars = returned & ~attackers, returned & attackers
-        # With nobody to see, attackers have nothing to go by and stay honest.
+        # If no honest client returned, attackers send their true change.
         active = liars & jnp.any(honest)
 
         def one_for_all(changes: PyTree) -> PyTree:

@@ -34,7 +34,9 @@ def alie(attackers: float | Sequence[int], *, z: Rate | None = None, seed: int =
 
 
 def largest_z(clients: Scalar, attackers: Scalar) -> jax.Array:
-    """z_max of "A little is enough", equation 3: with it, fewer honest uploads than not lie further from the mean than a lie.
+    """z_max of "A little is enough", equation 3.
+
+    With it, fewer than half of the honest uploads are further from the mean than the attack.
 
     Example:
       >>> round(float(largest_z(50, 24)), 2)  # (50 - 24 - 2) / 26

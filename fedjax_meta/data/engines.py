@@ -116,7 +116,7 @@ def _of_snippets(clients: list[tuple[str, dict[str, Any]]], shown: str, name: st
         if not len(arrays[SNIPPETS]):
             raise ValueError(f"client {client!r} of {shown} has no samples")
     vocabulary = text.characters(texts.values())
-    rows = {client: text.next_tokens(text.encode(spoken, vocabulary), length) for client, spoken in texts.items()}
+    rows = {client: text.shifted_by_one(text.encode(spoken, vocabulary), length) for client, spoken in texts.items()}
     kept = {client: pair for client, pair in rows.items() if len(pair[0])}
     note = (
         f"{len(rows) - len(kept)} clients have fewer than {length + 1} characters and are left out"

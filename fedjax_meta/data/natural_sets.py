@@ -52,7 +52,7 @@ def tiny_shakespeare(
     enough = {name: words for name, words in spoken.items() if len(words) >= max(least, 4 * length + 1)}
     if not enough:
         raise ValueError(f"no speaker of tiny_shakespeare has {max(least, 4 * length + 1)} characters")
-    clients = {name: text.next_tokens(text.encode(words, vocabulary), length) for name, words in enough.items()}
+    clients = {name: text.shifted_by_one(text.encode(words, vocabulary), length) for name, words in enough.items()}
     return of_clients(
         clients,
         where="tiny_shakespeare",

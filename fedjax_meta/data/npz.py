@@ -1,7 +1,7 @@
 """Safe reading of `.npz` files: nothing is allocated before the file was found to hold what its headers promise.
 
-An `.npz` is a zip archive of `.npy` files. Its sizes are the writer's words: a few kilobytes can announce terabytes, in the table
-of the archive or in the header of an array.
+An `.npz` is a zip archive of `.npy` files. Header sizes, in the archive's table and in the arrays, cannot be trusted: a file of a
+few kilobytes can claim terabytes.
 """
 
 import math

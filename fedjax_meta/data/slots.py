@@ -105,8 +105,8 @@ def stick_breaking(
 
     With `in_turn`, parts have the same sizes but go to other slots: the first part of each class, then the second of each, and so
     on, go to slot after slot, whatever class the slot holds, as in pFedMe's generator; and every slot takes the first samples of
-    its class, so that clients share samples, some for training and others for tests. Such were the clients of FedMeta-Per's
-    published runs on MNIST, by their logs (docs/papers_errors.md), which do not say which samples of its class a slot took.
+    its class, so that clients share samples, some for training and others for tests. FedMeta-Per's published MNIST runs used such
+    clients, according to their logs (docs/papers_errors.md). The logs do not say which samples of its class a slot took.
 
     Args:
       labels: int `[M]`.

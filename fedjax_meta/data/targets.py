@@ -103,7 +103,7 @@ MOST_WHOLE = 100
 
 
 def in_words(y: Any, num_classes: int, kind_: str = "") -> str:
-    """What the targets of a data set are, e.g. "4 classes, 2 of them empty"; floats that look like classes are said so.
+    """Describes the targets, e.g. "4 classes, 2 of them empty", and notes floats that look like class labels.
 
     Args:
       y: targets, as `FederatedData` holds them.

@@ -46,7 +46,7 @@ def encode(text: str, vocabulary: tuple[str, ...], *, unknown: int | None = None
     return tokens
 
 
-def next_tokens(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def shifted_by_one(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Consecutive sequences and the same shifted by one: inputs and targets, int32 `[S, T]` each.
 
     The last tokens, fewer than T + 1 of them, are left out.
@@ -56,7 +56,7 @@ def next_tokens(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray
       length: T.
 
     Example:
-      >>> x, y = next_tokens(np.arange(8), 3)
+      >>> x, y = shifted_by_one(np.arange(8), 3)
       >>> x.tolist(), y.tolist()
       ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
     """

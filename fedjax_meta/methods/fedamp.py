@@ -30,7 +30,7 @@ from fedjax_meta import checks, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder, variant
-from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, keep_mean
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
@@ -85,12 +85,6 @@ def warn_if_capped(step: Scalar | None, width: Scalar, count: int) -> None:
             f"{count}; they are capped at 1, where a client's own model gets no share. step=None adapts to the cohort",
             stacklevel=2,
         )
-
-
-def keep_mean(state: State, mean: PyTree, weight: jax.Array, num_clients: int) -> PyTree:
-    """A `Method.update_extra`: the mean of the last cohort's models, for clients that never took part."""
-    del num_clients
-    return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
 
 @described("a mixture of models for each", "Huang et al. 2007.03797")

@@ -1,4 +1,4 @@
-"""FedCAC: FedAvg, but for the parameters that matter most to a client, which it averages with clients of the same ones alone.
+"""FedCAC: FedAvg, except that a client averages its most important parameters only with clients for which the same ones matter.
 
 Wu, Liu, Niu, Zhu, Tang: "Bold but cautious: unlocking the potential of personalized federated learning through cautiously
 aggressive collaboration", ICCV 2023, arXiv 2309.11103; the steps are those of TsingZ0/PFLlib, system/flcore/clients/clientcac.py
@@ -30,9 +30,8 @@ from fedjax_meta.aggregate.ranks import kth_largest
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
 from fedjax_meta.clusters import overlaps, partners
-from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Trained
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Trained, keep_mean
 from fedjax_meta.data import ClientData, FederatedData
-from fedjax_meta.methods.fedamp import keep_mean
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 

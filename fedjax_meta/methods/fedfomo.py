@@ -128,6 +128,39 @@ def downloaded(key: Key, preference: jax.Array, valid: jax.Array, count: int | N
     return jax.lax.scan(draw, jnp.zeros(size, bool), explores)[1]
 
 
+def candidates(
+    key: Key,
+    place: jax.Array,
+    preference: jax.Array,
+    returned: jax.Array,
+    downloads: int | None,
+    epsilon: Scalar,
+    *,
+    own: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(places of the models that the client at `place` weighs, which of them count); with `own`, its own is among them.
+
+    Args:
+      key, preference, downloads, epsilon: as in `downloaded`.
+      place: of the client in the cohort.
+      returned: bool `[C]`, whose models came; if the client's own did not, none counts.
+      own: whether it weighs its own model too.
+    """
+    count = returned.shape[0]
+    places = jnp.arange(count)
+    others = returned & (places != place)
+    if count > 1 and (downloads is None or downloads >= count - 1):
+        # Nothing to choose.
+        chosen = places if own else places[:-1] + (places[:-1] >= place)
+        usable = (returned if own else others)[chosen]
+    else:
+        chosen = downloaded(key, preference, others, downloads, epsilon)
+        usable = others[chosen]
+        if own:
+            chosen, usable = jnp.append(chosen, place), jnp.append(usable, True)
+    return chosen, usable & returned[place]
+
+
 @described("takes models that help", "Zhang et al. 2012.08565")
 @method_builder
 def fedfomo(
@@ -182,21 +215,12 @@ def fedfomo(
         def one(entry: tuple[jax.Array, Own]) -> tuple[PyTree, jax.Array]:
             place, memory = entry
             id_ = cohort.ids[place]
-            places = jnp.arange(count)
-            valid = cohort.returned & (places != place)
-            if count > 1 and (downloads is None or downloads >= count - 1):
-                # Nothing to choose: all others, and with `keeps` the own one.
-                chosen = places if keeps else places[:-1] + (places[:-1] >= place)
-                usable = (cohort.returned if keeps else valid)[chosen]
-            else:
-                liked = memory.preference[cohort.ids]
-                chosen = downloaded(tagged(key, "downloads", id_), liked, valid, downloads, epsilon)
-                usable = valid[chosen]
-                if keeps:
-                    chosen, usable = jnp.append(chosen, place), jnp.append(usable, True)
-            usable &= cohort.returned[place]
+            choice, liked = tagged(key, "downloads", id_), memory.preference[cohort.ids]
+            chosen, usable = candidates(choice, place, liked, cohort.returned, downloads, epsilon, own=keeps)
             start = memory.before if keeps else jax.tree.map(lambda leaf: leaf[place], cohort.personal)
-            models = cohort.personal if chosen is places else jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
+            # As many as there are stand in their order.
+            everyone = len(chosen) == count
+            models = cohort.personal if everyone else jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
             view = data.client(cohort.places[place])[validation_view]
             weight, share = compare(task, tagged(key, "loss", id_), start, models, usable, view, 1, distance)
             row, stays = jnp.zeros(count).at[chosen].add(share), 1 - jnp.sum(share)

@@ -12,17 +12,19 @@ Differs from the paper: a client finishes its epochs unless the federation's `pa
 uniformly and count by their samples, as in the authors' code.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from fedjax_meta import checks, local, masks
+from fedjax_meta import local, masks
 from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
-from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.data import ClientData
+from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.types import Key, Rate
 
 
 @described("FedAvg with a proximal term", "Li et al. 1812.06127")
@@ -45,10 +47,17 @@ def fedprox(
     All clients, known or new, test with the server's model and their own personal leaves, if there are any, after fine-tuning if
     there is any: `optimizer` on the support view, without the proximal term, as in `fedavg`.
     """
-    if finetune_lr is not None:
-        checks.positive("finetune_lr", finetune_lr)
+    base = fedavg(
+        task,
+        finetune_epochs=finetune_epochs,
+        finetune_lr=finetune_lr,
+        finetune=finetune,
+        lr=lr,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        personal=personal,
+    )
     trainable = task.trainable(masks.variables_shape(task))
-    moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         loss = local.proximal(task.loss, received.model, prox_weight)
@@ -56,13 +65,7 @@ def fedprox(
         model, value = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), trainable, **passes)
         return Trained(model, {"loss": value})
 
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        passes = {"epochs": finetune_epochs, "batch_size": batch_size}
-        finetuner = optimizer(lr if finetune_lr is None else finetune_lr)
-        return local.train_epochs(key, task.loss, received.model, support, finetuner, moves_at_test, **passes)[0]
-
-    roles = masks.roles(masks.resolve(personal, task, name="personal"), trainable)
-    return Method(init=task.init, client=client, personalize=personalize, predict=task.predict, roles=roles)
+    return dataclasses.replace(base, client=client)
 
 
 REDUCES_TO = (

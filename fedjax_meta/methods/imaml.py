@@ -12,8 +12,9 @@ in federated learning the FL-MAML/iMAML study (Nguyen et al., "Improving federat
 
 Rates and lambda are those of the code of Nguyen et al. Differs from that code, whose gradient is another one. Until their commit
 858f10a, behind all their logs, the inner optimiser is Adam, and the proximal term is inside the Hessian, which then counts each
-support batch, and inside the outer gradient, and the solver goes on at negative curvature (`FL_IMAML_MARCH`). From April 2023 on,
-without logs, the Hessian is that of the query batches, and the outer gradient that of the last query batch alone (`FL_IMAML`).
+support batch, and inside the outer gradient, and the solver goes on at negative curvature (the options of the study `imaml`).
+From April 2023 on, without logs, the Hessian is that of the query batches (`operator="fl_imaml"`), and the outer gradient that of
+the last query batch alone (`outer="last_chunk"`).
 """
 
 from collections.abc import Callable
@@ -31,27 +32,6 @@ from fedjax_meta.implicit import implicit_gradient
 from fedjax_meta.methods.fedmeta import fedmeta, query_batches
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Rate
-
-FL_IMAML_MARCH = {
-    "operator": "fl_imaml_march",
-    "outer": "regularised",
-    "warm_start": "gradient",
-    "tolerance": 0.0,
-    "negative_curvature": "continue",
-    "inner_optimizer": optax.adam,
-}
-"""Options of `imaml` that reproduce the code behind the logs of Nguyen et al. (their commit 858f10a of 31 March 2023): another
-inner optimiser, the Hessian of the support batches with the proximal term inside, the query's gradient with it."""
-
-FL_IMAML = {
-    "operator": "fl_imaml",
-    "outer": "last_chunk",
-    "warm_start": "gradient",
-    "tolerance": 0.0,
-    "negative_curvature": "continue",
-}
-"""Options of `imaml` that reproduce the gradient in the later code of Nguyen et al., "Improving federated learning by
-meta-learning", with its errors; no logs of it are published."""
 
 
 @described("FedMeta, implicit gradient", "Rajeswaran et al. 1909.04630")

@@ -12,8 +12,10 @@ Hanzely, Richtarik: "Federated learning of a mixture of global and local models"
 
 Differs from the paper: the step size is given as that of the local steps, and a round that trains is `epochs` passes of
 minibatch SGD (the paper has one full gradient; other implementations have passes). A pull is scaled to the T steps of its
-client's round, so that both still balance where the paper's objective, f_i + lambda/2 |x_i - mean|^2, is stationary; unscaled it
-would be T times too weak (`pull_per="step"`). The mean is that of the cohort, where the paper's cohort is all clients.
+client's full round, so that both still balance where the paper's objective, f_i + lambda/2 |x_i - mean|^2, is stationary;
+unscaled it would be T times too weak (`pull_per="step"`). Where the federation's `participation` leaves clients fewer steps, a
+pull is too strong by that factor: nobody trains in a round that pulls, so that the server has no other T. The mean is that of the
+cohort, where the paper's cohort is all clients.
 """
 
 from collections.abc import Callable
@@ -27,10 +29,9 @@ import optax
 from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
+from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, keep_mean
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
-from fedjax_meta.methods.fedamp import keep_mean
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
@@ -61,7 +62,7 @@ def l2gd(
       task, lr, batch_size, new_client_epochs, optimizer: as in `fedavg`.
       pull: lambda; 0 is local-only training in those rounds that train.
       probability: p, of a round that pulls models to their mean instead of training them.
-      pull_per: whether a pull balances all steps of a client's "round" (at most up to the mean itself) or one "step" of them.
+      pull_per: whether a pull balances all steps of a client's full "round" (at most up to the mean itself) or one "step".
       epochs: passes over the train view in a round that trains.
 
     Raises:

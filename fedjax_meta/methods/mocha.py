@@ -58,9 +58,35 @@ class Own(NamedTuple):
     step: jax.Array
 
 
+def _related(state: State, cohort: Cohort, regularisation: Rate, smoothing: Rate, due: jax.Array) -> tuple[PyTree, PyTree]:
+    """The models of a cohort from the maps of all clients, and, where it is due, their rows of the new relations."""
+    count, related = len(state.seen), state.memory.relation.shape[1]
+    if count != related:
+        raise ValueError(f"mocha relates all {related} clients, but the state has rows of {count} of them")
+    target = jnp.where(cohort.returned, cohort.ids, count)
+
+    def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:
+        """Rows of all clients, 0 for those that have never taken part."""
+        seen = state.seen.reshape((-1,) + (1,) * (kept.ndim - 1))
+        return jnp.where(seen, kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
+
+    maps, rows = of_all(state.memory.map, cohort.stacked), of_all(state.memory.relation, cohort.memory.relation)
+    # A client without a row yet is related to itself alone.
+    fresh = of_all(jnp.zeros(count), jnp.ones(len(target))) * ~jnp.any(rows != 0, 1)
+    rows = jnp.where(fresh[:, None] > 0, jnp.eye(count) / count, rows)
+    renewed = relations(primal(rows, maps, regularisation), smoothing)
+    rows = jnp.where(due, renewed, rows)
+    mine = rows[cohort.ids]
+    step = safety(rows) * mine[jnp.arange(len(mine)), cohort.ids]
+    weights = primal(mine, maps, regularisation)
+    personal = jax.tree.map(lambda old, new: new.astype(old.dtype), cohort.personal, cohort.personal._replace(weights=weights))
+    memory = cohort.memory._replace(relation=mine.astype(rows.dtype), step=step.astype(cohort.memory.step.dtype))
+    return personal, memory
+
+
 @described("own models, learned relations", "Smith et al. 1705.10467")
 @method_builder
-def mocha(  # over 80 lines: a client's part and the server's share seven options
+def mocha(
     task: Task,
     *,
     regularisation: Rate = 0.01,
@@ -129,32 +155,8 @@ def mocha(  # over 80 lines: a client's part and the server's share seven option
         return z @ variables.weights[:, :-1].T + variables.weights[:, -1][None]
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
-        """The models of a cohort from the maps of all clients, and, every few rounds, their rows of the new relations."""
         del key, data
-        count, related = len(state.seen), state.memory.relation.shape[1]
-        if count != related:
-            raise ValueError(f"mocha relates all {related} clients, but the state has rows of {count} of them")
-        target = jnp.where(cohort.returned, cohort.ids, count)
-
-        def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:
-            """Rows of all clients, 0 for those that have never taken part."""
-            seen = state.seen.reshape((-1,) + (1,) * (kept.ndim - 1))
-            return jnp.where(seen, kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
-
-        maps, rows = of_all(state.memory.map, cohort.stacked), of_all(state.memory.relation, cohort.memory.relation)
-        # A client without a row yet is related to itself alone.
-        fresh = of_all(jnp.zeros(count), jnp.ones(len(target))) * ~jnp.any(rows != 0, 1)
-        rows = jnp.where(fresh[:, None] > 0, jnp.eye(count) / count, rows)
-        renewed = relations(primal(rows, maps, regularisation), smoothing)
-        rows = jnp.where((state.round + 1) % relation_every == 0, renewed, rows)
-        mine = rows[cohort.ids]
-        step = safety(rows) * mine[jnp.arange(len(mine)), cohort.ids]
-        weights = primal(mine, maps, regularisation)
-        personal = jax.tree.map(
-            lambda old, new: new.astype(old.dtype), cohort.personal, cohort.personal._replace(weights=weights)
-        )
-        memory = cohort.memory._replace(relation=mine.astype(rows.dtype), step=step.astype(cohort.memory.step.dtype))
-        return personal, memory
+        return _related(state, cohort, regularisation, smoothing, (state.round + 1) % relation_every == 0)
 
     def init(key: Key) -> Model:
         return Model(task.init(key), jnp.zeros((classes, width + 1)))

@@ -13,6 +13,7 @@ gradient at first. The features that are contrasted are those of the task. The p
 two layers, which `features.with_projection` adds to any task.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,10 @@ import optax
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
-from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.data import ClientData
+from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
-from fedjax_meta.types import Key, Rate, Variables
+from fedjax_meta.types import Key, Rate
 
 
 def contrast(z: jax.Array, towards: jax.Array, away: jax.Array, temperature: Rate) -> jax.Array:
@@ -76,7 +78,15 @@ def moon(
     checks.not_negative("contrast_weight", contrast_weight)
     checks.positive("temperature", temperature)
     trainable = task.trainable(masks.variables_shape(task))
-    moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
+    base = fedavg(
+        task,
+        lr=lr,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        finetune_epochs=finetune_epochs,
+        finetune=finetune,
+        weighting=weighting,
+    )
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
@@ -88,20 +98,7 @@ def moon(
         model, value = local.train_epochs(key, loss, received.model, data["train"], optimizer(lr), trainable, **passes)
         return Trained(model, {"loss": value}, memory=model)
 
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        passes = {"epochs": finetune_epochs, "batch_size": batch_size}
-        return local.train_epochs(key, task.loss, received.model, support, optimizer(lr), moves_at_test, **passes)[0]
-
-    return Method(
-        init=task.init,
-        client=client,
-        personalize=personalize,
-        predict=task.predict,
-        roles=masks.roles(masks.nothing(task), trainable),
-        weighting=weighting,
-        init_memory=lambda key, model, num_clients: model,
-        needs_classes=True,
-    )
+    return dataclasses.replace(base, client=client, init_memory=lambda key, model, num_clients: model, needs_classes=True)
 
 
 REDUCES_TO = (Reduction("MOON with mu = 0 is FedAvg", "moon", {"contrast_weight": 0.0, "optimizer": optax.sgd}, "fedavg", {}),)

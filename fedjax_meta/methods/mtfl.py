@@ -18,7 +18,6 @@ The user accuracy of the paper is `evaluation.with_user_accuracy`.
 Differs from the authors' code: slots start at 0, and no step on an all-zero batch is taken to create them.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import Batches, ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Task
-from fedjax_meta.types import Key, Mask, PyTree, Rate, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Variables
 
 
 class Model(NamedTuple):
@@ -64,89 +63,9 @@ def adam(rate: Rate) -> optax.GradientTransformation:
     return optax.adam(rate, eps=1e-7)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _MTFL:
-    """The rules of one MTFL; fields that are not explained here are arguments of `mtfl`.
-
-    Attributes:
-      optimizer: built with its rate.
-      trainable, own: masks of the variables that gradients move, and of those that are private.
-    """
-
-    task: Task
-    optimizer: optax.GradientTransformation
-    trainable: Mask
-    own: Mask
-    federated_slots: bool
-    epochs: int
-    steps: int | None
-    batch_size: int
-    finetune_epochs: int
-    statistics_epochs: int
-
-    def init(self, key: Key) -> Model:
-        variables = self.task.init(key)
-        return Model(variables, self.fresh_slots(variables))
-
-    def fresh_slots(self, variables: Variables) -> PyTree:
-        if not self.federated_slots:
-            return ()
-        slots = self.optimizer.init(masks.split(variables, self.trainable)[0])
-        # Step counts are averaged, so they are floating-point numbers here.
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.result_type(leaf.dtype, float)), slots)
-
-    def roles(self) -> Model:
-        """Slots are buffers; those of private leaves stay with their client."""
-        own_slots: Any = ()
-        if self.federated_slots:
-            own_slots = optax.tree.map_params(
-                self.optimizer,
-                lambda _, keep: keep,
-                jax.eval_shape(self.fresh_slots, masks.variables_shape(self.task)),
-                masks.split(self.own, self.trainable)[0],
-                transform_non_params=lambda _: False,
-            )
-        return masks.roles(Model(self.own, own_slots), Model(self.trainable, masks.nothing_like(own_slots)))
-
-    def init_memory(self, key: Key, model: Model, num_clients: int) -> Feeder | tuple[()]:
-        del model, num_clients
-        if self.steps is None:
-            return ()
-        return Feeder(jax.random.bits(key, dtype=jnp.uint32), jnp.zeros((), jnp.int32))
-
-    def descend(self, key: Key, model: Model, batches: Batches) -> tuple[Model, jax.Array]:
-        task, optimizer, trainable = self.task, self.optimizer, self.trainable
-        if not self.federated_slots:
-            variables, loss = local.train(key, task.loss, model.variables, batches, optimizer, trainable)
-            return Model(variables, ()), loss
-        variables, slots, loss = local.train_on(key, task.loss, *model, batches, optimizer, trainable)
-        return Model(variables, slots), loss
-
-    def client(self, key: Key, received: Received, data: ClientData) -> Trained:
-        memory = received.memory
-        if self.steps is None:
-            batches = data["train"].epochs(tagged(key, "order"), self.batch_size, self.epochs)
-        else:
-            batches = data["train"].endless(jax.random.key(memory.seed), self.batch_size, self.steps, memory.drawn)
-            memory = memory._replace(drawn=memory.drawn + batches.steps * self.batch_size)
-        model, loss = self.descend(tagged(key, "loss"), received.model, batches)
-        return Trained(model, {"loss": loss}, memory)
-
-    def personalize(self, key: Key, received: Received, support: ClientView) -> Variables:
-        model = received.model
-        start, passes = model.variables, {"epochs": self.statistics_epochs, "batch_size": self.batch_size}
-        no_step, statistics_key = optax.set_to_zero(), tagged(key, "statistics")
-        variables, _ = local.train_epochs(statistics_key, self.task.loss, start, support, no_step, self.trainable, **passes)
-        model = model._replace(variables=variables)
-        if self.finetune_epochs > 0:
-            batches = support.epochs(tagged(key, "order"), self.batch_size, self.finetune_epochs)
-            model, _ = self.descend(tagged(key, "loss"), model, batches)
-        return model.variables
-
-
 @described("own batch norm as patches", "Mills et al. 2007.09236")
 @method_builder
-def mtfl(
+def mtfl(  # over 80 lines: the rules share ten options
     task: Task,
     *,
     lr: Rate = 0.3,
@@ -187,26 +106,73 @@ def mtfl(
         checks.count("steps", steps)
         if epochs != 1:
             raise ValueError(f"epochs={epochs} and steps={steps} cannot both be given: the steps are those of a round")
-    rules = _MTFL(
-        task=task,
-        optimizer=optimizer(lr),
-        trainable=task.trainable(masks.variables_shape(task)),
-        own=masks.resolve(private, task, name="private"),
-        federated_slots=federated_slots,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        finetune_epochs=finetune_epochs,
-        statistics_epochs=statistics_epochs,
-    )
+    descent = optimizer(lr)
+    trainable = task.trainable(masks.variables_shape(task))
+    own = masks.resolve(private, task, name="private")
+
+    def fresh_slots(variables: Variables) -> PyTree:
+        if not federated_slots:
+            return ()
+        slots = descent.init(masks.split(variables, trainable)[0])
+        # Step counts are averaged, so they are floating-point numbers here.
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.result_type(leaf.dtype, float)), slots)
+
+    def roles() -> Model:
+        """Slots are buffers; those of private leaves stay with their client."""
+        own_slots: Any = ()
+        if federated_slots:
+            own_slots = optax.tree.map_params(
+                descent,
+                lambda _, keep: keep,
+                jax.eval_shape(fresh_slots, masks.variables_shape(task)),
+                masks.split(own, trainable)[0],
+                transform_non_params=lambda _: False,
+            )
+        return masks.roles(Model(own, own_slots), Model(trainable, masks.nothing_like(own_slots)))
+
+    def init(key: Key) -> Model:
+        variables = task.init(key)
+        return Model(variables, fresh_slots(variables))
+
+    def init_memory(key: Key, model: Model, num_clients: int) -> Feeder | tuple[()]:
+        del model, num_clients
+        return () if steps is None else Feeder(jax.random.bits(key, dtype=jnp.uint32), jnp.zeros((), jnp.int32))
+
+    def descend(key: Key, model: Model, batches: Batches) -> tuple[Model, jax.Array]:
+        if not federated_slots:
+            variables, loss = local.train(key, task.loss, model.variables, batches, descent, trainable)
+            return Model(variables, ()), loss
+        variables, slots, loss = local.train_on(key, task.loss, *model, batches, descent, trainable)
+        return Model(variables, slots), loss
+
+    def client(key: Key, received: Received, data: ClientData) -> Trained:
+        memory = received.memory
+        if steps is None:
+            batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
+        else:
+            batches = data["train"].endless(jax.random.key(memory.seed), batch_size, steps, memory.drawn)
+            memory = memory._replace(drawn=memory.drawn + batches.steps * batch_size)
+        model, loss = descend(tagged(key, "loss"), received.model, batches)
+        return Trained(model, {"loss": loss}, memory)
+
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        start, passes = received.model.variables, {"epochs": statistics_epochs, "batch_size": batch_size}
+        no_step, statistics_key = optax.set_to_zero(), tagged(key, "statistics")
+        variables, _ = local.train_epochs(statistics_key, task.loss, start, support, no_step, trainable, **passes)
+        model = received.model._replace(variables=variables)
+        if finetune_epochs > 0:
+            batches = support.epochs(tagged(key, "order"), batch_size, finetune_epochs)
+            model, _ = descend(tagged(key, "loss"), model, batches)
+        return model.variables
+
     return Method(
-        init=rules.init,
-        client=rules.client,
-        personalize=rules.personalize,
+        init=init,
+        client=client,
+        personalize=personalize,
         predict=task.predict,
-        roles=rules.roles(),
+        roles=roles(),
         weighting=weighting,
-        init_memory=rules.init_memory,
+        init_memory=init_memory,
     )
 
 

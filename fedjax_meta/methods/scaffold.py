@@ -15,6 +15,7 @@ arXiv 1910.06378, Algorithm 1.
 Differs from the paper: buffers, which have no control variate, are averaged.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,8 +26,9 @@ from fedjax_meta import checks, local, masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
-from fedjax_meta.data import ClientData, ClientView
+from fedjax_meta.data import ClientData
 from fedjax_meta.keys import tagged
+from fedjax_meta.methods.fedavg import fedavg
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, Params, PyTree, Rate, Updates, Variables
 
@@ -56,8 +58,8 @@ def scaffold(
       ValueError: an option out of range.
     """
     checks.one_of("control", control, ("path", "gradient"))
+    base = fedavg(task, lr=lr, batch_size=batch_size, finetune_epochs=finetune_epochs, finetune=finetune, weighting="uniform")
     trainable = task.trainable(masks.variables_shape(task))
-    moves_at_test = masks.intersection(masks.resolve(finetune, task, name="finetune"), trainable)
 
     def corrected(correction: Updates) -> optax.GradientTransformation:
         add = optax.stateless(lambda gradient, _: optax.tree.add(gradient, correction))
@@ -83,20 +85,12 @@ def scaffold(
         change = optax.tree.sub(renewed, own)
         return Trained(model, {"loss": loss}, memory=renewed, statistics=change, statistics_weight=counts)
 
-    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
-        passes = {"epochs": finetune_epochs, "batch_size": batch_size}
-        return local.train_epochs(key, task.loss, received.model, support, optax.sgd(lr), moves_at_test, **passes)[0]
-
     def zeros(model: Variables) -> Params:
         return optax.tree.zeros_like(masks.split(model, trainable)[0])
 
-    return Method(
-        init=task.init,
+    return dataclasses.replace(
+        base,
         client=client,
-        personalize=personalize,
-        predict=task.predict,
-        roles=masks.roles(masks.nothing(task), trainable),
-        weighting="uniform",
         init_memory=lambda key, model, num_clients: zeros(model),
         memory_of_uploads=True,
         remember=lambda own, fell, change: optax.tree.add(own, change),

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from fedjax_meta.models.equinox import from_equinox
     from fedjax_meta.models.nnx import from_nnx
 
-flax_task = from_linen
-"""The older name of `from_linen`."""
-
 MODELS: dict[str, Callable[..., Task]] = {
     "mlp": mlp,
     "lenet": lenet,
@@ -60,7 +57,6 @@ __all__ = [
     "char_lstm",
     "elu_mlp",
     "fedpac_cnn",
-    "flax_task",
     "from_equinox",
     "from_functions",
     "from_linen",

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fedjax_meta import checks
+from fedjax_meta.keys import is_key
 from fedjax_meta.models import functional
 from fedjax_meta.task import Task, check_layers, cross_entropy
 from fedjax_meta.types import Key, PyTree, Variables
@@ -134,7 +135,7 @@ def _streams(random: Any, key: Key | None) -> Any:
     key = jax.random.key(0) if key is None else key
 
     def begun(leaf: Any) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf):
             return jnp.zeros(leaf.shape, leaf.dtype)
         own = jax.random.fold_in(key, next(number))
         return jax.random.split(own, leaf.shape) if leaf.shape else own

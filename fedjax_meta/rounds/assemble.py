@@ -25,7 +25,7 @@ from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.engine import ClientUpdate, exactness, replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
-from fedjax_meta.keys import tagged
+from fedjax_meta.keys import is_key, tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import attacked, ratios, server, stale
 from fedjax_meta.rounds import client as clients
@@ -301,6 +301,6 @@ def _of_server(state: State) -> dict[str, PyTree]:
 
 def _blank(leaf: Any) -> jax.Array:
     """Zeros where a client's first memory will be."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jnp.broadcast_to(jax.random.key(0), leaf.shape)
     return jnp.zeros(leaf.shape, leaf.dtype)

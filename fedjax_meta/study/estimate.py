@@ -13,6 +13,7 @@ from jax.extend import core
 from fedjax_meta import costs, runtime, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData, pooled
+from fedjax_meta.keys import is_key
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.step import passes
 from fedjax_meta.study.study import Study
@@ -96,10 +97,7 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
 
 
 def _bytes(shapes: Any) -> int:
-    return sum(
-        leaf.size * (4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize)
-        for leaf in jax.tree.leaves(shapes)
-    )
+    return sum(leaf.size * (4 if is_key(leaf) else leaf.dtype.itemsize) for leaf in jax.tree.leaves(shapes))
 
 
 def measured_round(algorithm: Algorithm, data: FederatedData) -> tuple[float, float, float, int]:

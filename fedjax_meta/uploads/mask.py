@@ -28,9 +28,9 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
     A cohort costs each client C masks and the server up to C^2 / 4 for those that dropped out.
 
     Args:
-      fraction_bits: binary digits after the point, from 1 to 30. A number is sent times the client's share of the largest
-        weight that a client can have, and rounded to a multiple of `2^-fraction_bits`, beside `noise` towards zero, so that it
-        stays within the norm to which it was clipped; what does not fit is cut to the range.
+      fraction_bits: binary digits after the point, from 1 to 30. Each number is multiplied by weight / largest weight (that a
+        client can have) and rounded to a multiple of `2^-fraction_bits`. With `noise` it is rounded towards zero, so that the
+        clip norm still holds. Values out of range are cut.
         The sum over the cohort must stay below `2^(31 - fraction_bits)` in magnitude, else it wraps around: C numbers of
         magnitude up to `2^(31 - fraction_bits) / C` are safe.
 

@@ -86,7 +86,7 @@ def noise(multiplier: Scalar, *, reproducible: bool = False, tree: int | None = 
 
 
 def _closed(t: jax.Array, key: Key, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """By how much the noise of a sum grows from t - 1 to t rounds: that of the node which ends at t, less those in it."""
+    """Noise added in round t: noise of the tree node that ends at t, minus noise of the nodes inside it."""
 
     def add(level: jax.Array, total: jax.Array) -> jax.Array:
         top = (t >> level) % 2 == 1

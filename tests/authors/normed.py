@@ -18,7 +18,7 @@ EPSILON, MOMENTUM = 1e-5, 0.1
 @cache
 def normed_task():
     network = fm.models.Network((3,), 3, hidden=(4,), normed=("fc1",), activation="elu", norm="before")
-    return fm.models.flax_task(network, (3,), layers=network.layers, features="features", head="head")
+    return fm.models.from_linen(network, (3,), layers=network.layers, features="features", head="head")
 
 
 def unpack(w):

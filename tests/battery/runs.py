@@ -52,7 +52,7 @@ MODELS = {
     ]),
     **rows(models.fedpac_cnn, {}, [("image", (), "image=() must be (height, width, channels)"), ("image", None, "image=None")]),
     **rows(models.mtfl_cnn, {}, [("norm", "befor", "norm='befor' is unknown (did you mean 'before'?)")]),
-    **rows(models.flax_task, {"module": models.Network((5,), 3), "sample_shape": (5,)}, [
+    **rows(models.from_linen, {"module": models.Network((5,), 3), "sample_shape": (5,)}, [
         ("module", models.Network, "module must be a Module, e.g. models.Network((784,), 10)"),
         ("module", None, "module must be a Module"),
         ("module", Normed(), "has batch statistics, so its __call__ must take train (or deterministic) and weight"),
@@ -65,7 +65,7 @@ MODELS = {
         ("loss", 3, "loss=3 must be a function (logits, batch)"),
     ]),
     "features that the module lacks": Row(
-        lambda: models.flax_task(models.Network((5,), 3), (5,), features="body", head="head"), ("features='body' is not a",)
+        lambda: models.from_linen(models.Network((5,), 3), (5,), features="body", head="head"), ("features='body' is not a",)
     ),
     **rows(fm.classification, {"init": lambda key: {}, "predict": lambda p, x: x}, [
         ("init", {}, "init={} must be a function (key)"),

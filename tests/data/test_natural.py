@@ -45,11 +45,11 @@ def test_tokens_are_places_in_the_vocabulary_and_unknown_characters_are_named():
 
 def test_sequences_and_targets_are_shifted_by_one_and_meet_end_to_end():
     tokens = np.random.default_rng(0).integers(0, 9, 23)
-    x, y = text.next_tokens(tokens, 5)
+    x, y = text.shifted_by_one(tokens, 5)
     assert x.shape == y.shape == (4, 5)
     np.testing.assert_array_equal(x.ravel(), tokens[:20])
     np.testing.assert_array_equal(y.ravel(), tokens[1:21])
-    assert text.next_tokens(tokens[:5], 5)[0].shape == (0, 5)
+    assert text.shifted_by_one(tokens[:5], 5)[0].shape == (0, 5)
 
 
 def test_words_are_counted_and_coded():

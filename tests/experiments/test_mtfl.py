@@ -211,7 +211,7 @@ def test_options_for_tests_belong_to_the_method():
 def test_aggregation_moves_batch_norms_by_the_affine_leaves():
     """With own statistics the outputs of a batch norm have mean beta: federated norms move it by |mean of betas - beta|."""
     net = models.Network((5,), 3, hidden=(4,), normed=("fc1",))
-    task = models.flax_task(net, (5,), layers=("fc1", "head"), features="features", head="head")
+    task = models.from_linen(net, (5,), layers=("fc1", "head"), features="features", head="head")
     data, key = problems.data(), jax.random.key(0)
     method = fm.mtfl(task, lr=0.3, private="none", batch_size=16, finetune_epochs=2)
     trained = fm.federate(method, fm.Federation(devices=1))

@@ -7,12 +7,30 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import fedjax_meta as fm
-from fedjax_meta.methods.imaml import FL_IMAML, FL_IMAML_MARCH
 from tests import problems
 from tests.methods.common import KEY, build, plus, run, start
 from tests.methods.test_perfedavg import gradient
 
 ALL = {"cohort_size": 7, "devices": 1}
+
+FL_IMAML_MARCH = {
+    "operator": "fl_imaml_march",
+    "outer": "regularised",
+    "warm_start": "gradient",
+    "tolerance": 0.0,
+    "negative_curvature": "continue",
+    "inner_optimizer": optax.adam,
+}
+"""Options that reproduce the code behind the logs of Nguyen et al. (their commit 858f10a of 31 March 2023)."""
+
+FL_IMAML = {
+    "operator": "fl_imaml",
+    "outer": "last_chunk",
+    "warm_start": "gradient",
+    "tolerance": 0.0,
+    "negative_curvature": "continue",
+}
+"""Options that reproduce the gradient in the later code of Nguyen et al., with its errors; no logs of it are published."""
 
 
 def query_gradients(model):

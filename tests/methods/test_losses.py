@@ -113,7 +113,7 @@ class _Dropping(nn.Module):
 
 
 def dropping(rate=0.5):
-    return fm.models.flax_task(_Dropping(rate), (5,), layers=("body", "head"), features="features", head="head")
+    return fm.models.from_linen(_Dropping(rate), (5,), layers=("body", "head"), features="features", head="head")
 
 
 @pytest.mark.parametrize("name", ["apfl_outputs", "fedem", "fedpac", "moon"])

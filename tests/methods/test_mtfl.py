@@ -34,7 +34,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def task():
-    return models.flax_task(
+    return models.from_linen(
         models.Network((6,), 3, hidden=(5, 4), normed=("fc1",)),
         (6,),
         layers=("fc1", "fc2", "head"),
@@ -316,7 +316,7 @@ def test_meta_gradient_through_batch_norm(data):
     with jax.enable_x64(True):
         # ELU is smooth enough for finite differences.
         network = models.Network((6,), 3, hidden=(5,), normed=("fc1",), activation="elu", norm="before")
-        task = models.flax_task(network, (6,), layers=("fc1", "head"))
+        task = models.from_linen(network, (6,), layers=("fc1", "head"))
         variables = jax.jit(task.init)(jax.random.key(0))
         parameters, buffers = masks.split(variables, task.trainable(variables))
         loss = local.parameter_loss(task, buffers)

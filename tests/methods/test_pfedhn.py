@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,17 @@ def test_a_new_client_fits_an_embedding_to_its_support_set():
     known = personalized(algorithm, state, one)
     assert problems.leaves_equal(known, personalized(unfitted, state, one))
     assert problems.distance(known, personalized(algorithm, state, other)) > 1e-6
+
+
+def test_a_default_embedding_size_for_another_number_of_clients_is_warned_about():
+    given = {"width": 8, "hidden": 1}
+    message = r"embedding_size=13 follows from num_clients=50, but the data have 7 clients, for which the paper has 2"
+    with pytest.warns(UserWarning, match=message):
+        build("pfedhn", federation=FEDERATION, **given).init(KEY, problems.data())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for sized in ({"num_clients": 7}, {"embedding_size": 13}):
+            build("pfedhn", federation=FEDERATION, **given, **sized).init(KEY, problems.data())
 
 
 def test_wrong_arguments_are_named():
