@@ -150,6 +150,7 @@ def fedpac(
     collaborate: bool = True,
     epochs: int = 5,
     head_epochs: int = 1,
+    new_client_epochs: int | None = None,
     batch_size: int = 50,
     head: masks.MaskSpec = "head",
     optimizer: Callable[[Any], optax.GradientTransformation] = paper_sgd,
@@ -167,6 +168,7 @@ def fedpac(
       task: a classifier with `features` and `head`.
       lr, epochs: learning rate of the extractor, and passes over the train view for it.
       head_lr, head_epochs: the same for the head, which is trained first.
+      new_client_epochs: passes of a client that never took part over its support set; `head_epochs` when not given.
       alignment: lambda >= 0, weight of the alignment term.
       align: whether features are pulled towards the centroids; there are none yet in the first round.
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
@@ -189,17 +191,21 @@ def fedpac(
     checks.not_negative("alignment", alignment)
     checks.not_negative("noise", noise)
     checks.count("head_epochs", head_epochs)
+    if new_client_epochs is not None:
+        checks.count("new_client_epochs", new_client_epochs)
     own, trainable = masks.resolve(head, task, name="head"), task.trainable(masks.variables_shape(task))
     head_leaves, body_leaves = (masks.intersection(mask, trainable) for mask in (own, masks.complement(own)))
 
-    def train_head(key: Key, start: Variables, view: ClientView, needed: Any = True) -> tuple[Variables, jax.Array]:
-        passes = {"epochs": head_epochs, "batch_size": batch_size, "needed": needed}
+    def train_head(
+        key: Key, start: Variables, view: ClientView, epochs: int, needed: Any = True
+    ) -> tuple[Variables, jax.Array]:
+        passes: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "needed": needed}
         return local.train_epochs(key, task.loss, start, view, optimizer(head_lr), head_leaves, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         view, passes = data["train"], {"epochs": epochs, "batch_size": batch_size}
         before = features.class_sums(task, received.model, view)
-        model, head_loss = train_head(tagged(key, "head"), received.model, view)
+        model, head_loss = train_head(tagged(key, "head"), received.model, view, head_epochs)
         loss = aligned_loss(task, before, received.extra, alignment) if align else task.loss
         # The round's own key, so that without alignment the batches are those of FedRep.
         model, value = local.train_epochs(key, loss, model, view, optimizer(lr), body_leaves, **passes)
@@ -214,13 +220,17 @@ def fedpac(
             stacked=sent_statistics(tagged(key, "noise before"), before, noise) if collaborate else (),
         )
 
+    def personalize(key: Key, received: Received, support: ClientView) -> Variables:
+        passes = head_epochs if new_client_epochs is None else new_client_epochs
+        return train_head(key, received.model, support, passes, ~received.seen)[0]
+
     def init_memory(key: Key, model: Variables, num_clients: int) -> PyTree:
         return jnp.zeros(num_clients) if keep_mixing and collaborate else no_memory(key, model, num_clients)
 
     return Method(
         init=task.init,
         client=client,
-        personalize=lambda key, received, support: train_head(key, received.model, support, ~received.seen)[0],
+        personalize=personalize,
         predict=task.predict,
         roles=masks.roles(own, trainable),
         weighting=weighting,

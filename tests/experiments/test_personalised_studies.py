@@ -105,14 +105,19 @@ def test_emnist_has_the_authors_sizes():
 def test_both_readings_of_reptile():
     study = load("reptile")
     fixed = {name: one.options for name, one in study.systems.items() if not one.grid}
-    assert list(fixed) == ["reptile", "fedavg", "perfedavg"]
+    assert list(fixed) == ["reptile", "fedavg", "perfedavg", "fedavg_16", "perfedavg_16"]
     assert fixed["reptile"]["interpolation"] == 1.0
     rates = {
         name: {value for key, value in options.items() if key.endswith("lr") and value} for name, options in fixed.items()
     }
     assert set(map(frozenset, rates.values())) == {frozenset({0.01})}
     steps = {name: options.get("local_steps") or options["outer_batches"] for name, options in fixed.items()}
-    assert set(steps.values()) == {4}
+    assert steps == {"reptile": 4, "fedavg": 4, "perfedavg": 4, "fedavg_16": 16, "perfedavg_16": 16}
+    for variant in ("mnist", "cifar10"):  # 16 steps are a pass there, too
+        sizes = {
+            one.options.get("batch_size") for name, one in load("reptile", variants=[variant]).systems.items() if "16" in name
+        }
+        assert sizes == {61}
     tuned = {name: one for name, one in study.systems.items() if one.grid}
     assert {len(points_of(one)) for one in tuned.values()} == {20}
     assert "guesses" in study.notes[0]
@@ -140,10 +145,10 @@ def test_figures_of_a_run_and_of_the_mixtures(tmp_path):
     """Two scenarios that differ in the share of uniform samples, two systems; and FedPAC's matrix, whose groups share heads."""
     runner = CliRunner()
     fields = ["dataset=mnist_small", "augment=null", "options.size=30", "clients=7", "new=0.3"]
-    scenarios = [f"scenarios.{name}.{field}" for name in ("s-0_0", "s-0_4") for field in fields]
+    scenarios = [f"scenarios.{name}.{field}" for name in ("clients-0_0", "clients-0_4") for field in fields]
     small = ["rounds=1", "seeds=[1]", "federation.cohort_size=5"]
     study = load("fedpac", variants=["share"], systems=["local_only", "fedpac"])
-    chosen = {name: to_tree(study)["scenarios"][name] for name in ("s-0_0", "s-0_4")}
+    chosen = {name: to_tree(study)["scenarios"][name] for name in ("clients-0_0", "clients-0_4")}
     grids = {name: {**one, "grid": {"lr": [0.1]}} for name, one in to_tree(study)["systems"].items()}
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({**to_tree(study), "scenarios": chosen, "systems": grids}), encoding="utf-8")

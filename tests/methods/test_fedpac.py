@@ -207,12 +207,27 @@ def test_a_new_client_trains_the_servers_head_and_a_known_one_keeps_its_own():
     assert problems.distance(new_head, masks.split(state.model, masks.resolve("head", problems.task()))[0]) > 1e-4
 
 
+def test_a_new_client_makes_passes_of_its_own():
+    """Three full steps of the head on its support set, by plain gradients."""
+    algorithm = fedpac(new_client_epochs=3)
+    state = run(algorithm, 2)
+    task, samples = problems.task(), batch(2, "test_support")
+    head = masks.resolve("head", task)
+    model = state.model
+    for _ in range(3):
+        slope = jax.grad(lambda variables: task.loss(variables, samples, KEY)[0])(model)
+        model = jax.tree.map(lambda w, g, moves: w - 0.3 * g if moves else w, model, slope, head)
+    assert problems.distance(personalized(algorithm, state, None, of_client=2), model) < 1e-9
+    assert problems.leaves_equal(of(run(fedpac(), 2).personal, 2), of(state.personal, 2))  # rounds are as they were
+
+
 def test_wrong_arguments_are_named():
     for wrong, text in (
         ({"alignment": -1}, "alignment=-1"),
         ({"noise": -0.1}, "noise=-0.1"),
         ({"head_lr": 0}, "head_lr=0"),
         ({"epochs": 0}, "epochs=0"),
+        ({"new_client_epochs": 0}, "new_client_epochs=0"),
         ({"head": "tail"}, "head='tail'"),
     ):
         with pytest.raises(ValueError, match=text):
