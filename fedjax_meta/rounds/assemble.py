@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import checks, engine, hardware, loops, masks
+from fedjax_meta import checks, hardware, loops, masks, placement
 from fedjax_meta.algorithm import (
     Aggregation,
     Algorithm,
@@ -23,10 +23,11 @@ from fedjax_meta.algorithm import (
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, exactness, replicate, run_cohort
+from fedjax_meta.engine import ClientUpdate, exactness, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import Role
+from fedjax_meta.placement import replicate
 from fedjax_meta.rounds import attacked, ratios, server, stale
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds.leaks import refuse_leaks
@@ -105,7 +106,7 @@ class _Rounds:
             return own, jax.tree.map(_blank, fresh), jax.tree.map(_blank, residual)
 
         # Memory was already checked when `data` is a subset.
-        rows = engine.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
+        rows = placement.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
         state = State(
             model=model,
             optimizer=setting.server.init(masks.split(model, setting.shared)[0]),
