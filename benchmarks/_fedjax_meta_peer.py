@@ -9,7 +9,7 @@ import numpy as np
 from _workloads import Job, Workload
 
 import fedjax_meta as fm
-from fedjax_meta import engine, local, masks, meta, models, runtime
+from fedjax_meta import local, masks, meta, models, placement, runtime
 from fedjax_meta.data import Batches, ClientData, chunk_length
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
@@ -139,7 +139,7 @@ def rounds(job: Job) -> Callable[[], None]:
     # The samples are on the devices before the first round, as with the other simulators.
     state = initial_state(job, key, client_data(job), run)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    data, key, one = engine.place_shared((client_data(job), key, np.int32(1)), places.round)
+    data, key, one = placement.place_shared((client_data(job), key, np.int32(1)), places.round)
 
     def block(state: fm.State, data: fm.FederatedData, key: Key, count: Scalar) -> fm.State:
         return run_rounds(run, key, state, data, count, most=1)[0]

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, checks, engine, host_store, models, runtime
+from fedjax_meta import checkpoint, checks, host_store, models, placement, runtime
 from fedjax_meta.simulation import run_rounds
 from fedjax_meta.types import Key, Scalar
 
@@ -71,7 +71,7 @@ class Run:
         # Two leaves of an initial state may be the same array, which cannot be donated twice; the copy separates them.
         self._state = jax.device_put(state, places, may_alias=False)
         self._unit = scale / rounds
-        self._rest = engine.place_shared((data, key, np.int32(rounds)), places.round)
+        self._rest = placement.place_shared((data, key, np.int32(rounds)), places.round)
 
         def block(state: fm.State, data: fm.FederatedData, key: Key, count: Scalar) -> fm.State:
             return run_rounds(algorithm, key, state, data, count, most=rounds)[0]

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedjax_meta as fm
-from fedjax_meta import checks, engine, hardware, models, runtime
+from fedjax_meta import checks, hardware, models, placement, runtime
 from fedjax_meta.data import train_test_views
 
 WORKLOADS = ("W1", "W2", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
@@ -78,7 +78,7 @@ def measure(name: str, cohort: int, target: str, *, lanes: int | None = None) ->
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(algorithm.init, key, data)
     place = SingleDeviceSharding(device)
-    data = jax.eval_shape(lambda given: engine.laid_out(given, device.platform), data)
+    data = jax.eval_shape(lambda given: placement.laid_out(given, device.platform), data)
     arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (key, state, data))
     begin = time.perf_counter()
     lowered = jax.jit(algorithm.round, donate_argnums=1).lower(*arguments)

@@ -1,4 +1,4 @@
-"""Runs clients: with `rows`, the only module that knows about client axes, lanes and devices.
+"""Runs clients. Only this module, `rows` and `placement` know about client axes, lanes and devices.
 
 A client rule is written for one client. `run_cohort` runs it for C clients: a group of `lanes` clients at a time under `vmap`,
 group after group in a loop that carries the sum of uploads along, so that what is only averaged is never stacked. Several devices
@@ -7,7 +7,6 @@ share the work of a cohort, and one all-reduce adds up their sums. What clients 
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,25 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from fedjax_meta import checks, fitting, hardware, loops, runtime
-from fedjax_meta.data.federated import FederatedData
 from fedjax_meta.hardware import Devices, free_bytes
-from fedjax_meta.keys import is_key
+from fedjax_meta.placement import CLIENTS, SLICE, WHOLE, client_mesh
 from fedjax_meta.rows import Held, Layout, put
 from fedjax_meta.types import Key, PyTree
 
-CLIENTS = "clients"
-"""Name of the mesh axis over which a cohort is spread."""
-
-_WHOLE, _SLICE = P(), P(CLIENTS)
-
 PRECISIONS = {"float32": "float32", "tf32": "TF32_TF32_F32", "bfloat16": "BF16_BF16_F32"}
 """Precision of matrix products where the hardware has a choice; sums and parameters keep their own type."""
-
-_log = logging.getLogger("fedjax_meta")
 
 
 class ClientUpdate(NamedTuple):
@@ -52,143 +42,6 @@ class ClientUpdate(NamedTuple):
 
 ClientRule = Callable[[Key, jax.Array, Any, Any, Any], ClientUpdate]
 """`(key, client id, given, kept, context) -> ClientUpdate`; the context (model, data) is the same for every client."""
-
-
-def client_mesh(devices: Devices = None) -> Mesh:
-    """A mesh of the given devices, or JAX's first ones (all when `None`), with the one axis `clients`.
-
-    Raises:
-      ValueError: see `hardware.chosen`.
-    """
-    return Mesh(np.array(hardware.chosen(devices)), (CLIENTS,))
-
-
-def replicate(tree: PyTree, devices: Devices = None) -> Any:
-    """The tree with a copy on each device that shares a cohort."""
-    mesh = client_mesh(devices)
-    return jax.device_put(tree, NamedSharding(mesh, _WHOLE)) if _placed(mesh, devices) else tree
-
-
-def _placed(mesh: Mesh, devices: Devices) -> bool:
-    """Whether arrays must be put on the mesh; the only device that nobody named is where they are anyway."""
-    return mesh.size > 1 or hardware.given(devices)
-
-
-def place_shared(tree: PyTree, placed: Sharding) -> Any:
-    """A read-only tree on the devices of `placed`, as `laid_out` for them; the devices of a host share one copy of it.
-
-    Do not donate the result: on a CPU all of its buffers are the same memory.
-    """
-
-    def once(leaf: Any) -> jax.Array:
-        if getattr(leaf, "sharding", None) == placed:
-            return leaf
-        if is_key(leaf):
-            return jax.random.wrap_key_data(once(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        if len(placed.device_set) > 1 and _platform(placed) == "cpu" and placed.is_fully_addressable:
-            # All devices of the host read an array in place if it is aligned as XLA wants it, which a JAX buffer is.
-            there = isinstance(leaf, np.ndarray) and runtime.is_aligned(leaf)
-            return jax.device_put(leaf if there else np.asarray(jnp.asarray(leaf)), placed, may_alias=True)
-        # With several processes, only host arrays that are equal in all of them can be put on all devices.
-        return jax.device_put(leaf if placed.is_fully_addressable else np.asarray(leaf), placed)
-
-    return jax.tree.map(once, laid_out(tree, _platform(placed)))
-
-
-def within_reach(tree: PyTree, devices: Devices = None) -> Any:
-    """The tree with a copy on the devices of those leaves that others hold, or in another order; `jax.jit` would refuse them.
-
-    Under a transformation of JAX it stays as it is: the devices are those of the whole program.
-    """
-    mesh = client_mesh(devices)
-    wanted = tuple(mesh.devices.flat)
-
-    def elsewhere(leaf: Any) -> bool:
-        if not isinstance(leaf, jax.Array) or not leaf.committed:
-            return False
-        held = leaf.sharding
-        ordered = tuple(held.mesh.devices.flat) if isinstance(held, NamedSharding) else wanted
-        return held.device_set != {*wanted} or ordered != wanted
-
-    if runtime.tracing() or not any(map(elsewhere, jax.tree.leaves(tree))):
-        return tree  # as it is: mapping it would sort the names of its dicts
-    everywhere = NamedSharding(mesh, _WHOLE)
-    return jax.tree.map(lambda leaf: place_shared(leaf, everywhere) if elsewhere(leaf) else leaf, tree)
-
-
-def laid_out(tree: PyTree, platform: str) -> Any:
-    """A tree whose `FederatedData` are stored as a platform likes it: on a TPU, a sample is a row of numbers."""
-    if platform != "tpu":
-        return tree
-
-    def is_data(part: Any) -> bool:
-        return isinstance(part, FederatedData)
-
-    return jax.tree.map(lambda part: part.flat() if is_data(part) else part, tree, is_leaf=is_data)
-
-
-def _platform(placed: Any) -> str:
-    return next(iter(placed.device_set)).platform
-
-
-def place_state(state: PyTree, places: PyTree) -> Any:
-    """A copy of a state, each leaf where `places` says; it may be donated."""
-
-    def copy(leaf: Any, place: Sharding) -> jax.Array:
-        if not place.is_fully_addressable and getattr(leaf, "sharding", None) != place:
-            # With several processes, only host arrays that are equal in all of them can be put on all devices.
-            leaf = np.asarray(leaf)
-        elif isinstance(leaf, jax.Array) and leaf.sharding != place:
-            leaf = jnp.copy(leaf)  # JAX would use the buffer of a device that has the leaf already, in spite of `may_alias`
-        return jax.device_put(leaf, place, may_alias=False)
-
-    return jax.tree.map(copy, state, places)
-
-
-def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: Devices = None, *, look_first: bool = True) -> Any:
-    """Leaves `[N, ...]` of `begin(client id)` for clients `ids` `[N]`, partitioned over the devices if their number divides N.
-
-    With `look_first`, the bytes needed are logged and checked before they are allocated, see `announce`.
-
-    Raises:
-      ValueError: more bytes than are free, with `look_first`.
-    """
-    mesh, num_clients = client_mesh(devices), ids.shape[0]
-    each = jax.eval_shape(begin, ids[0])
-    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
-    if one == 0:
-        return jax.vmap(begin)(ids)
-    parts = mesh.size if num_clients % mesh.size == 0 else 1
-    # All devices of a CPU host share its memory.
-    first = mesh.local_devices[0]
-    host = first.platform == "cpu"
-    need = num_clients * one * (len(mesh.local_devices) if host else 1) // parts
-    free, where = free_bytes(first), "this host" if host else "each device"
-    sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
-    if look_first:
-        announce(sizes, need, free)
-    if look_first and free is not None and need > free:
-        raise ValueError(
-            f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or use a store on "
-            "the host (`store` of `simulate`)"
-        )
-    placed = NamedSharding(mesh, _SLICE if parts > 1 else _WHOLE)
-    return jax.jit(jax.vmap(begin), out_shardings=placed if _placed(mesh, devices) else None)(ids)
-
-
-def announce(sizes: str, need: int, free: int | None) -> None:
-    """Logs the memory that clients' rows take (logger `fedjax_meta`); as a warning when it is over a tenth of what is free."""
-    level = logging.INFO if free is None or need <= free / 10 else logging.WARNING
-    _log.log(level, "what clients keep takes %s; %s are free", sizes, "unknown" if free is None else amount(free))
-
-
-def amount(count: float) -> str:
-    """A number of bytes with a unit."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def run_cohort(
@@ -248,9 +101,9 @@ def run_cohort(
         layout = Layout.of(kept, ids.shape[0], mesh.size, CLIENTS)
         run = partial(_on_device, group_of(lanes), lanes, layout)
         if mesh.size > 1:
-            held = _SLICE if layout.divided else _WHOLE
-            given_to_each = (_WHOLE, _WHOLE, _WHOLE, _WHOLE, held, _WHOLE, _WHOLE)
-            given_back = (_WHOLE, held, _WHOLE)
+            held = SLICE if layout.divided else WHOLE
+            given_to_each = (WHOLE, WHOLE, WHOLE, WHOLE, held, WHOLE, WHOLE)
+            given_back = (WHOLE, held, WHOLE)
             run = jax.shard_map(run, mesh=mesh, in_specs=given_to_each, out_specs=given_back, check_vma=False)
         # Outside of a program, e.g. under `evaluate`, each operation would otherwise be compiled by itself.
         options = {} if runtime.tracing() else runtime.compiler_options()

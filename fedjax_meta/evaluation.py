@@ -17,11 +17,12 @@ from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, run_cohort, within_reach
+from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.hardware import Devices
 from fedjax_meta.keys import tagged
 from fedjax_meta.measures import CONFUSION, Metric, Score, resolve
+from fedjax_meta.placement import on_devices
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.task import Batch, LogitsLoss, MeanLoss, Weighted, cross_entropy
 from fedjax_meta.types import Key, Variables
@@ -121,7 +122,7 @@ def evaluate(
         # The rows are on the host: only those of the asked clients go to the device.
         state, data, ids = host_store.subset(state, data, np.asarray(rows), np.asarray(ids))
         rows = ids
-    key, state, data, ids, rows = within_reach((key, jax.tree.map(jnp.asarray, state), data, ids, rows), devices)
+    key, state, data, ids, rows = on_devices((key, jax.tree.map(jnp.asarray, state), data, ids, rows), devices)
     own: Any = ()
     if known:
         state, own = host_store.split_rows(state)

@@ -26,7 +26,7 @@ from fedjax_meta.keys import is_key, tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds import federate, server
-from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting
+from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting, rows_of
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.types import Key, PyTree
 
@@ -164,9 +164,9 @@ class _Server:
         one = data.select(np.zeros(1, np.int32))
         self._state = jax.jit(self._algorithm.init)(init_key, one)
         context = Context(_bare(self._state), one, jnp.zeros(1, jnp.int32), init_key)
-        row = Kept(jnp.int32(0), *(jax.tree.map(lambda leaf: leaf[0], getattr(self._state, n)) for n in Kept._fields[1:]))
+        seen, kept = jax.tree.map(lambda leaf: leaf[0], (self._state.seen, rows_of(self._state)))
         rule = partial(clients.client_round, self._setting)
-        self._shapes = jax.eval_shape(rule, init_key, jnp.int32(0), row, context)
+        self._shapes = jax.eval_shape(rule, init_key, jnp.int32(0), Member(jnp.int32(0), seen), kept, context)
         self._step = jax.jit(partial(server.next_state, self._setting))
 
     def run(self, grid: Any, rounds: int, on_round: Callable[..., None] | None, wait: float) -> None:
@@ -248,27 +248,28 @@ class _Node:
 
     def train(self, message: Any, context: Any) -> Any:
         """A client's round."""
-        id_, data, state, key, kept = self._received(message, context)
+        id_, data, state, key, seen, kept = self._received(message, context)
 
-        def rule(key: Key, id_: jax.Array, kept: Kept, state: State, data: FederatedData, whole: Key) -> Any:
-            return clients.client_round(self._setting, key, id_, kept, Context(state, data, id_[None], whole))
+        def rule(key: Key, id_: jax.Array, seen: jax.Array, kept: Kept, state: State, data: FederatedData, whole: Key) -> Any:
+            member, given = Member(jnp.int32(0), seen), Context(state, data, id_[None], whole)
+            return clients.client_round(self._setting, key, id_, member, kept, given)
 
         own = jax.random.fold_in(tagged(key, "clients"), id_)
-        update = self._program("train", rule)(own, jnp.int32(id_), kept, state, data, key)
-        _keep(context, update.kept, bool(kept.seen) or bool(update.outputs.took_part))
+        update = self._program("train", rule)(own, jnp.int32(id_), seen, kept, state, data, key)
+        _keep(context, update.kept, bool(seen) or bool(update.outputs.took_part))
         flwr = _flower()
         content = flwr.RecordDict({"upload": _record((update.sums, update.outputs))})
         return flwr.Message(content, reply_to=message)
 
     def mix(self, message: Any, context: Any) -> Any:
         """What a client makes of its own rows after the server has moved, see `contract.Collaboration`."""
-        id_, data, state, key, kept = self._received(message, context, mixing=True)
+        id_, data, state, key, _, kept = self._received(message, context, mixing=True)
 
         def rule(key: Key, id_: jax.Array, kept: Kept, state: State, data: FederatedData) -> Kept:
             yes, no = jnp.ones(1, bool), jnp.full(1, -1, jnp.int32)
             outputs = Outputs({}, (), yes, yes, no, ())
             rows = jax.tree.map(lambda leaf: leaf[None], kept)
-            new = server.collaborate(self._setting, key, state, rows, outputs, id_[None], data)[0]
+            new = server.collaborate(self._setting, key, state, rows, outputs, id_[None], jnp.zeros(1, jnp.int32), data)[0]
             return jax.tree.map(lambda leaf: leaf[0], new)
 
         _keep(context, self._program("mix", rule)(key, jnp.int32(id_), kept, state, data), True)
@@ -282,8 +283,10 @@ class _Node:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_programs": {}}
 
-    def _received(self, message: Any, context: Any, *, mixing: bool = False) -> tuple[int, FederatedData, State, Key, Kept]:
-        """(the client's id, its data, the state as it came, the round's key, what the client kept)."""
+    def _received(
+        self, message: Any, context: Any, *, mixing: bool = False
+    ) -> tuple[int, FederatedData, State, Key, jax.Array, Kept]:
+        """(the client's id, its data, the state as it came, the round's key, whether it has taken part, what it kept)."""
         method, id_ = self._setting.method, int(context.node_config[PARTITION])
         data, config = self._of(id_), message.content["config"]
         key, init_key = (jax.random.wrap_key_data(jnp.array(config[name], jnp.uint32)) for name in ("key", "init"))
@@ -296,15 +299,15 @@ class _Node:
         common, came = _tree(message.content["model"], (common, extra if sent else ()))
         extra = came if sent else jax.tree.map(_zeros, extra)
         memory = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
-        kept = Kept(jnp.int32(0), jnp.asarray(False), own, jax.tree.map(_zeros, memory), ())
+        seen, kept = jnp.asarray(False), Kept(own, jax.tree.map(_zeros, memory), ())
         if "kept" in context.state:
             personal, memory = _tree(context.state["kept"], (kept.personal, kept.memory))
             seen = jnp.asarray(bool(context.state["facts"]["seen"]))
-            kept = kept._replace(seen=seen, personal=personal, memory=memory)
+            kept = kept._replace(personal=personal, memory=memory)
         nothing: Any = None
         rows = (nothing, nothing, nothing, nothing)
         state = State(masks.merge(common, rest), (), extra, Aggregation((), ()), *rows, jnp.int32(config["round"]))
-        return id_, data, state, key, kept
+        return id_, data, state, key, seen, kept
 
     def _of(self, id_: int) -> FederatedData:
         """The data of one client."""

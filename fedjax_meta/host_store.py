@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import engine, runtime
+from fedjax_meta import placement, runtime
 from fedjax_meta.algorithm import ROWS, Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import pack
@@ -227,10 +227,10 @@ def _allocate(like: State, where: str | Path) -> dict[str, Any]:
     else:
         Path(where).mkdir(parents=True, exist_ok=True)
         free, place = shutil.disk_usage(where).free, str(where)
-    sizes = f"{engine.amount(need)} in {place} (N={count} clients, {engine.amount(each)} each)"
-    engine.announce(sizes, need, free)
+    sizes = f"{placement.amount(need)} in {place} (N={count} clients, {placement.amount(each)} each)"
+    placement.announce(sizes, need, free)
     if need > free:
-        raise ValueError(f"store: what clients keep takes {sizes}, but only {engine.amount(free)} are free")
+        raise ValueError(f"store: what clients keep takes {sizes}, but only {placement.amount(free)} are free")
 
     def array(leaf: Any) -> np.ndarray:
         if where == MEMORY or 0 in leaf.shape:

@@ -86,7 +86,7 @@ def train_on(
 ) -> tuple[Variables, Any, jax.Array]:
     """`train` with an optimiser that goes on from `slots`; returns (variables, slots, mean loss)."""
     batches = batches.keyed(key)
-    variables = loops.own(variables, lambda variables: loss(variables, *batches.get(0, 0)))
+    variables = loops.device_local(variables, lambda variables: loss(variables, *batches.get(0, 0)))
 
     def step(t: Any, carry: Any) -> Any:
         variables, slots, total = carry

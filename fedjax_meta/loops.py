@@ -41,8 +41,6 @@ def lanes() -> int | None:
 
 def fori_loop(count: Scalar, body: Callable[[Scalar, Carry], Carry], carry: Carry) -> Carry:
     """`jax.lax.fori_loop(0, count, body, carry)`; without a loop if there is exactly one step."""
-    if isinstance(count, int) and count == 1:
-        return body(0, carry)
     return _run(count, body, carry)
 
 
@@ -221,11 +219,11 @@ def typed(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
         carry = jax.tree.map(_vary, carry, missing)
 
 
-def own(tree: Carry, result: Callable[[Carry], Any]) -> Carry:
-    """`tree` as a value that each device of a `jax.shard_map` has for itself, if `result(tree)` differs between the devices.
+def device_local(tree: Carry, result: Callable[[Carry], Any]) -> Carry:
+    """Makes `tree` device-local if `result(tree)` differs between devices. Otherwise `jax.grad` would sum their gradients.
 
-    `jax.grad` with respect to a value that all devices share sums the gradients of the devices. That is not meant where
-    every client adapts its own copy of the value. On an explicit mesh, leaves that were made elsewhere are put on all of it.
+    That is inside a `jax.shard_map`, where every client adapts its own copy. On an explicit mesh, leaves that were made elsewhere
+    are put on all of it.
     """
     if explicit_mesh():
         tree = jax.tree.map(_on_mesh, tree)

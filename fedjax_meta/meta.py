@@ -503,13 +503,13 @@ def prepared(
 
 
 def _own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree, steps: int) -> Params:
-    """The meta-parameters as a value of each device's own, see `loops.own`."""
+    """The meta-parameters as a value of each device's own, see `loops.device_local`."""
 
     def losses(meta: Params) -> list[Any]:
         batches = [as_batches(batch, steps) for batch in (support, query) if batch is not None]
         return [loss(inner.start(meta), batch.get(0, 0)) for batch in batches]
 
-    return loops.own(meta, losses)
+    return loops.device_local(meta, losses)
 
 
 def check_loss(loss: ScalarLoss, params: Params, batches: Batches) -> None:

@@ -161,7 +161,7 @@ class Layout(NamedTuple):
         return self.exchanged((), tree, ())[1]
 
     def exchanged(self, total: PyTree, outputs: PyTree, sent: PyTree) -> tuple[Any, Any, Any]:
-        """`total` summed over devices, and two trees as `_summed` adds them, in one exchange for each type of number."""
+        """Sums `total`, `outputs` and `sent` over devices, with one collective per dtype; the last two as in `_summed`."""
         if self.devices == 1:
             return total, outputs, sent
         total, words = jax.lax.psum((total, jax.tree.map(_words, (outputs, sent))), self.axis)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks, engine, runtime
+from fedjax_meta import checks, placement, runtime
 from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_state
 from fedjax_meta.contract import Method
@@ -362,10 +362,10 @@ class _OnDevice:
             self.state = begin(key, data)
         else:
             check_state(state, initial.out_info)
-            self.state = engine.place_state(state, places)
+            self.state = placement.place_state(state, places)
         whole = places.round
         test_data = {name: test.data for name, test in tests.items()}
-        self._data, self._test_data, self._key = engine.place_shared((data, test_data, key), whole)
+        self._data, self._test_data, self._key = placement.place_shared((data, test_data, key), whole)
 
         def block(state: State, data: FederatedData, key: Key, count: Any) -> Any:
             return run_rounds(algorithm, run_keys(key)[1], state, data, count, most=most)
@@ -417,10 +417,10 @@ class _OnHost:
             check_state(state, stores.state_shapes(algorithm, init_key, data))
         # The state of one client shows on which devices the algorithm places it.
         whole = jax.jit(algorithm.init)(init_key, data.select(np.zeros(1, np.int32))).round.sharding
-        self._place = partial(engine.place_shared, placed=whole)
+        self._place = partial(placement.place_shared, placed=whole)
         begun = stores.initial_state(algorithm, init_key, data, where) if state is None else stores.move_to_host(state, where)
         shared, rows = stores.split_rows(begun)
-        self.state = engine.place_state(shared, jax.tree.map(lambda _: whole, shared))._replace(**rows)
+        self.state = placement.place_state(shared, jax.tree.map(lambda _: whole, shared))._replace(**rows)
         self._tests, self._population = tests, data.total_clients
         self._data = stores.place_samples(data, self._place)
         self._test_data = {

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_meta import checks, engine, runtime
+from fedjax_meta import checks, engine, placement, runtime
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
@@ -285,7 +285,7 @@ class Programs:
         _check_points(build, members, federation)
         self._build, self._federation = build, federation
         tests = dict(evaluators or {})
-        available = engine.client_mesh(devices).devices
+        available = placement.client_mesh(devices).devices
         mesh = Mesh(available[: min(len(members), available.size)], (MEMBERS,))
         share = -(-len(members) // mesh.size)
         if at_once is not None:
@@ -297,7 +297,7 @@ class Programs:
         self.split, self._whole = NamedSharding(mesh, P(MEMBERS)), NamedSharding(mesh, P())
         self.shapes = state_shapes(build, members, data, federation)
         given = data, {name: test.data for name, test in tests.items()}
-        self._data, self._test_data = engine.laid_out(given, available.flat[0].platform)
+        self._data, self._test_data = placement.laid_out(given, available.flat[0].platform)
 
         def each(function: Callable[..., Any]) -> Callable[..., Any]:
             """`function(algorithm, key, active, state, shared)` for all members, on all devices."""
@@ -363,7 +363,7 @@ class Programs:
 
     def place_data(self) -> tuple[FederatedData, dict[str, Any]]:
         """The clients that train, and what is tested, on the devices."""
-        return engine.place_shared(self._data, self._whole), engine.place_shared(self._test_data, self._whole)
+        return placement.place_shared(self._data, self._whole), placement.place_shared(self._test_data, self._whole)
 
     def who(self, rows: np.ndarray, active: np.ndarray) -> Any:
         """Numbers, keys and activity of the members `rows`, one for each place; not on the devices yet."""

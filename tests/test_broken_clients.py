@@ -11,7 +11,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.algorithm import ROWS
-from fedjax_meta.rounds.setting import first_broken
+from fedjax_meta.rounds.trees import first_broken
 from tests import problems
 from tests.test_contract import KEY, build, make, run
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta import placement
 from fedjax_meta.aggregate import client_weight
 from fedjax_meta.algorithm import ROWS
 from fedjax_meta.masks import Role
@@ -95,7 +96,7 @@ def test_weakly_typed_parameters_are_traced_once():
 def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run_equals_it_bit_for_bit(name):
     # Two lanes on two devices do not divide a cohort of five: some lanes are padding.
     _, step, start = build(name)
-    spread, begin = make(name, devices=2, lanes=2), fm.engine.replicate(start, 2)
+    spread, begin = make(name, devices=2, lanes=2), placement.replicate(start, 2)
     places, data = jax.tree.map(lambda leaf: leaf.sharding, begin), problems.data()
     block = jax.jit(
         lambda state, count: fm.simulation.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places

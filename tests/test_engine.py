@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import logging
 import math
 import re
 from functools import partial
@@ -11,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_meta as fm
-from fedjax_meta import engine, rows, runtime
+from fedjax_meta import engine, placement, rows, runtime
 from fedjax_meta.aggregate import weigh
 from fedjax_meta.engine import ClientUpdate
 from tests import problems
@@ -296,7 +294,7 @@ def lanes_of(monkeypatch, tmp_path):
         monkeypatch.setattr(engine, "free_bytes", lambda device: free)
         group_of = lambda count: partial(engine._group, hungry, count)  # noqa: E731
         with runtime.compiling_for("gpu"):
-            return engine._lanes(group_of, given, engine.client_mesh(1), KEY, jnp.arange(64), (), (), ())
+            return engine._lanes(group_of, given, placement.client_mesh(1), KEY, jnp.arange(64), (), (), ())
 
     return lanes
 
@@ -350,51 +348,6 @@ def test_lanes_are_found_under_a_sweep_of_traced_rates():
     )
 
 
-def test_rows_are_partitioned_over_devices_and_their_size_is_logged_before_they_are_allocated(caplog):
-    each = {"w": jnp.ones((3, 4)), "n": jnp.zeros((), jnp.int32)}
-    with caplog.at_level(logging.INFO, "fedjax_meta"):
-        population = engine.populate(lambda _: each, jnp.arange(10), 2)
-    # 12 float64 and one int32: 100 bytes a client.
-    assert "1 kB on this host (N=10 clients, 100 bytes each, 2 parts on 2 devices)" in caplog.text
-    assert caplog.records[-1].levelno == logging.INFO
-    assert {shard.data.shape for shard in population["w"].addressable_shards} == {(5, 3, 4)}
-    assert {shard.data.shape for shard in engine.populate(lambda _: each, jnp.arange(9), 2)["w"].addressable_shards} == {
-        (9, 3, 4)
-    }
-    assert engine.populate(lambda _: (), jnp.arange(10), 2) == ()
-
-
-def test_rows_beyond_the_free_memory_are_refused_with_numbers(monkeypatch, caplog):
-    monkeypatch.setattr(engine, "free_bytes", lambda device: 5_000_000)
-    data, algorithm = problems.data(), problems.build("fedper", cohort_size=2)
-    assert algorithm.init(KEY, data).seen.shape == (7,)
-    engine.announce("800 kB", 800_000, 5_000_000)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with pytest.raises(ValueError, match=r"takes 6 MB on this host \(N=1000 .*, but only 5 MB are free"):
-        engine.populate(lambda _: jnp.ones(750), jnp.arange(1000), 1)
-    with pytest.raises(ValueError, match=r"takes 6.01 MB on this host \(N=501 .* 1 parts on 2 devices"):
-        engine.populate(lambda _: jnp.ones(750), jnp.arange(501), 2)
-
-
-def test_host_devices_read_one_copy_of_the_data():
-    whole = NamedSharding(engine.client_mesh(2), PartitionSpec())
-    shared = engine.place_shared({"x": np.arange(1000.0), "key": KEY}, whole)
-    first, second = (shard.data.unsafe_buffer_pointer() for shard in shared["x"].addressable_shards)
-    assert first == second
-    assert shared["x"].tolist() == list(range(1000))
-    assert shared["key"] == KEY
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_host_devices_read_samples_where_they_are(devices):
-    """Odd sizes, so that no array is aligned by chance; none is copied."""
-    x = np.arange(33 * 7, dtype=np.float32).reshape(33, 7)
-    data = fm.from_partition(x, np.zeros(33, int), np.arange(33)[::-1], np.full(3, 11), num_classes=2)
-    placed = engine.place_shared(data, NamedSharding(engine.client_mesh(devices), PartitionSpec()))
-    assert {shard.data.unsafe_buffer_pointer() for shard in placed.x.addressable_shards} == {data.x.ctypes.data}
-    assert (np.asarray(placed.x) == x[::-1]).all()
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_round_updates_a_large_population_in_place(devices):
     population, each = 50_000, 400
@@ -408,7 +361,7 @@ def test_a_round_updates_a_large_population_in_place(devices):
     algorithm = problems.build("fedper", task, cohort_size=8, devices=devices)
     state = algorithm.init(KEY, data)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    data = engine.place_shared(data, places.round)
+    data = placement.place_shared(data, places.round)
     block = jax.jit(
         lambda state, data: fm.simulation.run_rounds(algorithm, KEY, state, data, 3, most=3)[0],
         donate_argnums=0,

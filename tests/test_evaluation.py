@@ -11,7 +11,7 @@ import pytest
 import sklearn.metrics
 
 import fedjax_meta as fm
-from fedjax_meta import engine, evaluation, export, runtime
+from fedjax_meta import evaluation, export, placement, runtime
 from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from fedjax_meta.rows import AWAY_BYTES
@@ -183,7 +183,7 @@ def test_many_rows_are_evaluated_where_they_are(devices, lanes):
     heads = jax.random.normal(jax.random.key(3), state.personal["head"].shape)
     heads = jax.device_put(heads, state.personal["head"].sharding)
     state = state._replace(personal={**state.personal, "head": heads}, seen=jnp.ones_like(state.seen))
-    data = engine.place_shared(data, state.round.sharding)
+    data = placement.place_shared(data, state.round.sharding)
     score = jax.jit(partial(evaluation.evaluate, algorithm, KEY, support="train", query="train", lanes=lanes, devices=devices))
     program = score.lower(state, data).compile()
     assert heads.nbytes > AWAY_BYTES

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, host_store
+from fedjax_meta import checkpoint, host_store, placement
 from fedjax_meta.algorithm import ROWS
 from fedjax_meta.data import capacity
 from fedjax_meta.simulation import Evaluator, simulate
@@ -164,7 +164,7 @@ def test_a_killed_run_resumes_bit_for_bit(where, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         _run("scaffold", store=place, on_record=kill)
     # A device without room for all rows can resume, too.
-    monkeypatch.setattr(fm.engine, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(placement, "free_bytes", lambda device: 0)
     like = host_store.state_shapes(algorithm, KEY, problems.data())
     saved = checkpoint.restore(tmp_path / "saved", like, {})
     assert saved.round == 4

@@ -19,6 +19,7 @@ CORE = (
     "implicit",
     "local",
     "engine",
+    "placement",
     "multistep",
     "adaptation",
     "trajectory",

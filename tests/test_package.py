@@ -40,7 +40,7 @@ LAYERS = (
     ("participation", "asynchronous", "schedules", "uploads", "privacy"),
     ("aggregate",),
     ("attacks",),
-    ("rows", "engine"),
+    ("rows", "placement", "engine"),
     ("contract",),
     ("federation",),
     ("algorithm", "builders", "rates"),

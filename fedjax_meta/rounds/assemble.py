@@ -8,30 +8,29 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import checks, engine, hardware, loops, masks
+from fedjax_meta import checks, hardware, loops, masks, placement
 from fedjax_meta.algorithm import (
     Aggregation,
     Algorithm,
     Exchange,
-    Faults,
     RoundInfo,
     State,
     check_state,
     check_support,
-    state_rows,
 )
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
-from fedjax_meta.engine import ClientUpdate, exactness, replicate, run_cohort
 from fedjax_meta.federation import Federation, check_data
 from fedjax_meta.keys import is_key, tagged
 from fedjax_meta.masks import Role
-from fedjax_meta.rounds import attacked, ratios, server, stale
+from fedjax_meta.placement import replicate
 from fedjax_meta.rounds import client as clients
+from fedjax_meta.rounds import ratios, stale
 from fedjax_meta.rounds.leaks import refuse_leaks
-from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, leaf_names, parts, without_rows
-from fedjax_meta.schedules import Poisson
+from fedjax_meta.rounds.round import drawn_ids, of_server, one_round
+from fedjax_meta.rounds.setting import Setting, rows_of
+from fedjax_meta.rounds.trees import leaf_names, parts
 from fedjax_meta.types import Key, PyTree, Variables
 
 
@@ -105,7 +104,7 @@ class _Rounds:
             return own, jax.tree.map(_blank, fresh), jax.tree.map(_blank, residual)
 
         # Memory was already checked when `data` is a subset.
-        rows = engine.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
+        rows = placement.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
         state = State(
             model=model,
             optimizer=setting.server.init(masks.split(model, setting.shared)[0]),
@@ -122,76 +121,10 @@ class _Rounds:
         return state
 
     def cohort(self, key: Key, round_: Any, num_clients: int) -> jax.Array:
-        f = self.setting.federation
-        ids = f.schedule(tagged(key, "cohort"), round_, num_clients, f.cohort_size)
-        if ids.shape != (f.cohort_size,) or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"schedule must return cohort_size={f.cohort_size} ids, not {ids.dtype}{list(ids.shape)}")
-        return ids
+        return drawn_ids(self.setting, key, round_, num_clients)
 
     def round(self, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
-        setting, f = self.setting, self.setting.federation
-        if data.drawn is not None:
-            places = jnp.arange(f.cohort_size, dtype=jnp.int32)
-            empty = jnp.asarray(data.ids) < 0
-        else:
-            places = self.cohort(key, state.round, data.num_clients)
-            empty = places < 0
-        ids, rows = jnp.where(empty, -1, data.ids_of(places)), state_rows(state, data, places)
-        state = jax.tree.map(jnp.asarray, state)
-        view = "train" if "train" in data.views else data.views[0]
-        # With Poisson sampling, many places stay empty, which cost nothing.
-        equal = view in data.same_size and not isinstance(f.schedule, Poisson)
-        sizes = None if equal else jnp.where(empty, 0, jnp.asarray(data.sizes(view))[places])
-        if len(state.residual) != len(f.uploads):
-            raise ValueError(
-                f"the state is of a federation with {len(state.residual)} upload transformations, not {len(f.uploads)}"
-            )
-        seen = state.seen[rows]
-        # Rows of the whole population stay out of what every client gets.
-        context = Context(without_rows(state), data, ids, key)
-        summed, kept, outputs = run_cohort(
-            partial(_one_client, setting),
-            tagged(key, "clients"),
-            ids,
-            sizes,
-            (places, seen),
-            (state.personal, state.memory, state.residual),
-            # An empty place of a cohort reads and writes nowhere.
-            jnp.where(empty, -1, rows),
-            context,
-            lanes=f.lanes,
-            devices=f.devices,
-            precision=f.precision,
-        )
-        outputs = attacked.by_cohort(setting, context, outputs)
-        with exactness(f.precision):
-            moved = server.next_state(setting, key, state, summed, outputs, ids, data)
-        target = jnp.where(empty, state.seen.shape[0], rows)
-        diagnostics: dict[str, jax.Array] = {}
-        if setting.method.collaborate is not None:
-            before = Kept(places, seen, *jax.tree.map(lambda leaf: leaf[rows], kept))
-            with exactness(f.precision):
-                after, diagnostics = server.collaborate(setting, key, moved, before, outputs, ids, data)
-            new = (after.personal, after.memory, after.residual)
-            kept = jax.tree.map(lambda leaf, row: leaf.at[target].set(row, mode="drop"), kept, new)
-        seen = state.seen.at[target].set(seen | outputs.took_part, mode="drop")
-        metrics = outputs.metrics | diagnostics
-        if isinstance(f.schedule, Poisson):
-            metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), data.drawn_from, f.cohort_size)}
-        if setting.asynchronous is not None:
-            lag = setting.asynchronous.lag(state.round, jnp.arange(f.cohort_size))
-            metrics = metrics | {"staleness": lag, "virtual_seconds": setting.asynchronous.seconds(state.round)}
-        info = RoundInfo(ids, metrics, outputs.returned, jnp.where(empty, -1, places), self._faults(outputs, moved))
-        personal, memory, residual = kept
-        moved = moved._replace(personal=personal, memory=memory, residual=residual, seen=seen, round=state.round + 1)
-        return moved, info
-
-    def _faults(self, outputs: Outputs, state: State) -> Faults:
-        dropped, returned = jnp.sum(outputs.broken >= 0), jnp.sum(outputs.returned)
-        many = dropped > self.setting.federation.max_dropped * (dropped + returned)
-        none = (dropped > 0) & (returned == 0)
-        broken = first_broken(_of_server(state))
-        return Faults(outputs.broken, broken, many | none | (broken >= 0))
+        return one_round(self.setting, key, state, data)
 
     def personalize(
         self, key: Key, state: State, support: ClientView, client: Any, num_clients: int | None = None
@@ -206,10 +139,9 @@ class _Rounds:
         total = count if num_clients is None else num_clients
         if client is not None:
             checks.indices("client", client, count)
-            kept = Kept(jnp.arange(count), *(getattr(state, name) for name in Kept._fields[1:]))
-            row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], kept)
-            row = row._replace(seen=row.seen & setting.federation.own_at_test)
-            received = clients.receive(setting, key, state, row, total)
+            seen, kept = jax.tree.map(lambda leaf: jnp.asarray(leaf)[client], (state.seen, rows_of(state)))
+            seen = seen & setting.federation.own_at_test
+            received = clients.receive(setting, key, state, seen, kept, total, tagged(key, "shared"))
             return method.personalize(tagged(key, "personalize"), received, support)
         new_client = setting.federation.new_client or method.new_client
         if callable(new_client):
@@ -238,11 +170,11 @@ class _Rounds:
         return Exchange((common, extra, given), (up, statistics), separate, setting.chain.message)
 
     def checked(self, data: FederatedData) -> tuple[Sequence[str], Sequence[str]]:
-        state, trained, (personal, _) = self._shapes(data)
-        upload, weight = self._sent_shapes(state.model, data)
+        state, trained, _ = self._shapes(data)
+        upload, weights = self._sent_shapes(state.model, data)
         sent = (upload, upload) if self.setting.federation.uploads else upload
-        result = clients.result_of(self.setting, trained, weight, personal, sent)
-        return leaf_names(result), leaf_names(_of_server(state))
+        result = clients.result_of(self.setting, trained, weights, sent)
+        return leaf_names(result), leaf_names(of_server(state))
 
     def _shapes(self, data: FederatedData) -> tuple[State, Any, tuple[PyTree, PyTree]]:
         """Of the state, of what a client returns, and of its own (personal leaves, memory)."""
@@ -268,10 +200,8 @@ class _Rounds:
 
         def upload(key: Key, model: PyTree) -> PyTree:
             trained = clients.train_anyone(setting, key, model, data)
-            weight = clients.weight_of(setting, trained, data.client(0))
-            statistics_weight = weight if trained.statistics_weight is None else trained.statistics_weight
             extra = setting.method.init_extra(model, data)
-            return clients.upload_of(setting, model, extra, trained), (weight, statistics_weight)
+            return clients.upload_of(setting, model, extra, trained), clients.weights_of(setting, trained, data.client(0))
 
         return jax.eval_shape(upload, jax.random.key(0), model)
 
@@ -286,17 +216,6 @@ class _Rounds:
         parts, weights = jax.eval_shape(partial(ratios.split, self.setting), (*upload, measured), weight)
         shapes = cast(Any, jax.tree.structure(weights)).flatten_up_to(parts)
         return Aggregation(kept, tuple(rule.init(shape) if jax.tree.leaves(shape) else () for shape in shapes), past)
-
-
-def _one_client(setting: Setting, key: Key, id_: jax.Array, given: Any, row: Any, context: Context) -> ClientUpdate:
-    """A client's round, for the engine."""
-    update = clients.client_round(setting, key, id_, Kept(*given, *row), context)
-    return update._replace(kept=(update.kept.personal, update.kept.memory, update.kept.residual))
-
-
-def _of_server(state: State) -> dict[str, PyTree]:
-    """What the server keeps that must be finite."""
-    return {"model": state.model, "optimizer": state.optimizer, "extra": state.extra}
 
 
 def _blank(leaf: Any) -> jax.Array:

@@ -47,16 +47,16 @@ def poisoned(setting: Setting, client: ClientData, id_: jax.Array, data: Federat
 
 
 def by_client(
-    setting: Setting, key: Key, id_: jax.Array, message: Message, received: Received, sent: State, data: FederatedData
+    setting: Setting, key: Key, id_: jax.Array, message: Message, received: Received, given: State, data: FederatedData
 ) -> tuple[Message, PyTree]:
-    """(what a client sends, what `Outputs.read` must hold); `sent` is the state with the model that the client was given."""
+    """(what a client sends, what `Outputs.read` must hold); `given` is the state with the model that the client was given."""
     found = _attack(setting, data)
     if found is None or not found[0].changes_uploads:
         return message, ()
     attack, members = found
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
-        reference = _before(setting, message, before, sent.model, sent.extra)
+        reference = _before(setting, message, before, given.model, given.extra)
         message = _consistent(setting, attack.alone(tagged(key, "attack"), _of(members, id_), message, reference))
     return message, message.read if attack.conspire is None else (message.read, before)
 
@@ -121,7 +121,7 @@ def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, ext
 
 
 def _consistent(setting: Setting, message: Message) -> Message:
-    """The message with statistics that the server computes from what it reads (FedAMP), so that both tell the same lie."""
+    """Recomputes statistics (FedAMP) from the falsified values that the server reads, so that both agree."""
     part, statistics = message.upload
     if setting.method.sends_statistics or setting.sends_differences or not message.read:
         return message

@@ -13,123 +13,74 @@ from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.engine import ClientUpdate
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, stale
-from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting, first_broken, must_fit, where, zeros_unless
+from fedjax_meta.rounds.refusals import refuse_hiding_uploads
+from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting
+from fedjax_meta.rounds.trees import first_broken, must_fit, where, zeros_unless
 from fedjax_meta.types import Key, PyTree
 
 
-def client_round(setting: Setting, key: Key, id_: jax.Array, kept: Kept, context: Context) -> ClientUpdate:
-    """What the engine runs for each client: the method's rule, and what becomes of its result."""
-    method, chain = setting.method, setting.chain
+def client_round(setting: Setting, key: Key, id_: jax.Array, member: Member, kept: Kept, context: Context) -> ClientUpdate:
+    """What the engine runs for each client.
+
+    1. `_fate`: what it trains on, whether it works at all, whether its upload arrives.
+    2. `receive`: what it starts from. Then the method's rule trains, and `_check_trained` looks at what it returned.
+    3. `weights_of`, `upload_of`: what it would send. The upload transformations change that.
+    4. `_broken`: a client whose result is not finite takes no part.
+    5. `_kept_after`: what it keeps for its next round.
+    6. `_added_up`: what it adds to the sum over the cohort, after its attack if it is an attacker.
+    """
     state, data = context.state, context.data
-    client, works, arrives = _fate(setting, key, id_, data.client(jnp.where(id_ < 0, -1, kept.place)))
-    client = attacked.poisoned(setting, client, id_, data)
-    sent, stale_weight = stale.given(setting, context, id_)
-    received = receive(setting, key, sent, kept, data.total_clients)
-    received = received._replace(shared_key=tagged(context.key, "shared"))
-    trained = method.client(tagged(key, "train"), received, client)
-    check_trained(setting, trained, received, kept)
-    if jax.tree.leaves(trained.stacked):
-        setting.refuse_hiding_uploads()
-    own_weight = weight_of(setting, trained, client)
-    weight: Any = (own_weight, own_weight if trained.statistics_weight is None else trained.statistics_weight)
-    if chain.masks_uploads and not chain.fixed_divisor:  # with which all count as 1
-        weight = _within_masks(setting, trained, weight, data)
-    base = state.model if setting.mixes_models(trained) else sent.model
+    client, works, arrives = _fate(setting, key, id_, member.position, data)
+    given, stale_weight = stale.given(setting, context, id_)
+    received = receive(setting, key, given, member.seen, kept, data.total_clients, tagged(context.key, "shared"))
+    trained = setting.method.client(tagged(key, "train"), received, client)
+    _check_trained(setting, trained, received, kept.memory)
+    weights = weights_of(setting, trained, client)
+    # A client without samples has learned nothing, whatever its rule made of it.
+    works = ~(weights[0] <= 0) & works
+    weights = _within_masks(setting, trained, weights, data)
+    base = state.model if setting.mixes_models(trained) else given.model
     upload = stale.scaled(setting, upload_of(setting, base, state.extra, trained), stale_weight)
-    personal = masks.split(trained.model, setting.personal)[0]
-    uploaded, measured, residual, residual_if_lost = chain.client(
+    upload, measured, residual, residual_if_lost = setting.chain.client(
         tagged(key, "uploads"), upload, kept.residual, state.aggregation.uploads
     )
-    # What training left is in memory already; the upload may exist only as a part of the sum. A transformation may hide NaN.
-    learned = learned_of(setting, trained)
-    checked = result_of(setting, trained, weight, personal, (learned, uploaded) if setting.federation.uploads else learned)
-    broken = first_broken(checked) if setting.federation.drop_nonfinite else jnp.full((), -1, jnp.int32)
-    # A client without samples has learned nothing, whatever its rule made of it.
-    works = ~(own_weight <= 0) & works
-    broken = jnp.where(works, broken, -1)
+    broken = jnp.where(works, _broken(setting, trained, weights, upload), -1)
     took_part = works & (broken < 0)
     returned = took_part & arrives
     residual = where(returned, residual, residual_if_lost)
-    weight = jax.tree.map(lambda w: jnp.where(returned, w, 0), weight)
-    personal, residual = where(took_part, (personal, residual), (kept.personal, kept.residual))
-    learned_memory = trained.memory
-    if method.remember is not None and setting.federation.uploads:
-        learned_memory = method.remember(received.memory, *uploaded)
-        must_fit("what remember returns", learned_memory, kept.memory)
-    memory = where(returned if method.memory_of_uploads else took_part, learned_memory, kept.memory)
+    after = _kept_after(setting, trained, received, kept, upload, residual, took_part, returned)
     stacked = zeros_unless(broken < 0, trained.stacked)
-    message = attacked.Message(uploaded, measured, stacked, setting.read(personal, memory))
-    message, read = attacked.by_client(setting, key, id_, message, received, sent, data)
-    sums, separate = _sent(setting, (message.upload, message.measured), weight, returned, id_, context)
+    message = attacked.Message(upload, measured, stacked, setting.read(after.personal, after.memory))
+    message, read = attacked.by_client(setting, key, id_, message, received, given, data)
+    sums, separate = _added_up(setting, message, weights, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
-    return ClientUpdate(sums, Kept(kept.place, kept.seen, personal, memory, residual), jax.tree.map(jnp.asarray, outputs))
+    return ClientUpdate(sums, after, jax.tree.map(jnp.asarray, outputs))
 
 
-def receive(setting: Setting, key: Key, state: State, row: Kept, num_clients: int) -> Received:
+def _fate(setting: Setting, key: Key, id_: jax.Array, position: jax.Array, data: FederatedData) -> tuple[ClientData, Any, Any]:
+    """(what the client trains on, whether it works at all, whether its upload would arrive)."""
+    client, works, arrives = data.client(jnp.where(id_ < 0, -1, position)), id_ >= 0, True
+    if setting.federation.participation is not None:
+        part = setting.federation.participation(tagged(key, "participation"), id_)
+        client, arrives = client.working(part.work), part.returned
+        works = jnp.logical_not(part.crashed) & (part.work > 0) & works
+    return attacked.poisoned(setting, client, id_, data), works, arrives
+
+
+def receive(
+    setting: Setting, key: Key, state: State, seen: jax.Array, kept: Kept, num_clients: int, shared_key: Key
+) -> Received:
     """What a client starts from: its own leaves and memory if it has taken part, else the server's and fresh ones."""
     theirs, common = masks.split(state.model, setting.personal)
-    model = masks.merge(where(row.seen, row.personal, theirs), common)
+    model = masks.merge(where(seen, kept.personal, theirs), common)
     fresh = setting.method.init_memory(tagged(key, "memory"), model, num_clients)
-    must_fit(f"the state's memory is not that of {setting.method.name}", row.memory, fresh)
-    fresh = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), fresh, row.memory)
-    memory = where(row.seen, row.memory, fresh)
-    return Received(model, memory, state.extra, state.round, row.seen, tagged(key, "shared"))
+    must_fit(f"the state's memory is not that of {setting.method.name}", kept.memory, fresh)
+    fresh = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), fresh, kept.memory)
+    memory = where(seen, kept.memory, fresh)
+    return Received(model, memory, state.extra, state.round, seen, shared_key)
 
 
-def receive_fresh(setting: Setting, key: Key, model: PyTree, extra: PyTree, round_: jax.Array, num_clients: int) -> Received:
-    """What a client that never took part starts from."""
-    memory = jax.tree.map(jnp.asarray, setting.method.init_memory(tagged(key, "memory"), model, num_clients))
-    return Received(model, memory, extra, round_, jnp.zeros((), bool), tagged(key, "shared"))
-
-
-def train_anyone(setting: Setting, key: Key, model: PyTree, data: FederatedData) -> Trained:
-    """The first round of a client, for its shapes."""
-    extra = setting.method.init_extra(model, data)
-    received = receive_fresh(setting, key, model, extra, jnp.zeros((), jnp.int32), data.total_clients)
-    return setting.method.client(tagged(key, "train"), received, data.client(0))
-
-
-def result_of(setting: Setting, trained: Trained, weight: PyTree, personal: PyTree, upload: PyTree) -> dict[str, PyTree]:
-    """Everything of a client's result that must be finite; its paths are the names in a report of faults."""
-    return {
-        "weight": weight,
-        "upload": upload,
-        "stacked": trained.stacked,
-        "personal": personal,
-        "memory": trained.memory,
-    }
-
-
-def _fate(setting: Setting, key: Key, id_: jax.Array, client: ClientData) -> tuple[ClientData, Any, Any]:
-    """(the client with its share of the work, whether it works at all, whether its upload would arrive)."""
-    if setting.federation.participation is None:
-        return client, id_ >= 0, True
-    part = setting.federation.participation(tagged(key, "participation"), id_)
-    works = jnp.logical_not(part.crashed) & (part.work > 0) & (id_ >= 0)
-    return client.working(part.work), works, part.returned
-
-
-def _sent(
-    setting: Setting, upload: PyTree, weight: PyTree, returned: jax.Array, id_: jax.Array, context: Context
-) -> tuple[PyTree, PyTree]:
-    """(what is added up over the cohort, what an aggregator gets of each client)."""
-    upload, measured = upload
-    # A measured number of a transformation says something of one client, so all count equally there.
-    weight = (*weight, jnp.where(returned, 1.0, 0.0))
-    upload = (*upload, measured)
-    if setting.chain.fixed_divisor:
-        weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
-    if setting.stacks:
-        return (), (zeros_unless(returned, upload), weight)
-    sums = weigh(upload, weight)
-    if setting.chain.masks_uploads:
-        most = largest_weight(setting, context.data)
-        sums = setting.chain.encode(tagged(context.key, "masks"), sums, most, id_, context.ids)
-        sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), sums)
-    return sums, ()
-
-
-def check_trained(setting: Setting, trained: Any, received: Received, kept: Kept) -> None:
+def _check_trained(setting: Setting, trained: Any, received: Received, memory: PyTree) -> None:
     """Raises an error in one line for a client rule that returns something else than it should."""
     method = setting.method
     if not isinstance(trained, Trained) or not isinstance(trained.metrics, dict):
@@ -141,14 +92,22 @@ def check_trained(setting: Setting, trained: Any, received: Received, kept: Kept
     must_fit("the model that a client returns", trained.model, received.model)
     if method.init_memory is no_memory and jax.tree.leaves(trained.memory):
         raise ValueError(f"clients of {method.name} keep a memory: give Method(init_memory=...) its first value")
-    must_fit("a client's memory must keep the form of init_memory", trained.memory, kept.memory)
+    must_fit("a client's memory must keep the form of init_memory", trained.memory, memory)
     if trained.pseudo_gradient is not None:
         sent = (masks.split(tree, setting.shared)[0] for tree in (trained.pseudo_gradient, received.model))
         must_fit("the pseudo-gradient of a client", *sent)
+    if jax.tree.leaves(trained.stacked):
+        refuse_hiding_uploads(method, setting.federation)
+
+
+def weights_of(setting: Setting, trained: Trained, client: ClientData) -> tuple[jax.Array, PyTree]:
+    """How much a client counts in the mean of models, and in that of statistics."""
+    weight = weight_of(setting, trained, client)
+    return weight, weight if trained.statistics_weight is None else trained.statistics_weight
 
 
 def weight_of(setting: Setting, trained: Trained, client: ClientData) -> jax.Array:
-    """How much a client counts; 0 without train samples."""
+    """How much a client counts in the mean of models; 0 without train samples."""
     if trained.weight is not None:
         # A weight below 0 is an error of the method, which is reported like one that is not a number.
         weight = jnp.where(jnp.asarray(trained.weight) < 0, jnp.nan, trained.weight)
@@ -165,26 +124,23 @@ def largest_weight(setting: Setting, data: FederatedData) -> float:
     return 1.0 if view is None else float(dict(data.max_size)[view])
 
 
-def _within_masks(setting: Setting, trained: Trained, weight: PyTree, data: FederatedData) -> PyTree:
-    """The weights of a client whose numbers are masked, NaN where one is above the largest: its integers would wrap around.
+def _within_masks(
+    setting: Setting, trained: Trained, weights: tuple[jax.Array, PyTree], data: FederatedData
+) -> tuple[jax.Array, PyTree]:
+    """The weights; NaN where uploads are masked and one is above the largest: the client's integers would wrap around.
 
     Raises:
       ValueError: a weight that the client rule gives, for which no largest is known.
     """
+    if not setting.chain.masks_uploads or setting.chain.fixed_divisor:  # with which all count as 1
+        return weights
     if trained.weight is not None:
         raise ValueError(
             f"clients of {setting.method.name} give their own weight, of which mask cannot know the largest: leave one of the "
             "two out, or count clients by the weighting of a method"
         )
     most = largest_weight(setting, data)
-    return jax.tree.map(lambda w: jnp.where(w > most, jnp.nan, w), weight)
-
-
-def learned_of(setting: Setting, trained: Trained) -> PyTree:
-    """What an upload is made from, in the structure of `upload_of`: it is finite where this is."""
-    descent = trained.model if trained.pseudo_gradient is None else trained.pseudo_gradient
-    part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(trained.model, setting.buffers)[0])
-    return part, trained.statistics
+    return jax.tree.map(lambda w: jnp.where(w > most, jnp.nan, w), weights)
 
 
 def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:
@@ -205,3 +161,88 @@ def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) 
     if setting.sends_differences and setting.method.statistics_renew_extra:
         statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)
     return masks.merge(descent, held), statistics
+
+
+def _broken(setting: Setting, trained: Trained, weights: PyTree, upload: PyTree) -> jax.Array:
+    """The first leaf of a client's result that is not finite, see `first_broken`; -1 if there is none, or nobody asks."""
+    if not setting.federation.drop_nonfinite:
+        return jnp.full((), -1, jnp.int32)
+    # Check the trained values: a transformation may hide NaN, and the upload may exist only inside the sum.
+    learned = learned_of(setting, trained)
+    return first_broken(result_of(setting, trained, weights, (learned, upload) if setting.federation.uploads else learned))
+
+
+def learned_of(setting: Setting, trained: Trained) -> PyTree:
+    """What the upload is made from, in the structure of `upload_of`. The upload is finite exactly when this tree is."""
+    descent = trained.model if trained.pseudo_gradient is None else trained.pseudo_gradient
+    part = masks.merge(masks.split(descent, setting.shared)[0], masks.split(trained.model, setting.buffers)[0])
+    return part, trained.statistics
+
+
+def result_of(setting: Setting, trained: Trained, weights: PyTree, upload: PyTree) -> dict[str, PyTree]:
+    """Everything of a client's result that must be finite; its paths are the names in a report of faults."""
+    return {
+        "weight": weights,
+        "upload": upload,
+        "stacked": trained.stacked,
+        "personal": masks.split(trained.model, setting.personal)[0],
+        "memory": trained.memory,
+    }
+
+
+def _kept_after(
+    setting: Setting,
+    trained: Trained,
+    received: Received,
+    before: Kept,
+    upload: PyTree,
+    residual: PyTree,
+    took_part: jax.Array,
+    returned: jax.Array,
+) -> Kept:
+    """What a client keeps: what the round left it with if it took part, else what it had."""
+    method, memory = setting.method, trained.memory
+    if method.remember is not None and setting.federation.uploads:
+        memory = method.remember(received.memory, *upload)
+        must_fit("what remember returns", memory, before.memory)
+    personal = masks.split(trained.model, setting.personal)[0]
+    personal, residual = where(took_part, (personal, residual), (before.personal, before.residual))
+    memory = where(returned if method.memory_of_uploads else took_part, memory, before.memory)
+    return Kept(personal, memory, residual)
+
+
+def _added_up(
+    setting: Setting,
+    message: attacked.Message,
+    weights: tuple[jax.Array, PyTree],
+    returned: jax.Array,
+    id_: jax.Array,
+    context: Context,
+) -> tuple[PyTree, PyTree]:
+    """(what is added up over the cohort, what an aggregator gets of each client)."""
+    upload = (*message.upload, message.measured)
+    # A measured number of a transformation says something of one client, so all count equally there.
+    weight: Any = (*jax.tree.map(lambda w: jnp.where(returned, w, 0), weights), jnp.where(returned, 1.0, 0.0))
+    if setting.chain.fixed_divisor:
+        weight = jax.tree.map(lambda w: jnp.where(w > 0, 1.0, 0.0), weight)
+    if setting.stacks:
+        return (), (zeros_unless(returned, upload), weight)
+    sums = weigh(upload, weight)
+    if setting.chain.masks_uploads:
+        most = largest_weight(setting, context.data)
+        sums = setting.chain.encode(tagged(context.key, "masks"), sums, most, id_, context.ids)
+        sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), sums)
+    return sums, ()
+
+
+def receive_fresh(setting: Setting, key: Key, model: PyTree, extra: PyTree, round_: jax.Array, num_clients: int) -> Received:
+    """What a client that never took part starts from."""
+    memory = jax.tree.map(jnp.asarray, setting.method.init_memory(tagged(key, "memory"), model, num_clients))
+    return Received(model, memory, extra, round_, jnp.zeros((), bool), tagged(key, "shared"))
+
+
+def train_anyone(setting: Setting, key: Key, model: PyTree, data: FederatedData) -> Trained:
+    """The first round of a client, for its shapes."""
+    extra = setting.method.init_extra(model, data)
+    received = receive_fresh(setting, key, model, extra, jnp.zeros((), jnp.int32), data.total_clients)
+    return setting.method.client(tagged(key, "train"), received, data.client(0))

@@ -1,4 +1,4 @@
-"""What a method with private gradients lets out of a client without noise: refused before the first round."""
+"""Refuses methods with private gradients that send un-noised client data, before the first round."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from fedjax_meta.contract import Cohort, Received
 from fedjax_meta.data import FederatedData
 from fedjax_meta.privacy.leaks import marks_of
 from fedjax_meta.rounds.client import upload_of, weight_of
-from fedjax_meta.rounds.setting import Setting, parts, without_rows
+from fedjax_meta.rounds.setting import Setting
+from fedjax_meta.rounds.trees import parts, without_rows
 from fedjax_meta.types import Key, PyTree
 
 

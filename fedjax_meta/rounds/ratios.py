@@ -1,4 +1,4 @@
-"""What another aggregator than the mean combines: the parts of an upload, each with a weight of its own.
+"""Splits an upload into parts with their own weights, for aggregators other than the mean.
 
 A method may divide one mean by another, so that a client counts as much as its amount. Another aggregator could pick different
 clients for the numerator and the denominator. It gets each client's own quotients instead, with the client's amounts as weights.

@@ -16,7 +16,8 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, ratios, stale
 from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
-from fedjax_meta.rounds.setting import Kept, Outputs, Setting, must_fit, where, without_rows
+from fedjax_meta.rounds.setting import Kept, Outputs, Setting
+from fedjax_meta.rounds.trees import must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
 from fedjax_meta.uploads import ServerContext
 
@@ -150,14 +151,20 @@ def _step(
 
 
 def collaborate(
-    setting: Setting, key: Key, state: State, kept: Kept, outputs: Outputs, ids: jax.Array, data: FederatedData
+    setting: Setting,
+    key: Key,
+    state: State,
+    kept: Kept,
+    outputs: Outputs,
+    ids: jax.Array,
+    positions: jax.Array,
+    data: FederatedData,
 ) -> tuple[Kept, dict[str, jax.Array]]:
     """(what clients keep after they got something of each other, unchanged for those that did not return; diagnostics)."""
     method = setting.method
-    if method.collaborate is None:
-        return kept, {}
+    assert method.collaborate is not None
     personal, memory = attacked.as_read(setting, kept, outputs)
-    cohort = Cohort(ids, kept.place, outputs.returned, personal, memory, outputs.stacked, setting.federation.lanes)
+    cohort = Cohort(ids, positions, outputs.returned, personal, memory, outputs.stacked, setting.federation.lanes)
     visible = state if method.whole_population else without_rows(state)
     result = method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
     given, diagnostics = result[:2], result[2] if len(result) > 2 else {}

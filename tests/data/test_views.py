@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedjax_meta as fm
-from fedjax_meta import engine, runtime
+from fedjax_meta import placement, runtime
 from fedjax_meta.data import ClientView, chunk_length, from_partition
 from tests.data.common import flat, numbered, seen
 
@@ -159,6 +159,6 @@ def test_a_round_with_flat_samples_is_the_same(rng):
     data = fm.from_clients(clients, num_classes=2)
     algorithm = fm.federate(fm.fedavg(fm.models.logistic(16, 2), lr=0.1), fm.Federation(cohort_size=2))
     state = algorithm.init(jax.random.key(0), data)
-    found = [algorithm.round(jax.random.key(1), state, of)[0].model for of in (data, engine.laid_out(data, "tpu"))]
+    found = [algorithm.round(jax.random.key(1), state, of)[0].model for of in (data, placement.laid_out(data, "tpu"))]
     jax.tree.map(np.testing.assert_array_equal, *found)
-    assert engine.laid_out(data, "cuda") is data
+    assert placement.laid_out(data, "cuda") is data

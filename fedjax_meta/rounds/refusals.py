@@ -1,0 +1,89 @@
+"""Refuses a method and a federation that cannot go together. `leaks` refuses what only a trace of the client rule tells."""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta.aggregate import Rule
+from fedjax_meta.asynchronous import Asynchronous
+from fedjax_meta.contract import Method
+from fedjax_meta.federation import Federation
+from fedjax_meta.rounds.trees import parts
+from fedjax_meta.uploads import Chain
+
+
+def refuse(method: Method, federation: Federation) -> None:
+    """Raises `ValueError` if a method cannot run in a federation."""
+    if method.collaborate is not None:
+        for words in (method.collaborate.reads, method.collaborate.gives):
+            _check_names(words)
+        if method.collaborate.reads:
+            refuse_hiding_uploads(method, federation)
+    _refuse_what_the_method_does(method, federation)
+    _refuse_handing_out_rows(method, federation)
+    if isinstance(federation.schedule, Asynchronous):
+        _refuse_asynchronous(method, federation, federation.schedule.name)
+    if method.travels is not None and federation.uploads:
+        raise ValueError(
+            f"{method.name} sends other numbers than those that the simulation averages: uploads= cannot change them"
+        )
+    own, rate = method.server_optimizer is not None, federation.server_lr
+    if own and rate is not None and federation.server_optimizer is None:
+        raise ValueError(
+            f"{method.name} has a server optimiser of its own: server_lr={rate} alone would replace it by SGD; give "
+            "server_optimizer too, or set the rate in the method"
+        )
+
+
+def refuse_hiding_uploads(method: Method, federation: Federation) -> None:
+    """Raises `ValueError` if uploads are hidden from the server; for a method whose server must see them."""
+    hiding = sorted({"noise", "mask"} & {transform.name for transform in federation.uploads})
+    if hiding:
+        raise ValueError(
+            f"{method.name} lets the server see what each client sends by itself, which {' and '.join(hiding)} cannot cover"
+        )
+
+
+def _check_names(words: str) -> None:
+    parts({"personal": (), "memory": ()}, words)
+
+
+def _refuse_what_the_method_does(method: Method, federation: Federation) -> None:
+    """Raises `ValueError` for what `Method.refuses` names."""
+    f = federation
+    given = {transform.name for transform in f.uploads}
+    given |= {"weighting"} if f.weighting not in (None, method.weighting) else set()
+    given |= {"server_optimizer"} if f.server_optimizer is not None else set()
+    remembers = isinstance(f.aggregator, Rule) and jax.tree.leaves(f.aggregator.init(jnp.zeros(1)))
+    given |= {"an aggregator with a memory"} if remembers else set()
+    for name, why in method.refuses.items():
+        if name in given:
+            raise ValueError(f"{method.name} cannot go with {name}: {why}")
+
+
+def _refuse_handing_out_rows(method: Method, federation: Federation) -> None:
+    """Raises `ValueError` if new clients would read rows that noise does not cover."""
+    _check_names(method.new_client_reads)
+    reads = method.new_client is not None and federation.new_client is None and method.new_client_reads
+    if reads and Chain(federation.uploads).fixed_divisor:
+        raise ValueError(
+            f"new clients of {method.name} read what trained clients keep ({method.new_client_reads}), which noise does not "
+            'cover: give Federation(new_client="fresh"), with which they start from the server\'s model'
+        )
+
+
+def _refuse_asynchronous(method: Method, federation: Federation, name: str) -> None:
+    """Raises `ValueError` if an asynchronous method sends more than changes of shared parameters; the rest would be stale."""
+    more = {
+        "reads what clients keep after a round (collaborate)": method.collaborate is not None,
+        "keeps more at the server than its model (update_extra)": method.update_extra is not None,
+        "steps along more than a mean of changes (direction)": method.direction is not None,
+        "divides a mean of changes by another mean (divides_by_statistics)": method.divides_by_statistics,
+        "sends other numbers than those that the simulation averages (travels)": method.travels is not None,
+    }
+    for what, is_so in more.items():
+        if is_so:
+            raise ValueError(f"{method.name} {what}: {name} takes methods whose uploads are changes of shared leaves alone")
+    if Chain(federation.uploads).fixed_divisor:
+        raise ValueError(f"{name} draws no cohorts at random, which noise needs: leave one of them out")
+    if federation.average_personal:
+        raise ValueError(f"average_personal takes means of whole leaves, which {name} cannot weigh: leave one of them out")

@@ -1,0 +1,155 @@
+"""One round, from the cohort to what the round reports. Read this file first, then `client` and `server`."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_meta.algorithm import Faults, RoundInfo, State, state_rows
+from fedjax_meta.data import FederatedData
+from fedjax_meta.engine import exactness, run_cohort
+from fedjax_meta.keys import tagged
+from fedjax_meta.rounds import attacked, server
+from fedjax_meta.rounds.client import client_round
+from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting, rows_of
+from fedjax_meta.rounds.trees import first_broken, without_rows
+from fedjax_meta.schedules import Poisson
+from fedjax_meta.types import Key, PyTree
+
+
+def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
+    """A round, as `Algorithm.round`.
+
+    1. `_draw`: the cohort.
+    2. `_train`: its clients train (`client.client_round`), and what they send is added up.
+    3. `server.next_state`: the server moves along the mean of that.
+    4. `_mix`: clients get something of each other, if the method wants it (`server.collaborate`).
+    5. `_info`: what the round reports.
+    """
+    f = setting.federation
+    if len(state.residual) != len(f.uploads):
+        raise ValueError(
+            f"the state is of a federation with {len(state.residual)} upload transformations, not {len(f.uploads)}"
+        )
+    state = jax.tree.map(jnp.asarray, state)
+    cohort = _draw(setting, key, state, data)
+    summed, kept, outputs = _train(setting, key, state, data, cohort)
+    with exactness(f.precision):
+        moved = server.next_state(setting, key, state, summed, outputs, cohort.ids, data)
+        kept, diagnostics = _mix(setting, key, moved, data, cohort, kept, outputs)
+    info = _info(setting, key, state, moved, data, cohort, outputs, diagnostics)
+    seen = state.seen.at[cohort.target].set(cohort.member.seen | outputs.took_part, mode="drop")
+    return moved._replace(**kept._asdict(), seen=seen, round=state.round + 1), info
+
+
+class _Cohort(NamedTuple):
+    """The cohort of a round.
+
+    Attributes:
+      ids: int32 `[C]`, -1 for an empty place.
+      member: leaves `[C]`.
+      rows: int32 `[C]`, which rows of the state are theirs; any for an empty place.
+      target: int32 `[C]`, where their new rows go; N, which is nowhere, for an empty place.
+      empty: bool `[C]`.
+    """
+
+    ids: jax.Array
+    member: Member
+    rows: jax.Array
+    target: jax.Array
+    empty: jax.Array
+
+
+def drawn_ids(setting: Setting, key: Key, round_: Any, num_clients: int) -> jax.Array:
+    """The ids that the schedule draws, as `Algorithm.cohort`."""
+    f = setting.federation
+    ids = f.schedule(tagged(key, "cohort"), round_, num_clients, f.cohort_size)
+    if ids.shape != (f.cohort_size,) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"schedule must return cohort_size={f.cohort_size} ids, not {ids.dtype}{list(ids.shape)}")
+    return ids
+
+
+def _draw(setting: Setting, key: Key, state: State, data: FederatedData) -> _Cohort:
+    """The cohort; a host store has drawn it already."""
+    if data.drawn is not None:
+        positions = jnp.arange(setting.federation.cohort_size, dtype=jnp.int32)
+        empty = jnp.asarray(data.ids) < 0
+    else:
+        positions = drawn_ids(setting, key, state.round, data.num_clients)
+        empty = positions < 0
+    ids, rows = jnp.where(empty, -1, data.ids_of(positions)), state_rows(state, data, positions)
+    target = jnp.where(empty, state.seen.shape[0], rows)
+    return _Cohort(ids, Member(positions, state.seen[rows]), rows, target, empty)
+
+
+def _train(setting: Setting, key: Key, state: State, data: FederatedData, cohort: _Cohort) -> tuple[Any, Kept, Outputs]:
+    """(the sum of what the clients send, the population's rows with the new ones of the cohort, outputs of each client)."""
+    f = setting.federation
+    view = "train" if "train" in data.views else data.views[0]
+    # With Poisson sampling, many places of a cohort stay empty, which cost nothing.
+    equal = view in data.same_size and not isinstance(f.schedule, Poisson)
+    sizes = None if equal else jnp.where(cohort.empty, 0, jnp.asarray(data.sizes(view))[cohort.member.position])
+    # Rows of the whole population stay out of what every client gets.
+    context = Context(without_rows(state), data, cohort.ids, key)
+    summed, kept, outputs = run_cohort(
+        partial(client_round, setting),
+        tagged(key, "clients"),
+        cohort.ids,
+        sizes,
+        cohort.member,
+        rows_of(state),
+        # An empty place reads and writes nowhere.
+        jnp.where(cohort.empty, -1, cohort.rows),
+        context,
+        lanes=f.lanes,
+        devices=f.devices,
+        precision=f.precision,
+    )
+    return summed, kept, attacked.by_cohort(setting, context, outputs)
+
+
+def _mix(
+    setting: Setting, key: Key, moved: State, data: FederatedData, cohort: _Cohort, kept: Kept, outputs: Outputs
+) -> tuple[Kept, dict[str, jax.Array]]:
+    """(the population's rows after clients got something of each other, diagnostics of that)."""
+    if setting.method.collaborate is None:
+        return kept, {}
+    mine = jax.tree.map(lambda leaf: leaf[cohort.rows], kept)
+    new, diagnostics = server.collaborate(setting, key, moved, mine, outputs, cohort.ids, cohort.member.position, data)
+    return jax.tree.map(lambda leaf, row: leaf.at[cohort.target].set(row, mode="drop"), kept, new), diagnostics
+
+
+def _info(
+    setting: Setting,
+    key: Key,
+    state: State,
+    moved: State,
+    data: FederatedData,
+    cohort: _Cohort,
+    outputs: Outputs,
+    diagnostics: dict[str, jax.Array],
+) -> RoundInfo:
+    """What the round reports."""
+    f, asynchronous = setting.federation, setting.asynchronous
+    metrics = outputs.metrics | diagnostics
+    if isinstance(f.schedule, Poisson):
+        metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), data.drawn_from, f.cohort_size)}
+    if asynchronous is not None:
+        lag = asynchronous.lag(state.round, jnp.arange(f.cohort_size))
+        metrics = metrics | {"staleness": lag, "virtual_seconds": asynchronous.seconds(state.round)}
+    positions = jnp.where(cohort.empty, -1, cohort.member.position)
+    return RoundInfo(cohort.ids, metrics, outputs.returned, positions, _faults(f.max_dropped, outputs, moved))
+
+
+def _faults(max_dropped: float, outputs: Outputs, moved: State) -> Faults:
+    dropped, returned = jnp.sum(outputs.broken >= 0), jnp.sum(outputs.returned)
+    many = dropped > max_dropped * (dropped + returned)
+    none = (dropped > 0) & (returned == 0)
+    broken = first_broken(of_server(moved))
+    return Faults(outputs.broken, broken, many | none | (broken >= 0))
+
+
+def of_server(state: State) -> dict[str, PyTree]:
+    """What the server keeps that must be finite."""
+    return {"model": state.model, "optimizer": state.optimizer, "extra": state.extra}
