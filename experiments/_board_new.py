@@ -21,7 +21,7 @@ from experiments import _board as board
 from experiments import _board_again as again
 from experiments import _standing as standing
 from experiments._board import Line
-from fedjax_meta import checkpoint, export, report, sweeps
+from fedjax_meta import disk, export, report, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
 from fedjax_meta.evaluation import evaluate
@@ -79,7 +79,7 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
         if built[scenario].new is not None:
             one = tests(cell, built[scenario])
             found += one
-            checkpoint.write_text(folder / "new_clients.csv", to_csv(found))
+            disk.write_text(folder / "new_clients.csv", to_csv(found))
             print(f"{scenario}, {cell.system}: {len(one)} tests of new clients", flush=True)
 
 
@@ -104,7 +104,7 @@ def measure_rows(run: standing.Run, there: Iterable[str], data_dir: str | None =
         if scenario not in built:
             built[scenario] = study.scenarios[scenario].build(data_dir)
         one = _of_rows(run, study, rows, built[scenario])
-        checkpoint.write_text(board.RAW / "new_clients" / f"{scenario}.csv", to_csv([*committed(scenario), *one]))
+        disk.write_text(board.RAW / "new_clients" / f"{scenario}.csv", to_csv([*committed(scenario), *one]))
         print(f"{scenario}, {name}: {len(one)} tests of new clients; {_moved(rows, one)}", flush=True)
 
 

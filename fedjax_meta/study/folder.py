@@ -100,7 +100,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "rounds": rounds,
         "fixed": fixed,
     }
-    checkpoint.write_text(folder / "study.yaml", to_yaml(study))
+    disk.write_text(folder / "study.yaml", to_yaml(study))
     _write(path, content)
 
 
@@ -223,7 +223,7 @@ def close_run(folder: Path) -> None:
 
 
 def _write(path: Path, content: Json) -> None:
-    checkpoint.write_text(path, json.dumps(report.strict(content), indent=2, default=str, allow_nan=False) + "\n")
+    disk.write_text(path, json.dumps(report.strict(content), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def _now(timespec: str = "seconds") -> str:
@@ -433,7 +433,7 @@ class Metrics:
     def _replace(self, lines: list[tuple[tuple[Any, ...], str]]) -> None:
         if self._torn or lines != self._lines:
             self._lines, self._torn = lines, False
-            checkpoint.write_text(self._path, "".join(f"{line}\n" for _, line in lines))
+            disk.write_text(self._path, "".join(f"{line}\n" for _, line in lines))
 
 
 def _key(where: Where, numbers: Mapping[str, float], seed: int, done: int) -> tuple[Any, ...]:

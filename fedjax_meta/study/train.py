@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, costs, report, sweeps
+from fedjax_meta import checkpoint, costs, disk, report, sweeps
 from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import State
 from fedjax_meta.rounds import federate
@@ -54,7 +54,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         content = {"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines}
         if phase.name == "final" and not phase.pooled:
             content["traffic"] = sum(costs.traffic(sweeps.member_algorithm(phase.build, members[0]), phase.data))
-        checkpoint.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
+        disk.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
         save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples, phase.names)
