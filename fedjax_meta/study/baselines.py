@@ -41,7 +41,7 @@ def alone(study: Study, system: str) -> tuple[str, ...]:
 
 
 def trained(group: str, *alone: tuple[str, ...]) -> bool:
-    """Whether no system's clients of a group have a local model that they never trained; `alone` of each system."""
+    """True unless a system tests this group with local models that were never trained; `alone` of each system."""
     return all(not groups or group in groups for groups in alone)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fedjax_meta import checks, disk
+from fedjax_meta.study import files
 
 Json = Any
 
@@ -65,8 +66,9 @@ def find(name: str) -> Preset:
             found = read(path, scenario)
             checks.one_of(f"system of preset {scenario}", system, found)
             return found[system]
-    checks.one_of("preset", name, list(known()))
-    raise AssertionError
+    others = known()
+    checks.one_of("preset", name, others)
+    return others[name]
 
 
 def known() -> dict[str, Preset]:
@@ -85,7 +87,7 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
       ValueError: it is no file of presets.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = files.parsed(path.read_text(encoding="utf-8"))
         shared = {name: value for name, value in tree.items() if name != "systems"}
         return {
             name: Preset(
@@ -115,7 +117,7 @@ def write(path: Path, tree: Mapping[str, Json]) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    disk.write_text(path, yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False, allow_unicode=True, width=120))
+    disk.write_text(path, files.text_of(json.loads(json.dumps(tree))))
 
 
 def save(run: Path, to: Path, name: str | None = None) -> list[Path]:
@@ -143,7 +145,7 @@ def save(run: Path, to: Path, name: str | None = None) -> list[Path]:
     made = []
     for path in found:
         read(path, path.stem)
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = files.parsed(path.read_text(encoding="utf-8"))
         made.append(to / f"{name or '{}-{}'.format(Path(tree['scenario']['dataset']).stem, path.stem)}.yaml")
         write(made[-1], tree)
     return made

@@ -25,7 +25,7 @@ def guarantee(study: Study, algorithm: Algorithm, num_clients: int, rounds: int 
 
 
 def text(found: privacy.Guarantee) -> str:
-    """Epsilon and delta with what they mean nothing without.
+    """Formats epsilon and delta with the neighbouring relation and sampling assumption that give them meaning.
 
     Example:
       >>> text(privacy.epsilon(4.0, 5, 1e-5, privacy.Everyone()))

@@ -1,12 +1,9 @@
 """A study: which systems are compared on which scenarios, and how they are tuned. It reads from and writes to YAML."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from fedjax_meta import checks, measures
 from fedjax_meta.federation import OPTIONS
@@ -178,10 +175,7 @@ class Study:
                     self.system(name, scenario)
                 except ValueError as error:
                     raise ValueError(f"scenarios.{scenario}, systems.{name}: {error}") from None
-        try:
-            checks.options("federation", self.federation, OPTIONS, {})
-        except TypeError as error:
-            raise ValueError(str(error).replace("() takes", " takes")) from None
+        checks.options("federation", self.federation, OPTIONS, {}, error=ValueError)
         self._check_goal()
         self._check_metrics()
         if self.delta is not None:
@@ -351,7 +345,7 @@ def to_tree(study: Study) -> dict[str, Any]:
 
 def to_yaml(study: Study) -> str:
     """The study as YAML, with all its fields; options that are not given stay so."""
-    return yaml.safe_dump(to_tree(study), sort_keys=False, allow_unicode=True, width=120)
+    return files.text_of(to_tree(study))
 
 
 def _object(where: str, of: type, given: Any) -> Any:
@@ -364,9 +358,7 @@ def _object(where: str, of: type, given: Any) -> Any:
     fields = {field.name: field for field in dataclasses.fields(of)}
     for name in given:
         if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{where} has no field {name!r}{hint}; allowed are {', '.join(fields)}")
+            raise ValueError(f"{where} has no field {name!r}{checks.nearest(name, fields)}; allowed are {', '.join(fields)}")
     needed = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in given:

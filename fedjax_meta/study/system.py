@@ -101,13 +101,11 @@ class System:
             self._fill_in(presets.find(self.preset))
         plain = [name for name in self.grid if "." not in name]
         taken, given = keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(plain)}
-        try:
-            own = [name for name in given if name not in federations.OPTIONS or name in self.options]
-            checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"))
-            checks.options(self.method, self.tested_with, taken, {})
-            checks.options("federation", self.federation, federations.OPTIONS, dict.fromkeys(taken, "options"))
-        except TypeError as error:
-            raise ValueError(str(error).replace("() takes", " takes")) from None
+        own = [name for name in given if name not in federations.OPTIONS or name in self.options]
+        checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"), error=ValueError)
+        checks.options(self.method, self.tested_with, taken, {}, error=ValueError)
+        elsewhere = dict.fromkeys(taken, "options")
+        checks.options("federation", self.federation, federations.OPTIONS, elsewhere, error=ValueError)
         for name, values in self.grid.items():
             if name in self.options or name in self.federation:
                 raise ValueError(f"{name} has a value and a grid: leave one of them out")

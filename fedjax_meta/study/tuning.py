@@ -218,7 +218,7 @@ def told_apart(trials: Sequence[Trial], tuning: Tuning) -> bool:
 
 
 EXPLODED = 10
-"""How many times the least loss at the first evaluation a validation loss must be, so that tables tell it."""
+"""Tables flag a validation loss above this multiple of the smallest loss at the first evaluation."""
 
 
 def exploded(trials: Sequence[Trial], chosen: Sequence[Point], tuning: Tuning) -> float | None:
