@@ -18,8 +18,8 @@ from fedjax_meta import disk, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, load, tuning
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study.job import counted
 from fedjax_meta.study.scenario import TESTED_ON
-from fedjax_meta.study.step import counted
 from fedjax_meta.study.study import to_tree
 from fedjax_meta.study.system import System
 

@@ -26,8 +26,8 @@ Tree = dict[str, Any]
 def packaged() -> dict[str, str]:
     """The studies that come with the package: the text of each file by its name."""
     folder = resources.files("fedjax_meta") / "studies"
-    found = {one.name.removesuffix(".yaml"): one for one in folder.iterdir() if one.name.endswith(".yaml")}
-    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+    paths = {path.name.removesuffix(".yaml"): path for path in folder.iterdir() if path.name.endswith(".yaml")}
+    return {name: paths[name].read_text(encoding="utf-8") for name in sorted(paths)}
 
 
 def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
@@ -209,21 +209,21 @@ def put(tree: Tree, path: str, value: Any) -> None:
       ValueError: a field of what is no mapping, a place that a list does not have.
     """
     *parents, last = path.split(".")
-    place: Any = tree
+    node: Any = tree
     for name in parents:
-        if isinstance(place, dict) and place.get(name) is None:
-            place[name] = {}
-        place = place[_key(path, place, name)]
-        if not isinstance(place, (dict, list)):
+        if isinstance(node, dict) and node.get(name) is None:
+            node[name] = {}
+        node = node[_key(path, node, name)]
+        if not isinstance(node, (dict, list)):
             raise ValueError(f"{path!r}: {name} is no mapping")
-    place[_key(path, place, last)] = value
+    node[_key(path, node, last)] = value
 
 
-def _key(path: str, place: Any, name: str) -> Any:
-    if isinstance(place, dict):
+def _key(path: str, node: Any, name: str) -> Any:
+    if isinstance(node, dict):
         return name
-    if not name.isdecimal() or int(name) >= len(place):
-        raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(place) - 1}")
+    if not name.isdecimal() or int(name) >= len(node):
+        raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(node) - 1}")
     return int(name)
 
 

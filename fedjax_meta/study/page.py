@@ -7,8 +7,8 @@ from typing import Any
 from fedjax_meta import costs, disk, escape, report
 from fedjax_meta.study import baselines, figures, results, summary
 from fedjax_meta.study.figures import Shown
+from fedjax_meta.study.job import Outcome
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import Study, to_yaml
 
 _STYLE = """

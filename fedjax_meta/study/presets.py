@@ -43,9 +43,9 @@ class Preset(NamedTuple):
     @property
     def commit(self) -> str:
         """Where it comes from, for a list: the commit of the package, or its version where it was installed."""
-        found = (self.facts.get("git") or {}).get("package") or {}
+        package = (self.facts.get("git") or {}).get("package") or {}
         version = (self.facts.get("versions") or {}).get("fedjax_meta", "unknown")
-        return f"commit {found['commit'][:8]}" if "commit" in found else f"version {version}"
+        return f"commit {package['commit'][:8]}" if "commit" in package else f"version {version}"
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value:g}" for name, value in self.chosen.items())
@@ -92,14 +92,14 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
         return {
             name: Preset(
                 f"{scenario}/{name}",
-                one["method"],
-                dict(one["options"]),
-                {option: _number(value) for option, value in one["chosen"].items()},
-                _number(one["score"]),
-                one.get("metric", "accuracy, %"),
-                {**shared, "federation": one["federation"], "at the end of its grid": one["at the end of its grid"]},
+                entry["method"],
+                dict(entry["options"]),
+                {option: _number(value) for option, value in entry["chosen"].items()},
+                _number(entry["score"]),
+                entry.get("metric", "accuracy, %"),
+                {**shared, "federation": entry["federation"], "at the end of its grid": entry["at the end of its grid"]},
             )
-            for name, one in tree["systems"].items()
+            for name, entry in tree["systems"].items()
         }
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of presets: {' '.join(str(error).split())}") from None

@@ -187,7 +187,7 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
     (member,) = members
     method, federation = phase.build(**member.numbers)
     algorithm = federate(method, dataclasses.replace(federation, devices=phase.devices))
-    place = stores.MEMORY if phase.store == "host" else desk.folder / "store"
+    store = stores.MEMORY if phase.store == "host" else desk.folder / "store"
 
     def lifted(state: State) -> State:
         return jax.tree.map(lambda leaf: leaf[None], state)
@@ -209,7 +209,7 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
         eval_every=phase.eval_every,
         evaluators=tests,
         state=None if wave.state is None else jax.tree.map(lambda leaf: leaf[0], wave.state),
-        store=place,
+        store=store,
         on_record=on_record,
         on_progress=lambda done, metrics: desk.watcher.progress(
             done, {name: values[None] for name, values in metrics.items()}
