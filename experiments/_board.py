@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import _standing as standing
-from fedjax_meta import checkpoint, report
+from fedjax_meta import disk, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, load, tuning
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study.job import counted
 from fedjax_meta.study.scenario import TESTED_ON
-from fedjax_meta.study.step import counted
 from fedjax_meta.study.study import to_tree
 from fedjax_meta.study.system import System
 
@@ -362,7 +362,7 @@ def rewrite(row: Line, **fields: Any) -> None:
     lines = read_lines()[row.scenario]
     mine = (row.run, row.system)
     lines = [line._replace(**fields) if (line.run, line.system) == mine else line for line in lines]
-    checkpoint.write_text(RAW / f"{row.scenario}.csv", to_csv(lines))
+    disk.write_text(RAW / f"{row.scenario}.csv", to_csv(lines))
 
 
 def kept(fresh: Iterable[Line], committed: Iterable[Line]) -> list[Line]:

@@ -21,7 +21,7 @@ from experiments import _board as board
 from experiments import _board_again as again
 from experiments import _standing as standing
 from experiments._board import Line
-from fedjax_meta import checkpoint, export, report, sweeps
+from fedjax_meta import disk, report, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
 from fedjax_meta.evaluation import evaluate
@@ -29,8 +29,9 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.methods import METHODS
 from fedjax_meta.simulation import Record, run_keys
 from fedjax_meta.study import Study, compare
+from fedjax_meta.study.export import restored
+from fedjax_meta.study.job import final_phase
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import final_phase
 from fedjax_meta.study.system import System, keywords
 from fedjax_meta.study.tuning import NEW
 
@@ -79,7 +80,7 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
         if built[scenario].new is not None:
             one = tests(cell, built[scenario])
             found += one
-            checkpoint.write_text(folder / "new_clients.csv", to_csv(found))
+            disk.write_text(folder / "new_clients.csv", to_csv(found))
             print(f"{scenario}, {cell.system}: {len(one)} tests of new clients", flush=True)
 
 
@@ -104,7 +105,7 @@ def measure_rows(run: standing.Run, there: Iterable[str], data_dir: str | None =
         if scenario not in built:
             built[scenario] = study.scenarios[scenario].build(data_dir)
         one = _of_rows(run, study, rows, built[scenario])
-        checkpoint.write_text(board.RAW / "new_clients" / f"{scenario}.csv", to_csv([*committed(scenario), *one]))
+        disk.write_text(board.RAW / "new_clients" / f"{scenario}.csv", to_csv([*committed(scenario), *one]))
         print(f"{scenario}, {name}: {len(one)} tests of new clients; {_moved(rows, one)}", flush=True)
 
 
@@ -134,20 +135,20 @@ def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
     assert clients.new is not None
     final = final_phase(cell.study, cell.found.scenario, cell.system, clients)
     trials, option = cell.found.trials, adapts_by(cell.study.systems[cell.system])[0]
-    restored = [export.restored(final, cell.folder, trial.seed, clients) for trial in trials]
+    states = [restored(final, cell.folder, trial.seed, clients) for trial in trials]
     made: list[Tested] = []
 
     def add(algorithm: Algorithm, data: FederatedData, samples: Sequence[int], option: str = "", steps: int = 0) -> None:
         # One program for all seeds, which have the same numbers, and for all numbers of samples.
         test = jax.jit(_test(algorithm, cell.study.metrics))
         for most in samples:
-            for trial, (_, state) in zip(trials, restored, strict=True):
+            for trial, (_, state) in zip(trials, states, strict=True):
                 key = tagged(run_keys(jax.random.key(trial.seed))[2], NEW, state.round)
                 found = test(key, state, fewer(data, most))
                 made.append(Tested(cell.system, trial.seed, most, option, steps, _score(cell, found)))
 
     most = int(np.asarray(clients.new.sizes("support")).max())
-    plain = sweeps.member_algorithm(final.build, restored[0][0])
+    plain = sweeps.member_algorithm(final.build, states[0][0])
     add(plain, clients.new, [0, *(number for number in SAMPLES if number < most)])
     system = cell.study.system(cell.system, cell.found.scenario)
     for steps in (*STEPS, *(ALONE if cell.found.method == board.LOCAL else ())) if option else ():

@@ -15,7 +15,7 @@ from experiments import _board_new as newcomers
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
-from fedjax_meta import checkpoint, metrics, report
+from fedjax_meta import disk, metrics, report
 from fedjax_meta.study import baselines, compare, comparison
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
@@ -44,9 +44,9 @@ def write(
         fresh = board.kept(read, committed.get(scenario, ()))
         lines = _with_committed(fresh, committed.get(scenario, ()), listed)
         tests = _tests(lines, fresh, tested.get(scenario, ()), root)
-        checkpoint.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
+        disk.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
         if tests:
-            checkpoint.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tests))
+            disk.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tests))
         systems, new = ({line.system for line in some} for some in (lines, [line for line in lines if line in fresh]))
         said.append(f"{scenario}: {len(systems)} rows, {len(new)} of them new")
     for run in ran:
@@ -58,7 +58,7 @@ def write(
     everything = (listed, board.read_lines(board.RAW), read_tested(NEW))
     for path, made_of in ((PAGE, page), (lessons.PAGE, lessons.page)):
         text = standing.with_generated(path.read_text(encoding="utf-8"), made_of(*everything))
-        checkpoint.write_text(path, text)
+        disk.write_text(path, text)
         said.append(f"written: {path}")
     return said
 

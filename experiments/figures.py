@@ -12,7 +12,7 @@ from fedjax_meta import process, report
 from fedjax_meta.study import Study, load, summary
 from fedjax_meta.study.compare import Finished, finished
 from fedjax_meta.study.folder import read_run
-from fedjax_meta.study.step import Outcome
+from fedjax_meta.study.job import Outcome
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 

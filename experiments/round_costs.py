@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, report, runtime
+from fedjax_meta import disk, report, runtime
 from fedjax_meta.process import command_line, console, one_line_errors
 from fedjax_meta.study import Study, load, run
 from fedjax_meta.study.tuning import points_of
@@ -95,7 +95,7 @@ def write_table(
     """Writes a table as a page of Markdown, with what a reader must know, the machine and the command."""
     table = report.markdown_table(headings, rows, text_columns=text_columns)
     made = f"On {runtime.device_kinds()}; jax {jax.__version__}:"
-    checkpoint.write_text(out, "\n".join([f"# {title}", "", table, "", note, "", made, "", f"    {command_line(out)}", ""]))
+    disk.write_text(out, "\n".join([f"# {title}", "", table, "", note, "", made, "", f"    {command_line(out)}", ""]))
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

@@ -2,7 +2,7 @@
 
 A checkpoint is one file, named by its round:
 
-1. one line: the format, with a digest of that line, the same in all formats from 3 on;
+1. one line: the format, with a digest of that line, which is the same in all formats;
 2. the bytes of each array, in pieces of `_PIECE` bytes, the first at a multiple of 64;
 3. a JSON text: the round, the configuration, the records, and for each array its dtype, its shape and its pieces: place, digest,
    and the round of the file that holds it;
@@ -44,8 +44,6 @@ FORMAT = 4
 Json: TypeAlias = Any
 """A value that JSON can hold."""
 
-LOCK, lock, write_text = disk.LOCK, disk.lock, disk.write_text
-
 _SUFFIX = ".ckpt"
 _NAME = "fedjax_meta checkpoint, format"
 _HOST = "host"
@@ -85,8 +83,8 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     """Saves a state with the records so far, and removes older checkpoints.
 
     When it returns, the checkpoint is on the disk (`fsync`) and has been read back. Several runs must not share a folder, see
-    `lock`. The arrays are fetched one after the other, each from one device after the other. Of a state of 64 MiB or more, what
-    an earlier checkpoint of the folder holds already is not written again: do not take single files out of a folder.
+    `disk.lock`. The arrays are fetched one after the other, each from one device after the other. Of a state of 64 MiB or more,
+    what an earlier checkpoint of the folder holds already is not written again: do not take single files out of a folder.
 
     Args:
       folder: holds the checkpoints of ONE run; created if missing. Any path will do.
@@ -147,10 +145,9 @@ def restore(
     Raises:
       OSError: arrays of a host store that two files hold find no space to be put together.
       ValueError: `config` differs (the message names the first field), the state has another structure, shape or dtype (the
-        message names the first leaf), a checkpoint has an older or a newer format, or all checkpoints are damaged.
+        message names the first leaf), a checkpoint has another format, or all checkpoints are damaged.
     """
     folder = Path(folder).absolute()
-    _check_no_old_format(folder)
     damaged: list[str] = []
     for done in reversed(_rounds(folder)):
         path = _file(folder, done)
@@ -265,15 +262,6 @@ def _check_structure(leaves: list[dict[str, Json]], like: PyTree, path: Path) ->
         raise ValueError(f"cannot resume: {path} holds a state of another structure: {odd}")
 
 
-def _check_no_old_format(folder: Path) -> None:
-    for path in folder.glob("*/run.json") if folder.is_dir() else ():
-        if path.parent.name.isdecimal():
-            raise ValueError(
-                f"cannot resume: {path.parent} is a checkpoint of format 2, which an earlier version of fedjax_meta wrote; this "
-                f"version reads format {FORMAT}: finish the run with that version, or delete {folder} to start this run again"
-            )
-
-
 # The file of a checkpoint.
 
 
@@ -372,7 +360,7 @@ def _base(folder: Path, done: int, state: PyTree) -> dict[str, Json] | None:
 
 
 def _bases(folder: Path, rounds: Iterable[int]) -> set[int] | None:
-    """The bases of some checkpoints, none of those that are damaged; `None` if one cannot be read, which may have any base."""
+    """Bases that these checkpoints need, without damaged ones; `None` if a file cannot be read, because its base is unknown."""
     found = set()
     for done in rounds:
         try:
@@ -391,11 +379,10 @@ def _read_run(path: Path) -> dict[str, Json]:
         found = re.fullmatch(rf"{_NAME} (\d+), .*\n", line.decode(errors="replace"))
         if found is None or line != _first_line(int(found[1])):
             raise _changed(path)
-        if int(found[1]) not in (3, FORMAT):
-            writer = "a newer" if int(found[1]) > FORMAT else "an earlier"
+        if int(found[1]) != FORMAT:
             raise ValueError(
-                f"cannot resume: {path} was written by {writer} version of fedjax_meta (format {found[1]}; this version reads "
-                f"formats 3 and {FORMAT}): use that version, or another folder"
+                f"cannot resume: {path} was written by another version of fedjax_meta (format {found[1]}; this version reads "
+                f"format {FORMAT}): use that version, or another folder"
             )
         size = os.fstat(file.fileno()).st_size
         file.seek(max(size - _FOOTER_BYTES, 0))
@@ -407,15 +394,7 @@ def _read_run(path: Path) -> dict[str, Json]:
         text = file.read(int(parts[2]))
     if _digest(text) != parts[1]:
         raise _changed(path)
-    run = json.loads(text)
-    return _from_format_3(run) if run["format"] == 3 else run
-
-
-def _from_format_3(run: dict[str, Json]) -> dict[str, Json]:
-    """The JSON text of format 3, in which each array was one piece, as one of this format."""
-    leaves = [{**leaf, "pieces": [[leaf["place"], leaf["digest"], run["round"]]]} for leaf in run["leaves"]]
-    sizes = [leaf["bytes"] for leaf in leaves]
-    return {**run, "base": None, "piece": max(sizes, default=0), "written": sum(sizes), "leaves": leaves}
+    return json.loads(text)
 
 
 def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
@@ -456,23 +435,21 @@ def _mapped(
     if all(piece[2] == done and piece[0] == place + k * run["piece"] for k, piece in enumerate(leaf["pieces"])):
         _read(path, run, leaf, pool)
         return np.memmap(_file_of(path, run, done), shape.dtype, "r", place, shape.shape)
-    array = _new_map(path, leaf["bytes"], shape)
+    array = _new_map(path, shape)
     _read(path, run, leaf, pool, into=array)
     array.flags.writeable = False
     return array
 
 
-def _new_map(path: Path, size: int, shape: Any) -> np.ndarray:
+def _new_map(path: Path, shape: Any) -> np.ndarray:
     """A map of a new file without a name, beside a checkpoint or, where that cannot be, in the folder of temporary files."""
     refused: list[OSError] = []
     for folder in (path.parent, Path(tempfile.gettempdir())):
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                if hasattr(os, "posix_fallocate"):  # without it, a full disk would show when the map is written, as a crash
-                    os.posix_fallocate(file.fileno(), 0, size)
-                return np.memmap(file, shape.dtype, "w+", shape=shape.shape)
+            return disk.unnamed_map(folder, shape.dtype, shape.shape)
         except OSError as error:
             refused.append(error)
+    size = math.prod(shape.shape) * shape.dtype.itemsize
     raise _NoRoomError(f"{path} is intact, but restoring it needs {size:,} bytes in {path.parent}: {refused[0].strerror}")
 
 

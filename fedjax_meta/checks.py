@@ -347,14 +347,22 @@ def prng_key(name: str, value: Any) -> None:
     raise ValueError(f"{name}={form} must be a JAX PRNG key: jax.random.key(0)")
 
 
-def options(function_name: str, given: Iterable[str], allowed: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Raises `TypeError` for a keyword argument that a function does not take.
+def options(
+    function_name: str,
+    given: Iterable[str],
+    allowed: Collection[str],
+    elsewhere: Mapping[str, str],
+    *,
+    error: type[Exception] = TypeError,
+) -> None:
+    """Raises an error for a keyword argument that a function does not take.
 
     Args:
       function_name: the function that the user called.
       given: names of the keyword arguments that the user gave.
       allowed: names of the arguments that the function takes.
       elsewhere: for names of arguments that something else takes, what that is.
+      error: its type. Any but `TypeError` is of a name in a file and not of a call, and is written without brackets.
 
     Example:
       >>> options("fedavg", {"cohort_size": 10}, ["lr", "epochs"], {"cohort_size": "Federation"})
@@ -370,7 +378,8 @@ def options(function_name: str, given: Iterable[str], allowed: Collection[str], 
         elif near := difflib.get_close_matches(str(name), [*allowed, *elsewhere], 1):
             owner = f", which belongs to {elsewhere[near[0]]}" if near[0] in elsewhere else ""
             hint = f" (did you mean {near[0]!r}{owner}?)"
-        raise TypeError(f"{function_name}() takes no {name!r}{hint}; allowed are {', '.join(allowed) or 'none'}")
+        called = f"{function_name}()" if error is TypeError else function_name
+        raise error(f"{called} takes no {name!r}{hint}; allowed are {', '.join(allowed) or 'none'}")
 
 
 def mismatch(given: PyTree, wanted: PyTree) -> str | None:

@@ -24,15 +24,15 @@ from fedjax_meta.study import (
     baselines,
     catalogue,
     comparison,
+    descriptions,
     draws,
     estimate,
     files,
     flags,
+    guarantees,
     page,
     presets,
-    promise,
     results,
-    short,
     summary,
     targets,
 )
@@ -40,8 +40,10 @@ from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
 from fedjax_meta.study.check import check, named
+from fedjax_meta.study.export import of_run
+from fedjax_meta.study.job import passes
+from fedjax_meta.study.loggers import logged
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import passes
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.tuning import KNOWN, NEW, points_of, rounds_of_trials
 
@@ -241,7 +243,7 @@ def run(
         configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
         parts = partial(folders.part, folder) if shared else None
         with (
-            loggers.of_study(_Lines(chosen, built), folder, makes, configs, place=parts) as watcher,
+            logged(_Lines(chosen, built), folder, makes, configs, folder_of=parts) as watcher,
             _trained(chosen, folder, built, command, watcher, shared) as outcomes,
         ):
             if outcomes is not None:
@@ -325,9 +327,9 @@ def _chosen(
     """The study that the options of `run` and `show` describe; given `fields` override those of the study."""
     short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
     short += [f"{name}={value}" for name, value in fields.items() if value is not None]
-    place = flags.place(dataset=dataset, partition=partition, clients=clients, model=model)
+    scenario = flags.scenario(dataset=dataset, partition=partition, clients=clients, model=model)
     variants = [*(variant or ()), *(["quick"] if quick else [])]
-    chosen = load(study, [*short, *(set_ or ())], variants=variants, systems=systems, place=place)
+    chosen = load(study, [*short, *(set_ or ())], variants=variants, systems=systems, scenario_fields=scenario)
     if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
         chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
     if extend and not chosen.tuning.extend:
@@ -406,7 +408,7 @@ def export_(
     """
     with one_line_errors(debug):
         wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
-        found = export.of_run(folder, system, **wanted)  # type: ignore[arg-type]
+        found = of_run(folder, system, **wanted)  # type: ignore[arg-type]
         export.save(out, found.variables, found.about)
         if found.about["diverged"] is not None:
             errors.print(f"this run diverged at round {found.about['diverged']}", style="yellow")
@@ -484,12 +486,12 @@ def list_(
     kinds: dict[str, Callable[[], Mapping[str, tuple[str, str]]]] = {
         "studies": lambda: {name: (_title(text), "") for name, text in files.packaged().items()},
         "methods": lambda: {name: about(builder) for name, builder in METHODS.items()},
-        "partitions": lambda: short.PARTITIONS,
-        "models": lambda: short.MODELS,
+        "partitions": lambda: descriptions.PARTITIONS,
+        "models": lambda: descriptions.MODELS,
         "masks": lambda: {name: (words, "") for name, words in catalogue.MASKS.items()},
-        "shifts": lambda: short.SHIFTS,
-        "parts": lambda: short.PARTS,
-        "datasets": lambda: short.DATASETS,
+        "shifts": lambda: descriptions.SHIFTS,
+        "parts": lambda: descriptions.PARTS,
+        "datasets": lambda: descriptions.DATASETS,
         "presets": lambda: {name: (str(found), found.commit) for name, found in presets.known().items()},
     }
     with one_line_errors(debug):
@@ -501,7 +503,7 @@ def list_(
         for line in found:
             console.print(escape.console(line), soft_wrap=True, highlight=False)
         if what == "datasets":
-            console.print(short.PREPARED_NOTE, style="dim")
+            console.print(descriptions.PREPARED_NOTE, style="dim")
 
 
 def _title(text: str) -> str:
@@ -542,7 +544,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
         headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
         _print_table(report.Table(headings, rows))
         for name in study.systems_on(scenario):
-            said = promise.said(study, scenario, name, clients, study.rounds)
+            said = guarantees.said(study, scenario, name, clients, study.rounds)
             if said:
                 console.print(escape.console(f"{study.title_of(name)}: {said} in {study.rounds} rounds"), soft_wrap=True)
 
@@ -673,7 +675,7 @@ class _Lines(runs.Watcher):
 
     def record(self, done: int, records: Sequence[Record]) -> None:
         scenario, system = self._system
-        said = promise.said(self._study, scenario, system, self._built[scenario], done) if system else ""
+        said = guarantees.said(self._study, scenario, system, self._built[scenario], done) if system else ""
         self._spent = f"; after round {done}: {said}" if said else ""
         if not console.is_terminal:
             fewer = f", {len(records)} left" if len(records) < self._members else ""

@@ -5,21 +5,25 @@ All that changes files goes through functions of `os`, so that a test can end th
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
 import re
 import secrets
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 LOCK = ".lock"
 """The file that `lock` makes in a folder. It says which process took the folder last, and on which machine."""
 
 _PATIENCE = 1.0
-"""Seconds for which a lock is tried again: `locked` has a folder for a moment, too."""
+"""Seconds to retry a lock: `locked` also holds it for a moment."""
 
 _PIECE = 2**22
 _locks: dict[str, int] = {}
@@ -35,7 +39,7 @@ class NoLocksError(OSError):
 
 
 def _processes() -> str:
-    """Stands, in names of files, for the processes that see each other: those of a machine, or of a container."""
+    """A short id of this machine or container, used in file names."""
     found = [platform.node()]
     with contextlib.suppress(OSError):  # Linux alone has it, and this one
         found.append(Path("/etc/machine-id").read_text(encoding="utf-8"))
@@ -94,10 +98,23 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
+def unnamed_map(folder: str | Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A writable array in a new file of a folder. The file has no name: no other process can open it, and it goes with the array.
+
+    Raises:
+      OSError: no space, or no permission.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # without it, a full disk shows when the array is written, as a crash
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.memmap(file, dtype, "w+", shape=shape)
+
+
 def lock(folder: str | os.PathLike) -> None:
     """Gives a folder to this process until the process ends, however it ends; a second such call changes nothing.
 
-    Call it before the first `save` in a script that may be started twice; in a run of several processes, in the one that saves.
+    Call it before the first `checkpoint.save` in a script that may be started twice; in a run of several processes, in the one
+    that saves.
 
     Args:
       folder: made if it is not there.

@@ -7,9 +7,7 @@ clients. Axis letters: N clients, C cohort.
 
 import dataclasses
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import placement, runtime
+from fedjax_meta import disk, placement, runtime
 from fedjax_meta.algorithm import ROWS, Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import pack
@@ -26,7 +24,7 @@ from fedjax_meta.keys import is_key
 from fedjax_meta.types import Key
 
 MEMORY = "memory"
-"""Means the host's memory where a folder could be given."""
+"""Pass this instead of a folder to use host memory."""
 
 _PART_BYTES = 2**26
 
@@ -235,12 +233,7 @@ def _allocate(like: State, where: str | Path) -> dict[str, Any]:
     def array(leaf: Any) -> np.ndarray:
         if where == MEMORY or 0 in leaf.shape:
             return np.empty(leaf.shape, leaf.dtype)
-        # An unnamed file: no other run can open it, and it disappears with the array.
-        with tempfile.TemporaryFile(dir=where) as file:
-            if hasattr(os, "posix_fallocate"):
-                # Without this, a disk that fills up later kills the process without a message.
-                os.posix_fallocate(file.fileno(), 0, math.prod(leaf.shape) * leaf.dtype.itemsize)
-            return np.memmap(file, leaf.dtype, "w+", shape=leaf.shape)
+        return disk.unnamed_map(where, leaf.dtype, leaf.shape)
 
     try:
         return jax.tree.map(array, _rows(like))

@@ -1,13 +1,12 @@
 """Loggers: where the numbers of a run go while it trains, besides its folder.
 
 A logger has three methods, see `Logger`; anything that has them is one. TensorBoard, Weights & Biases, MLflow and trackio are
-here; each is imported when it is asked for. `logged` connects a logger with `simulate`, `OfStudy` several with a study.
+here; each is imported when it is asked for. `logged` connects a logger with `simulate`, `study.loggers` several with a study.
 """
 
 import contextlib
 import importlib
 import json
-import math
 import os
 import re
 import time
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from fedjax_meta import checks, report
+from fedjax_meta import checks
 from fedjax_meta.algorithm import State
 from fedjax_meta.evaluation import Evaluation
 from fedjax_meta.simulation import Record
@@ -234,7 +233,7 @@ def logged(
         del state
         done = record.round
         scores = {name: _scores(evaluation) for name, evaluation in record.evaluations.items()}
-        _log(logger, by_step(record._asdict() | {"train": record.metrics}, scores))
+        log_steps(logger, by_step(record._asdict() | {"train": record.metrics}, scores))
         status = DIVERGED if any(fault.diverged for fault in record.faults) else FINISHED
 
     try:
@@ -246,111 +245,6 @@ def logged(
         raise
     finally:
         logger.finish(status)
-
-
-class OfStudy:
-    """A watcher of `study.run.run` that gives every run of a study loggers of its own.
-
-    It reads the lines that the run appends to its `metrics.jsonl`, so that what is logged is what is saved.
-    """
-
-    def __init__(
-        self,
-        watcher: Any,
-        folder: Path,
-        loggers: Mapping[str, Make],
-        configs: Mapping[str, Mapping[str, Json]],
-        *,
-        place: Callable[[str, str], Path] | None = None,
-    ) -> None:
-        """Wraps a watcher.
-
-        Args:
-          watcher: is told everything too.
-          folder: of the run; loggers write to `folder/logs`.
-          loggers: see `made`.
-          configs: what each system is, by name.
-          place: the folder of the metrics of a scenario's system, where each has its own.
-        """
-        self._watcher, self._folder, self._loggers, self._configs = watcher, folder, loggers, configs
-        self._place = place or (lambda scenario, system: folder)
-        self._open: dict[str, list[Logger]] = {}
-        self._status: dict[str, str] = {}
-
-    def begin(self, scenario: str, system: str, *facts: Any) -> None:
-        """Ends the runs of the sweep before; what is in the metrics by now was logged when it came."""
-        self.finish()
-        self._lines = self._place(scenario, system) / "metrics.jsonl"
-        self._read = self._lines.stat().st_size if self._lines.is_file() else 0
-        self._watcher.begin(scenario, system, *facts)
-
-    def progress(self, *facts: Any) -> None:
-        """Nothing is logged between evaluations."""
-        self._watcher.progress(*facts)
-
-    def record(self, *facts: Any) -> None:
-        """Logs the lines that are new."""
-        with self._lines.open("rb") as file:
-            file.seek(self._read)
-            new = file.read()
-        self._read += len(new)
-        for line in new.decode().splitlines():
-            self._line(report.numbers_again(json.loads(line)))
-        self._watcher.record(*facts)
-
-    def end(self, outcome: Any) -> None:
-        """Ends the runs of a system."""
-        self.finish()
-        self._watcher.end(outcome)
-
-    def wait(self, *facts: Any) -> None:
-        """Nothing is logged while other processes train."""
-        self._watcher.wait(*facts)
-
-    def finish(self, status: str | None = None) -> None:
-        """Ends all runs that are open; by default each as its last evaluation says."""
-        while self._open:
-            name, loggers = self._open.popitem()
-            for logger in loggers:
-                logger.finish(status or self._status[name])
-
-    def _line(self, line: dict[str, Any]) -> None:
-        point = ",".join([*(f"{name}={value:g}" for name, value in line["numbers"].items()), f"seed={line['seed']}"])
-        name = "/".join([line["scenario"], line["system"], line["phase"], point])
-        if name not in self._open:
-            config = {key: line[key] for key in ("scenario", "system", "phase", "seed", "numbers")}
-            self._open[name] = [
-                make(self._folder / "logs" / kind.replace(":", "."), name) for kind, make in self._loggers.items()
-            ]
-            for logger in self._open[name]:
-                logger.start({**config, "options": self._configs[line["system"]]})
-        scores = {group: test["scores"] for group, test in line["tests"].items()}
-        for logger in self._open[name]:
-            _log(logger, by_step(line, scores))
-        finite = all(math.isfinite(value) for test in scores.values() for value in test.values())
-        self._status[name] = FINISHED if finite else DIVERGED
-
-
-@contextlib.contextmanager
-def of_study(
-    watcher: Any,
-    folder: Path,
-    loggers: Mapping[str, Make],
-    configs: Mapping[str, Mapping[str, Json]],
-    *,
-    place: Callable[[str, str], Path] | None = None,
-) -> Iterator[Any]:
-    """The watcher as it is, or with loggers if there are any, whose open runs end with the block; see `OfStudy`."""
-    if not loggers:
-        yield watcher
-        return
-    watched = OfStudy(watcher, folder, loggers, configs, place=place)
-    try:
-        yield watched
-    except BaseException as error:
-        watched.finish(STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED)
-        raise
-    watched.finish()
 
 
 def by_step(row: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> Steps:
@@ -384,7 +278,8 @@ def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
     return found
 
 
-def _log(logger: Logger, steps: Steps) -> None:
+def log_steps(logger: Logger, steps: Steps) -> None:
+    """Gives a logger the values of several rounds."""
     for step, values in steps.items():
         logger.log(step, values)
 

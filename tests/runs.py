@@ -108,7 +108,7 @@ def main() -> None:
         checkpoint.save = counted
     numbers: list[int] = []
     with one_line_errors(debug=False), signals(lambda number, _: numbers.append(number)):
-        checkpoint.lock(given.folder)
+        disk.lock(given.folder)
         print("begins", flush=True)
         path = given.folder / "metrics.json"
         runs = report.numbers_again(json.loads(path.read_text())["runs"]) if path.is_file() else []
@@ -116,7 +116,7 @@ def main() -> None:
             if all(run["name"] != name for run in runs):
                 how = {"rounds": given.rounds, "every": given.every, "devices": given.devices}
                 runs.append({"name": name, "result": train(name, given.folder, **how, numbers=numbers)})
-                checkpoint.write_text(path, json.dumps(report.strict({"runs": runs}), allow_nan=False) + "\n")
+                disk.write_text(path, json.dumps(report.strict({"runs": runs}), allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fedjax_meta import export, models
 from fedjax_meta.cli import app
 from fedjax_meta.study import run
+from fedjax_meta.study.export import of_run
 from tests import problems
 from tests.study.common import Silent, study
 
@@ -122,7 +123,7 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
     from safetensors import safe_open
 
     _, folder, outcomes = made
-    found = export.of_run(folder, "ditto")
+    found = of_run(folder, "ditto")
     export.save(tmp_path / "a.safetensors", found.variables, found.about)
     with safe_open(tmp_path / "a.safetensors", "np") as file:
         header = file.metadata()
@@ -133,8 +134,8 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
         and header["seed"] == "1"
     )
     assert header["numbers"] == f'{{"lr": {outcomes["ditto"].chosen["lr"]}}}' and header["input_shape"] == "[8, 8, 1]"
-    own = export.of_run(folder, "ditto", client=0).variables
-    other = export.of_run(folder, "ditto", client=1).variables
+    own = of_run(folder, "ditto", client=0).variables
+    other = of_run(folder, "ditto", client=1).variables
     assert not np.allclose(own["params"]["head"]["kernel"], other["params"]["head"]["kernel"])
 
 
@@ -142,7 +143,7 @@ def test_the_model_of_a_run_that_diverged_says_so(made, tmp_path):
     path = tmp_path / "a.safetensors"
     result = CliRunner().invoke(app, ["export", str(made[1]), "--system", "wild", "--out", str(path)])
     assert result.exit_code == 0 and "this run diverged at round 1" in result.stderr and path.is_file()
-    found = [export.of_run(made[1], system).about["diverged"] for system in ("wild", "tuned")]
+    found = [of_run(made[1], system).about["diverged"] for system in ("wild", "tuned")]
     assert found == [1, None]
 
 
@@ -153,10 +154,10 @@ def test_the_model_is_that_of_the_results_where_rounds_and_seeds_grew_together(t
     (outcome,) = run.run(study(systems=systems, rounds=2, seeds=[1, 2, 5]), tmp_path, watcher=Silent())
     (new,) = set((tmp_path / "state" / "pairs").iterdir()) - {old}
     old.rename(old.with_name("tuned.final.0"))  # it is found first
-    assert export.of_run(tmp_path, "tuned", seed=1).about["round"] == outcome.final[0].rows[-1]["round"] == 2
+    assert of_run(tmp_path, "tuned", seed=1).about["round"] == outcome.final[0].rows[-1]["round"] == 2
     shutil.rmtree(new)
     with pytest.raises(ValueError, match="no checkpoint of tuned with .* after round 2, of which its results are"):
-        export.of_run(tmp_path, "tuned", seed=1)
+        of_run(tmp_path, "tuned", seed=1)
 
 
 def test_variables_come_back_in_any_structure(made, tmp_path):
@@ -172,7 +173,7 @@ def test_variables_come_back_in_any_structure(made, tmp_path):
     with pytest.raises(ValueError, match="0/b is not wanted"):
         export.load(tmp_path / "p.safetensors", like={"z": 1.0})
     # A method whose clients predict with more than the task's variables is exported whole.
-    assert export.of_run(made[1], "fedrod", client=0).variables
+    assert of_run(made[1], "fedrod", client=0).variables
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):
     outcomes = {(one.scenario, one.system): one for one in run.run(chosen, tmp_path / "run", watcher=Silent())}
     for place in ("pairs@3", "pairs@4"):
         clients = chosen.scenarios[place].build()
-        found = export.of_run(tmp_path / "run", "fedper", scenario=place, seed=2, client=1)
+        found = of_run(tmp_path / "run", "fedper", scenario=place, seed=2, client=1)
         first, size = int(clients.train.start["test"][1]), int(clients.train.size["test"][1])
         x, y = (np.asarray(part)[first : first + size] for part in (clients.train.x, clients.train.y))
         x = (x.astype(np.float32) - found.about["offset"]) * found.about["scale"]
@@ -235,11 +236,11 @@ def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):
         trial = outcomes[place, "fedper"].final[1]
         assert correct.mean() == pytest.approx(trial.rows[-1]["tests"]["known"]["accuracy"][1], abs=1e-6)
         assert found.about["numbers"] == trial.numbers and found.about["round"] == 2
-        assert export.of_run(tmp_path / "run", "central", scenario=place, new_client=0).variables
+        assert of_run(tmp_path / "run", "central", scenario=place, new_client=0).variables
     with pytest.raises(ValueError, match="scenario='pairs' was drawn 2 times: give one of pairs@3, pairs@4"):
-        export.of_run(tmp_path / "run", "fedper", scenario="pairs")
+        of_run(tmp_path / "run", "fedper", scenario="pairs")
     with pytest.raises(ValueError, match="central is central training, which knows no clients"):
-        export.of_run(tmp_path / "run", "central", scenario="pairs@3", client=0)
+        of_run(tmp_path / "run", "central", scenario="pairs@3", client=0)
 
 
 def test_the_model_of_a_client_of_a_subset_is_its_own():

@@ -18,6 +18,7 @@ from fedjax_meta.cli import app
 from fedjax_meta.simulation import Evaluator, Record
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run
+from fedjax_meta.study.loggers import logged
 from tests.study.common import TREE, Silent, study
 
 SMALL = {**TREE, "rounds": 3, "systems": {"fedavg": TREE["systems"]["fedavg"]}, "tuning": {"rounds": 2, "seeds": [0]}}
@@ -145,19 +146,19 @@ def test_a_study_that_goes_on_logs_each_evaluation_once(tmp_path):
         return made[-1]
 
     configs = {"fedavg": {"method": "fedavg"}}
-    with pytest.raises(KeyboardInterrupt), loggers.of_study(Silent(stop_at=2), tmp_path, {"m": make}, configs) as watcher:
+    with pytest.raises(KeyboardInterrupt), logged(Silent(stop_at=2), tmp_path, {"m": make}, configs) as watcher:
         run.run(chosen, tmp_path, watcher=watcher)
     assert {one.status for one in made} == {"stopped"} and made[0].config["options"] == {"method": "fedavg"}
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"scenario": "pai')  # as a process leaves it that is killed while it writes; the run removes it
-    with loggers.of_study(Silent(), tmp_path, {"m": make}, configs) as watcher:
+    with logged(Silent(), tmp_path, {"m": make}, configs) as watcher:
         run.run(chosen, tmp_path, watcher=watcher)
     assert {one.status for one in made[2:]} == {"finished"}
     seen = [(one.name, step) for one in made for step, values in one.steps.items() if "seconds" in values]
     saved = [(line["phase"], line["seed"], line["round"]) for line in lines(tmp_path)]
     assert len(seen) == len(set(seen)) == len(saved)
     inner = Silent()
-    with loggers.of_study(inner, tmp_path, {}, configs) as watcher:
+    with logged(inner, tmp_path, {}, configs) as watcher:
         assert watcher is inner
 
 
@@ -168,9 +169,9 @@ def test_processes_that_share_a_run_log_what_they_train(tmp_path):
         made.append(Memory(folder, name))
         return made[-1]
 
-    configs, place = {"fedavg": {"method": "fedavg"}}, functools.partial(folders.part, tmp_path)
+    configs, folder_of = {"fedavg": {"method": "fedavg"}}, functools.partial(folders.part, tmp_path)
     with (
-        loggers.of_study(Silent(), tmp_path, {"m": make}, configs, place=place) as watcher,
+        logged(Silent(), tmp_path, {"m": make}, configs, folder_of=folder_of) as watcher,
         run.shared(chosen, tmp_path, watcher=watcher),
     ):
         pass

@@ -50,9 +50,8 @@ LAYERS = (
     ("sweeps",),
     ("report", "checkpoint"),
     ("process",),
-    ("loggers", "flower"),
+    ("loggers", "export", "flower"),
     ("study",),
-    ("export",),
     ("cli", "front"),
     ("__main__",),
 )

@@ -3,17 +3,15 @@
 The checksums of the zip format reveal a damaged file, and a key inside reveals a file of another data set.
 """
 
-import contextlib
 import hashlib
-import os
-import tempfile
+import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from fedjax_meta import runtime
+from fedjax_meta import disk, runtime
 from fedjax_meta.data import npz
 
 FORMAT = 1
@@ -45,28 +43,17 @@ def read(folder: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | N
 
 
 def write(folder: Path, name: str, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the arrays; a folder that cannot be written gives a warning.
-
-    The file is written under another name and then renamed, so that a reader never sees a partial file.
-    """
-    path = _path(folder, name, fingerprint)
-    temporary = None
+    """Writes the arrays; a folder that cannot be written gives a warning."""
+    file, names = io.BytesIO(), np.array(" ".join(sorted(arrays)))
+    np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), names=names, **arrays)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            names = np.array(" ".join(sorted(arrays)))
-            np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), names=names, **arrays)
-        os.replace(temporary, path)
+        disk.replace(_path(folder, name, fingerprint), [file.getbuffer()])
     except OSError as error:
         warnings.warn(
             f"decoded {name!r} is not cached and will be decoded again next time: cannot write {folder} ({error.strerror}); "
             f"set {runtime.CACHE_VARIABLE} to another folder",
             stacklevel=2,
         )
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
 
 
 def _path(folder: Path, name: str, fingerprint: str) -> Path:

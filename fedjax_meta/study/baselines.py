@@ -41,7 +41,7 @@ def alone(study: Study, system: str) -> tuple[str, ...]:
 
 
 def trained(group: str, *alone: tuple[str, ...]) -> bool:
-    """Whether no system's clients of a group have a local model that they never trained; `alone` of each system."""
+    """True unless a system tests this group with local models that were never trained; `alone` of each system."""
     return all(not groups or group in groups for groups in alone)
 
 
@@ -55,7 +55,7 @@ def measured(
       seed: of the untrained model.
       metrics: what is measured, see `Study.metrics`.
       asked: the view that known clients are tested on, see `Scenario.adapt_on`.
-      ids: of the known clients that are scored, see `step.counted`; all of them if not given.
+      ids: of the known clients that are scored, see `job.counted`; all of them if not given.
 
     Returns:
       By name and by group of clients a test as in a row of `report.compact`. "untrained model" is the model as the seed

@@ -15,11 +15,11 @@ from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
-from fedjax_meta.study import baselines, promise
+from fedjax_meta.study import baselines, guarantees
 from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.job import counted
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import counted
 from fedjax_meta.study.study import DRAW, Study
 from fedjax_meta.study.tuning import NEW, points_of
 
@@ -81,7 +81,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
         algorithm = system.build(clients, **point)
         if study.store != "device":
             stores.check_algorithm(algorithm)
-        promise.words(study, algorithm, clients.train.num_clients)
+        guarantees.words(study, algorithm, clients.train.num_clients)
         shape = tuple(point[name] for name in choice.shaping(system))
         if shape in traced:
             continue

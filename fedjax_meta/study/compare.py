@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.federation import Federation
 from fedjax_meta.study import baselines, results, targets
-from fedjax_meta.study.folder import read_final, read_run
+from fedjax_meta.study.folder import read_final
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.targets import Target
@@ -159,23 +159,21 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
         damaged file.
     """
     found: list[tuple[Finished, str]] = []
-    places = [Path(folder).resolve() for folder in folders]
-    for folder, label in zip(map(Path, folders), _labels(places), strict=True):
-        if places.count(folder.resolve()) > 1:
+    paths = [Path(folder).resolve() for folder in folders]
+    for folder, label in zip(map(Path, folders), _labels(paths), strict=True):
+        if paths.count(folder.resolve()) > 1:
             raise ValueError(f"{folder} is named twice: it would be compared with itself")
         if not (folder / "run.json").is_file():
             raise ValueError(f"{folder} holds no run (no run.json)")
         study = load(folder / "study.yaml")
         score = study.score if score is None else score
-        traffic = read_run(folder).get("traffic", {})
         before = len(found)
         for scenario in study.scenarios:
             for name in study.systems_on(scenario):
                 trials, content = read_final(folder, study, scenario, name)
                 if trials:
-                    # Runs of older versions know the traffic of the first point of a grid alone.
-                    bytes_ = float(content.get("traffic", traffic.get(scenario, {}).get(name, NAN)))
-                    found.append((_finished(study, scenario, name, trials, content["config"]["data"], bytes_), label))
+                    traffic = float(content.get("traffic", NAN))
+                    found.append((_finished(study, scenario, name, trials, content["config"]["data"], traffic), label))
         if len(found) == before:
             raise ValueError(f"{folder} has no finished results yet")
     found = [(one._replace(score=score), name) for one, name in found]
@@ -188,16 +186,16 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
     return [_named_apart(one, name, found) for one, name in found]
 
 
-def _labels(places: Sequence[Path]) -> list[str]:
+def _labels(paths: Sequence[Path]) -> list[str]:
     """Names of folders: their last parts, as many as tell them apart.
 
     Example:
       >>> _labels([Path("/a/first"), Path("/b/first"), Path("/b/second")])
       ['a/first', 'b/first', 'b/second']
     """
-    for parts in range(1, 1 + max(len(place.parts) for place in places)):
-        names = ["/".join(place.parts[-parts:]) for place in places]
-        if len(set(names)) == len(set(places)):
+    for parts in range(1, 1 + max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
             break
     return names
 
@@ -219,8 +217,8 @@ def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data:
     federation = study.system(name, scenario).federation
     cohorts = {key: federation.get(key, getattr(Federation, key)) for key in ("cohort_size", "participation")}
     cohorts["schedule"] = federation.get("schedule", Federation.schedule.__name__)
-    place = study.scenarios[scenario]
-    tested = TESTED_ON[place.adapt_on]
+    settings = study.scenarios[scenario]
+    tested = TESTED_ON[settings.adapt_on]
     return Finished(
         study.title_of(name),
         scenario,
@@ -231,7 +229,7 @@ def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data:
         traffic,
         baselines.alone(study, name),
         pooled=study.systems[name].pooled,
-        model=json.dumps([place.model, dict(place.model_options)], sort_keys=True),
+        model=json.dumps([settings.model, dict(settings.model_options)], sort_keys=True),
     )
 
 
@@ -246,10 +244,10 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
     seeds = sorted(set(mine) & set(theirs))
     if not seeds:
         return None
-    common, *places = np.intersect1d(one.ids(group), reference.ids(group), return_indices=True)
+    common, *rows = np.intersect1d(one.ids(group), reference.ids(group), return_indices=True)
     if not common.size:
         return None
-    scores = [np.array([kept[seed][where] for seed in seeds]) for kept, where in zip((mine, theirs), places, strict=True)]
+    scores = [np.array([kept[seed][where] for seed in seeds]) for kept, where in zip((mine, theirs), rows, strict=True)]
     by_seed, by_client = (report.difference(*(some.mean(axis) for some in scores)) for axis in (1, 0))
     gain = one.kind.gain(by_client, 0.0)
     known = np.isfinite(gain).all()

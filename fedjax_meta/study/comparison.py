@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_meta import checkpoint, metrics, report
+from fedjax_meta import disk, metrics, report
 from fedjax_meta.study import page, results
 from fedjax_meta.study.compare import NAN, Difference, Row, holm
 from fedjax_meta.study.figures import Shown
@@ -159,7 +159,7 @@ def write(path: Path, groups: Sequence[Sequence[Row]]) -> None:
       OSError: the file cannot be written.
     """
     check_path(path)
-    checkpoint.write_text(path, WRITERS[path.suffix](groups))
+    disk.write_text(path, WRITERS[path.suffix](groups))
 
 
 def check_path(path: Path) -> None:

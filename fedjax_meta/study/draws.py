@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedjax_meta import report
+from fedjax_meta.study.job import Outcome
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import DRAW, Study
 from fedjax_meta.study.tuning import NEW, last_scores
 

@@ -14,8 +14,8 @@ from fedjax_meta import costs, runtime, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData, pooled
 from fedjax_meta.keys import is_key
+from fedjax_meta.study.job import passes
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import passes
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import Point, points_of, rounds_of_trials, shaping
 

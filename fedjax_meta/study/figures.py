@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import checkpoint, escape, report
+from fedjax_meta import disk, escape, report
 from fedjax_meta.report import COLORS
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.study import Tuning
@@ -339,7 +339,7 @@ def save(folder: Path, prefix: str, systems: Sequence[Shown]) -> list[Path]:
     for figure in all_of(systems):
         legend = systems if figure.legend else ()
         paths.append(folder / f"{prefix}{figure.name}.svg")
-        checkpoint.write_text(paths[-1], svg(figure.panels, figure.title, of_page=False, legend=legend))
+        disk.write_text(paths[-1], svg(figure.panels, figure.title, of_page=False, legend=legend))
     return paths
 
 

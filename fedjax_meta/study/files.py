@@ -26,8 +26,8 @@ Tree = dict[str, Any]
 def packaged() -> dict[str, str]:
     """The studies that come with the package: the text of each file by its name."""
     folder = resources.files("fedjax_meta") / "studies"
-    found = {one.name.removesuffix(".yaml"): one for one in folder.iterdir() if one.name.endswith(".yaml")}
-    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+    paths = {path.name.removesuffix(".yaml"): path for path in folder.iterdir() if path.name.endswith(".yaml")}
+    return {name: paths[name].read_text(encoding="utf-8") for name in sorted(paths)}
 
 
 def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
@@ -43,15 +43,13 @@ def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
       OSError: the file cannot be read.
       ValueError: no YAML, or no mapping, a file that extends itself.
     """
-    name = str(path)
+    name, own, there = str(path), packaged(), Path(path).exists()
     if name in extended_by:
         raise ValueError(f"{path} extends itself")
-    own = packaged()
-    if name in own and not Path(path).exists():
-        text = own[name]
-    elif not Path(path).exists() and Path(name).name == name and "." not in name:
+    if not there and Path(name).name == name and "." not in name:
         checks.one_of("study", name, own)
-        raise AssertionError
+    if not there and name in own:
+        text = own[name]
     else:
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -97,17 +95,19 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would read as a number."""
+
+
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
-    list("-+.0123456789"),
-)
+_FLOAT = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def parsed(text: str) -> Any:
@@ -118,6 +118,11 @@ def parsed(text: str) -> Any:
       {'lr': 1e-05, 'epochs': 3}
     """
     return yaml.load(text, _Loader)
+
+
+def text_of(tree: Any) -> str:
+    """The text in YAML from which `parsed` reads the same tree; other readers of YAML do, too."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 @functools.lru_cache(maxsize=64)
@@ -204,21 +209,21 @@ def put(tree: Tree, path: str, value: Any) -> None:
       ValueError: a field of what is no mapping, a place that a list does not have.
     """
     *parents, last = path.split(".")
-    place: Any = tree
+    node: Any = tree
     for name in parents:
-        if isinstance(place, dict) and place.get(name) is None:
-            place[name] = {}
-        place = place[_key(path, place, name)]
-        if not isinstance(place, (dict, list)):
+        if isinstance(node, dict) and node.get(name) is None:
+            node[name] = {}
+        node = node[_key(path, node, name)]
+        if not isinstance(node, (dict, list)):
             raise ValueError(f"{path!r}: {name} is no mapping")
-    place[_key(path, place, last)] = value
+    node[_key(path, node, last)] = value
 
 
-def _key(path: str, place: Any, name: str) -> Any:
-    if isinstance(place, dict):
+def _key(path: str, node: Any, name: str) -> Any:
+    if isinstance(node, dict):
         return name
-    if not name.isdecimal() or int(name) >= len(place):
-        raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(place) - 1}")
+    if not name.isdecimal() or int(name) >= len(node):
+        raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(node) - 1}")
     return int(name)
 
 

@@ -107,7 +107,7 @@ def _system(method: str, options: Mapping[str, Any]) -> Tree:
     return {**own, "title": f"{method}({', '.join(said)})" if said else method}
 
 
-def place(
+def scenario(
     *, dataset: str | None = None, partition: str | None = None, clients: int | None = None, model: str | None = None
 ) -> Tree:
     """Fields of a scenario, those that were given.

@@ -18,7 +18,7 @@ import numpy as np
 from fedjax_meta import __version__, checkpoint, checks, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.privacy import Guarantee
-from fedjax_meta.study import promise
+from fedjax_meta.study import guarantees
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
@@ -100,7 +100,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "rounds": rounds,
         "fixed": fixed,
     }
-    checkpoint.write_text(folder / "study.yaml", to_yaml(study))
+    disk.write_text(folder / "study.yaml", to_yaml(study))
     _write(path, content)
 
 
@@ -223,7 +223,7 @@ def close_run(folder: Path) -> None:
 
 
 def _write(path: Path, content: Json) -> None:
-    checkpoint.write_text(path, json.dumps(report.strict(content), indent=2, default=str, allow_nan=False) + "\n")
+    disk.write_text(path, json.dumps(report.strict(content), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def _now(timespec: str = "seconds") -> str:
@@ -249,9 +249,9 @@ def options_of(system: System) -> dict[str, Json]:
     return {key: value for key, value in options.items() if key not in ("grid", "title", "scenarios")}
 
 
-def _said(given: Scenario | System, newer: Sequence[str]) -> dict[str, Json]:
-    """The fields of a part of a study; those that runs of older versions do not have only where they say something."""
-    return {key: value for key, value in dataclasses.asdict(given).items() if value or key not in newer}
+def _said(part: Scenario | System, optional: Sequence[str]) -> dict[str, Json]:
+    """The fields of a part of a study, the optional ones only where they are set: the records of runs without them stay alike."""
+    return {key: value for key, value in dataclasses.asdict(part).items() if value or key not in optional}
 
 
 def _first(system: System, clients: Clients) -> Algorithm:
@@ -268,7 +268,7 @@ def _promised(study: Study, built: Mapping[str, Clients]) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for scenario, clients in built.items():
         for name in study.systems_on(scenario):
-            whole, one = (promise.of_system(study, scenario, name, clients, rounds) for rounds in (study.rounds, 1))
+            whole, one = (guarantees.of_system(study, scenario, name, clients, rounds) for rounds in (study.rounds, 1))
             if isinstance(whole, str):
                 found.setdefault(scenario, {})[name] = whole
             elif isinstance(one, Guarantee) and whole is not None:
@@ -279,8 +279,8 @@ def _promised(study: Study, built: Mapping[str, Clients]) -> dict[str, Json]:
 def _begun(folder: Path) -> set[str]:
     """The names of scenarios, and of "scenario/system", that have results or states."""
     found: set[str] = set()
-    for place in ("results", "state"):
-        for path in (folder / place).glob("*/*"):
+    for kind in ("results", "state"):
+        for path in (folder / kind).glob("*/*"):
             found |= {path.parent.name, f"{path.parent.name}/{path.name.partition('.')[0]}"}
     return found
 
@@ -288,8 +288,8 @@ def _begun(folder: Path) -> set[str]:
 def _cut(study: Study, begun: set[str]) -> bool:
     """Whether halving ends trials of what has begun early, after rounds that depend on how many there are."""
     rounds, halving = study.tuning.rounds or study.rounds, study.tuning.halving
-    places = [(scenario, name) for scenario in study.scenarios for name in study.systems_on(scenario)]
-    systems = {name for scenario, name in places if f"{scenario}/{name}" in begun}
+    pairs = [(scenario, name) for scenario in study.scenarios for name in study.systems_on(scenario)]
+    systems = {name for scenario, name in pairs if f"{scenario}/{name}" in begun}
     return any(rungs(len(points_of(study.systems[name])), rounds, halving) for name in systems)
 
 
@@ -399,9 +399,9 @@ class Metrics:
         text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
         for line in text.splitlines():
             try:
-                one = json.loads(line)
-                where = (one["scenario"], one["system"], one["phase"])
-                self._lines.append((_key(where, one["numbers"], one["seed"], one["round"]), line))
+                row = json.loads(line)
+                where = (row["scenario"], row["system"], row["phase"])
+                self._lines.append((_key(where, row["numbers"], row["seed"], row["round"]), line))
             except (ValueError, KeyError):  # half a line
                 continue
         self._torn = text != "".join(f"{line}\n" for _, line in self._lines)
@@ -433,7 +433,7 @@ class Metrics:
     def _replace(self, lines: list[tuple[tuple[Any, ...], str]]) -> None:
         if self._torn or lines != self._lines:
             self._lines, self._torn = lines, False
-            checkpoint.write_text(self._path, "".join(f"{line}\n" for _, line in lines))
+            disk.write_text(self._path, "".join(f"{line}\n" for _, line in lines))
 
 
 def _key(where: Where, numbers: Mapping[str, float], seed: int, done: int) -> tuple[Any, ...]:
@@ -529,8 +529,8 @@ def _run(folder: Path) -> Run:
             names.append(name)
             kind = report.main_score(tests[0][1], study.score).kind
         if kind is not None and np.isfinite(means).any():
-            place = kind.best(means)
-            title = study.title_of(names[place])
-            winners.append((scenario, title, f"{kind.words} {kind.text(means[place])}{' %' if kind.share else ''}"))
+            winner = kind.best(means)
+            title = study.title_of(names[winner])
+            winners.append((scenario, title, f"{kind.words} {kind.text(means[winner])}{' %' if kind.share else ''}"))
     state = "finished" if content.get("finished") else "running" if disk.locked(folder) else "stopped"
     return Run(folder, study.title, content.get("started", ""), state, winners)

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_meta import checkpoint, costs, escape, report
+from fedjax_meta import costs, disk, escape, report
 from fedjax_meta.study import baselines, figures, results, summary
 from fedjax_meta.study.figures import Shown
+from fedjax_meta.study.job import Outcome
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import Outcome
 from fedjax_meta.study.study import Study, to_yaml
 
 _STYLE = """
@@ -73,7 +73,7 @@ def write(
         body += [table(report.Table(results.PUBLISHED_HEADINGS, results.published(study, outcomes)), _numbers(study))]
     body += ["<h2>How to run it again</h2>", f"<pre>{text(command)}</pre>"]
     body += [f"<details><summary>The study, with all its fields</summary><pre>{text(to_yaml(study))}</pre></details>"]
-    checkpoint.write_text(path, document(study.title, body))
+    disk.write_text(path, document(study.title, body))
 
 
 def write_all(
@@ -101,8 +101,8 @@ def write_all(
         paths += figures.save(folder / "figures", f"{scenario}-", shown)
     names = [path.relative_to(folder).as_posix() for path in paths]
     text = results.markdown(study, built, outcomes, command, found=found, figures=names)
-    checkpoint.write_text(folder / "report.md", text)
-    checkpoint.write_text(folder / "report.tex", results.latex(study, built, found))
+    disk.write_text(folder / "report.md", text)
+    disk.write_text(folder / "report.tex", results.latex(study, built, found))
     write(folder / "report.html", study, built, outcomes, command, found=found)
 
 

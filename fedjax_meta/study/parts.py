@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
@@ -176,7 +176,7 @@ def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _check(option: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    _check_options(f"{option} {name}", options, inspect.signature(function).parameters)
+    checks.options(f"{option} {name}", options, inspect.signature(function).parameters, {}, error=ValueError)
 
 
 def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> di
         attackers = own if isinstance(own, float) else attackers
         checks.one_of("attack", attack.get("name"), ATTACKS)
         takes = inspect.signature(ATTACKS[attack["name"]]).parameters
-        _check_options(f"attack {attack['name']}", attack.keys() - {"name"}, (*takes, ATTACKERS))
+        checks.options(f"attack {attack['name']}", attack.keys() - {"name"}, (*takes, ATTACKERS), {}, error=ValueError)
         if own is None:
             raise ValueError(f"attack {attack.get('name')} needs attackers: give it, or the scenario, a share, attackers=0.2")
         found["attack"] = {**attack, ATTACKERS: own}
@@ -230,13 +230,6 @@ def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None)
     if not private:
         return dict(federation)
     return {**federation, "uploads": [{**one, "rounds": rounds, "delta": delta} if one in private else one for one in chain]}
-
-
-def _check_options(of: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    try:
-        checks.options(of, given, list(allowed), {})
-    except TypeError as error:
-        raise ValueError(str(error).replace("() takes", " takes")) from None
 
 
 def _mapping(given: Any) -> dict[str, Any]:

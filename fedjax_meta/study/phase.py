@@ -39,7 +39,7 @@ class Watcher(Protocol):
         """All members were evaluated that were not stopped by halving."""
 
     def end(self, outcome: Any) -> None:
-        """A system is finished, see `step.Outcome`."""
+        """A system is finished, see `job.Outcome`."""
 
     def wait(self, others: Sequence[tuple[str, str]]) -> None:
         """Other processes train what is left of a shared run: scenario and system of each."""

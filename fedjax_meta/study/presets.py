@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fedjax_meta import checks, disk
+from fedjax_meta.study import files
 
 Json = Any
 
@@ -42,9 +43,9 @@ class Preset(NamedTuple):
     @property
     def commit(self) -> str:
         """Where it comes from, for a list: the commit of the package, or its version where it was installed."""
-        found = (self.facts.get("git") or {}).get("package") or {}
+        package = (self.facts.get("git") or {}).get("package") or {}
         version = (self.facts.get("versions") or {}).get("fedjax_meta", "unknown")
-        return f"commit {found['commit'][:8]}" if "commit" in found else f"version {version}"
+        return f"commit {package['commit'][:8]}" if "commit" in package else f"version {version}"
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value:g}" for name, value in self.chosen.items())
@@ -65,8 +66,9 @@ def find(name: str) -> Preset:
             found = read(path, scenario)
             checks.one_of(f"system of preset {scenario}", system, found)
             return found[system]
-    checks.one_of("preset", name, list(known()))
-    raise AssertionError
+    others = known()
+    checks.one_of("preset", name, others)
+    return others[name]
 
 
 def known() -> dict[str, Preset]:
@@ -85,19 +87,19 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
       ValueError: it is no file of presets.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = files.parsed(path.read_text(encoding="utf-8"))
         shared = {name: value for name, value in tree.items() if name != "systems"}
         return {
             name: Preset(
                 f"{scenario}/{name}",
-                one["method"],
-                dict(one["options"]),
-                {option: _number(value) for option, value in one["chosen"].items()},
-                _number(one["score"]),
-                one.get("metric", "accuracy, %"),
-                {**shared, "federation": one["federation"], "at the end of its grid": one["at the end of its grid"]},
+                entry["method"],
+                dict(entry["options"]),
+                {option: _number(value) for option, value in entry["chosen"].items()},
+                _number(entry["score"]),
+                entry.get("metric", "accuracy, %"),
+                {**shared, "federation": entry["federation"], "at the end of its grid": entry["at the end of its grid"]},
             )
-            for name, one in tree["systems"].items()
+            for name, entry in tree["systems"].items()
         }
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of presets: {' '.join(str(error).split())}") from None
@@ -115,7 +117,7 @@ def write(path: Path, tree: Mapping[str, Json]) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    disk.write_text(path, yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False, allow_unicode=True, width=120))
+    disk.write_text(path, files.text_of(json.loads(json.dumps(tree))))
 
 
 def save(run: Path, to: Path, name: str | None = None) -> list[Path]:
@@ -143,7 +145,7 @@ def save(run: Path, to: Path, name: str | None = None) -> list[Path]:
     made = []
     for path in found:
         read(path, path.stem)
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = files.parsed(path.read_text(encoding="utf-8"))
         made.append(to / f"{name or '{}-{}'.format(Path(tree['scenario']['dataset']).stem, path.stem)}.yaml")
         write(made[-1], tree)
     return made

@@ -9,10 +9,10 @@ import numpy as np
 
 from fedjax_meta import costs, escape, report
 from fedjax_meta.report.frames import USER_ACCURACY
-from fedjax_meta.study import baselines, draws, promise, summary, targets, tuning
+from fedjax_meta.study import baselines, draws, guarantees, summary, targets, tuning
 from fedjax_meta.study.baselines import LOCAL, alone, trained
+from fedjax_meta.study.job import Outcome, counted
 from fedjax_meta.study.scenario import TESTED_ON, Clients
-from fedjax_meta.study.step import Outcome, counted
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
 
@@ -86,7 +86,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     remarks = [
         *_remarks(study, outcome, clients),
         *shares_nothing,
-        *promise.words(study, algorithm, clients.train.num_clients),
+        *guarantees.words(study, algorithm, clients.train.num_clients),
     ]
     remarks += summary.remarks(study, outcome)
     return Line(

@@ -18,9 +18,9 @@ from fedjax_meta.study import folder as folders
 from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.check import check
+from fedjax_meta.study.job import Job, Outcome
 from fedjax_meta.study.phase import Ahead, Desk, Stopped, Watcher
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.step import Outcome, Step
 from fedjax_meta.study.study import Study
 
 _PAUSE = 1.0
@@ -66,10 +66,10 @@ def run(
     _check_start(study, built)
     disk.lock(folder)
     folders.open_run(study, folder, built, command)
-    steps, outcomes = _steps(study, built), []
+    jobs, outcomes = _jobs(study, built), []
     with _desk(folder, watcher, should_stop) as desk:
-        for number, step in enumerate(steps):
-            outcomes.append(step.run(steps[number + 1 :], desk))
+        for number, job in enumerate(jobs):
+            outcomes.append(job.run(jobs[number + 1 :], desk))
             watcher.end(outcomes[-1])
     _save_presets(study, folder, outcomes)
     folders.close_run(folder)
@@ -102,7 +102,7 @@ def shared(
     earlier = folders.ending(folder)
     built = build(study) if clients is None else clients
     _check_start(study, built)
-    steps = _steps(study, built)
+    jobs = _jobs(study, built)
     common = folder / folders.PARTS  # who has it writes what belongs to all
     with contextlib.ExitStack() as stack:
         desk = stack.enter_context(_desk(folder, watcher, should_stop))
@@ -115,13 +115,13 @@ def shared(
                 folders.join_run(study, folder, built)
             else:
                 folders.open_run(study, folder, built, command)
-        _train_free(steps, desk)
+        _train_free(jobs, desk)
         with _turn(common, desk.should_stop):
             if folders.ending(folder) is not None:
                 yield None
                 return
             whole = desk._replace(metrics=folders.Metrics(folder))
-            outcomes = [step.run([], whole) for step in steps]
+            outcomes = [job.run([], whole) for job in jobs]
             _save_presets(study, folder, outcomes)
             yield outcomes
             folders.close_run(folder)
@@ -136,13 +136,13 @@ def _check_start(study: Study, built: Mapping[str, Clients]) -> None:
     check(study, built)
 
 
-def _steps(study: Study, built: Mapping[str, Clients]) -> list[Step]:
-    return [Step(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
+def _jobs(study: Study, built: Mapping[str, Clients]) -> list[Job]:
+    return [Job(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
 
 
 @contextlib.contextmanager
 def _desk(folder: Path, watcher: Watcher, should_stop: Callable[[], bool] | None) -> Iterator[Desk]:
-    """Where steps leave what they find."""
+    """Where jobs leave what they find."""
     ahead = Ahead()
     try:
         yield Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
@@ -151,31 +151,31 @@ def _desk(folder: Path, watcher: Watcher, should_stop: Callable[[], bool] | None
 
 
 @contextlib.contextmanager
-def _turn(place: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
+def _turn(folder: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
     """Gives a folder to this process for the length of a block, as soon as no other one has it."""
     with contextlib.ExitStack() as stack:
-        while not stack.enter_context(disk.held(place)):
+        while not stack.enter_context(disk.held(folder)):
             if should_stop():
                 raise Stopped("waiting for another process, which opens the run or reports it")
             time.sleep(_PAUSE)
         yield
 
 
-def _train_free(steps: Sequence[Step], desk: Desk) -> None:
-    """Runs the steps that no other process has, until all are finished."""
-    left, waits = list(steps), False
+def _train_free(jobs: Sequence[Job], desk: Desk) -> None:
+    """Runs the jobs that no other process has, until all are finished."""
+    left, waits = list(jobs), False
     while left:
-        for step in list(left):
-            place = folders.part(desk.folder, *step.where)
-            with disk.held(place) as mine:
+        for job in list(left):
+            part = folders.part(desk.folder, *job.where)
+            with disk.held(part) as mine:
                 if mine:
-                    desk.watcher.end(step.run([], desk._replace(metrics=folders.Metrics(place))))
-                    left.remove(step)
+                    desk.watcher.end(job.run([], desk._replace(metrics=folders.Metrics(part))))
+                    left.remove(job)
         if left:
             if desk.should_stop():
-                raise Stopped(f"waiting for {len(left)} of {len(steps)} systems, which other processes train")
+                raise Stopped(f"waiting for {len(left)} of {len(jobs)} systems, which other processes train")
             if not waits:
-                desk.watcher.wait([step.where for step in left])
+                desk.watcher.wait([job.where for job in left])
             waits = True
             time.sleep(_PAUSE)
 
@@ -183,25 +183,25 @@ def _train_free(steps: Sequence[Step], desk: Desk) -> None:
 def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> None:
     """What the grids found, as presets: `presets/SCENARIO.yaml`."""
     content = folders.read_run(folder)
-    for scenario, place in study.scenarios.items():
-        tuned = [one for one in outcomes if one.scenario == scenario and one.tuning]
+    for name, scenario in study.scenarios.items():
+        tuned = [outcome for outcome in outcomes if outcome.scenario == name and outcome.tuning]
         if not tuned:
             continue
         systems = {}
-        for one in tuned:
-            system = study.system(one.system, scenario)
-            best = choice.best(one.tuning, study.tuned_by)
-            systems[one.system] = {
+        for outcome in tuned:
+            system = study.system(outcome.system, name)
+            best = choice.best(outcome.tuning, study.tuned_by)
+            systems[outcome.system] = {
                 "method": system.method,
                 "options": dict(system.options),
-                "chosen": one.chosen,
+                "chosen": outcome.chosen,
                 "score": float(best.kind.text(best.score)),
                 "metric": best.kind.label,
-                "trials": len(one.tuning),
-                "at the end of its grid": one.at_edge,
+                "trials": len(outcome.tuning),
+                "at the end of its grid": outcome.at_edge,
                 "federation": dict(system.federation),
             }
         facts = {"study": study.title, "command": content["command"], "versions": content["versions"], "git": content["git"]}
         tuning = {**dataclasses.asdict(study.tuning), "rounds": study.tuning.rounds or study.rounds}
-        tree = {"scenario": dataclasses.asdict(place), **facts, "tuning": tuning, "systems": systems}
-        presets.write(folder / "presets" / f"{scenario}.yaml", tree)
+        tree = {"scenario": dataclasses.asdict(scenario), **facts, "tuning": tuning, "systems": systems}
+        presets.write(folder / "presets" / f"{name}.yaml", tree)

@@ -387,7 +387,4 @@ def _check_options(where: str, function: Callable[..., Any], given: Mapping[str,
     if where.startswith("model"):
         given_by_data = ("inputs", "classes", "image", "window", "vocabulary", "length", "loss")
         taken = [name for name in inspect.signature(function).parameters if name not in given_by_data]
-    try:
-        checks.options(where, given, [name for name in taken if name != "num_clients"], {})
-    except TypeError as error:
-        raise ValueError(str(error).replace("() takes", " takes")) from None
+    checks.options(where, given, [name for name in taken if name != "num_clients"], {}, error=ValueError)

@@ -1,12 +1,9 @@
 """A study: which systems are compared on which scenarios, and how they are tuned. It reads from and writes to YAML."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from fedjax_meta import checks, measures
 from fedjax_meta.federation import OPTIONS
@@ -172,16 +169,8 @@ class Study:
         for name, system in self.systems.items():
             for scenario in system.scenarios or ():
                 checks.one_of(f"systems.{name}.scenarios", scenario, bases)
-        for scenario, place in self.scenarios.items():
-            for name in self.systems_on(scenario) if place.federation or place.attackers else ():
-                try:
-                    self.system(name, scenario)
-                except ValueError as error:
-                    raise ValueError(f"scenarios.{scenario}, systems.{name}: {error}") from None
-        try:
-            checks.options("federation", self.federation, OPTIONS, {})
-        except TypeError as error:
-            raise ValueError(str(error).replace("() takes", " takes")) from None
+        self._check_scenarios()
+        checks.options("federation", self.federation, OPTIONS, {}, error=ValueError)
         self._check_goal()
         self._check_metrics()
         if self.delta is not None:
@@ -206,6 +195,14 @@ class Study:
             checks.one_of("published.system", row.system, self.systems)
             checks.one_of("published.scenario", row.scenario, bases)
             checks.one_of("published.clients", row.clients, ("known", "new"))
+
+    def _check_scenarios(self) -> None:
+        for name, scenario in self.scenarios.items():
+            for system in self.systems_on(name) if scenario.federation or scenario.attackers else ():
+                try:
+                    self.system(system, name)
+                except ValueError as error:
+                    raise ValueError(f"scenarios.{name}, systems.{system}: {error}") from None
 
     def _check_goal(self) -> None:
         if isinstance(self.stop_at, bool) or not isinstance(self.stop_at, (str, int, float, type(None))):
@@ -275,13 +272,13 @@ class Study:
           ValueError: options of the scenario that no federation takes, and what `parts.told` and `parts.to_spend` refuse.
         """
         own, shared = self.systems[name], dict(self.federation)
-        place = None if scenario is None else self.scenario(scenario)
-        if place is not None:
-            shared |= place.federation
+        on_scenario = None if scenario is None else self.scenario(scenario)
+        if on_scenario is not None:
+            shared |= on_scenario.federation
         merged = {**{key: value for key, value in shared.items() if key not in own.grid}, **own.federation}
         merged = parts.to_spend(merged, rounds=self.rounds, delta=self.delta)
-        if place is not None:
-            merged = parts.told(merged, attackers=place.attackers)
+        if on_scenario is not None:
+            merged = parts.told(merged, attackers=on_scenario.attackers)
         return dataclasses.replace(own, federation=merged)
 
 
@@ -291,7 +288,7 @@ def load(
     *,
     variants: Sequence[str] = (),
     systems: str | Sequence[str] | None = None,
-    place: Mapping[str, Any] | None = None,
+    scenario_fields: Mapping[str, Any] | None = None,
 ) -> Study:
     """Reads a study from a YAML file, or a study of the package by its name.
 
@@ -301,7 +298,7 @@ def load(
       variants: names of changes that the file holds under "variants", in order; overrides come after them.
       systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given. Names, or a
         text of names between commas.
-      place: fields of all scenarios, see `flags.place`.
+      scenario_fields: of all scenarios, see `flags.scenario`.
 
     Raises:
       OSError: the file cannot be read.
@@ -311,7 +308,7 @@ def load(
         systems = flags.words(systems)
     tree = flags.study(str(systems or "")) if path is None else files.read(path)
     tree = files.variants(tree, variants)
-    flags.everywhere(tree, place or {})
+    flags.everywhere(tree, scenario_fields or {})
     for text in overrides:
         files.override(tree, text)
     return from_tree(tree if systems is None or path is None else files.only(tree, systems))
@@ -351,7 +348,7 @@ def to_tree(study: Study) -> dict[str, Any]:
 
 def to_yaml(study: Study) -> str:
     """The study as YAML, with all its fields; options that are not given stay so."""
-    return yaml.safe_dump(to_tree(study), sort_keys=False, allow_unicode=True, width=120)
+    return files.text_of(to_tree(study))
 
 
 def _object(where: str, of: type, given: Any) -> Any:
@@ -364,9 +361,7 @@ def _object(where: str, of: type, given: Any) -> Any:
     fields = {field.name: field for field in dataclasses.fields(of)}
     for name in given:
         if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{where} has no field {name!r}{hint}; allowed are {', '.join(fields)}")
+            raise ValueError(f"{where} has no field {name!r}{checks.nearest(name, fields)}; allowed are {', '.join(fields)}")
     needed = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in given:

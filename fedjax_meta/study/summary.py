@@ -6,8 +6,8 @@ import numpy as np
 
 from fedjax_meta import attacks, report
 from fedjax_meta.study.baselines import alone, trained
+from fedjax_meta.study.job import BACKDOOR, Outcome
 from fedjax_meta.study.parts import part
-from fedjax_meta.study.step import BACKDOOR, Outcome
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW
 

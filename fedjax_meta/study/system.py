@@ -101,13 +101,11 @@ class System:
             self._fill_in(presets.find(self.preset))
         plain = [name for name in self.grid if "." not in name]
         taken, given = keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(plain)}
-        try:
-            own = [name for name in given if name not in federations.OPTIONS or name in self.options]
-            checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"))
-            checks.options(self.method, self.tested_with, taken, {})
-            checks.options("federation", self.federation, federations.OPTIONS, dict.fromkeys(taken, "options"))
-        except TypeError as error:
-            raise ValueError(str(error).replace("() takes", " takes")) from None
+        own = [name for name in given if name not in federations.OPTIONS or name in self.options]
+        checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"), error=ValueError)
+        checks.options(self.method, self.tested_with, taken, {}, error=ValueError)
+        elsewhere = dict.fromkeys(taken, "options")
+        checks.options("federation", self.federation, federations.OPTIONS, elsewhere, error=ValueError)
         for name, values in self.grid.items():
             if name in self.options or name in self.federation:
                 raise ValueError(f"{name} has a value and a grid: leave one of them out")
@@ -137,25 +135,27 @@ class System:
             tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
 
-    def build(self, place: Clients | Task, **numbers: Any) -> Algorithm:
+    def build(self, clients_or_task: Clients | Task, **numbers: Any) -> Algorithm:
         """The algorithm, see `parts`."""
-        return federate(*self.parts(place, **numbers))
+        return federate(*self.parts(clients_or_task, **numbers))
 
     def tested(self) -> "System":
         """The system as clients are tested, with the options of `tested_with`."""
         return dataclasses.replace(self, options={**self.options, **self.tested_with}, tested_with={})
 
-    def parts(self, place: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
+    def parts(self, clients_or_task: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
         """The method and its federation.
 
         Args:
-          place: the clients of a scenario; their task alone will do where no part needs more.
+          clients_or_task: the clients of a scenario; their task alone will do where no part needs more.
           **numbers: of the grid; they may be traced.
 
         Raises:
           ValueError: what the method or the federation refuses.
         """
-        task, clients = (place, None) if isinstance(place, Task) else (place.task, place)
+        task, clients = (
+            (clients_or_task, None) if isinstance(clients_or_task, Task) else (clients_or_task.task, clients_or_task)
+        )
         takes = keywords(METHODS[self.method])
         options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
         federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})

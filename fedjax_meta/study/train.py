@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, costs, report, sweeps
+from fedjax_meta import checkpoint, costs, disk, report, sweeps
 from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import State
 from fedjax_meta.rounds import federate
@@ -54,7 +54,7 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
         content = {"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines}
         if phase.name == "final" and not phase.pooled:
             content["traffic"] = sum(costs.traffic(sweeps.member_algorithm(phase.build, members[0]), phase.data))
-        checkpoint.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
+        disk.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
         save_clients(path.with_name(f"{phase.system}.clients"), found, phase.samples, phase.names)
@@ -187,7 +187,7 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
     (member,) = members
     method, federation = phase.build(**member.numbers)
     algorithm = federate(method, dataclasses.replace(federation, devices=phase.devices))
-    place = stores.MEMORY if phase.store == "host" else desk.folder / "store"
+    store = stores.MEMORY if phase.store == "host" else desk.folder / "store"
 
     def lifted(state: State) -> State:
         return jax.tree.map(lambda leaf: leaf[None], state)
@@ -209,7 +209,7 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
         eval_every=phase.eval_every,
         evaluators=tests,
         state=None if wave.state is None else jax.tree.map(lambda leaf: leaf[0], wave.state),
-        store=place,
+        store=store,
         on_record=on_record,
         on_progress=lambda done, metrics: desk.watcher.progress(
             done, {name: values[None] for name, values in metrics.items()}

@@ -218,7 +218,7 @@ def told_apart(trials: Sequence[Trial], tuning: Tuning) -> bool:
 
 
 EXPLODED = 10
-"""How many times the least loss at the first evaluation a validation loss must be, so that tables tell it."""
+"""Tables flag a validation loss above this multiple of the smallest loss at the first evaluation."""
 
 
 def exploded(trials: Sequence[Trial], chosen: Sequence[Point], tuning: Tuning) -> float | None:
@@ -231,7 +231,7 @@ def exploded(trials: Sequence[Trial], chosen: Sequence[Point], tuning: Tuning) -
     """
     (group, *_), losses, first = _GROUPS[tuning.validation], [], math.inf
     for trial in trials:
-        ends = [trial.rows[place]["tests"][group]["scores"].get("loss", math.nan) for place in (0, -1)]
+        ends = [trial.rows[row]["tests"][group]["scores"].get("loss", math.nan) for row in (0, -1)]
         first = min(first, ends[0]) if math.isfinite(ends[0]) else first
         losses += ends[1:] if trial.numbers in chosen and trial.diverged is None else []
     most = max(losses, default=math.nan)

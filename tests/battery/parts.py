@@ -22,6 +22,7 @@ from fedjax_meta import (
     sweeps,
     tasks,
 )
+from fedjax_meta.study.export import of_run
 from tests import problems
 from tests.battery.table import ALGORITHM, DATA, KEY, STATE, TASK, Late, Row, algorithm, rows, state
 
@@ -240,7 +241,7 @@ EXPORTS = {
         ("client", 99, "client=99 must be an integer in [0, 7)"),
         ("support", "trian", "the data have no view 'trian' (did you mean 'train'?)"),
     ]),
-    **rows(export.of_run, {"system": "fedavg"}, [("folder", "/no/run", "/no/run holds no run (no study.yaml)")]),
+    **rows(of_run, {"system": "fedavg"}, [("folder", "/no/run", "/no/run holds no run (no study.yaml)")]),
     **rows(flower.server_app, {"method": Late(lambda: fm.fedavg(problems.task())), "data": DATA, "rounds": 1, "key": KEY}, [
         ("method", None, "method must be a Method, e.g. fm.fedavg(task)"),
         ("method", Late(lambda: fm.fedpac(problems.task())), "fedpac cannot run on Flower"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, costs, evaluation, keys, masks, metrics, models, report
+from fedjax_meta import checkpoint, costs, disk, evaluation, keys, masks, metrics, models, report
 from tests import problems
 from tests.battery.table import ALGORITHM, DATA, KEY, STATE, TASK, Late, Row, rows
 
@@ -267,9 +267,7 @@ SAVED = {
     "a folder that is a file": Row(
         lambda: checkpoint.save(__file__, STATE_OF_NONE, [], {}), ("could not save round 1", "earlier checkpoints are intact")
     ),
-    "text in a folder that is a file": Row(
-        lambda: checkpoint.write_text(Path(__file__, "a"), "b"), ("could not write", "/a: ")
-    ),
+    "text in a folder that is a file": Row(lambda: disk.write_text(Path(__file__, "a"), "b"), ("could not write", "/a: ")),
     "a series of no rows": Row(lambda: report.series("a", "local", 1, [], "test"), ("rows is empty",)),
     "a series of no such test": Row(
         lambda: report.series("a", "local", 1, [{"round": 1, "tests": {"x": {}}}], "y"),

@@ -211,7 +211,7 @@ def test_a_failed_write_leaves_no_file(toy, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="No space left on device"):
         _load(data_dir, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -5,7 +5,7 @@ import pytest
 
 from fedjax_meta import cli, privacy
 from fedjax_meta.data import sources
-from fedjax_meta.study import compare, from_tree, load, parts, promise, results, run
+from fedjax_meta.study import compare, from_tree, guarantees, load, parts, results, run
 from fedjax_meta.study import folder as folders
 from tests.study.common import Silent
 
@@ -67,7 +67,7 @@ def test_the_record_and_every_line_say_what_epsilon_means(finished, dataset, tmp
     by_rounds = [privacy.epsilon(multiplier, n, CLIENTS**-1.1, privacy.Poisson(0.3, CLIENTS, 30)) for n in (1, 2, 4)]
     assert (whole["epsilon of a round"], whole["epsilon"]) == (by_rounds[0].epsilon, by_rounds[2].epsilon)
     assert (whole["relation"], whole["sampling"]) == (by_rounds[0].relation, by_rounds[0].sampling)
-    assert promise.said(study, "digits", "none", built["digits"], 2) == ""
+    assert guarantees.said(study, "digits", "none", built["digits"], 2) == ""
     command = ["privacy", "--systems", "fixed-8", "--rounds", "4", "--set", "eval_every=2", "--seeds", "1"]
     command += [
         "--set",
@@ -80,7 +80,7 @@ def test_the_record_and_every_line_say_what_epsilon_means(finished, dataset, tmp
     command += ["--set", "federation.cohort_size=30", "--out", str(tmp_path / "run")]
     said = typer_testing.CliRunner().invoke(cli.app, ["run", *command], env={"COLUMNS": "400"}).output
     for found, where in ((by_rounds[1], "round 2/4; {}"), (by_rounds[2], "round 4/4; {}"), (by_rounds[2], "{} in 4 rounds")):
-        assert where.format(promise.text(found)) in " ".join(said.split())
+        assert where.format(guarantees.text(found)) in " ".join(said.split())
 
 
 def test_delta_and_rounds_change_the_noise(dataset):

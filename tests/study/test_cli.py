@@ -23,7 +23,7 @@ from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, from_tree, short, system, to_tree, tuning
+from fedjax_meta.study import catalogue, descriptions, from_tree, system, to_tree, tuning
 from fedjax_meta.study.scenario import SHIFTS
 from tests.study.common import TREE, study
 
@@ -199,11 +199,11 @@ def test_every_name_of_a_study_is_listed_whole():
     }
     datasets = {"mnist_small", "digits", "PATH.npz", *PREPARED, *NATURAL, *GENERATED}
     for known, names in (
-        (short.PARTITIONS, {*PARTITIONS, "natural", *PAPERS}),
-        (short.MODELS, set(models.MODELS)),
-        (short.SHIFTS, set(SHIFTS)),
-        (short.PARTS, parts),
-        (short.DATASETS, datasets),
+        (descriptions.PARTITIONS, {*PARTITIONS, "natural", *PAPERS}),
+        (descriptions.MODELS, set(models.MODELS)),
+        (descriptions.SHIFTS, set(SHIFTS)),
+        (descriptions.PARTS, parts),
+        (descriptions.DATASETS, datasets),
         (catalogue.MASKS, set(catalogue.MASKS)),
     ):
         assert set(known) == names

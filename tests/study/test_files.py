@@ -226,3 +226,10 @@ def test_a_program_of_a_study_has_the_options_of_run():
     assert done.exit_code == 2
     done = CliRunner().invoke(program("quickstart"), ["--systems", "fedsgd", "--dry-run"])
     assert done.exit_code == 1 and re.match(r"error: system='fedsgd' is unknown.*\n$", done.stderr)
+
+
+def test_what_is_written_is_read_again_here_and_elsewhere():
+    words = ["1e-3", "1e5", "010", "1:30", "0x1f", "1_000", "12345e67", ".inf", "nan", "true", "no", "~", "a: b", "# c", ""]
+    numbers = [1e-05, 1e30, 0.1, -3, 0, float("inf"), 12345678901234567890, None, True, "1.", "+.5"]
+    text = files.text_of({"words": words, "numbers": numbers})
+    assert files.parsed(text) == yaml.safe_load(text) == {"words": words, "numbers": numbers}

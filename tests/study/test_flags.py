@@ -21,7 +21,7 @@ def test_methods_with_their_options_make_a_study():
         ["seeds=[1, 2]", "systems.fedavg-2.options.epochs=3"],
         systems="fedmeta_per(estimator={name: implicit, prox_weight: 2.0}, batch_size=null), fedavg(lr=[0.1, 0.3]), "
         "fedavg(aggregator=krum:f=1, cohort_size=7)",
-        place=flags.place(
+        scenario_fields=flags.scenario(
             dataset="digits", partition="dirichlet_classes(concentration=0.5)", clients=12, model="mtfl_mlp(norm=before)"
         ),
     )
@@ -44,7 +44,10 @@ def test_methods_with_their_options_make_a_study():
 
 def test_fields_are_those_of_all_scenarios_of_a_study():
     study = load(
-        "robustness", variants=["quick"], place=flags.place(dataset="digits", clients=15), systems="fedavg-mean,fedrep"
+        "robustness",
+        variants=["quick"],
+        scenario_fields=flags.scenario(dataset="digits", clients=15),
+        systems="fedavg-mean,fedrep",
     )
     assert {(one.dataset, one.clients, one.attackers) for one in study.scenarios.values()} == {("digits", 15, 0.2)}
     assert len(study.scenarios) == 3 and len(study.systems) == 4
@@ -52,7 +55,7 @@ def test_fields_are_those_of_all_scenarios_of_a_study():
 
 def test_another_data_set_is_not_augmented_as_the_images_of_the_study():
     augments = {
-        dataset: {one.augment for one in load("fedpac", place=flags.place(dataset=dataset)).scenarios.values()}
+        dataset: {one.augment for one in load("fedpac", scenario_fields=flags.scenario(dataset=dataset)).scenarios.values()}
         for dataset in ("cifar10", "fashion_mnist", "emnist/byclass")
     }
     assert augments == {"cifar10": {"crop_and_flip"}, "fashion_mnist": {None}, "emnist/byclass": {None}}

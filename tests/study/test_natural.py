@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_meta import export, report
+from fedjax_meta import report
 from fedjax_meta.data.registry import natural
 from fedjax_meta.study import from_tree, results, run
+from fedjax_meta.study.export import of_run
 from fedjax_meta.study.scenario import Scenario
 from tests.study.common import Silent
 
@@ -193,11 +194,11 @@ def test_natural_clients_keep_their_names(tmp_path):
     assert facts["names"] == list(known) and facts["names of new clients"] == list(new)
     ends = [cell for row in results.gains(study, outcomes, built["s"]) for cell in row[-2:]]
     assert ends and all(any(f"(client {name})" in cell for name in names) for cell in ends)
-    by_name, by_number = (export.of_run(tmp_path / "out", "fedper", client=one) for one in (known[3], "3"))
+    by_name, by_number = (of_run(tmp_path / "out", "fedper", client=one) for one in (known[3], "3"))
     assert by_name.about["client"] == "known client 3"
     assert all(map(np.array_equal, jax.tree.leaves(by_name.variables), jax.tree.leaves(by_number.variables)))
     with pytest.raises(ValueError, match="client='site' is unknown"):
-        export.of_run(tmp_path / "out", "fedper", client="site")
+        of_run(tmp_path / "out", "fedper", client="site")
 
 
 def test_the_client_of_a_sample_that_is_not_finite_is_named(tmp_path):

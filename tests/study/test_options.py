@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fedjax_meta.cli import app
-from fedjax_meta.study import estimate, figures, from_tree, page, promise, results, run, tuning
+from fedjax_meta.study import estimate, figures, from_tree, guarantees, page, results, run, tuning
 from fedjax_meta.study.check import check
 from fedjax_meta.study.system import System
 from tests.study.common import TREE, Silent, study, tree
@@ -57,7 +57,7 @@ def test_delta_is_that_of_the_study():
     for delta in (None, 1e-3, 1e-6):
         chosen = study(systems=noisy, federation={"cohort_size": 8, "schedule": {"name": "poisson", "rate": 0.1}}, delta=delta)
         algorithm = chosen.system("fedavg").build(chosen.scenarios["pairs"].build().task)
-        (said[delta],) = promise.words(chosen, algorithm, 8)
+        (said[delta],) = guarantees.words(chosen, algorithm, 8)
     assert "delta 0.001" in said[1e-3] and "delta 1e-06" in said[1e-6] and f"delta {8**-1.1:.2g}" in said[None]
     assert float(said[1e-6].split()[1].strip(",")) > float(said[1e-3].split()[1].strip(","))
 

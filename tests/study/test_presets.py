@@ -49,6 +49,18 @@ def test_the_path_of_a_runs_own_presets_is_a_name_too(finished):
     assert presets.find(f"{finished[0]}/presets/pairs/fedavg").method == "fedavg"
 
 
+def test_presets_are_read_as_studies_are(tmp_path, monkeypatch):
+    """`1e-3` is a number, as nobody writes 1.0e-3, and a field that stands there twice is refused."""
+    monkeypatch.chdir(tmp_path)
+    text = """systems: {fedavg: {method: fedavg, options: {epochs: 1}, chosen: {lr: 1e-3}, score: 9e1, federation: {},
+               at the end of its grid: []}}"""
+    (tmp_path / "mine.yaml").write_text(text)
+    assert (presets.find("mine/fedavg").chosen, presets.find("mine/fedavg").score) == ({"lr": 1e-3}, 90.0)
+    (tmp_path / "mine.yaml").write_text(text.replace("epochs: 1", "epochs: 1, epochs: 2"))
+    with pytest.raises(ValueError, match="mine.yaml is no file of presets: .*'epochs' stands there twice"):
+        presets.find("mine/fedavg")
+
+
 def test_every_preset_of_the_package_builds():
     found = {name: preset for name, preset in presets.known().items() if name.startswith("mnist_small-")}
     assert len(found) >= 8

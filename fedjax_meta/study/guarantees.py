@@ -24,14 +24,14 @@ def guarantee(study: Study, algorithm: Algorithm, num_clients: int, rounds: int 
     return privacy.spent(algorithm.config, study.rounds if rounds is None else rounds, num_clients, delta)
 
 
-def text(found: privacy.Guarantee) -> str:
-    """Epsilon and delta with what they mean nothing without.
+def text(guarantee: privacy.Guarantee) -> str:
+    """Formats epsilon and delta with the neighbouring relation and sampling assumption that give them meaning.
 
     Example:
       >>> text(privacy.epsilon(4.0, 5, 1e-5, privacy.Everyone()))
       'epsilon 2.26, delta 1e-05 (add or remove one client; no credit for sampling)'
     """
-    return f"epsilon {found.epsilon:.3g}, delta {found.delta:.2g} ({found.relation}; {found.sampling})"
+    return f"epsilon {guarantee.epsilon:.3g}, delta {guarantee.delta:.2g} ({guarantee.relation}; {guarantee.sampling})"
 
 
 def words(study: Study, algorithm: Algorithm, num_clients: int) -> list[str]:

@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
         return sum(row["seconds"] for row in rows), sum(row["compile_seconds"] for row in rows)
 
 
-class Step:
+class Job:
     """A system on a scenario: its trials and its final runs.
 
     Attributes:
@@ -73,17 +73,17 @@ class Step:
 
     def __init__(self, study: Study, scenario: str, name: str, clients: Clients) -> None:
         self.where = scenario, name
-        self._study, self._scenario, self._name, self._clients = study, scenario, name, clients
-        self._system, self._place = study.system(name, scenario), study.scenarios[scenario]
+        self._study, self._scenario_name, self._name, self._clients = study, scenario, name, clients
+        self._system, self._scenario = study.system(name, scenario), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
 
-    def run(self, later: Sequence["Step"], desk: Desk) -> Outcome:
+    def run(self, later: Sequence["Job"], desk: Desk) -> Outcome:
         """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
         found: list[Trial] = []
         points, moved = list(self._points), 0
         if len(points) > 1:
-            tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for step in later for pair in step.sweeps())]
+            tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for job in later for pair in job.sweeps())]
             self._prepare(coming, desk)
             found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), desk)
             self._chosen = choice.best(found, self._study.tuned_by).point
@@ -94,10 +94,10 @@ class Step:
                 points, moved = [*points, *more], moved + 1
                 found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), desk)
                 self._chosen = choice.best(found, self._study.tuned_by).point
-        self._prepare([pair for step in later for pair in step.sweeps()], desk)
+        self._prepare([pair for job in later for pair in job.sweeps()], desk)
         final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
         edges = choice.at_edge(points, self._chosen)
-        return Outcome(self._scenario, self._name, found, self._chosen, edges, final)
+        return Outcome(self._scenario_name, self._name, found, self._chosen, edges, final)
 
     @staticmethod
     def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:
@@ -113,10 +113,10 @@ class Step:
         return [(self.tuning(), sweeps.members(self._points, self._study.tuning.seeds)), final]
 
     def _config(self, data: FederatedData) -> dict[str, Any]:
-        model = [self._place.model, dict(self._place.model_options)]
+        model = [self._scenario.model, dict(self._scenario.model_options)]
         config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
-        # What is not said is what older runs had.
-        scored = counted(self._study, self._scenario, self._clients, data)
+        # Defaults are left out: an option that comes later leaves the config of all runs without it as it is.
+        scored = counted(self._study, self._scenario_name, self._clients, data)
         if scored is not None:
             # They depend on the other systems of the scenario.
             config["scored"] = hashlib.blake2b(scored.tobytes(), digest_size=8).hexdigest()
@@ -132,7 +132,7 @@ class Step:
     def tuning(self) -> Phase:
         """The trials of the grid."""
         tuning = self._study.tuning
-        data, held = choice.data_for(tuning, self._place, self._clients)
+        data, held = choice.data_for(tuning, self._scenario, self._clients)
         tests = {VALIDATION: self._test(data)}
         config = self._config(data)
         if held is not None:
@@ -140,17 +140,16 @@ class Step:
             config["held out"] = tuning.clients
         if tuning.halving is not None:
             config["halving"] = tuning.halving
-            # The score decides which points end early; runs of older versions had this one.
             if self._study.tuned_by.metric not in (None, "accuracy_mean"):
-                config["halved by"] = self._study.tuned_by.metric
+                config["halved by"] = self._study.tuned_by.metric  # decides which points end early
         rounds = tuning.rounds or self._study.rounds
         return self._phase("tuning", rounds, data, tests, config)._replace(tuning=self._study.tuned_by)
 
     def final(self) -> Phase:
         """The runs with every seed of the study."""
         clients, metrics = self._clients, self._study.metrics
-        view = TESTED_ON[self._place.adapt_on]
-        scored = counted(self._study, self._scenario, clients, clients.train)
+        view = TESTED_ON[self._scenario.adapt_on]
+        scored = counted(self._study, self._scenario_name, clients, clients.train)
         sizes = np.asarray(clients.train.sizes(view))
         tests, samples = {KNOWN: self._test(clients.train)}, {KNOWN: sizes if scored is None else sizes[scored]}
         if clients.new is not None:
@@ -177,9 +176,9 @@ class Step:
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""
-        support, query = self._place.adapt_on, TESTED_ON[self._place.adapt_on]
+        support, query = self._scenario.adapt_on, TESTED_ON[self._scenario.adapt_on]
         known, metrics = not self._system.pooled, self._study.metrics or None
-        ids = counted(self._study, self._scenario, self._clients, data)
+        ids = counted(self._study, self._scenario_name, self._clients, data)
         measure = partial(_evaluate, support=support, query=query, known=known, ids=ids, metrics=metrics)
         return MemberEvaluator(measure, data)
 
@@ -196,7 +195,7 @@ class Step:
         if view is not None or self._system.tested_with:
             build = _Built(self._system, self._clients, view)
         return Phase(
-            scenario=self._scenario,
+            scenario=self._scenario_name,
             system=self._name,
             name=name,
             build=build,
@@ -210,13 +209,13 @@ class Step:
             devices=self._study.devices,
             store=self._study.store,
             on_divergence=self._study.on_divergence,
-            place=self._place,
+            place=self._scenario,
         )
 
 
 def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Phase:
     """The final runs of a system, as `run` trains them."""
-    return Step(study, scenario, name, clients).final()
+    return Job(study, scenario, name, clients).final()
 
 
 def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) -> np.ndarray | None:
