@@ -26,6 +26,17 @@ def test_every_study_of_the_package_is_valid_with_all_its_variants(name):
     assert len(text.splitlines()) <= 200
 
 
+@pytest.mark.parametrize("order", [("other", "without"), ("without", "other")])
+def test_a_variant_cannot_change_what_another_leaves_out(order):
+    """Otherwise one would silently do nothing, or bring back half of an entry."""
+    study = {"systems": {"a": {"method": "fedavg"}, "b": {}}, "variants": {}}
+    study["variants"] = {"other": {"systems": {"a": {"options": {"lr": 1}}}}, "without": {"systems": {"a": None}}, "b": {}}
+    with pytest.raises(ValueError, match=f"{order[0]} and {order[1]} do not go together: one leaves out systems.a"):
+        files.variants(study, order)
+    assert files.variants(study, ["without", "without", "b"])["systems"] == {"b": {}}
+    assert files.variants(study, ["other", "other", "b"])["systems"]["a"]["options"] == {"lr": 1}
+
+
 def test_a_name_is_a_study_of_the_package_unless_there_is_such_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("quickstart").title == files.read("quickstart")["title"]
