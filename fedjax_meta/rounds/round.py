@@ -32,8 +32,8 @@ def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> 
         raise ValueError(
             f"the state is of a federation with {len(state.residual)} upload transformations, not {len(f.uploads)}"
         )
-    state = jax.tree.map(jnp.asarray, state)
     cohort = _draw(setting, key, state, data)
+    state = jax.tree.map(jnp.asarray, state)
     summed, kept, outputs = _train(setting, key, state, data, cohort)
     with exactness(f.precision):
         moved = server.next_state(setting, key, state, summed, outputs, cohort.ids, data)
@@ -80,7 +80,7 @@ def _draw(setting: Setting, key: Key, state: State, data: FederatedData) -> _Coh
         empty = positions < 0
     ids, rows = jnp.where(empty, -1, data.ids_of(positions)), state_rows(state, data, positions)
     target = jnp.where(empty, state.seen.shape[0], rows)
-    return _Cohort(ids, Member(positions, state.seen[rows]), rows, target, empty)
+    return _Cohort(ids, Member(positions, jnp.asarray(state.seen)[rows]), rows, target, empty)
 
 
 def _train(setting: Setting, key: Key, state: State, data: FederatedData, cohort: _Cohort) -> tuple[Any, Kept, Outputs]:

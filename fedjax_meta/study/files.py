@@ -138,7 +138,7 @@ def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
     null is left out.
 
     Raises:
-      ValueError: a variant that the study does not have; two of which one leaves out a scenario or system that the other changes.
+      ValueError: a variant that the study does not have; one that changes a scenario or system which an earlier one leaves out.
 
     Example:
       >>> study = {"rounds": 9, "systems": {"a": 1, "b": 2}, "variants": {"quick": {"rounds": 2, "systems": {"a": None}}}}
@@ -149,7 +149,7 @@ def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
     known = tree.pop("variants", None) or {}
     if not isinstance(known, Mapping) or not all(isinstance(one or {}, Mapping) for one in known.values()):
         raise ValueError("variants must be a mapping of names to changes of the study")
-    changed: dict[tuple[str, str], tuple[str, bool]] = {}
+    left_out: dict[tuple[str, str], str] = {}
     for name in chosen:
         if not known:
             raise ValueError(f"variant={name!r} is unknown; this study has no variants")
@@ -157,11 +157,11 @@ def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
         changes = known[name] or {}
         for kind in MAKES:
             for entry, value in (changes.get(kind) or {}).items():
-                other, left_out = changed.setdefault((kind, entry), (name, value is None))
-                if left_out != (value is None):
-                    raise ValueError(
-                        f"variants {other} and {name} do not go together: one leaves out {kind}.{entry}, which the other changes"
-                    )
+                if value is None:
+                    left_out.setdefault((kind, entry), name)
+                elif (kind, entry) in left_out:
+                    other = left_out[kind, entry]
+                    raise ValueError(f"variant {name} changes {kind}.{entry}, which variant {other} leaves out")
         tree = _merged(tree, changes)
     return tree
 

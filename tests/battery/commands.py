@@ -324,11 +324,10 @@ COMMAND = [
     (("preset", "{presets}"), "presets/a.yaml is no file of presets: 'list' object has no attribute 'items'"),
     (("run", "{study_itself}"), "study_itself extends itself"),
     (("run", "{study_long}"), "must have 100 letters at most"),
-    (("compare", "{cut}"), "cut/run.json is damaged: Unterminated string starting at"),
-    (("compare", "{odd}"), "odd/run.json is damaged: it must be an object with fixed, command"),
     (("compare", "{torn}"), "fedavg.final.json is damaged: IndexError"),
     (("compare", "{torn}", "{torn}"), "torn is named twice: it would be compared with itself"),
-    (("runs", "{cut}"), "cut/run.json is damaged"),
+    (("runs", "{cut}"), "cut/run.json is damaged: Unterminated string starting at"),
+    (("runs", "{odd}"), "odd/run.json is damaged: it must be an object with fixed, command"),
     (
         (
             "run",
