@@ -251,10 +251,10 @@ def at_edge(points: Sequence[Point], chosen: Point) -> list[str]:
 
 
 def next_points(points: Sequence[Point], chosen: Point, system: System, clients: Clients) -> list[Point]:
-    """The points with which a grid moves on where the chosen value is at its end; none where it cannot.
+    """The points that extend a grid whose chosen value is at its end; none where it cannot be extended.
 
-    A number moves on by the ratio of the two values at that end. It cannot from 0, where the signs differ, or to a value that the
-    method refuses.
+    The next value of a number follows by the ratio of the two values at that end. There is none from 0, where the signs differ,
+    or if the method refuses it.
     """
     made: list[Point] = []
     for name in at_edge(points, chosen):
@@ -303,7 +303,7 @@ def words(study: Study, main: Sequence[str]) -> str:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."
     if tuning.extend:
         text += (
-            f" A grid whose best value was at its end moved on, up to {tuning.extend} time{'' if tuning.extend == 1 else 's'}."
+            f" A grid whose best value was at its end was extended, up to {tuning.extend} time{'' if tuning.extend == 1 else 's'}."
         )
     tuned = {name: size for name, size in sizes.items() if size > 1}
     if len(set(tuned.values())) > 1:
