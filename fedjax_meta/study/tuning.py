@@ -302,9 +302,8 @@ def words(study: Study, main: Sequence[str]) -> str:
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."
     if tuning.extend:
-        text += (
-            f" A grid whose best value was at its end was extended, up to {tuning.extend} time{'' if tuning.extend == 1 else 's'}."
-        )
+        times = f"{tuning.extend} time{'' if tuning.extend == 1 else 's'}"
+        text += f" A grid whose best value was at its end was extended, up to {times}."
     tuned = {name: size for name, size in sizes.items() if size > 1}
     if len(set(tuned.values())) > 1:
         text += (
