@@ -44,6 +44,7 @@ USUAL: dict[str, Callable[[str, Any], None]] = {
     "inner_steps": checks.count,
     "local_steps": checks.count,
     "test_steps": checks.count,
+    "test_epochs": checks.count,
     "finetune_epochs": _or_zero,
     "new_client_epochs": _or_zero,
     "optimizer": checks.optimizer_factory,

@@ -119,6 +119,7 @@ class _FedMeta:
     draw: Draw | None
     batch_size: int | None
     inner_steps: int
+    test_steps: int
     meta_steps: int
     test_prox_weight: Rate | None
     score: str
@@ -127,16 +128,14 @@ class _FedMeta:
     def fresh_slots(self, model: PyTree) -> PyTree:
         return self.outer.init(masks.split(model, self.layout.trainable)[0])
 
-    def inner_batches(self, key: Key, support: ClientView) -> Batches:
-        if self.batch_size is None:
-            return support.full(self.inner_steps)
-        return support.epochs(key, self.batch_size, self.inner_steps)
+    def inner_batches(self, key: Key, support: ClientView, steps: int) -> Batches:
+        return support.full(steps) if self.batch_size is None else support.epochs(key, self.batch_size, steps)
 
     def draw_batches(self, key: Key, data: ClientData, step: Any) -> tuple[Any, Any]:
         """Support and query of one meta-step, with a key of its own for each batch."""
         order = tagged(key, "order")
         if self.draw is None:
-            support: Any = self.inner_batches(jax.random.fold_in(order, step), data["support"])
+            support: Any = self.inner_batches(jax.random.fold_in(order, step), data["support"], self.inner_steps)
             query: Any = query_batches(data, self.batch_size)
         else:
             support, query = self.draw(order, data, step)
@@ -215,7 +214,7 @@ class _FedMeta:
                 return value
             return value + local.proximal_term(phi, start, self.test_prox_weight).astype(value.dtype)
 
-        batches = self.inner_batches(tagged(key, "order"), support).keyed(tagged(key, "support"))
+        batches = self.inner_batches(tagged(key, "order"), support, self.test_steps).keyed(tagged(key, "support"))
         adapted, score = meta.adapt(pulled, parameters, batches, self.tested)
         if self.score == "fitted":
             fitted = support.in_chunks(self.batch_size).as_one_step().keyed(tagged(key, "score"))
@@ -275,6 +274,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     meta_steps: int = 1,
     draw: Draw | None = None,
     test_lr: Rate | None = None,
+    test_steps: int | None = None,
     test_prox_weight: Rate | None = None,
     adapts: masks.MaskSpec = "all",
     personal: masks.MaskSpec = "none",
@@ -312,6 +312,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
       draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then apply
         to tests only. See `Draw`.
       test_lr: the rate of adaptation in a test; `inner_lr` when not given.
+      test_steps: passes or steps in a test; `inner_steps` when not given.
       test_prox_weight: pulls a test client's adaptation back to where it starts, by `test_prox_weight / 2 ||phi - theta||^2` in
         its loss (iMAML); no pull when not given.
       adapts: mask of the leaves that adaptation moves ("head" is ANIL).
@@ -366,6 +367,7 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         draw=draw,
         batch_size=batch_size,
         inner_steps=inner_steps,
+        test_steps=inner_steps if test_steps is None else test_steps,
         meta_steps=meta_steps,
         test_prox_weight=test_prox_weight,
         score=score,

@@ -44,6 +44,7 @@ def imaml(
     prox_weight: Rate = 2.0,
     test_prox_weight: Rate | None = None,
     inner_epochs: int = 5,
+    test_epochs: int | None = None,
     batch_size: int | None = 32,
     cg_steps: int = 5,
     tolerance: Rate = 1e-6,
@@ -73,6 +74,7 @@ def imaml(
       prox_weight: lambda > 0.
       test_prox_weight: lambda of a test client's adaptation; `prox_weight` when not given, 0 adapts freely.
       inner_epochs: passes over the support view, or full-batch steps when `batch_size` is `None`.
+      test_epochs: those in a test; `inner_epochs` when not given.
       batch_size: samples of an inner step.
       cg_steps, tolerance, damping, warm_start, operator, proximal, outer, negative_curvature: as in
         `implicit.implicit_gradient`. The Hessian is that of the support view, taken once, however many passes the inner loop
@@ -109,6 +111,7 @@ def imaml(
         server_sum=server_sum,
         batch_size=batch_size,
         inner_steps=inner_epochs,
+        test_steps=test_epochs,
         draw=partial(_draw, batch_size=batch_size, inner_epochs=inner_epochs, batched=operator == "fl_imaml_march"),
         test_prox_weight=prox_weight if test_prox_weight is None else test_prox_weight,
         adapts=adapts,

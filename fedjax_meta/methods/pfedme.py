@@ -84,7 +84,6 @@ def pfedme(
     checks.positive("prox_weight", prox_weight)
     checks.not_negative("weight_decay", weight_decay)
     checks.count("local_rounds", local_rounds)
-    checks.count("test_epochs", test_epochs)
     step_size = outer_lr * prox_weight
     trainable = task.trainable(masks.variables_shape(task))
     interpolated = masks.everything_like(trainable) if keep_local else trainable

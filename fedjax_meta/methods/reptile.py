@@ -46,6 +46,7 @@ def reptile(
     inner_optimizer: Callable[[Any], optax.GradientTransformation] | None = None,
     inner_epochs: int = 1,
     test_lr: Rate | None = None,
+    test_epochs: int | None = None,
     batch_size: int = 32,
     view: str = "train",
     adapts: masks.MaskSpec = "all",
@@ -63,7 +64,8 @@ def reptile(
       task, inner_lr, inner_optimizer, test_lr, personal, score, weighting: as in `fedmeta`.
       adapts: as in `fedmeta`, which for Reptile are the only leaves that learn: the others stay as `task.init` made them.
       outer_lr: epsilon; personal leaves move by it too, at their client.
-      inner_epochs: E, passes over a client's `view` in a round, and over its support view in a test.
+      inner_epochs: E, passes over a client's `view` in a round.
+      test_epochs: passes over its support view in a test; E when not given.
       batch_size: samples of an inner step.
       view: what a client trains on, "train" or "support"; the methods that need a query set adapt to "support" alone, a fifth
         of "train".
@@ -87,6 +89,7 @@ def reptile(
         estimator=meta.reptile_gradient,
         batch_size=batch_size,
         inner_steps=inner_epochs,
+        test_steps=test_epochs,
         draw=draw,
         test_lr=test_lr,
         adapts=adapts,

@@ -42,7 +42,8 @@ class Process(NamedTuple):
 
     def covariance(self, z: jax.Array) -> jax.Array:
         """That of function values at features, with jitter, `[M, M]`."""
-        return self.gram(z, z) + JITTER * jnp.eye(len(z))
+        gram = self.gram(z, z)
+        return gram + JITTER * jnp.eye(len(z), dtype=gram.dtype)
 
     def variance(self, count: int, dtype: Any) -> jax.Array:
         """The diagonal of `covariance` of that many inputs."""
@@ -60,16 +61,16 @@ class Process(NamedTuple):
         self, key: Key, level: Level, covariance: jax.Array, root: jax.Array, label: jax.Array, real: jax.Array, count: int
     ) -> jax.Array:
         """omega of the samples at their nodes of a level, `[D, M]`."""
-        signs, covariance = signs_at(level, label, real), between(covariance, level, label, label)
+        signs, covariance = signs_at(level, label, real, covariance.dtype), between(covariance, level, label, label)
         if not self.by_gibbs:
             return mean_field(covariance, signs, self.steps)
         return gibbs(jax.random.fold_in(key, level.number), covariance, signs, self.steps, count, root)
 
 
-def signs_at(level: Level, label: jax.Array, real: jax.Array) -> jax.Array:
+def signs_at(level: Level, label: jax.Array, real: jax.Array, dtype: Any) -> jax.Array:
     """kappa of each sample at its node: 1/2 in the left branch, -1/2 in the right one, 0 for a sample at no node; `[M]`."""
     at_node = level.node[label] < at_most(len(level.node))
-    return jnp.where(at_node & real, jnp.where(level.left[label], 0.5, -0.5), 0)
+    return jnp.where(at_node & real, jnp.where(level.left[label], 0.5, -0.5), 0).astype(dtype)
 
 
 def between(matrix: jax.Array, level: Level, rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -123,12 +124,12 @@ def predictive_loss(
     y_fit, y_ask = label[halves.fit], label[halves.ask]
 
     def of_level(covariance: jax.Array, cross: jax.Array, root: jax.Array, level: Level) -> jax.Array:
-        signs = signs_at(level, y_fit, halves.fits)
+        signs = signs_at(level, y_fit, halves.fits, covariance.dtype)
         omega = process.omega(key, level, jax.lax.stop_gradient(covariance), root, y_fit, halves.fits, draws)
         within, cross = between(covariance, level, y_fit, y_fit), between(cross, level, y_fit, y_ask)
         variance = process.variance(len(y_ask), cross.dtype)
         p = jnp.mean(chance(*jax.vmap(lambda drawn: posterior(within, signs, drawn, cross, variance))(omega)), 0)
-        here = jax.nn.one_hot(level.node[y_ask], at_most(tree.left.shape[1])) * halves.asks[:, None]
+        here = jax.nn.one_hot(level.node[y_ask], at_most(tree.left.shape[1]), dtype=p.dtype) * halves.asks[:, None]
         value = jnp.log(jnp.where(level.left[y_ask], p, 1 - p) + 1e-12)
         return -jnp.sum(value @ here / jnp.maximum(jnp.sum(here, 0), 1))
 
@@ -180,18 +181,19 @@ def log_chances(process: Process, classifier: Classifier, z: jax.Array) -> jax.A
     """
     stored, label, tree, omega = classifier
     cross, covariance = process.gram(stored, z), process.covariance(stored)
-    variance, classes = process.variance(len(z), z.dtype), tree.left.shape[1]
+    variance, classes = process.variance(len(z), cross.dtype), tree.left.shape[1]
     nodes, known = jnp.arange(at_most(classes)), jnp.maximum(label, 0)
 
     def at_level(number: Any, total: jax.Array) -> jax.Array:
         level = level_of(tree, number)
-        signs, within = signs_at(level, known, label >= 0), between(covariance, level, known, known)
-        part = (nodes[:, None] == level.node[known][None]).astype(z.dtype)
+        signs = signs_at(level, known, label >= 0, covariance.dtype)
+        within = between(covariance, level, known, known)
+        part = (nodes[:, None] == level.node[known][None]).astype(cross.dtype)
         at = lambda drawn: posterior_of_parts(within, signs, drawn, cross, variance, part)  # noqa: E731
         p = jnp.mean(chance(*jax.vmap(at)(omega[number])), 0)[jnp.minimum(level.node, len(nodes) - 1)].T
         branch = jnp.log(jnp.where(level.left[None], p, 1 - p) + 1e-12)
         return total + jnp.where(level.node[None] < len(nodes), branch, 0)
 
     present = jnp.any(label[:, None] == jnp.arange(classes)[None], 0) | jnp.all(label < 0)
-    start = jnp.broadcast_to(jnp.where(present, 0.0, jnp.log(1e-12))[None], (len(z), classes)).astype(z.dtype)
+    start = jnp.broadcast_to(jnp.where(present, 0.0, jnp.log(1e-12))[None], (len(z), classes)).astype(cross.dtype)
     return jax.lax.fori_loop(0, tree.depth, at_level, start)

@@ -23,7 +23,11 @@ _TERMS = 8
 
 
 def kernel(a: jax.Array, b: jax.Array, output_scale: Scalar, length_scale: Scalar) -> jax.Array:
-    """The squared-exponential kernel of features on the unit sphere, `[A, B]` from `[A, d]` and `[B, d]`."""
+    """The squared-exponential kernel of features on the unit sphere, `[A, B]` from `[A, d]` and `[B, d]`.
+
+    It is of single precision at least, in which Cholesky factors are.
+    """
+    a, b = (z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in (a, b))
     a, b = (z / jnp.sqrt(jnp.maximum(jnp.sum(z**2, -1, keepdims=True), 1e-24)) for z in (a, b))
     square = jnp.sum(a**2, -1)[:, None] + jnp.sum(b**2, -1)[None, :] - 2 * a @ b.T
     return output_scale * jnp.exp(-jnp.maximum(square, 0) / (2 * length_scale**2))
@@ -37,7 +41,7 @@ def mean_omega(c: jax.Array) -> jax.Array:
 
 def _omega_of(exponential: jax.Array, c: jax.Array) -> jax.Array:
     """PG(1, c): sum_k e_k / ((k - 1/2)^2 + c^2 / (4 pi^2)) / (2 pi^2) and the mean of the rest; e is `[..., _TERMS]`."""
-    scale = 1 / (2 * jnp.pi**2) / ((jnp.arange(_TERMS) + 0.5) ** 2 + (c[..., None] / (2 * jnp.pi)) ** 2)
+    scale = 1 / (2 * jnp.pi**2) / ((jnp.arange(_TERMS, dtype=c.dtype) + 0.5) ** 2 + (c[..., None] / (2 * jnp.pi)) ** 2)
     rest = jnp.maximum(mean_omega(c) - jnp.sum(scale, -1), 0)
     return jnp.sum(exponential * scale, -1) + rest
 
@@ -45,7 +49,7 @@ def _omega_of(exponential: jax.Array, c: jax.Array) -> jax.Array:
 def _factor(gram: jax.Array, omega: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(s, Cholesky factor of I + s K s), s the root of omega; an omega of 0 leaves a sample out."""
     s = jnp.sqrt(omega)
-    return s, linalg.cholesky(jnp.eye(len(s)) + s[:, None] * gram * s[None, :])
+    return s, linalg.cholesky(jnp.eye(len(s), dtype=s.dtype) + s[:, None] * gram * s[None, :])
 
 
 def _solved(
@@ -89,23 +93,19 @@ def _posterior_forward(gram: jax.Array, signs: jax.Array, omega: jax.Array, cros
     s, lower, seen, target = _solved(gram, signs, omega, cross)
     left = variance - jnp.sum(seen**2, 0)
     found = cross.T @ signs - seen.T @ target, jnp.maximum(left, _LEAST)
-    return found, (s, lower, seen, target, signs, left > _LEAST, (gram[:0], cross[:0], variance[:0]))
+    return found, (s, lower, seen, target, signs, left > _LEAST)
 
 
 def _posterior_backward(kept: tuple[Any, ...], given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
     # With C = cross, R = (K + 1 / omega)^-1 C and w = (K + 1 / omega)^-1 signs / omega:
     # d mean = dC' w - R' dK w, d variance = dv - diag(2 R' dC - R' dK R).
-    s, lower, seen, target, signs, free, forms = kept
+    s, lower, seen, target, signs, free = kept
     to_mean, to_variance = given[0], jnp.where(free, given[1], 0)
     sides = jnp.concatenate([seen, target[:, None]], 1)
     sides = s[:, None] * linalg.solve_triangular(lower, sides, transpose=True)
     solved, weights = sides[:, :-1], signs - sides[:, -1]
     to_gram = solved @ (to_variance[:, None] * solved.T - to_mean[:, None] * weights[None])
     to_cross = weights[:, None] * to_mean[None] - 2 * solved * to_variance[None]
-    # Covariances in half precision have slopes in it.
-    to_gram, to_cross, to_variance = (
-        slope.astype(form.dtype) for slope, form in zip((to_gram, to_cross, to_variance), forms, strict=True)
-    )
     return to_gram, None, None, to_cross, to_variance
 
 

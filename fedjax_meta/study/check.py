@@ -10,6 +10,8 @@ import numpy as np
 
 from fedjax_meta import host_store as stores
 from fedjax_meta.aggregate import as_rule
+from fedjax_meta.algorithm import State
+from fedjax_meta.checks import mismatch
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
@@ -21,6 +23,7 @@ from fedjax_meta.study.job import counted
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import DRAW, Study
+from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import NEW, points_of
 
 
@@ -90,6 +93,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
         for data in training:
             jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+        _check_tested(system, point, state, clients)
     _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
     if system.pooled and jax.tree.leaves((state.personal, state.memory)):
         raise ValueError("pooled needs a method whose clients keep nothing, e.g. fedavg")
@@ -104,6 +108,14 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             raise ValueError("user accuracy is of class labels, one a sample, which the data do not have")
         if len(clients.noisy) == clients.train.num_clients:
             raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
+
+
+def _check_tested(system: System, point: Mapping[str, float], state: State, clients: Clients) -> None:
+    """Raises where the options of tests make another model, so that what was trained could not be tested."""
+    if system.tested_with:
+        odd = mismatch(state, jax.eval_shape(system.tested().build(clients, **point).init, jax.random.key(0), clients.train))
+        if odd is not None:
+            raise ValueError(f"tested_with={dict(system.tested_with)} makes another model than is trained: {odd}")
 
 
 def _check_defence(federation: Federation, model: Any, data: FederatedData) -> None:

@@ -40,6 +40,34 @@ def test_a_test_step_has_a_rate_of_its_own(name):
         assert problems.distance(found, plus(model, -rate, descent)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "others"),
+    [
+        ("fedmeta", "test_steps", {"batch_size": None}),
+        ("reptile", "test_epochs", {"batch_size": 128}),
+        ("imaml", "test_epochs", {"batch_size": 128, "inner_epochs": 1, "test_prox_weight": 0.0}),
+        ("mamlpp", "test_steps", {"inner_steps": 2}),
+    ],
+)
+def test_a_test_may_take_more_steps_than_a_round(name, option, others):
+    """Three gradients of the whole support view; a round does not read their number."""
+    common = {"inner_lr": 0.2, **others, "cohort_size": 7, "devices": 1}
+    algorithm = build(name, **common, **{option: 3})
+    state = run(build(name, **common), 1)
+    assert problems.leaves_equal(state, run(algorithm, 1))
+    model = state.model
+    rates = [jax.tree.map(lambda leaf: 0.2, model)] * 3
+    if name == "mamlpp":
+        model, learned = state.model
+        # Of two learned rates a leaf, the last one serves what follows.
+        rates = [jax.tree.map(lambda leaf, step=step: leaf[step], learned) for step in (0, 1, 1)]
+        assert min(float(jnp.abs(leaf[0] - leaf[1])) for leaf in jax.tree.leaves(learned)) > 0
+    for rate in rates:
+        descent = gradient(model, CLIENT, "test_support")
+        model = jax.tree.map(lambda leaf, r, g: leaf - r * g, model, rate, descent)
+    assert problems.distance(personalized(algorithm, state, CLIENT), model) < 1e-12
+
+
 @pytest.mark.parametrize(("name", "option"), [("fedmeta", "test_lr"), ("perfedavg", "test_lr"), ("fedavg", "finetune_lr")])
 def test_a_wrong_rate_is_refused(name, option):
     with pytest.raises(ValueError, match=f"{option}=-1"):

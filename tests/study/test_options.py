@@ -185,6 +185,17 @@ def test_a_store_refuses_what_it_would_end_with():
             check(chosen, run.build(chosen))
 
 
+def test_options_of_tests_may_not_make_another_model():
+    plus = {"method": "mamlpp", "options": {"inner_steps": 2, "step_weights": {"name": "annealed", "rounds": 3}}}
+    chosen = study(systems={"a": {**plus, "tested_with": {"inner_steps": 4}}})
+    with pytest.raises(
+        ValueError, match=r"tested_with={'inner_steps': 4} makes another model than is trained: .*float\d+\[2\]"
+    ):
+        check(chosen, run.build(chosen))
+    more = study(systems={"a": {**plus, "options": {**plus["options"], "test_steps": 4}}})
+    check(more, run.build(more))
+
+
 def test_what_cannot_be_run_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="devices=99, but JAX sees"):
         run.run(study(devices=99), tmp_path / "a", watcher=Silent())
