@@ -14,11 +14,12 @@ from fedjax_meta.attacks import Attack
 from fedjax_meta.config import plain
 from fedjax_meta.contract import Method, Population
 from fedjax_meta.data import ClientView, FederatedData
+from fedjax_meta.dependence import dependent
 from fedjax_meta.engine import PRECISIONS
 from fedjax_meta.hardware import Devices
 from fedjax_meta.masks import Role, variables_shape
 from fedjax_meta.participation import Participation
-from fedjax_meta.task import Batch, Task, Weighted
+from fedjax_meta.task import Batch, MeanLoss, Task, Weighted, check_entries, targets
 from fedjax_meta.types import Key, PyTree, Rate, Roles, Variables
 from fedjax_meta.uploads import UploadTransform, check_order
 
@@ -194,16 +195,27 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
             where = jax.tree_util.keystr(path)
             raise ValueError(f"the model's leaf {where} is {leaf.dtype}{list(leaf.shape)}: complex leaves are not supported")
     x, y = _one_sample(data)
-    batch: Any = (x, y, jax.ShapeDtypeStruct((1,), jnp.result_type(float)))
+    weight: Any = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
+    batch = Batch(x, y, weight)
     form = f"inputs {_form(x)} and {'labels' if data.num_classes else 'targets'} {_form(y)}"
     try:
         logits = jax.eval_shape(task.predict, variables, x)
-        loss = jax.eval_shape(task.loss, variables, Batch(*batch), jax.random.key(0))[0]
+        program, loss = jax.make_jaxpr(_loss_of(task), return_shape=True)(variables, batch)
+        criterion = getattr(task.loss, "criterion", None)
+        if isinstance(criterion, MeanLoss):
+            check_entries(criterion.name, criterion.entries, logits, targets(batch))
     # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
     except Exception as error:
         raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
     if loss.shape != ():
         raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
+    model, samples = len(jax.tree.leaves(variables)), len(jax.tree.leaves((x, y)))
+    by_samples, by_weight = ([*[False] * model, *[not of_weight] * samples, of_weight] for of_weight in (False, True))
+    if dependent(program, by_samples)[0] and not dependent(program, by_weight)[0]:
+        raise ValueError(
+            "the task's loss does not read batch.weight, which is 0 for rows that fill a batch up: they would count as samples; "
+            "take the mean of real ones, fm.task.weighted_mean(losses, batch.weight)"
+        )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(f"the task's loss is {loss.dtype}, which has no gradient: it must be a floating-point number")
     labels = y.value if isinstance(y, Weighted) else y
@@ -211,6 +223,10 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
     # A task without predictions (`from_loss`) has no outputs at all.
     if data.num_classes and ranks[0] == ranks[1] and 0 < logits.shape[-1] < data.num_classes:
         raise ValueError(f"the model has {logits.shape[-1]} outputs, but the data have num_classes={data.num_classes}")
+
+
+def _loss_of(task: Task) -> Callable[[Variables, Batch], jax.Array]:
+    return lambda variables, batch: task.loss(variables, batch, jax.random.key(0))[0]
 
 
 def _one_sample(data: FederatedData) -> tuple[PyTree, PyTree]:

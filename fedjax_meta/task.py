@@ -237,6 +237,27 @@ class MeanLoss:
         return losses, entry_weights(batch, losses)
 
 
+def check_entries(what: str, entries: Callable[[Any, Any], Any], outputs: jax.Array, values: Any) -> None:
+    """Raises `ValueError` unless `entries(outputs, values)` is `[B, ...]` of B samples: shapes `[B, 1]` and `[B]` make `[B, B]`.
+
+    Args:
+      what: for the message.
+      entries: numbers of samples, or of their tokens or outputs.
+      outputs, values: `[B, ...]`, or their shapes; values may be a tree.
+    """
+
+    def shape(count: int) -> tuple[int, ...]:
+        of_count = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), (outputs, values))
+        return jax.eval_shape(lambda *given: jnp.asarray(entries(*given)), *of_count).shape
+
+    two, three = shape(2), shape(3)
+    if (two[:1], three[:1]) != ((2,), (3,)) or two[1:] != three[1:]:
+        raise ValueError(
+            f"{what} must give [B, ...] of B samples, but gives {list(two)} of 2 and {list(three)} of 3, with "
+            f"{_forms(outputs, values)}"
+        )
+
+
 def check_labels(what: str, outputs: jax.Array, labels: Any) -> None:
     """Raises `ValueError` unless `labels` are integers `[B, ...]` for `outputs [B, ..., K]`."""
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer) or outputs.shape[:-1] != labels.shape:

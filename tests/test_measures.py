@@ -184,6 +184,10 @@ BAD = {
     ),
     "a pair": (metric(result=lambda s: (s, s)), "metric 'odd': result must give one number, .*, not a tuple"),
     "growing statistics": (metric(update=lambda s, o, b: (s, s)), "metric 'odd': init gives statistics of shapes"),
+    "scores of pairs": (
+        measures.mean("gap", lambda outputs, y: outputs[:, :1] - y),
+        r"gap must give \[B, ...\] of B samples, but gives \[2, 2\] of 2",
+    ),
     "an unknown name": ("accuracies", "did you mean 'accuracy'"),
     "real targets": ("mae", "mae takes outputs and targets of one shape"),
     "too many": ("top_9", "top_9 of K=3 outputs"),

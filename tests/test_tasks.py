@@ -349,6 +349,30 @@ BAD = {
         ),
         "the task's loss must be one number",
     ),
+    "outputs of a column": (
+        lambda: _begin(
+            fm.regression(
+                lambda key: jnp.zeros(3),
+                lambda p, x: (x @ p)[:, None],
+                loss=fm.task.MeanLoss("own", lambda outputs, y: (outputs - y) ** 2),
+            ),
+            np.zeros((8, 3)),
+            np.zeros(8),
+            num_classes=0,
+        ),
+        r"own must give \[B, ...\] of B samples, but gives \[2, 2\] of 2 and \[3, 3\] of 3, with targets",
+    ),
+    "a loss that counts rows of padding": (
+        lambda: _begin(
+            fm.regression(
+                lambda key: jnp.zeros(3), lambda p, x: x @ p, loss=lambda outputs, b: jnp.mean((outputs - b.y) ** 2)
+            ),
+            np.zeros((8, 3)),
+            np.zeros(8),
+            num_classes=0,
+        ),
+        "the task's loss does not read batch.weight",
+    ),
     "too small a vocabulary": (
         lambda: _begin(token_task(), {"tokens": np.zeros((8, 5), int)}, np.zeros((8, 5), int), num_classes=9),
         "the model has 7 outputs, but the data have num_classes=9",

@@ -45,6 +45,12 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         raise ValueError(f"{shown} is not an .npz of plain arrays, or it is damaged: {checks.first_line(error)}") from None
 
 
+def names(path: str | os.PathLike) -> list[str]:
+    """The names of the arrays of a file that `read` takes."""
+    with zipfile.ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+
+
 class _Refused(Exception):  # noqa: N818 - never leaves this module
     """What is wrong, in words."""
 

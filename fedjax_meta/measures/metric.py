@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.task import Batch, entry_weights, targets
+from fedjax_meta.task import Batch, check_entries, entry_weights, targets
 from fedjax_meta.types import PyTree, Scalar
 
 
@@ -89,6 +89,7 @@ def mean(
     checks.function("of_mean", of_mean, ("mean",), "jnp.sqrt")
 
     def update(statistics: Any, outputs: jax.Array, batch: Batch) -> Any:
+        check_entries(name, values, outputs, targets(batch))
         found = jnp.asarray(values(outputs, targets(batch)))
         weight = entry_weights(batch, found)
         return statistics[0] + jnp.sum(jnp.where(weight > 0, found * weight, 0)), statistics[1] + jnp.sum(weight)

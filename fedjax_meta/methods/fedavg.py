@@ -112,7 +112,10 @@ def fedavg_meta(task: Task) -> Method:
 @described("FedAvg, then one step")
 @variant(fedavg, finetune_epochs=1, finetune_full_batch=True)
 def fedavg_one_step(task: Task) -> Method:
-    """FedAvg with one full-batch update before a client predicts, as Xia and Cui test it beside Per-FedAvg-Reptile."""
+    """FedAvg with one full-batch update before a client predicts, as Xia and Cui test it beside Per-FedAvg-Reptile.
+
+    Batch norm has the statistics of each chunk of the support view, see `ClientView.full`.
+    """
 
 
 @described("FedAvg, then fine-tuning")

@@ -284,8 +284,9 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
 ) -> Method:
     """Federated meta-learning with any meta-gradient and any personal leaves.
 
-    Every client adapts to its support set before it predicts. One that never took part starts from the server's model and, where
-    leaves are personal, from those of the trained client with which its own adaptation does best (see `score`).
+    Every client adapts to its support set before it predicts. One that is none of the N starts from the server's model and, where
+    leaves are personal, from those of the trained client with which its own adaptation does best (see `score`). One of the N that
+    no round has asked yet starts from the initial ones.
 
     Args:
       task: what is learned.
@@ -306,7 +307,8 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         `outer_optimizer(outer_lr)` at the server descends it; its state lasts from round to round. Personal leaves still step at
         the client.
       server_sum: with `outer_at="server"`, add the clients' gradients up instead of taking their mean.
-      batch_size: adaptation goes through batches of this size; `None` takes full-batch steps.
+      batch_size: adaptation goes through batches of this size; `None` takes full-batch steps, in which batch norm has the
+        statistics of each chunk of the view, see `ClientView.full`.
       inner_steps: passes over the support view, or full-batch steps when `batch_size` is `None`.
       meta_steps: K, meta-updates of a client in a round (Per-FedAvg).
       draw: what a meta-step trains on, in place of the views "support" and "query"; `batch_size` and `inner_steps` then apply
@@ -487,8 +489,8 @@ def fedmeta_server(task: Task) -> Method:
 def fedmeta_per(task: Task) -> Method:
     """FedMeta-Per: FedMeta whose last layers stay with their client (Nguyen and Cao).
 
-    A client that never took part tries the last layers of every client that did, each adapted to its support set together with
-    the shared layers, and keeps the adapted model that does best there (see `score`).
+    A client that is none of the N tries the last layers of every client that took part, each adapted to its support set together
+    with the shared layers, and keeps the adapted model that does best there (see `score`).
     """
 
 

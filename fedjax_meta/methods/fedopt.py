@@ -69,7 +69,8 @@ def adaptive(
       tau: degree of adaptivity, added to the root of v.
       initial: initial value of v; tau squared, the smallest that the paper allows, when not given. The code of MTFL and most
         other code start at 0.
-      bias_correction: whether m and v are divided by what their decays leave of a constant, as in Adam's paper.
+      bias_correction: whether the rate is multiplied by sqrt(1 - b2^t) / (1 - b1^t) in step t, as Keras does; for "adagrad",
+        whose v is a sum, by 1 / (1 - b1^t). In the form of Adam's paper, tau would be multiplied by sqrt(1 - b2^t).
 
     Raises:
       ValueError: an unknown rule, a rate or tau that is not above 0, a decay outside [0, 1], a negative initial value.

@@ -172,7 +172,8 @@ def fedpac(
       alignment: lambda >= 0, weight of the alignment term.
       align: whether features are pulled towards the centroids; there are none yet in the first round.
       collaborate: whether heads are combined; without it each client keeps its own (FedRep with alignment).
-      batch_size, optimizer, weighting: as in `fedavg`; the optimiser starts afresh for head and extractor.
+      batch_size, optimizer: as in `fedavg`; the optimiser starts afresh for head and extractor.
+      weighting: as in `fedavg`; it also weighs what clients say of the centroids, which are the paper's with "samples".
       head: mask of the leaves that the head consists of.
       noise: standard deviation of Gaussian noise on each feature mean that a client sends. The variance v, a scalar, is that of
         the clean features: from noisy means it would be too small, or negative.

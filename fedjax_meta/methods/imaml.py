@@ -86,6 +86,9 @@ def imaml(
     """
     checks.positive("prox_weight", prox_weight)
     checks.count("inner_epochs", inner_epochs)
+    if batch_size is None and (str(operator).startswith("fl_imaml") or outer == "last_chunk"):
+        counted = "outer='last_chunk'" if outer == "last_chunk" else f"operator={operator!r}"
+        raise ValueError(f"{counted} goes by batches: give it a batch_size")
     estimator = partial(
         implicit_gradient,
         prox_weight=prox_weight,

@@ -81,7 +81,8 @@ def lg_fedavg(
 ) -> Method:
     """LG-FedAvg.
 
-    A new client sends its inputs through every client's representation and the shared head.
+    A client that is none of the N sends its inputs through every client's representation and the shared head. One of the N that
+    no round has asked yet has the initial representation.
 
     Args:
       task: a classifier.

@@ -73,7 +73,8 @@ def perfedavg(
       local_steps: K, meta-steps of a client in a round.
       batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.
       test_lr: rate of the steps in a test; `inner_lr` when not given.
-      test_steps: full-batch steps on a test client's support view.
+      test_steps: full-batch steps on a test client's support view; batch norm has the statistics of each of its chunks, see
+        `ClientView.full`.
       test_batch_size: take them on so many random samples of the view, the same in all steps; on all when not given.
       statistics: how running statistics move. "adapted": by a pass of the adapted model over the query view after a round;
         "reset": not in a round, and by the steps of a test alone.

@@ -18,6 +18,7 @@ from fedjax_meta.data import (
     FederatedData,
     from_partition,
     holdout,
+    npz,
     sources,
     targets,
     train_test_views,
@@ -281,6 +282,11 @@ class Scenario:
                 raise ValueError(f"clients={self.clients}, but the partition 'natural' takes the clients of {self.dataset}")
         else:
             source, names = self._source(data_dir), ()
+            if self.partition is None and self.dataset.endswith(".npz") and "client" in npz.names(self.dataset):
+                raise ValueError(
+                    f"{self.dataset} names the client of each sample: set partition to natural to keep these clients, or to "
+                    "another one, e.g. classes, to form new ones"
+                )
             x, y = source.pooled()
             notes = [source.note]
             count = 20 if self.clients is None else self.clients

@@ -131,3 +131,10 @@ def test_a_wrong_argument_is_refused_when_the_method_is_built(options, message):
 def test_it_has_no_learned_rates():
     with pytest.raises(TypeError, match=r"imaml\(\) takes no 'learned_rates'"):
         fm.imaml(problems.task(), learned_rates=True)
+
+
+@pytest.mark.parametrize("options", [{"operator": "fl_imaml"}, {"operator": "fl_imaml_march"}, {"outer": "last_chunk"}])
+def test_what_goes_by_batches_is_refused_without_any(options):
+    """Chunks of a full batch are as long as the platform and the largest client have them."""
+    with pytest.raises(ValueError, match="goes by batches: give it a batch_size"):
+        fm.imaml(problems.task(), batch_size=None, **options)

@@ -76,6 +76,13 @@ def test_two_changes_that_contradict_a_run_are_refused_with_both_values_of_each(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_a_folder_with_results_of_other_scenarios_is_refused(finished):
+    folder, _ = finished
+    other = tree(scenarios={"triples": TREE["scenarios"]["pairs"]})
+    with pytest.raises(ValueError, match="holds another study, of pairs; give another folder"):
+        run.run(from_tree(other), folder, watcher=Silent())
+
+
 def test_a_start_without_results_leaves_nothing_that_refuses_the_next_one(tmp_path):
     class Fails(Silent):
         def begin(self, *facts):

@@ -109,6 +109,15 @@ def test_an_npz_keeps_the_order_of_its_samples(tmp_path):
     assert named.clients == ("0", "1", "2", "3") and named.note == "" and named.source.num_classes == 3
 
 
+def test_clients_that_a_file_names_are_not_dealt_out_anew_without_a_word(tmp_path):
+    path = str(tmp_path / "own.npz")
+    np.savez(path, x=np.zeros((60, 2)), y=np.arange(60) % 3, client=np.arange(60) % 4)
+    with pytest.raises(ValueError, match="names the client of each sample: set partition to natural"):
+        Scenario(dataset=path).build()
+    assert Scenario(dataset=path, partition="iid", clients=3, new=0).build().train.num_clients == 3
+    assert Scenario(dataset=path, partition="natural", new=0).build().train.num_clients == 4
+
+
 @pytest.mark.parametrize(
     ("short", "words"),
     [
