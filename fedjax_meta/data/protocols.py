@@ -66,6 +66,7 @@ def fedmeta_per_clients(
     num_clients: int = 50,
     pairing: str | None = None,
     sizes: str | None = None,
+    sizes_seed: int | None = None,
     samples: str = "first",
     scaling: str | None = None,
     min_samples: int | None = None,
@@ -90,6 +91,7 @@ def fedmeta_per_clients(
       sizes: `"stick"`, `"stick in turn"` or `"lognormal"` (see `slots.stick_breaking`, `slots.lognormal_classes`). If not given,
         lognormal for CIFAR-10 and stick-breaking otherwise. The published runs on MNIST had `"stick in turn"` and `"u+j"`, where
         clients share samples.
+      sizes_seed: determines the sizes in place of `seed`, so that other draws of the samples keep them.
       samples: with `"stick in turn"`, which samples of its class a slot takes: the `"first"` ones, or others at `"random"`.
       scaling: see `pixel_scaling`; if not given, `"half"` for CIFAR-10 and `"pixel"` otherwise.
       min_samples: minimum number of samples of each of its classes that a client holds (stick-breaking). If not given, 0 as
@@ -112,6 +114,8 @@ def fedmeta_per_clients(
     cifar = source.name == "cifar10"
     sizes = ("lognormal" if cifar else "stick") if sizes is None else sizes
     checks.one_of("sizes", sizes, ("stick", "stick in turn", "lognormal"))
+    sizes_seed = seed if sizes_seed is None else sizes_seed
+    checks.seed("sizes_seed", sizes_seed, bits=32)
     checks.one_of("samples", samples, ("first", "random"))
     if samples == "random" and sizes != "stick in turn":
         raise ValueError(f'samples="random" needs sizes="stick in turn", where clients share samples; sizes is {sizes!r}')
@@ -123,11 +127,13 @@ def fedmeta_per_clients(
     scale = pixel_scaling(x, _fedmeta_per_scaling(source, scaling))
     pairs = slots.class_slots(num_clients, source.num_classes, stride=PAIRINGS[pairing])
     if sizes == "lognormal":
-        held = slots.lognormal_classes(y, pairs, seed=seed)
+        held = slots.lognormal_classes(y, pairs, seed=sizes_seed)
     else:
         least = _min_samples(y, pairs, min_samples)
-        way = {"in_turn": sizes == "stick in turn", "at_random": samples == "random"}
-        held = slots.stick_breaking(y, pairs, seed=seed, min_samples=least, **way)
+        drawn = seed if samples == "random" else None
+        held = slots.stick_breaking(
+            y, pairs, seed=sizes_seed, min_samples=least, in_turn=sizes == "stick in turn", at_random=drawn
+        )
     shuffle_rng, new_rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
     held = held.shuffled(shuffle_rng)
     if sizes == "lognormal":
@@ -137,9 +143,9 @@ def fedmeta_per_clients(
     parts = []
     for new_pairs in found:
         if new_sizes == "lognormal":
-            part = slots.lognormal_classes(y[pool], new_pairs, seed=seed)
+            part = slots.lognormal_classes(y[pool], new_pairs, seed=sizes_seed)
         else:
-            part = _stick_of_new(y[pool], new_pairs, seed, min_samples, pairs.size // source.num_classes)
+            part = _stick_of_new(y[pool], new_pairs, sizes_seed, min_samples, pairs.size // source.num_classes)
         part = part.shuffled(new_rng)
         parts.append(Partition(pool[part.order], part.sizes))
     return _with_newcomers(source, x, y, held, parts, [pairs, *found], scale, f"FedMeta-Per on {source.name}")

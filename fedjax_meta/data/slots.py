@@ -94,7 +94,7 @@ def stick_breaking(
     min_samples: int = 0,
     divisor: int | None = None,
     in_turn: bool = False,
-    at_random: bool = False,
+    at_random: int | None = None,
 ) -> Partition:
     """Splits each class into unequal parts, one per client that holds the class (FedMeta-Per's generator for MNIST).
 
@@ -115,7 +115,8 @@ def stick_breaking(
       min_samples: samples of each of its classes that every client gets before the draws; small data sets need it.
       divisor: at least 2; h + 1 if not given. The authors' code has 11, whatever h is.
       in_turn: whether parts go to the slots in turn, and clients share samples.
-      at_random: with `in_turn`, whether a slot takes samples of its class at random, none twice, in place of the first ones.
+      at_random: with `in_turn`, a seed by which a slot takes samples of its class at random, none twice, in place of the first
+        ones.
 
     Raises:
       ValueError: a client without samples, a class that is too small for `min_samples`, `at_random` without `in_turn`; with
@@ -128,8 +129,10 @@ def stick_breaking(
     checks.seed("seed", seed, bits=32)
     if divisor is not None:
         checks.count("divisor", divisor, least=2)
-    if at_random and not in_turn:
-        raise ValueError("at_random=True needs in_turn=True: otherwise no two clients have a sample")
+    if at_random is not None:
+        checks.seed("at_random", at_random)
+        if not in_turn:
+            raise ValueError("at_random needs in_turn=True: otherwise no two clients have a sample")
     generator = np.random.RandomState(seed)
     counts = np.bincount(labels, minlength=slots.max() + 1)
     parts = np.zeros(slots.shape, np.int64)
@@ -155,8 +158,8 @@ def stick_breaking(
         parts = np.stack(turns, axis=1).reshape(slots.shape)
         if (parts > counts[slots]).any():
             raise ValueError("a part in turn is larger than the class of its slot: classes differ too much in size")
-    if at_random:
-        rng, classes = np.random.default_rng([seed, 0]), [np.flatnonzero(labels == c) for c in range(len(counts))]
+    if at_random is not None:
+        rng, classes = np.random.default_rng([at_random, 0]), [np.flatnonzero(labels == c) for c in range(len(counts))]
         held = [rng.choice(classes[c], n, replace=False) for c, n in zip(slots.ravel(), parts.ravel(), strict=True)]
         return Partition(np.concatenate(held), _sizes(parts))
     return _assign(labels, slots, parts, shared=in_turn)

@@ -209,6 +209,18 @@ def test_the_seed_determines_fedmeta_per(mnist):
     assert not np.array_equal(one.train.sizes("train"), other.train.sizes("train"))
 
 
+def test_other_draws_of_fedmeta_per_may_keep_the_sizes(mnist):
+    published = {"pairing": "u+j", "sizes": "stick in turn", "samples": "random"}
+    first, second, other = (
+        protocols.fedmeta_per_clients(mnist, seed=seed, **published, **given)
+        for seed, given in ((1, {}), (2, {"sizes_seed": 1}), (2, {}))
+    )
+    for view in first.train.views:
+        np.testing.assert_array_equal(first.train.sizes(view), second.train.sizes(view))
+    assert not np.array_equal(first.train.sizes("train"), other.train.sizes("train"))
+    assert not np.array_equal(first.train.x, second.train.x)
+
+
 def test_fedmeta_per_on_a_small_set_has_samples_in_every_view():
     rng = np.random.default_rng(0)
     small = from_arrays(
