@@ -22,12 +22,14 @@ def imported(what: str, place: str) -> Any:
       3.141592653589793
     """
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", place):
-        raise ValueError(f"{what} {checks.shown(place)} must read module:name, e.g. my_package.my_module:{what}")
+        raise ValueError(f"{what} {checks.shown(place)} must read module:name, e.g. my_package.my_module:my_name")
     name, _, attribute = place.partition(":")
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{what} {place}: {checks.first_line(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        hint = "; start in the folder that has it, or install it" if absent else ""
+        raise ValueError(f"{what} {place}: {checks.first_line(error)}{hint}") from error
     # The user's own code may raise anything.
     except Exception as error:
         said = f"{type(error).__name__}: {checks.first_line(error)}"
