@@ -74,6 +74,7 @@ def crosses(axis: "Axes", ended: Sequence[Drawn]) -> None:
 
     Crosses that would hide each other stand side by side.
     """
+    from matplotlib.lines import Line2D
     from matplotlib.transforms import ScaledTranslation
 
     (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
@@ -81,13 +82,15 @@ def crosses(axis: "Axes", ended: Sequence[Drawn]) -> None:
     for one in ended:
         finite = np.flatnonzero(np.isfinite(one.y))
         x, y = (one.x[finite[-1]], one.y[finite[-1]]) if finite.size else (one.x[0], low)
-        y = min(max(y, low), high)
+        # Limits leave out what is not finite, and what is far beyond the others.
+        x, y = min(max(x, left), right), min(max(y, low), high)
         place = ((x - left) / (right - left), (y - low) / (high - low))
         hidden = sum(abs(place[0] - a) < 0.02 and abs(place[1] - b) < 0.03 for a, b in taken)
         taken.append(place)
         points = ScaledTranslation(9 * hidden / 72, 0, axis.figure.dpi_scale_trans)
         style: dict[str, Any] = {"markersize": 8, "markeredgewidth": 2, "clip_on": False, "zorder": 5}
-        axis.plot(x, y, "x", color=one.color, transform=axis.transData + points, **style)
+        # Not `plot`, which would take the step aside into the limits.
+        axis.add_artist(Line2D([x], [y], marker="x", color=one.color, transform=axis.transData + points, **style))
 
 
 def limits(
