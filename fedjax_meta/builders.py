@@ -96,7 +96,13 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
             raise TypeError(f"{name} must return an fm.Method, not {checks.shown(made)}")
         return dataclasses.replace(made, task=task, config={"method": name, **recorded})
 
+    build.is_method_builder = True  # type: ignore[attr-defined]
     return build
+
+
+def is_builder(thing: Any) -> bool:
+    """Whether a thing was marked with `method_builder`."""
+    return getattr(thing, "is_method_builder", False) is True
 
 
 def variant(base: Callable[P, Method], **defaults: Any) -> Callable[[Callable[..., Any]], Callable[P, Method]]:

@@ -472,7 +472,7 @@ def list_(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="Name of a method, partition, model, shift or part: lists its options and defaults.",
+            help="Name of a method, partition, model, shift or part, or `module:name`: lists its options.",
             show_default=False,
         ),
     ] = None,
@@ -500,7 +500,7 @@ def list_(
         if name is None:
             found = catalogue.lines(dict(kinds[what]()), wrap=what in ("studies", "presets"))
         else:
-            found = catalogue.options(what, name)
+            found = catalogue.options(what, name, width=console.width)
         for line in found:
             console.print(escape.console(line), soft_wrap=True, highlight=False)
         if what == "datasets":

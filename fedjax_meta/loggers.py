@@ -20,6 +20,7 @@ import numpy as np
 from fedjax_meta import checks
 from fedjax_meta.algorithm import State
 from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.imports import imported
 from fedjax_meta.simulation import Record
 
 Json = Any
@@ -192,11 +193,7 @@ def made(names: str) -> dict[str, Make]:
     found: dict[str, Make] = {}
     for name in (part.strip() for part in names.split(",")):
         if ":" in name:
-            module, _, attribute = name.partition(":")
-            try:
-                found[name] = getattr(importlib.import_module(module), attribute)
-            except (ImportError, AttributeError) as error:
-                raise ValueError(f"logger {name}: {checks.first_line(error)}") from None
+            found[name] = imported("logger", name)
         else:
             checks.one_of("logger", name, LOGGERS)
             found[name] = LOGGERS[name]

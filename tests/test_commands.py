@@ -104,7 +104,7 @@ ATTACKS = "fedjax-meta run robustness --variant dirichlet --systems fedavg,fedre
 SHARES = "fedjax-meta run robustness --variant shares --variant dirichlet --seeds 1"
 ROWS = (
     # They train nothing.
-    Row(r"fedjax-meta (list \w+( \w+)?|show study\.yaml)", quick=True),
+    Row(r"fedjax-meta (list \w+( [\w:]+)?|show study\.yaml)", quick=True),
     Row(r"python -m tests\.mutation --help", quick=True),
     Row(r"python -m experiments\.leaderboard --(list|changed)", quick=True),
     Row(r"fedjax-meta (runs|compare|export|preset) .*"),
@@ -238,6 +238,15 @@ def page_arrays():
     exec(code, {"np": np, "x": np.random.default_rng(0).normal(size=(600, 4)).astype(np.float32)})
 
 
+def own_modules():
+    """By module, the code of the method and the model that the pages call their reader's own."""
+    pages = {"my_methods": ("new_method", "def fading("), "my_models": ("studies", "def small(")}
+    return {
+        name: next(block[2] for block in FENCED.finditer(PAGES[page]) if block[1] == "python" and code in block[2])
+        for name, (page, code) in pages.items()
+    }
+
+
 CHECKOUT = ("benchmarks", "docs", "experiments", "fedjax_meta", "tests", *(path.name for path in ROOT.glob("*.md")))
 CHECKOUT += ("Makefile", "mkdocs.yml", "pyproject.toml")
 
@@ -299,6 +308,9 @@ class Shelf:
         if words & {"prices.npz", "tags.npz"}:
             with contextlib.chdir(folder):
                 page_arrays()
+        for name, code in own_modules().items():
+            if name in words:
+                (folder / f"{name}.py").write_text(code, encoding="utf-8")
         rows = folder / "runs" / "benchmarks" / "rows.jsonl"
         if "runs/benchmarks/rows.jsonl" in words:
             rows.parent.mkdir(parents=True)
@@ -374,6 +386,7 @@ def test_the_studies_of_the_commands_are_read(more, tmp_path, monkeypatch):
         (folder / "experiments").symlink_to(ROOT / "experiments")
         words = shelf.words(command, folder, row_of(command).more if more else "")
         words = ["run", words[2].partition(".")[2], *words[3:]] if words[0] == "python" else words[1:]
+        monkeypatch.syspath_prepend(folder)
         with contextlib.chdir(folder):
             done = CliRunner().invoke(cli.app, words)
         wrong |= {command: done.output} if done.exit_code else {}

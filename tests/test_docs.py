@@ -22,6 +22,7 @@ import yaml
 
 import fedjax_meta as fm
 from fedjax_meta.study import files, load
+from tests.test_commands import own_modules
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -152,10 +153,10 @@ ELSEWHERE = {
     "models.md": 6,
     "new_method.md": 2,
     "reports.md": 1,
-    "studies.md": 1,
+    "studies.md": 2,
     "tasks.md": 4,
 }
-"""Blocks that test_readme, test_guide, test_tasks, models/test_docs and study/test_docs run."""
+"""Blocks that test_readme, test_guide, test_tasks, models/test_docs, study/test_docs and study/test_own run."""
 HERE = {"architecture.md": 1, "distributed.md": 4, "privacy.md": 1, "robustness.md": 2}
 """Blocks that run above; the third of distributed.md starts a cluster, which test_launch does."""
 
@@ -178,6 +179,8 @@ def test_a_part_of_a_study_fits_into_a_study(page, block, tmp_path, monkeypatch)
     Path("my_package").mkdir()
     close = "fm.measures.mean('close', lambda outputs, y: abs(outputs - y) < 0.1, share=True)"
     Path("my_package/scores.py").write_text(f"import fedjax_meta as fm\nclose = {close}\n", encoding="utf-8")
+    for name, code in own_modules().items():
+        Path(f"{name}.py").write_text(code, encoding="utf-8")
     Path("runs/first/presets").mkdir(parents=True)
     found = (Path(fm.__file__).parent / "study" / "presets" / "mnist_small-pairs.yaml").read_text(encoding="utf-8")
     Path("runs/first/presets/pairs.yaml").write_text(found, encoding="utf-8")

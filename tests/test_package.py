@@ -23,6 +23,7 @@ LAYERS = (
         "hardware",
         "fitting",
         "dependence",
+        "imports",
         "numerics",
     ),
     (

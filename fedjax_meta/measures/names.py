@@ -1,10 +1,10 @@
 """Metrics by name."""
 
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 from fedjax_meta import checks
+from fedjax_meta.imports import imported
 from fedjax_meta.measures.metric import CONFUSION, Metric
 from fedjax_meta.measures.of_classes import (
     accuracy,
@@ -76,11 +76,7 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
 
 def _imported(place: str) -> Metric:
     """The metric at "module:name"."""
-    module, _, name = place.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"metric {place}: {checks.first_line(error)}") from None
+    found = imported("metric", place)
     if not isinstance(found, Metric):
         raise ValueError(f"metric {place} must be a fm.Metric, not {checks.shown(found)}")
     return found

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from fedjax_meta.builders import about
 from fedjax_meta.data.registry import PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.models import MODELS
+from fedjax_meta.study import lookup
 from fedjax_meta.study.parts import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
 from fedjax_meta.study.scenario import SHIFTS
 
@@ -65,40 +67,74 @@ _GIVEN: dict[str, tuple[str, ...]] = {
 """Parameters that come from elsewhere in a study."""
 
 
-def options(what: str, name: str) -> list[str]:
-    """What a method, a part or the like is, in a line, and its options with their defaults, one a line.
+def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
+    """What a method, a part or the like is, and its options: a line with the default, then what its docstring says.
 
     Args:
       what: "methods", "partitions", ...
-      name: of one of them; a part by its own name stands for all that have it.
+      name: of one of them; a part by its own name stands for all that have it. Methods and models of one's own: "module:name".
+      width: of the longest line.
 
     Raises:
       ValueError: no such name, or names without options.
 
     Example:
       >>> options("parts", "clip")
-      ['uploads: clip: Clips uploads to `norm`', '  norm']
+      ['uploads: clip: Clips uploads to `norm`', '  norm: required', '      above 0.']
     """
     checks.one_of("what has options", what, FUNCTIONS)
     known = FUNCTIONS[what]
+    if lookup.is_own(name) and what in ("methods", "models"):
+        known = {name: (lookup.method if what == "methods" else lookup.model)(name)}
     found = [key for key in known if name in (key, key.rpartition(": ")[2])]
     if not found:
         checks.one_of(what.removesuffix("s"), name, known)
     made = []
     for key in found:
-        made.append(f"{key}: {about(known[key]).words if what == 'methods' else summary(known[key])}")
-        takes = inspect.signature(known[key]).parameters.values()
-        made += [f"  {one.name}{_default(one.default)}" for one in takes if one.name not in _GIVEN[what]]
+        made += textwrap.wrap(f"{key}: {about(known[key]).words or summary(known[key])}", width, subsequent_indent="  ")
+        said = _said(known[key])
+        for one in inspect.signature(known[key]).parameters.values():
+            if one.name not in _GIVEN[what]:
+                made.append(f"  {one.name}: {_default(one.default)}")
+                made += textwrap.wrap(said.get(one.name, ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return made
 
 
+_BASE = re.compile(r"(?:[Aa]rguments[\w, ]*:?|The others:) as (?:in|for) `(\w+)`")
+_AS_IN = re.compile(r"(?:as in|see) `([\w.]+)`")
+
+
+def _said(function: Callable[..., Any]) -> dict[str, str]:
+    """What a docstring says of each argument. It may name another function that says it, of its own module or a method."""
+    function = getattr(function, "func", function)
+    text = inspect.getdoc(function) or ""
+
+    def of(name: str) -> dict[str, str]:
+        first, *rest = name.split(".")
+        start = getattr(sys.modules.get(function.__module__), first, None) or METHODS.get(first)
+        start = start or sys.modules.get(f"fedjax_meta.{first}")
+        other = functools.reduce(lambda thing, word: getattr(thing, word, None), rest, start)
+        return _said(other) if callable(other) and other is not function else {}
+
+    base = _BASE.search(text)
+    found = of(base[1]) if base else {}
+    section = re.search(r"^(?:Args|Attributes):\n((?:  .*\n?)+)", text, re.MULTILINE)
+    for names, entry in re.findall(r"^  ([\w, ]+): (.*(?:\n    .*)*)", section[1] if section else "", re.MULTILINE):
+        words = " ".join(entry.split())
+        link = _AS_IN.match(words)
+        for name in names.split(", "):
+            there = of(link[1]).get(name) if link else None
+            found[name] = words if link is None or there is None else there.rstrip(".") + words[link.end() :]
+    return found
+
+
 def _default(value: Any) -> str:
-    """A default as a study writes it; nothing where an option must be given."""
+    """A default as a study writes it."""
     if value is inspect.Parameter.empty:
-        return ""
+        return "required"
     if isinstance(value, functools.partial):
         value = {"name": value.func.__name__.lstrip("_"), **value.keywords}
-    return f": {value.__name__ if callable(value) else json.dumps(value)}"
+    return value.__name__ if callable(value) else json.dumps(value)
 
 
 def summary(thing: Any) -> str:

@@ -31,7 +31,7 @@ class Finished(NamedTuple):
       scenario: its name in the study; with the folders' names where runs have other clients or models under this name.
       fingerprint: of the clients' data, and of what they are tested on where that is a part.
       trials: one for each seed.
-      method: name in `METHODS`.
+      method: name in `METHODS`, or "module:name".
       cohorts: what the cohorts of a seed depend on.
       traffic: bytes of a client in a round, down and up; NaN where the folder does not say it.
       alone: the groups of clients that train by themselves with it.

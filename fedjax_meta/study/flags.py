@@ -1,7 +1,7 @@
 """A study from the words of a command line: `--systems "fedper(lr=0.1), fedavg" --partition "quantity_skew(concentration=1)"`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -9,7 +9,7 @@ import yaml
 from fedjax_meta import checks
 from fedjax_meta import federation as federations
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import files
+from fedjax_meta.study import files, lookup
 from fedjax_meta.study.files import Tree
 from fedjax_meta.study.system import keywords
 
@@ -79,18 +79,19 @@ def study(text: str) -> Tree:
     systems: Tree = {}
     for word in words(text):
         method, options = called("--systems", word)
-        checks.one_of("--systems", method, METHODS)
-        number = 1 + sum(one["method"] == method for one in systems.values())
-        systems[method if number == 1 else f"{method}-{number}"] = _system(method, options)
+        takes = keywords(lookup.method(method, "--systems"))
+        name = method.rpartition(":")[2]
+        alike = [one["method"] for one in systems.values() if one["method"].rpartition(":")[2] == name]
+        title = name if name not in METHODS and {*alike} <= {method} else method
+        systems[f"{name}-{len(alike) + 1}" if alike else name] = _system(method, title, takes, options)
     if not systems:
         raise ValueError("give a study, or --systems with methods to compare, e.g. --systems fedper,fedavg")
     titles = [one["title"] for one in systems.values()]
     return {"title": ", ".join(titles), "scenarios": {"clients": {}}, "systems": systems, "rounds": ROUNDS}
 
 
-def _system(method: str, options: Mapping[str, Any]) -> Tree:
-    takes = keywords(METHODS[method])
-    own: Tree = {"method": method, "title": method, "options": {}, "federation": {}, "grid": {}}
+def _system(method: str, title: str, takes: Sequence[str], options: Mapping[str, Any]) -> Tree:
+    own: Tree = {"method": method, "title": title, "options": {}, "federation": {}, "grid": {}}
     said = []
     for key, value in options.items():
         numbers = isinstance(value, list) and value and all(type(one) in (int, float) for one in value)
@@ -104,7 +105,7 @@ def _system(method: str, options: Mapping[str, Any]) -> Tree:
         said.append(
             f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix('...' + chr(10)).strip()}"
         )
-    return {**own, "title": f"{method}({', '.join(said)})" if said else method}
+    return {**own, "title": f"{title}({', '.join(said)})" if said else title}
 
 
 def scenario(

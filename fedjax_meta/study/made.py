@@ -13,7 +13,7 @@ from typing import Any
 
 from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
-from fedjax_meta.methods import METHODS
+from fedjax_meta.study import lookup
 from fedjax_meta.study.depends import TABLES, Package, Part
 from fedjax_meta.study.folder import package_commit, processor
 from fedjax_meta.study.scenario import Scenario
@@ -39,7 +39,7 @@ def digests(method: str, place: Scenario | None = None, root: Path | None = None
     """Digests of what a method's results on a scenario depend on, 16 hexadecimal digits each.
 
     Args:
-      method: name in `METHODS`.
+      method: name in `METHODS`, or "module:name".
       place: the scenario; without one, all data sets and models count.
       root: a folder with the source of the package at another commit; this package when not given.
 
@@ -51,7 +51,10 @@ def digests(method: str, place: Scenario | None = None, root: Path | None = None
       FileNotFoundError: the source of another commit has no such method or tables.
     """
     used = None if place is None else tuple(_entries(place))
-    return dict(_digests(tuple(_files(METHODS[method])), used, root or ROOT))
+    files = _files(lookup.method(method))
+    if place is not None and lookup.is_own(place.model):
+        files += _files(lookup.model(place.model))
+    return dict(_digests(tuple(dict.fromkeys(files)), used, root or ROOT))
 
 
 @functools.cache
@@ -76,6 +79,8 @@ def _entries(place: Scenario) -> list[tuple[str, str]]:
     cut = {"PAPERS": place.rule in PAPERS, "PARTITIONS": place.rule in PARTITIONS}
     found = [(table, place.dataset) for table, there in drawn.items() if there]
     found = found or [(table, place.rule) for table, there in cut.items() if there]
+    if lookup.is_own(place.model):
+        return found
     # Without a name, the shape of the data says which of two it is.
     return [*found, *(("MODELS", name) for name in ((place.model,) if place.model else ("lenet", "mlp")))]
 

@@ -88,7 +88,13 @@ def _noise(
     reproducible: bool = False,
     tree: int | None = None,
 ) -> uploads.UploadTransform:
-    """Noise on the mean of clipped uploads, by its multiplier or by the epsilon that all rounds may spend, see `multiplier`."""
+    """Noise on the mean of clipped uploads, by its multiplier or by the epsilon that all rounds may spend, see `multiplier`.
+
+    Args:
+      multiplier, reproducible, tree: as in `uploads.noise`.
+      epsilon: what all rounds may spend, in place of a multiplier.
+      delta, rounds: of that epsilon; the study gives them.
+    """
     del rounds
     if (multiplier is None) == (epsilon is None):
         raise ValueError("noise takes a multiplier or an epsilon, one of them")

@@ -24,7 +24,7 @@ class Preset(NamedTuple):
 
     Attributes:
       name: `SCENARIO/SYSTEM`.
-      method: name in `METHODS`.
+      method: name in `METHODS`, or "module:name".
       options: of the method, as the study gave them.
       chosen: the values that were found.
       score: by which they were chosen, mean over the tuning's seeds, in percent if it is a share.

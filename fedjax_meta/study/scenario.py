@@ -28,6 +28,7 @@ from fedjax_meta.data.natural import LEAST
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
+from fedjax_meta.study import lookup
 from fedjax_meta.task import Task
 
 
@@ -118,7 +119,8 @@ class Scenario:
         `PAPERS`; not for generated clients.
       options: of the partition, of the natural clients, or of the generator.
       clients: N, new ones included; the paper's number when not given for a paper's protocol, all for natural clients.
-      model: name in `models.MODELS`; by default the LeNet for colour images, else the perceptron.
+      model: name in `models.MODELS`, or "module:name" of a function of your own, see `lookup.model`; by default the LeNet for
+        colour images, else the perceptron.
       model_options: of the model.
       augment: name in `AUGMENTS`, how training batches are changed; not at all when not given.
       shift: name in `SHIFTS`, with `shift_options`; none when not given. It changes the clients that train: new clients keep
@@ -173,8 +175,7 @@ class Scenario:
             checks.one_of("partition", self.rule, rules)
             _check_options(f"partition {self.rule}", rules[self.rule], self.options)
         if self.model is not None:
-            checks.one_of("model", self.model, models.MODELS)
-            _check_options(f"model {self.model}", models.MODELS[self.model], self.model_options)
+            _check_options(f"model {self.model}", lookup.model(self.model), self.model_options)
         elif self.model_options:
             raise ValueError("model_options need a model")
         if self.augment is not None:
@@ -339,7 +340,7 @@ def model_name(name: str | None, data: FederatedData) -> str:
 
 
 def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any], kind: str = "") -> Task:
-    """A model of `models.MODELS` for the shape of the data; by default the LeNet for colour images, else the perceptron.
+    """A model, see `lookup.model`, for the shape of the data; by default the LeNet for colour images, else the perceptron.
 
     Targets that are no classes are what `kind` says, see `Protocol.targets`, else what `targets.kind` finds in their values.
     """
@@ -348,14 +349,13 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any],
     if isinstance(data.x, dict):
         raise ValueError(f"model={name!r} takes one array of inputs, but the data have {', '.join(data.x)}")
     shape, name = data.x.shape[1:], model_name(name, data)
-    checks.one_of("model", name, models.MODELS)
-    build = models.MODELS[name]
+    build = lookup.model(name)
     takes = inspect.signature(build).parameters
     if "vocabulary" in takes:
-        return build(vocabulary=data.num_classes, length=shape[0], **options)
+        return _made(name, {"vocabulary": data.num_classes, "length": shape[0], **options})
     if not data.num_classes:
         return _of_targets(name, data, options, kind)
-    return build(**_form(takes, shape), classes=data.num_classes, **options)
+    return _made(name, {**_form(takes, shape), "classes": data.num_classes, **options})
 
 
 def _form(takes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
@@ -369,14 +369,27 @@ def _form(takes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
 
 def _of_targets(name: str, data: FederatedData, options: Mapping[str, Any], kind: str) -> Task:
     """A model with an output for each target `[S, d]`, the loss that they ask for, and what is measured of it."""
-    build, y = models.MODELS[name], data.y
+    y = data.y
     if getattr(y, "ndim", 0) != 2:
         raise ValueError(f"model={name!r} takes targets [S, d] where there are no classes, not {checks.shown(y)}")
     several = (kind or targets.kind(y)) == targets.LABELS
     loss = tasks.sigmoid_cross_entropy if several else tasks.squared_error()
     metrics = ("label_accuracy", "f1") if several else ("mae", "rmse", "r2")
-    form = _form(inspect.signature(build).parameters, data.x.shape[1:])
-    return build(**form, classes=y.shape[1], loss=loss, **options)._replace(metrics=metrics)
+    form = _form(inspect.signature(lookup.model(name)).parameters, data.x.shape[1:])
+    return _made(name, {**form, "classes": y.shape[1], "loss": loss, **options})._replace(metrics=metrics)
+
+
+def _made(name: str, given: Mapping[str, Any]) -> Task:
+    """The model of a name with its arguments; a function of a user's own may not take them, or return something else."""
+    build = lookup.model(name)
+    try:
+        inspect.signature(build).bind(**given)
+    except TypeError as error:
+        raise ValueError(f"model {name}: {error}") from None
+    task = build(**given)
+    if not isinstance(task, Task):
+        raise ValueError(f"model {name} must return a Task, e.g. fm.classification(...), not {checks.shown(task)}")
+    return task
 
 
 def fingerprint(*populations: FederatedData | None) -> str:
@@ -391,6 +404,5 @@ def fingerprint(*populations: FederatedData | None) -> str:
 def _check_options(where: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     taken = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
     if where.startswith("model"):
-        given_by_data = ("inputs", "classes", "image", "window", "vocabulary", "length", "loss")
-        taken = [name for name in inspect.signature(function).parameters if name not in given_by_data]
+        taken = [name for name in inspect.signature(function).parameters if name not in lookup.FROM_DATA]
     checks.options(where, given, [name for name in taken if name != "num_clients"], {}, error=ValueError)

@@ -14,9 +14,8 @@ from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.contract import Method
 from fedjax_meta.features import with_projection
 from fedjax_meta.federation import Federation
-from fedjax_meta.methods import METHODS
 from fedjax_meta.rounds import federate
-from fedjax_meta.study import presets
+from fedjax_meta.study import lookup, presets
 from fedjax_meta.study.parts import (
     AGGREGATORS,
     ATTACKS,
@@ -59,7 +58,7 @@ class System:
     scenario says of attackers, and epsilons, are filled in by `Study.system`, see `parts.told`.
 
     Attributes:
-      method: name in `METHODS`.
+      method: name in `METHODS`, or "module:name" of a builder of your own.
       options: of the method.
       federation: of `Federation`; `uploads` is a list of parts.
       grid: values to try, by the name of an option of the method or the federation, or of an option of a part:
@@ -96,11 +95,11 @@ class System:
                 raise ValueError(f"{name}={checks.shown(getattr(self, name))} must be a mapping of names and values")
         if not isinstance(self.federation.get("uploads") or [], (list, tuple)):
             raise ValueError(f"uploads={checks.shown(self.federation['uploads'])} must be a list of parts")
-        checks.one_of("method", self.method, METHODS)
+        builder = lookup.method(self.method)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
         plain = [name for name in self.grid if "." not in name]
-        taken, given = keywords(METHODS[self.method]), {**self.options, **dict.fromkeys(plain)}
+        taken, given = keywords(builder), {**self.options, **dict.fromkeys(plain)}
         own = [name for name in given if name not in federations.OPTIONS or name in self.options]
         checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"), error=ValueError)
         checks.options(self.method, self.tested_with, taken, {}, error=ValueError)
@@ -130,7 +129,7 @@ class System:
     def _fill_in(self, preset: presets.Preset) -> None:
         if preset.method != self.method:
             raise ValueError(f"preset {preset.name} is of method {preset.method}, not {self.method}")
-        takes, free = keywords(METHODS[self.method]), {**preset.options, **preset.chosen}
+        takes, free = keywords(lookup.method(self.method)), {**preset.options, **preset.chosen}
         for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
             tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
@@ -156,7 +155,8 @@ class System:
         task, clients = (
             (clients_or_task, None) if isinstance(clients_or_task, Task) else (clients_or_task.task, clients_or_task)
         )
-        takes = keywords(METHODS[self.method])
+        builder = lookup.method(self.method)
+        takes = keywords(builder)
         options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
         federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})
         try:
@@ -166,7 +166,7 @@ class System:
                     (options if name in takes else shared)[name] = value
             if self.projection is not None:
                 task = with_projection(task, *_size_of_head(task), projection=self.projection)
-            return METHODS[self.method](task, **options), Federation(**shared)
+            return builder(task, **options), Federation(**shared)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

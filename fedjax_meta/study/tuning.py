@@ -11,7 +11,7 @@ import numpy as np
 from fedjax_meta import report, sweeps
 from fedjax_meta.data import FederatedData, holdout
 from fedjax_meta.federation import Federation
-from fedjax_meta.methods import METHODS
+from fedjax_meta.study import lookup
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, Tuning
 from fedjax_meta.study.system import System
@@ -68,9 +68,17 @@ def shaping(system: System) -> tuple[str, ...]:
 
 
 def _of_type(system: System, *types: type) -> tuple[str, ...]:
-    own = {name: one.annotation for name, one in inspect.signature(METHODS[system.method]).parameters.items()}
-    kinds = {**{field.name: field.type for field in dataclasses.fields(Federation)}, **own}
+    own = inspect.signature(lookup.method(system.method)).parameters
+    kinds = {field.name: field.type for field in dataclasses.fields(Federation)}
+    kinds |= {name: _kind(own[name], values) for name, values in system.grid.items() if name in own}
     return tuple(name for name in system.grid if set(types) & {kinds[name], *get_args(kinds[name])})
+
+
+def _kind(option: inspect.Parameter, values: Sequence[float]) -> Any:
+    """What an option is annotated as. A user's own builder may not say it: whole numbers in place of one are taken for such."""
+    if option.annotation is not option.empty and not isinstance(option.annotation, str):
+        return option.annotation
+    return int if type(option.default) is int and all(value == int(value) for value in values) else option.empty
 
 
 def _number(name: str, value: float, whole: bool) -> float:

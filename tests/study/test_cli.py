@@ -215,15 +215,37 @@ def test_every_name_of_a_study_is_listed_whole():
 
 def test_options_are_listed_with_their_defaults():
     code, text = said("list", "methods", "fedper")
-    assert code == 0 and text.startswith("fedper: FedAvg with own head\n  lr: 0.01\n") and '  personal: "head"\n' in text
+    assert code == 0 and text.startswith("fedper: FedAvg with own head\n  lr: 0.01\n      ") and '  personal: "head"\n' in text
     for what, known in catalogue.FUNCTIONS.items():
-        names = [line.partition(": ")[0] for name in known for line in catalogue.options(what, name)]
+        lines = [line for name in known for line in catalogue.options(what, name)]
+        assert all(len(line) <= catalogue.WIDTH for line in lines)
+        names = [line.strip().partition(": ")[0] for line in lines if re.match(r"  \w", line)]
         assert "seed" not in names or what == "parts"
     assert '  optimizer: {"name": "sgd", "momentum": 0.5}' in catalogue.options("methods", "fedrep")
     # What is listed is what a study takes.
     for name, builder in METHODS.items():
-        assert [line.strip().partition(":")[0] for line in catalogue.options("methods", name)[1:]] == system.keywords(builder)
+        lines = catalogue.options("methods", name)[1:]
+        assert [line.strip().partition(":")[0] for line in lines if re.match(r"  \w", line)] == system.keywords(builder)
     assert "method='fedpre' is unknown (did you mean 'fedrep'?)" in " ".join(said("list", "methods", "fedpre")[1].split())
+
+
+def explained(what, name):
+    """The options of a name with what is said of each."""
+    text = "\n".join(catalogue.options(what, name))
+    return {one[1]: " ".join(one[3].split()) for one in re.finditer(r"^  (\w+): (.*)((?:\n {6}.*)*)", text, re.MULTILINE)}
+
+
+def test_options_are_explained_by_the_docstrings_that_say_what_they_are():
+    batch = explained("methods", "fedavg")["batch_size"]
+    assert batch and batch == explained("methods", "fedper")["batch_size"]  # a variant
+    assert batch == explained("methods", "ditto")["batch_size"]  # "as in `fedavg`"
+    assert batch == explained("methods", "fedavgm")["batch_size"]  # "The others: as in `fedavg`"
+    # What follows the reference is kept, and references are followed into other modules.
+    started = explained("methods", "fedrep")["optimizer"]
+    assert started == explained("methods", "fedavg")["optimizer"].rstrip(".") + ", started afresh in each phase."
+    assert explained("methods", "imaml")["tolerance"] and "as in" not in explained("methods", "imaml")["tolerance"]
+    assert not [name for name, builder in METHODS.items() if not all([*explained("methods", name).values()][1:])]
+    assert "  concentration: required" in catalogue.options("partitions", "dirichlet_classes")
 
 
 def test_every_method_is_cited_as_its_file_cites_it():

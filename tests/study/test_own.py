@@ -1,0 +1,168 @@
+"""Methods and models of a user's own, which a study names as "module:name"."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedjax_meta import loggers, measures
+from fedjax_meta.study import System, from_tree, made, to_yaml
+from fedjax_meta.study.scenario import Scenario
+from fedjax_meta.study.tuning import points_of, shaping
+from tests.study.common import tree
+from tests.test_commands import own_modules
+
+typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
+cli = pytest.importorskip("fedjax_meta.cli", reason="the command line needs typer, rich and matplotlib")
+
+RUN = ["run", "--systems", "my_methods:fading(lr=0.1), fedper(lr=0.1)", "--dataset", "digits", "--clients", "6"]
+RUN += ["--model", "my_models:small(width=4)", "--out", "run"]
+BROKEN = {
+    "fails": "1 / 0\n",
+    "unreadable": "def (\n",
+    "needs": "import no_such_package\n",
+    "other": "import fedjax_meta as fm\n\n\ndef narrow(x):\n    return x\n\n\ndef nothing(inputs, classes):\n    return 1\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with the modules of the pages, from which commands start."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in {**own_modules(), **BROKEN}.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        Path(f"{name}.py").write_text(code, encoding="utf-8")
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in (*own_modules(), *BROKEN):
+        sys.modules.pop(name, None)
+
+
+def said(*words):
+    done = typer_testing.CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
+    return done.exit_code, " ".join(done.output.split())
+
+
+def change(old, new):
+    """Edits the method between two starts of the command."""
+    path = Path("my_methods.py")
+    code = path.read_text(encoding="utf-8")
+    assert old in code
+    path.write_text(code.replace(old, new) + "# of another size, so that no old byte code is taken\n", encoding="utf-8")
+    forget()
+
+
+def forget():
+    """Makes the next command import and read all files again, as one in another process does."""
+    for name in own_modules():
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    made._digests.cache_clear()
+    made._package.cache_clear()
+
+
+def makers():
+    return json.loads(Path("run/results/clients/fading.final.json").read_text(encoding="utf-8"))["made"]
+
+
+def test_a_run_is_recorded_goes_on_and_is_read_by_the_other_commands():
+    assert said(*RUN, "--rounds", "1")[0] == 0
+    recorded = Path("run/study.yaml").read_text(encoding="utf-8")
+    assert "method: my_methods:fading" in recorded and "model: my_models:small" in recorded
+    assert said("show", "run/study.yaml") == (0, " ".join(recorded.split()))
+    assert said(*RUN, "--rounds", "2")[0] == 0 and len(makers()) == 1
+    code, text = said("compare", "run")
+    assert code == 0 and "fading(lr=0.1)" in text
+    assert said("export", "run", "--system", "fading", "--client", "1", "--out", "c.safetensors")[0] == 0
+    assert Path("run/report.html").is_file()
+    code, text = said("list", "methods", "my_methods:fading")
+    assert code == 0 and text.startswith("my_methods:fading: FedProx with an own head") and "decay: 0.9" in text
+    assert said("list", "models", "my_models:small") == (0, "my_models:small: One hidden layer width: 32")
+    # Other code goes on, and is recorded beside the first.
+    change("decay=0.9", "decay=0.8")
+    assert said(*RUN, "--rounds", "3")[0] == 0
+    assert len({one["method"] for one in makers()}) == 2
+    # Code that keeps something else cannot take the state over.
+    change("return fm.Trained(model, {", "return fm.Trained(model, memory=received.memory, metrics={")
+    change("init=task.init,", "init=task.init, init_memory=lambda key, model, num_clients: jnp.zeros(3),")
+    code, text = said(*RUN, "--rounds", "4")
+    assert code == 1 and "cannot resume" in text and "memory" in text
+    Path("my_methods.py").unlink()
+    forget()
+    code, text = said("compare", "run")
+    assert code == 1 and "No module named 'my_methods'; start in the folder that has it, or install it" in text
+
+
+def test_a_system_in_python_and_in_a_file_is_the_same():
+    written = tree(systems={"mine": {"method": "my_methods:fading", "grid": {"lr": [0.1, 0.2]}}})
+    study = from_tree(written)
+    assert study.systems["mine"] == System(method="my_methods:fading", grid={"lr": [0.1, 0.2]})
+    assert "method: my_methods:fading" in to_yaml(study)
+
+
+def test_names_and_titles_tell_systems_apart():
+    Path("fedper_of_mine.py").write_text("from my_methods import fading as fedper\n", encoding="utf-8")
+    code, text = said("show", "--systems", "my_methods:fading, my_methods:fading(decay=0.5), fedper, fedper_of_mine:fedper")
+    del sys.modules["fedper_of_mine"]
+    assert code == 0
+    for title in ("fading", "fading(decay=0.5)", "fedper", "fedper_of_mine:fedper"):
+        assert f"title: {title} " in text
+    for name in ("fading", "fading-2", "fedper", "fedper-2"):
+        assert f"{name}: method: " in text
+
+
+def test_whole_numbers_of_an_option_without_annotation_shape_programs():
+    """A traced float would be refused as a number of epochs."""
+    system = System(method="my_methods:fading", grid={"epochs": [1, 2], "lr": [1, 2], "prox_weight": [0.1, 1]})
+    assert shaping(system) == ("epochs",)
+    assert all(type(point["epochs"]) is int and type(point["lr"]) is float for point in points_of(system))
+
+
+def test_digests_are_of_the_files_of_the_method_and_of_the_model():
+    place, other = (Scenario(dataset="digits", model=name) for name in ("my_models:small", "mlp"))
+    before = made.digests("my_methods:fading", place)["method"], made.digests("my_methods:fading", other)["method"]
+    Path("my_models.py").write_text(own_modules()["my_models"].replace("32", "16"), encoding="utf-8")
+    forget()
+    after = made.digests("my_methods:fading", place)["method"], made.digests("my_methods:fading", other)["method"]
+    assert before[0] != after[0] and before[1] == after[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--systems", "my_method:fading"], "my_method:fading: No module named 'my_method'; start in the folder"),
+        (["--systems", "needs:x"], "needs:x: No module named 'no_such_package'"),
+        (["--systems", "my_methods:fadin"], "module 'my_methods' has no attribute 'fadin' (did you mean 'fading'?)"),
+        (["--systems", "my_models:small"], "my_models:small must be a builder, made with @fm.method_builder, not <function"),
+        (["--systems", "my_methods:fading(decai=1)"], "takes no 'decai' (did you mean 'decay'?)"),
+        (["--systems", "my/methods.py:fading"], "'my/methods.py:fading' must read module:name"),
+        (["--systems", "fails:x"], "importing fails raises ZeroDivisionError: division by zero"),
+        (["--systems", "unreadable:x"], "importing unreadable raises SyntaxError: invalid syntax"),
+        (["--systems", "fading"], "--systems='fading' is unknown"),
+        (["--systems", "fedavg", "--model", "my_models:smal"], "has no attribute 'smal' (did you mean 'small'?)"),
+        (["--systems", "fedavg", "--model", "my_models:small(widht=3)"], "takes no 'widht' (did you mean 'width'?)"),
+        (["--systems", "fedavg", "--model", "my_models:fm"], "model my_models:fm must be a function that returns a Task"),
+        (["--systems", "fedavg", "--model", "other:narrow"], "must take classes and one of inputs, image, window, or"),
+        (["--systems", "fedavg", "--dataset", "digits", "--model", "other:nothing"], "other:nothing must return a Task"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(words, message):
+    code, text = said("run", *words)
+    assert code == 1 and message in text and "Traceback" not in text, text
+    assert not Path("runs").exists()
+
+
+def test_a_model_that_takes_no_loss_refuses_targets_that_are_no_classes():
+    with pytest.raises(ValueError, match="model my_models:small: got an unexpected keyword argument 'loss'"):
+        Scenario(dataset="sinusoids", model="my_models:small").build()
+
+
+def test_metrics_and_loggers_are_found_in_the_same_way():
+    for find in (lambda place: measures.resolve([place], 2), loggers.made):
+        with pytest.raises(ValueError, match=r"fails:x: importing fails raises ZeroDivisionError: division by zero"):
+            find("fails:x")
+        with pytest.raises(ValueError, match="did you mean 'narrow'"):
+            find("other:narow")
