@@ -18,8 +18,8 @@ from tests.study.common import TREE
 PAGE = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
 
 
-def block(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL)[0]
+def block(kind, number=0):
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL)[number]
 
 
 def test_the_study_of_the_page_builds():
@@ -33,7 +33,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     tree = yaml.safe_load(block("yaml")) | {"rounds": 1, "seeds": [1], "tuning": {"rounds": 1}}
     tree["scenarios"]["pairs"] |= {"dataset": "digits", "model": "logistic"}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    exec(block("python"), {})
+    exec(block("python", -1), {})
     assert "fine_tuned {'lr':" in capsys.readouterr().out
 
 
