@@ -204,7 +204,7 @@ def test_natural_clients_keep_their_names(tmp_path):
     ends = [cell for row in results.gains(study, outcomes, built["s"]) for cell in row[-2:]]
     assert ends and all(any(f"(client {name})" in cell for name in names) for cell in ends)
     by_name, by_number = (of_run(tmp_path / "out", "fedper", client=one) for one in (known[3], "3"))
-    assert by_name.about["client"] == "known client 3"
+    assert by_name.about["client"] == f"known client 3 ({known[3]})"
     assert all(map(np.array_equal, jax.tree.leaves(by_name.variables), jax.tree.leaves(by_number.variables)))
     with pytest.raises(ValueError, match="client='site' is unknown"):
         of_run(tmp_path / "out", "fedper", client="site")
