@@ -162,7 +162,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
 def _of_draws(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for each system with the runs of all draws of its clients; systems of which a draw is missing are left out.
 
-    A run counts the mean over its orders of the labels.
+    A run counts the mean over its orders of the labels; these are those of all draws, moved to one mean.
     """
     joined = []
     for scenario, system in dict.fromkeys((row["scenario"].partition(DRAW)[0], row["system"]) for row in rows):
@@ -173,8 +173,22 @@ def _of_draws(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[dict[str,
         for clients in ("known", "new"):
             if clients in parts[0]:
                 row[clients] = {name: [v for part in parts for v in part[clients][name]] for name in parts[0][clients]}
+        if "orders" in parts[0]:
+            row["orders"] = {name: _moved([part["orders"][name] for part in parts]) for name in parts[0]["orders"]}
         joined.append(row)
     return joined
+
+
+def _moved(draws: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The orders of all draws without what sets the draws apart: their spread is that of the orders of one draw.
+
+    Example:
+      >>> _moved([[1.0, 3.0], [7.0, 9.0]])
+      [4.0, 6.0, 4.0, 6.0]
+    """
+    values = np.array(draws, float)  # None is NaN
+    moved = values - values.mean(1, keepdims=True) + values.mean()
+    return [round(value, 3) if np.isfinite(value) else None for value in moved.ravel().tolist()]
 
 
 def check_same(run: Run, folder: Path) -> None:

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import typer
 
-from fedjax_meta import __version__, checks, costs, escape, export, loggers, report, runtime
+from fedjax_meta import __version__, checks, costs, escape, export, loggers, placement, report, runtime
 from fedjax_meta.builders import about
+from fedjax_meta.data.targets import LABELS, REAL
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
 from fedjax_meta.simulation import Record
@@ -413,7 +414,7 @@ def export_(
         if found.about["diverged"] is not None:
             errors.print(f"this run diverged at round {found.about['diverged']}", style="yellow")
         size = costs.size_in_bytes(found.variables)
-        console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {size / 1e3:.4g} kB"))
+        console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {placement.amount(size)}"))
 
 
 @app.command("runs")
@@ -521,8 +522,10 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             f"{clients.train.num_clients} known, {new} new; {clients.targets}",
             soft_wrap=True,
         )
-        if clients.note:
-            console.print(escape.console(clients.note), style="dim", soft_wrap=True)
+        # The line above says what the targets are, too.
+        note = "; ".join(part for part in clients.note.split("; ") if not part.startswith((f"{LABELS}, ", f"{REAL}, ")))
+        if note:
+            console.print(escape.console(note), style="dim", soft_wrap=True)
         rows = []
         for name in study.systems_on(scenario):
             system = study.system(name, scenario)
@@ -535,7 +538,7 @@ def _announce(study: Study, built: Mapping[str, Clients]) -> None:
             model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             total = rounds_of_trials(len(points), study) + study.rounds * len(study.seeds)
-            down, up = ("" if system.pooled else f"{value / 1e3:.4g} kB" for value in bytes_)
+            down, up = ("" if system.pooled else placement.amount(value) for value in bytes_)
             if system.pooled:
                 total = round(total * passes(system, clients, clients.train))
             sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))

@@ -163,9 +163,8 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     if method.needs_classes and not data.labelled:
-        if data.num_classes == 0:
-            raise ValueError(f"{method.name} needs class labels, but the data have real targets (num_classes is 0)")
-        raise ValueError(f"{method.name} needs one class label a sample, but the data have targets {_form(data.y)}")
+        none = "" if data.num_classes else ", real numbers or several labels (num_classes is 0)"
+        raise ValueError(f"{method.name} needs one class label a sample, but the data have targets {_form(data.y)}{none}")
     view = WEIGHTINGS[federation.weighting or method.weighting]
     if view is not None and view not in data.views:
         raise ValueError(

@@ -154,9 +154,14 @@ def announce(sizes: str, need: int, free: int | None) -> None:
 
 
 def amount(count: float) -> str:
-    """A number of bytes with a unit."""
+    """A number of bytes with a unit.
+
+    Example:
+      >>> amount(0), amount(318_040), amount(44_700_000), amount(2.5e12)
+      ('0 bytes', '318 kB', '44.7 MB', '2500 GB')
+    """
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
-            return f"{count:.3g} {unit}"
+            return f"{count:.4g} {unit}"
         count /= 1000
-    return f"{count:.1f} GB"
+    return f"{count:.4g} GB"

@@ -258,10 +258,12 @@ def check_entries(what: str, entries: Callable[[Any, Any], Any], outputs: jax.Ar
         )
 
 
-def check_labels(what: str, outputs: jax.Array, labels: Any) -> None:
-    """Raises `ValueError` unless `labels` are integers `[B, ...]` for `outputs [B, ..., K]`."""
-    if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer) or outputs.shape[:-1] != labels.shape:
-        raise ValueError(f"{what} takes integer labels [B, ...] and outputs [B, ..., K], not {_forms(outputs, labels)}")
+def check_labels(what: str, outputs: jax.Array, labels: Any, *, else_: str = "") -> None:
+    """Raises `ValueError` unless `labels` are integers `[B, ...]` for `outputs [B, ..., K]`; `else_` is for other targets."""
+    integers = hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer)
+    if not integers or outputs.shape[:-1] != labels.shape:
+        given = f"not {_forms(outputs, labels)}{'' if integers else else_}"
+        raise ValueError(f"{what} takes integer labels [B, ...] and outputs [B, ..., K], {given}")
 
 
 def check_alike(what: str, outputs: jax.Array, values: Any) -> None:
@@ -278,7 +280,8 @@ def _forms(outputs: jax.Array, values: Any) -> str:
 
 
 def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    check_labels("cross-entropy", logits, labels)
+    real = "; for real targets: fm.regression, or loss='squared' of fm.from_linen"
+    check_labels("cross-entropy", logits, labels, else_=real)
     if runtime.on_cpu():
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     # Picking one logit is a gather, and its gradient a scatter: kernels of their own on an accelerator.

@@ -35,7 +35,10 @@ Predict = Callable[[Variables, PyTree], jax.Array]
 """`(variables, x [B, ...]) -> outputs [B, ...]`."""
 
 LOSSES = ("squared", "huber")
-"""Losses of `regression` by name."""
+"""Losses of real targets by name."""
+
+METRICS = ("mae", "rmse", "r2")
+"""What `evaluate` measures of real targets by default."""
 
 
 def squared_error() -> MeanLoss:
@@ -57,6 +60,14 @@ def huber(delta: float = 1.0) -> MeanLoss:
         return optax.losses.huber_loss(outputs, y, delta=delta)
 
     return MeanLoss("Huber loss", entries)
+
+
+def criterion(loss: Any, *, delta: float = 1.0) -> Any:
+    """A loss of `LOSSES` by its name; anything else as it is. `delta` is that of the Huber loss."""
+    if not isinstance(loss, str):
+        return loss
+    checks.one_of("loss", loss, LOSSES)
+    return squared_error() if loss == "squared" else huber(delta)
 
 
 def _label_entropies(outputs: jax.Array, y: Any) -> jax.Array:
@@ -98,10 +109,8 @@ def regression(
       1.3125
     """
     checks.positive("delta", delta)
-    if isinstance(loss, str):
-        checks.one_of("loss", loss, LOSSES)
-        loss = squared_error() if loss == "squared" else huber(delta)
-    return of_outputs(init, predict, loss, layers=layers, features=features, head=head, metrics=("mae", "rmse", "r2"))
+    of_batch = criterion(loss, delta=delta)
+    return of_outputs(init, predict, of_batch, layers=layers, features=features, head=head, metrics=METRICS)
 
 
 def multi_label(

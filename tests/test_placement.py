@@ -37,7 +37,7 @@ def test_rows_beyond_the_free_memory_are_refused_with_numbers(monkeypatch, caplo
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(ValueError, match=r"takes 6 MB on this host \(N=1000 .*, but only 5 MB are free"):
         placement.populate(lambda _: jnp.ones(750), jnp.arange(1000), 1)
-    with pytest.raises(ValueError, match=r"takes 6.01 MB on this host \(N=501 .* 1 parts on 2 devices"):
+    with pytest.raises(ValueError, match=r"takes 6.012 MB on this host \(N=501 .* 1 parts on 2 devices"):
         placement.populate(lambda _: jnp.ones(750), jnp.arange(501), 2)
 
 

@@ -13,6 +13,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from fedjax_meta import report
 from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.report import curves
 from fedjax_meta.simulation import Fault, Record
 
 CLIENTS, CLASSES = 6, 5
@@ -147,9 +148,99 @@ def test_figure_shows_every_method(clients, seeds, tmp_path):
         assert (distance < 0.02).sum() > 100
 
 
-def test_figure_of_a_single_evaluation(tmp_path):
-    report.save_figure(tmp_path / "figure.svg", [a_series("A", "local", means=(50.0,))], title="One point")
-    assert (tmp_path / "figure.svg").stat().st_size > 1000
+@pytest.mark.parametrize("means", [(50.0,), (math.nan, 50.0), (50.0, math.nan, 60.0), (math.nan, 50.0, math.nan)])
+def test_points_without_neighbours_are_dots(means, tmp_path):
+    nothing = a_series("A", "local", means=[math.nan] * len(means), by_client=[math.nan])
+    shown = [inked(one, tmp_path) for one in (nothing, a_series("A", "local", means=means, by_client=[math.nan]))]
+    # Ticks are grey, too.
+    assert shown[1] - shown[0] > 20 * np.isfinite(means).sum()
+
+
+def inked(one, folder):
+    """How many pixels of the upper half of a figure have the colour of its system."""
+    report.save_figure(folder / "figure.png", [one], title="T")
+    image = matplotlib.image.imread(folder / "figure.png")[..., :3]
+    return (np.abs(image[: image.shape[0] // 2] - np.array(to_rgb(report.COLORS[0]))).max(-1) < 0.1).sum()
+
+
+def axis_of_curves(monkeypatch, tmp_path, drawn, title="T"):
+    """The axes that a figure of one group of clients has (curves, clients), and its title."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: kept.append(figure))
+    report.save_figure(tmp_path / "figure.png", drawn, title=title)
+    return (*kept[0].axes, kept[0])
+
+
+@pytest.mark.parametrize(
+    ("means", "inside"), [((10.0, 60.0), True), ((10.0, 60.0, 90.0), True), ((10.0, 60.0, 80.0, 90.0), False)]
+)
+def test_few_evaluations_are_all_in_the_frame(means, inside, monkeypatch, tmp_path):
+    one = a_series("A", "local")._replace(means=np.array(means), rounds=np.arange(1, len(means) + 1))
+    axis = axis_of_curves(monkeypatch, tmp_path, [one])[0]
+    assert (axis.get_ylim()[0] < 10) == inside and axis.get_ylim()[0] < 60
+
+
+def test_a_long_title_stays_within_the_figure(monkeypatch, tmp_path):
+    title = ", ".join(f"FEDAVG(lr=0.{number}, epochs=10)" for number in range(11))
+    figure = axis_of_curves(monkeypatch, tmp_path, [a_series("A", "local")], title)[2]
+    figure.canvas.draw()
+    box = figure._suptitle.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert figure._suptitle.get_text().startswith("FEDAVG(lr=0.0, epochs=10)")
+
+
+def rmse_series(title, means, by_client):
+    return a_series(title, "local", means=means, by_client=by_client)._replace(kind=RMSE)
+
+
+def test_one_blown_up_system_leaves_the_others_readable(monkeypatch, tmp_path):
+    """The two good systems lie between 0.5 and 3: they must fill the axes, and the other's number must be there."""
+    drawn = [
+        rmse_series("A", (3.0, 2.0, 1.0), (0.5, 1.0, 1.5)),
+        rmse_series("B", (3.0, 2.5, 2.0), (1.5, 2.0, 3e13)),
+        rmse_series("C", (3.0, 1e7, 3e15), (1e15, 3e15, 5e15)),
+    ]
+    by_round, by_client, _ = axis_of_curves(monkeypatch, tmp_path, drawn)
+    for (low, high), (least, most), words in (
+        (by_round.get_ylim(), (1.0, 3.0), ["3e+15"]),
+        (by_client.get_xlim(), (0.5, 2.0), ["3e+13", "3 up to 5e+15"]),
+    ):
+        assert low < least and most < high and (most - least) / (high - low) > 0.8
+        axis = by_round if words == ["3e+15"] else by_client
+        texts = [text.get_text() for text in axis.texts]
+        assert all(word in texts for word in words)
+    # Without it, nothing is left out, and shares never are.
+    whole = axis_of_curves(monkeypatch, tmp_path, [drawn[0]])[0]
+    assert whole.get_ylim()[1] > 3 and not whole.texts
+
+
+def test_higher_scores_end_at_the_bottom():
+    r2 = report.Kind("r2", True, False)
+    low, high = curves.limits([np.array([0.1, 0.5]), np.array([0.0, 0.9]), np.array([0.0, -1e9])], r2)
+    assert -0.1 < low < 0 and 0.9 < high < 1
+    assert curves.limits([np.array([0.1, 0.5]), np.array([0.0, -5.0])], r2) is None
+    assert curves.limits([np.array([math.nan])], r2) is None
+    assert curves.limits([np.array([50.0]), np.array([0.0])], ACCURACY) is None
+
+
+def test_crosses_do_not_hide_each_other():
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    axis.set(xlim=(0, 40), ylim=(0, 100))
+    ended = [
+        curves.Drawn(np.array([1, 20, 40]), np.array(means), "red")
+        for means in ([10.0, 50.0, np.nan], [90.0, 50.0, np.nan], [10.0, 90.0, np.nan], [np.nan] * 3, [500.0, np.nan, np.nan])
+    ]
+    curves.crosses(axis, ended)
+    places = [tuple(line.get_transform().transform(np.transpose(line.get_data()))[0]) for line in axis.lines]
+    apart = [np.hypot(a[0] - b[0], a[1] - b[1]) for i, a in enumerate(places) for b in places[:i]]
+    assert len(places) == 5 and min(apart) > 8
+    # At their last finite point; without one at the bottom, and never out of the frame.
+    ends = [tuple(map(float, np.ravel(line.get_data()))) for line in axis.lines]
+    assert ends == [(20, 50), (20, 50), (20, 90), (1, 0), (1, 100)]
 
 
 def test_a_figure_names_means_over_clients_and_whole_rounds(tmp_path):

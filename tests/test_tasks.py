@@ -224,7 +224,6 @@ KINDS = {
 }
 REFUSALS = (
     "needs one class label a sample",
-    "needs class labels",
     "looks at features, but the task has no features and head",
     "balances softmax cross-entropy",
     "minimises a hinge loss of its own",

@@ -140,7 +140,7 @@ def backdoor_success(confusion: ArrayLike, target: int) -> float:
 
 def _needs_classes(name: str, num_classes: int) -> None:
     if num_classes == 0:
-        raise ValueError(f"{name} needs class labels, but the data have real targets (num_classes is 0)")
+        raise ValueError(f"{name} needs class labels, but the data have real numbers or several labels (num_classes is 0)")
 
 
 def _pattern(shape: tuple[int, ...], size: int) -> np.ndarray:

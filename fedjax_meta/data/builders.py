@@ -142,13 +142,14 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> Federate
     allowed = [p.name for p in inspect.signature(from_partition).parameters.values() if p.kind is p.KEYWORD_ONLY]
     checks.options("from_clients", options, allowed, {})
     if not isinstance(clients, (list, tuple)):
-        raise ValueError(f"clients must be a list of one (x, y) pair per client, not {checks.shown(clients)}")
+        hint = ": list(clients.values()) makes one" if isinstance(clients, Mapping) else ""
+        raise ValueError(f"clients must be a list of one (x, y) pair per client, not {_kind(clients)}{hint}")
     if not clients:
         raise ValueError("clients is empty; give one (x, y) pair per client")
     pairs = []
     for i, pair in enumerate(clients):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise ValueError(f"clients must be a list of (x, y) pairs, but client {i} is {checks.shown(pair)}")
+            raise ValueError(f"clients must be a list of (x, y) pairs, but client {i} is {_kind(pair)}")
         pairs.append((samples.to_arrays(f"x of client {i}", pair[0]), samples.to_arrays(f"y of client {i}", pair[1])))
     _check_alike(pairs)
     for i, (x, y) in enumerate(pairs):
@@ -162,6 +163,13 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> Federate
     options.setdefault("views", train_test_views(sizes))
     x, y = (jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts) for parts in zip(*pairs, strict=True))
     return from_partition(x, y, np.arange(sizes.sum()), sizes, **options)
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for a message; the numbers of arrays would fill it."""
+    if hasattr(value, "shape"):
+        return f"an array {list(value.shape)}"
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple, Mapping)) else checks.shown(value)
 
 
 def _check_alike(pairs: Sequence[tuple[PyTree, PyTree]]) -> None:

@@ -106,14 +106,18 @@ GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic, "sinus
 """Clients that are generated, `(*, seed, num_clients, ...) -> Protocol`, by the name of the data set."""
 
 
-def _all_finite(x: np.ndarray, owner: np.ndarray, shown: str) -> None:
-    """Raises `ValueError` that names the client of the first sample that is not finite."""
-    if x.dtype.kind != "f":
+def _all_finite(what: str, values: np.ndarray, owner: np.ndarray, shown: str) -> None:
+    """Raises `ValueError` that names the first row of a file that is not finite, its client, and how many there are."""
+    if values.dtype.kind != "f":
         return
-    bad = ~np.isfinite(x).all(axis=tuple(range(1, x.ndim)))
-    if bad.any():
-        first = int(np.argmax(bad))
-        raise ValueError(f"inputs of client {owner[first]} in {shown} hold NaN or infinite values, first in sample {first}")
+    bad = ~np.isfinite(values).reshape(len(values), -1)
+    rows = np.flatnonzero(bad.any(1))
+    if rows.size:
+        count, clients = int(bad.sum()), len(np.unique(owner[rows]))
+        raise ValueError(
+            f"{what} of client {owner[rows[0]]} in {shown} hold NaN or infinite values, first in row {rows[0]} of the file "
+            f"(from 0); in all {count} value{'s' * (count > 1)} of {clients} client{'s' * (clients > 1)}"
+        )
 
 
 class Named(NamedTuple):
@@ -158,7 +162,8 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
             f"{odd} has shape {list(least.shape)} in {shown}, but {others} {list(x.shape[:1] if odd == 'y' else y.shape)}: it "
             "needs one entry a sample"
         )
-    _all_finite(x[: len(owner)], owner, shown)
+    _all_finite("inputs", x[: len(owner)], owner, shown)
+    _all_finite("targets", y, owner, shown)
     source: Source | Targets | None = targets.read(path, arrays)
     if source is None:
         source = sources.in_order(x, y, name=Path(path).stem)

@@ -119,7 +119,7 @@ def _check_weights(y: Weighted, who: str) -> None:
         raise ValueError(f"{who}weights of targets must be finite and not negative")
     none = ~(weight.reshape(len(weight), -1) > 0).any(1)
     if none.any():
-        raise ValueError(f"{who}the targets of sample {int(np.argmax(none))} all have weight 0: an empty sequence")
+        raise ValueError(f"{who}sample {int(np.argmax(none))} has no target with a weight above 0: leave such samples out")
 
 
 def check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, sizes: np.ndarray) -> int:

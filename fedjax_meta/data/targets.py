@@ -79,7 +79,8 @@ def read(path: str | os.PathLike, arrays: Mapping[str, np.ndarray] | None = None
         raise ValueError(f"{shown} has y of type {y.dtype}: give numbers")
     if not real and not np.isin(y, (0, 1)).all():
         raise ValueError(
-            f"{shown} has whole numbers y {list(y.shape)} beyond 0 and 1: real targets are floats, classes are [M]"
+            f"{shown} has whole numbers y {list(y.shape)} beyond 0 and 1: real targets are floats, classes are [M], "
+            "sequences of tokens are for fm.from_clients"
         )
     if not checks.is_real(x.dtype) and x.dtype != bool:
         raise ValueError(f"{shown} has x of type {x.dtype}: give numbers")

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from fedjax_meta import checks
 from fedjax_meta.task import Batch, LogitsLoss, Task, check_layer_names, check_layers, cross_entropy
+from fedjax_meta.tasks import METRICS, criterion
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 
 Criterion = Callable[[jax.Array, Batch], jax.Array]
@@ -50,7 +51,7 @@ def from_functions(
     features: Callable[[Variables, PyTree], jax.Array] | None = None,
     head: Callable[[Variables, jax.Array], jax.Array] | None = None,
     layers: tuple[str, ...] = (),
-    loss: Criterion = cross_entropy,
+    loss: str | Criterion = cross_entropy,
     metrics: tuple[Any, ...] | None = None,
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
@@ -64,8 +65,9 @@ def from_functions(
       trainable: `variables -> mask` of the leaves that gradients update; the others are buffers.
       features, head: `(variables, x) -> [B, d]` and `(variables, features) -> outputs`, in evaluation mode; both or neither.
       layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
-      loss: `(outputs, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
-      metrics: what `evaluate` measures by default, see `Task`.
+      loss: `(outputs, batch) -> scalar`, over rows with weight only, or for real targets "squared" or "huber"; softmax
+        cross-entropy by default.
+      metrics: what `evaluate` measures by default, see `Task`; MAE, RMSE and R² with a loss by its name.
       sample_dtype: dtype of the inputs where `sample_shape` is a shape; JAX's default float type if `None`.
 
     Raises:
@@ -88,7 +90,8 @@ def from_functions(
         raise ValueError(f"apply={checks.shown(apply)} must be a function (variables, x, *, train, key, weight)")
     if (features is None) != (head is None):
         raise ValueError("features and head must be given together")
-    check_criterion(loss)
+    metrics = METRICS if isinstance(loss, str) and metrics is None else metrics
+    of_batch = check_criterion(loss)
     check_layers(layers)
     model = _Model(init, apply)
     variables = jax.eval_shape(model.init, jax.random.key(0))
@@ -97,7 +100,7 @@ def from_functions(
     model.check(x)
     return Task(
         init=model.init,
-        loss=LogitsLoss(model.logits, loss, as_predicted=_as_predicted(model, variables, x)),
+        loss=LogitsLoss(model.logits, of_batch, as_predicted=_as_predicted(model, variables, x)),
         predict=model.predict,
         features=None if features is None else partial(model.evaluated, features),
         head=None if head is None else partial(model.evaluated, head),
@@ -280,10 +283,12 @@ def zeros(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def check_criterion(loss: Any) -> None:
-    """Raises `ValueError` unless a loss can be called."""
-    if not callable(loss):
+def check_criterion(loss: Any) -> Criterion:
+    """A loss that can be called, also by its name; raises `ValueError` otherwise."""
+    found: Criterion = criterion(loss)
+    if not callable(found):
         raise ValueError(f"loss={checks.shown(loss)} must be a function (logits, batch)")
+    return found
 
 
 def check_split(owner: str, has: Callable[[str], bool], features: str | None, head: str | None) -> None:

@@ -25,7 +25,7 @@ def from_linen(
     layers: tuple[str, ...] = (),
     features: str | None = None,
     head: str | None = None,
-    loss: functional.Criterion = cross_entropy,
+    loss: str | functional.Criterion = cross_entropy,
     metrics: tuple[Any, ...] | None = None,
     sample_dtype: DTypeLike | None = None,
 ) -> Task:
@@ -42,7 +42,8 @@ def from_linen(
       layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
       features: name of the method `(x, ...) -> [B, d]` that stops before the head; it takes the same flags as `__call__`.
       head: name of the submodule or method `[B, d] -> [B, K]` that continues from there.
-      loss: `(outputs, batch) -> scalar`, over rows with weight only; softmax cross-entropy by default.
+      loss: `(outputs, batch) -> scalar`, over rows with weight only, or for real targets "squared" or "huber"; softmax
+        cross-entropy by default.
       metrics: what `evaluate` measures by default, see `Task`.
       sample_dtype: dtype of the inputs where `sample_shape` is a shape; JAX's default float type if `None`.
 

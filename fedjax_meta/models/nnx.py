@@ -26,7 +26,7 @@ def from_nnx(
     layers: tuple[str, ...] = (),
     features: str | None = None,
     head: str | None = None,
-    loss: functional.Criterion = cross_entropy,
+    loss: str | functional.Criterion = cross_entropy,
     metrics: tuple[Any, ...] | None = None,
     sample_dtype: DTypeLike | None = None,
 ) -> Task:

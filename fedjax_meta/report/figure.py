@@ -1,5 +1,6 @@
 """One picture of a run: the main score by round, and of every client at the end."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedjax_meta import escape
+from fedjax_meta.report import curves
 from fedjax_meta.report.records import diverged_words, over_seeds
 from fedjax_meta.report.series import Series, common_rounds, places
 
@@ -31,6 +33,9 @@ COLORS = (
     "#111111",
 )
 """Line colours. Colour-blind readers can tell the first few apart."""
+
+MANY = 4
+"""With fewer evaluations, the axis of curves begins below the first of them, too."""
 
 
 def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -> None:
@@ -74,10 +79,13 @@ def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -
     }
     with mpl.rc_context(style):
         height = 3.6 + 1.0 + 0.42 * len(titles)
-        figure = Figure(figsize=(max(6.2 * len(groups), 8.0), height), layout="constrained")
+        width = max(6.2 * len(groups), 8.0)
+        # An inch holds at least seven letters of this size, but for wide capitals.
+        lines = textwrap.wrap(title, int(7 * width), max_lines=3, placeholder=" …") or [""]
+        figure = Figure(figsize=(width, height + 0.25 * (len(lines) - 1)), layout="constrained")
         axes = figure.subplots(2, len(groups), squeeze=False, height_ratios=[3.4, 0.8 + 0.42 * len(titles)])
-        # Every method starts near chance level; including that first evaluation would flatten the curves.
-        low = _least([one.means[1:] if len(one.means) > 1 else one.means for one in all_series])
+        # Every method starts near chance level; including that first of many evaluations would flatten the curves.
+        low = _least([one.means[1:] if len(one.means) >= MANY else one.means for one in all_series])
         worst = _least([one.by_client for one in all_series])
         for column, clients in enumerate(groups):
             mine = [one for one in all_series if one.clients == clients]
@@ -85,7 +93,7 @@ def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -
             if all_series[0].kind.share:
                 axes[1, column].set_xlim(10 * np.floor(worst / 10) - 1, 101)
             _draw_spread(axes[1, column], mine, colors, names=column == 0)
-        figure.suptitle(escape.label(title), fontsize=13, fontweight="bold", x=0.01, ha="left")
+        figure.suptitle(escape.label("\n".join(lines)), fontsize=13, fontweight="bold", x=0.01, ha="left")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
 
@@ -99,6 +107,7 @@ def _least(values: Sequence[np.ndarray]) -> float:
 def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str], title: str, low: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    kind, drawn, ended = runs[0].kind, [], []
     for name, color in colors.items():
         mine = [one for one in runs if one.title == name]
         if not mine:
@@ -106,30 +115,22 @@ def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         rounds = common_rounds([one.rounds for one in mine])
         # NaN, which is not drawn, where a run had diverged.
         lines = np.stack([one.means[places(one.rounds, rounds)] for one in mine])
-        axis.plot(rounds, lines.mean(0), color=color, linewidth=1.8, solid_capstyle="round")
-        if len(mine) > 1:
-            mean, spread = lines.mean(0), lines.std(0, ddof=1)
-            low_, high = mean - spread, mean + spread
-            if mine[0].kind.share:
-                low_, high = np.maximum(low_, 0), np.minimum(high, 100)
-            axis.fill_between(rounds, low_, high, color=color, alpha=0.18, linewidth=0)
-        for one in mine:
-            if one.diverged is not None:
-                drawn = np.flatnonzero(np.isfinite(one.means))
-                place = (one.rounds[drawn[-1]], one.means[drawn[-1]]) if drawn.size else (one.diverged, max(low, 0))
-                axis.plot(*place, "x", color=color, markersize=9, markeredgewidth=2.2, clip_on=False)
+        drawn.append(curves.draw(axis, rounds, lines, kind, color=color, linewidth=1.8, solid_capstyle="round"))
+        ended += [curves.Drawn(one.rounds, one.means, color) for one in mine if one.diverged is not None]
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
     axis.set_xlabel("round")
-    axis.set_ylabel(f"{runs[0].kind.label}, mean over clients")
+    axis.set_ylabel(f"{kind.label}, mean over clients")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if runs[0].kind.share:
+    if kind.share:
         axis.set_ylim(max(low - 4, 0), 101)
     axis.set_xlim(left=0)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
+    curves.clip(axis, drawn, kind)
+    curves.crosses(axis, ended)
 
 
 def _draw_spread(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str], *, names: bool) -> None:
-    jitter, kind = np.random.default_rng(0), runs[0].kind
+    jitter, kind, drawn = np.random.default_rng(0), runs[0].kind, []
     titles = list(colors)
     for place, (name, color) in enumerate(colors.items()):
         mine = [one for one in runs if one.title == name]
@@ -151,6 +152,7 @@ def _draw_spread(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         )
         if not values.size:
             continue
+        drawn.append(curves.Drawn(place, values, color))
         axis.scatter(
             values, place + jitter.uniform(-0.24, 0.24, values.size), s=11, color=color, alpha=0.4, linewidth=0, zorder=2
         )
@@ -169,6 +171,7 @@ def _draw_spread(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
             ha="left",
             clip_on=False,
         )
+    curves.clip_dots(axis, drawn, kind)
     axis.set_ylim(len(titles) - 0.45, -0.6)
     axis.set_yticks(range(len(titles)), titles if names else [""] * len(titles))
     if names:

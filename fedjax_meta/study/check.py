@@ -1,7 +1,7 @@
 """Refuses a study before anything is trained: scores that are not measured, systems and points that a scenario refuses."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,13 @@ def named(study: Study, scenario: str, name: str) -> Iterator[None]:
 
 def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
     """Raises where a scenario's task has no such scores, or where it has no new clients of which a number is published."""
-    found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
+    try:
+        found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
+    except ValueError as error:
+        if not study.metrics:
+            raise
+        form = "class labels" if clients.train.labelled else "other targets than one class label a sample"
+        raise ValueError(f"scenario {scenario}: metrics={list(study.metrics)}, but the data have {form}: {error}") from None
     published = [row for row in study.published if row.scenario == scenario.partition(DRAW)[0]]
     said = [row.score.removeprefix("raw_").removesuffix("_std") for row in published]
     goal = study.goal
@@ -90,6 +96,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             continue
         # Points of one shape are one program. Cohorts are traced, since each that is drawn would be compiled.
         traced.add(shape)
+        _check_cohort(study, system.parts(clients, **point)[1].cohort_size, training)
         for data in training:
             jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
@@ -108,6 +115,17 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             raise ValueError("user accuracy is of class labels, one a sample, which the data do not have")
         if len(clients.noisy) == clients.train.num_clients:
             raise ValueError(f"scenario {scenario}: all clients are noisy, so that there is no user accuracy")
+
+
+def _check_cohort(study: Study, size: int, training: Sequence[FederatedData]) -> None:
+    """Raises where a cohort has more clients than train, in the final runs or in the trials, which may hold some out."""
+    known, least = training[0].num_clients, training[-1].num_clients
+    if size > least:
+        held = f"; {known} known clients, {least} of them in trials (tuning.clients={study.tuning.clients})"
+        raise ValueError(
+            f"cohort_size={size} is more than the N={least} clients there are{held if least < known else ''}: "
+            f"federation.cohort_size is at most {least}"
+        )
 
 
 def _check_tested(system: System, point: Mapping[str, float], state: State, clients: Clients) -> None:

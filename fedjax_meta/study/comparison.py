@@ -25,7 +25,7 @@ def tables(rows: Sequence[Row]) -> list[report.Table]:
             str(row.system.rounds) if len({one.rounds for one in systems}) > 1 else "",
             str(len(row.known)),
             _spread(row.known, kind),
-            _interval(report.over_seeds(row.known)[0], metrics.confidence_margin(row.known), kind),
+            _interval(report.over_seeds(row.known)[0], metrics.confidence_margin(row.known), kind, ends=_range(kind)),
             _spread(row.new, kind),
             "" if np.isnan(_gap(row)) else kind.text(_gap(row), sign=True),
         ]
@@ -81,6 +81,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
     said = []
     if any(row.known.size > 1 for row in rows):
         said.append("± is the sample standard deviation over seeds; intervals are of the mean over seeds (Student's t).")
+    if any(row.known.size == 2 for row in rows):
+        said.append(
+            "Two seeds are too few: their intervals reach 9 standard deviations to each side, those of five seeds 1.2."
+        )
     said.append(f'"variance" is over clients, in squared {"points" if rows[0].system.kind.share else "units"}.')
     if not rows[0].system.kind.higher_is_better:
         said.append(f"Lower {rows[0].system.kind.words} is better: a difference below 0 is a gain.")
@@ -203,8 +207,20 @@ def _spread(values: np.ndarray, kind: report.Kind) -> str:
     return (kind.spread(*report.over_seeds(values)) or "diverged") if values.size else ""
 
 
-def _interval(mean: float, margin: float, kind: report.Kind, *, sign: bool = False) -> str:
-    return "" if np.isnan(margin) else f"[{kind.text(mean - margin, sign=sign)}, {kind.text(mean + margin, sign=sign)}]"
+RANGES = {"rmse": (0, np.inf), "mae": (0, np.inf), "perplexity": (1, np.inf), "r2": (-np.inf, 1)}
+"""The lowest and highest value of the package's metrics that are no shares."""
+
+
+def _range(kind: report.Kind) -> tuple[float, float]:
+    return (0, 100) if kind.share else RANGES.get(kind.name, (-np.inf, np.inf))
+
+
+def _interval(
+    mean: float, margin: float, kind: report.Kind, *, sign: bool = False, ends: tuple[float, float] = (-np.inf, np.inf)
+) -> str:
+    """An interval in words, within the `ends` of a score: Student's t knows of none."""
+    low, high = max(mean - margin, ends[0]), min(mean + margin, ends[1])
+    return "" if np.isnan(margin) else f"[{kind.text(low, sign=sign)}, {kind.text(high, sign=sign)}]"
 
 
 def _share(behind: Mapping[str, float], method: str) -> str:

@@ -128,7 +128,8 @@ def of_run(
     support = study.scenarios[scenario].adapt_on if group == KNOWN else "support"
     key = tagged(run_keys(jax.random.key(seed))[2], group, state.round)
     model = personal(algorithm, key, state, data, number, support=support, known=group == KNOWN)
-    return exported(model, f"{group} client {number}")
+    mine = clients.names[group == NEW]
+    return exported(model, f"{group} client {number}{f' ({mine[number]})' if mine else ''}")
 
 
 def _number(option: str, client: int | str, names: tuple[tuple[str, ...], tuple[str, ...]]) -> int:

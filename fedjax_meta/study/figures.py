@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedjax_meta import disk, escape, report
-from fedjax_meta.report import COLORS
+from fedjax_meta.report import COLORS, curves
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial
@@ -110,9 +110,7 @@ def by_round(systems: Sequence[Shown]) -> Figure:
         def draw(axis: "Axes") -> None:
             from matplotlib.ticker import MaxNLocator
 
-            for one in systems:
-                if _tested(one, group):
-                    _curve(axis, one, _rounds(one), _scores(one, group))
+            _curves(axis, [(one, _rounds(one), _scores(one, group)) for one in systems if _tested(one, group)])
             axis.set_title(f"{group} clients")
             axis.set_xlabel("round")
             axis.set_ylabel(kind.label)
@@ -134,10 +132,11 @@ def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
         mine = [one for one in systems if _tested(one, group)]
 
         def draw(axis: "Axes") -> None:
-            jitter = np.random.default_rng(0)
+            jitter, drawn = np.random.default_rng(0), []
             for place, one in enumerate(mine):
                 values = _last(one, group).ravel()
                 values = values[np.isfinite(values)]
+                drawn.append(curves.Drawn(place, values, color_of(one.color)))
                 y = place + jitter.uniform(-0.26, 0.26, values.size)
                 # Many dots are a picture, which keeps the page small.
                 many = values.size > 2000
@@ -149,6 +148,7 @@ def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
                     low, middle, high = np.percentile(values, [25, 50, 75])
                     axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
                     axis.plot([middle, middle], [place - 0.3, place + 0.3], color=_TEXT, linewidth=1.6)
+            curves.clip_dots(axis, drawn, kind)
             names = [escape.label(textwrap.fill(one.title, 18, max_lines=2, placeholder="…")) for one in mine]
             axis.set_yticks(range(len(mine)), names)
             axis.set_ylim(len(mine) - 0.4, -0.6)
@@ -173,14 +173,16 @@ def gains(systems: Sequence[Shown]) -> Figure:
     def panel(group: str) -> Panel:
         def draw(axis: "Axes") -> None:
             assert alone is not None
-            base = _last(alone, group).mean(0)
+            base, drawn = _last(alone, group).mean(0), []
             for one in others:
                 if _tested(one, group) and _last(one, group).shape[1:] == base.shape:
                     gain = np.sort(kind.gain(_last(one, group).mean(0), base))
                     share = 100 * (np.arange(len(gain)) + 0.5) / len(gain)
                     axis.plot(share, gain, **_line(one))
+                    drawn.append(curves.Drawn(share, gain, color_of(one.color)))
             axis.axhline(0, color=_TEXT, linewidth=1)
             axis.set_xlim(0, 100)
+            curves.clip(axis, drawn, kind._replace(higher_is_better=True), np.median)
             axis.set_title(f"{group} clients")
             axis.set_xlabel("share of clients, from the greatest loss on, %")
             axis.set_ylabel(f"gain in {kind.points}")
@@ -199,18 +201,18 @@ def against(systems: Sequence[Shown]) -> Figure:
     known = [one for one in systems if np.isfinite(one.traffic)]
 
     def by_bytes(axis: "Axes") -> None:
-        for one in known:
-            rounds = _rounds(one)
-            _curve(axis, one, rounds * one.traffic / 1e6, _scores(one, KNOWN))
+        _curves(axis, [(one, _rounds(one) * one.traffic / 1e6, _scores(one, KNOWN)) for one in known])
         axis.set_xlabel("MB down and up, of a client in every round")
         axis.set_ylabel(kind.label)
 
+    def clock(one: Shown) -> np.ndarray:
+        rounds = _rounds(one)
+        whole = [trial for trial in one.final if trial.rows[-1]["round"] == rounds[-1]]
+        clocks = [np.cumsum([row["seconds"] for row in trial.rows])[_places(trial, rounds)] for trial in whole]
+        return np.asarray(np.mean(clocks, 0))
+
     def by_time(axis: "Axes") -> None:
-        for one in systems:
-            rounds = _rounds(one)
-            whole = [trial for trial in one.final if trial.rows[-1]["round"] == rounds[-1]]
-            clocks = [np.cumsum([row["seconds"] for row in trial.rows])[_places(trial, rounds)] for trial in whole]
-            _curve(axis, one, np.mean(clocks, 0), _scores(one, KNOWN))
+        _curves(axis, [(one, clock(one), _scores(one, KNOWN)) for one in systems])
         axis.set_xlabel("seconds of training and testing")
         axis.set_ylabel(kind.label)
 
@@ -228,11 +230,13 @@ def tuning(systems: Sequence[Shown]) -> Figure:
     def panel(name: str) -> Panel:
         def draw(axis: "Axes") -> None:
             mine = [one for one in tuned if len({trial.numbers.get(name) for trial in one.tuning}) > 1]
+            kind, drawn = choice.scores(tuned[0].tuning, tuned[0].tuned_by)[0].kind, []
             every = sorted({trial.numbers[name] for one in mine for trial in one.tuning})
             for one in mine:
                 values = sorted({trial.numbers[name] for trial in one.tuning})
                 score = [_best(one, name, value) for value in values]
                 axis.plot(values, score, marker="o", markersize=3.5, **_line(one))
+                drawn.append(curves.Drawn(values, np.array(score), color_of(one.color)))
                 if one.chosen.get(name) in values:
                     place = values.index(one.chosen[name])
                     ring: dict[str, Any] = {"markeredgecolor": color_of(one.color), "markerfacecolor": "none"}
@@ -243,7 +247,8 @@ def tuning(systems: Sequence[Shown]) -> Figure:
             axis.set_xticks(shown, [f"{value:g}" for value in shown])
             axis.minorticks_off()
             axis.set_xlabel(escape.label(name))
-            axis.set_ylabel(choice.scores(tuned[0].tuning, tuned[0].tuned_by)[0].kind.label)
+            axis.set_ylabel(kind.label)
+            curves.clip(axis, drawn, kind)
 
         return Panel(draw)
 
@@ -369,20 +374,13 @@ def _line(one: Shown) -> dict[str, Any]:
     return {"color": color_of(one.color), "linewidth": 1.8, "linestyle": dashes}
 
 
-def _curve(axis: "Axes", one: Shown, x: np.ndarray, values: np.ndarray) -> None:
-    """The mean of `[seeds, E]` with its band."""
-    mean = values.mean(0)
-    axis.plot(x, mean, **_line(one))
-    if len(values) > 1:
-        spread = values.std(0, ddof=1)
-        low, high = mean - spread, mean + spread
-        if _kind([one]).share:
-            low, high = np.clip(low, 0, 100), np.clip(high, 0, 100)
-        axis.fill_between(x, low, high, color=color_of(one.color), alpha=0.16, linewidth=0)
-    broken = np.flatnonzero(~np.isfinite(mean))
-    if broken.size:
-        last = max(int(broken[0]) - 1, 0)
-        axis.plot(x[last], mean[last] if np.isfinite(mean[last]) else 0, "x", color=color_of(one.color), markersize=8)
+def _curves(axis: "Axes", shown: Sequence[tuple[Shown, np.ndarray, np.ndarray]]) -> None:
+    """Systems, each with x `[E]` and scores `[seeds, E]`: means with their bands, and crosses where one has diverged."""
+    kind = _kind([one for one, *_ in shown])
+    drawn = [curves.draw(axis, x, values, kind, **_line(one)) for one, x, values in shown]
+    curves.clip(axis, drawn, kind)
+    lost = [any(trial.diverged is not None for trial in one.final) for one, *_ in shown]
+    curves.crosses(axis, [line for line, diverged in zip(drawn, lost, strict=True) if diverged])
 
 
 def _groups(systems: Sequence[Shown]) -> list[str]:

@@ -147,6 +147,10 @@ def ending(folder: Path) -> str | None:
     return read_run(folder).get("finished")
 
 
+AGAIN = "delete this file and run the study again into its folder"
+"""The remedy for a damaged file."""
+
+
 def read_json(path: Path, needs: Sequence[str]) -> dict[str, Json]:
     """A JSON object of a run's folder, with NaN and infinity as numbers again.
 
@@ -161,10 +165,10 @@ def read_json(path: Path, needs: Sequence[str]) -> dict[str, Json]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {checks.first_line(error)}") from None
+        raise ValueError(f"{path} is damaged: {checks.first_line(error)}; {AGAIN}") from None
     missing = [key for key in needs if not isinstance(content, dict) or key not in content]
     if missing:
-        raise ValueError(f"{path} is damaged: it must be an object with {', '.join(needs)}")
+        raise ValueError(f"{path} is damaged: it must be an object with {', '.join(needs)}; {AGAIN}")
     return content
 
 
@@ -180,9 +184,9 @@ def read_trials(path: Path) -> tuple[dict[str, Trial], dict[str, Json]]:
         trials = {label: Trial(**trial) for label, trial in report.numbers_again(content["trials"]).items()}
         whole = bool(trials) and all(trial.rows[-1]["tests"] for trial in trials.values())
     except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__} ({checks.first_line(error)})") from None
+        raise ValueError(f"{path} is damaged: {type(error).__name__} ({checks.first_line(error)}); {AGAIN}") from None
     if not whole:
-        raise ValueError(f"{path} is damaged: it holds no tests")
+        raise ValueError(f"{path} is damaged: it holds no tests; {AGAIN}")
     return trials, content
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, escape, report
+from fedjax_meta import costs, escape, placement, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, guarantees, summary, targets, tuning
 from fedjax_meta.study.baselines import LOCAL, alone, trained
@@ -30,7 +30,7 @@ class Line(NamedTuple):
       new: mean over new clients; NaN if there are none, or none of them trains a model that it needs.
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
-      remark: "diverged at round R", "best at the end of its grid", or nothing.
+      remark: "diverged at round R", "worse than the untrained model", "best at the end of its grid", or nothing.
       trials: how many runs its grid took.
       others: the other scores, means over known and over new clients, by "NAME" and "NAME, new"; shares in percent.
     """
@@ -60,11 +60,13 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     mine = [outcome for outcome in outcomes if outcome.scenario == scenario]
     local = next((one for one in mine if study.systems[one.system].method == LOCAL), None)
     base = None if local is None else by_client(local.final, KNOWN, study.score).values
-    table = [_line(study, outcome, clients, base) for outcome in mine]
     asked = TESTED_ON[study.scenario(scenario).adapt_on]
     still = "no training, first draw" if len(study.data_seeds) > 1 else "no training"
     scored = counted(study, scenario, clients, clients.train)
-    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked, scored).items():
+    measured = baselines.measured(clients, study.seeds[0], study.metrics, asked, scored)
+    start = report.main_score(measured[baselines.UNTRAINED][KNOWN], study.score).mean
+    table = [_line(study, outcome, clients, base, start) for outcome in mine]
+    for title, groups in measured.items():
         known, nan = report.main_score(groups[KNOWN], study.score), float("nan")
         new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
         worst = (known.kind.worst_tenth(known.values), nan)
@@ -73,7 +75,8 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     return table
 
 
-def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None) -> Line:
+def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None, start: float) -> Line:
+    """The row of a system; `base` are the scores by local training, `start` is the mean with the untrained model."""
     known = by_client(outcome.final, KNOWN, study.score)
     system = study.system(outcome.system, outcome.scenario)
     algorithm = system.build(clients, **outcome.chosen)
@@ -82,9 +85,12 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
         behind = 100 * float(np.mean(known.kind.gain(_over_draws(study, known.values), _over_draws(study, base)) < 0))
     up = float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up)
+    mean = report.over_seeds(known.values.mean(1))
+    worse = ["worse than the untrained model"] if known.kind.gain(mean[0], start) < 0 else []
     shares_nothing = ["clients share nothing: all of the model is their own"] if up == 0 and not itself else []
     remarks = [
         *_remarks(study, outcome, clients),
+        *worse,
         *shares_nothing,
         *guarantees.words(study, algorithm, clients.train.num_clients),
     ]
@@ -93,7 +99,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         title=study.title_of(outcome.system),
         kind=known.kind,
         numbers=outcome.numbers,
-        known=report.over_seeds(known.values.mean(1)),
+        known=mean,
         worst=report.over_seeds(np.array([known.kind.worst_tenth(run) for run in known.values])),
         behind=behind,
         new=report.over_seeds(by_client(outcome.final, NEW, study.score).values.mean(1)) if has_new else NOTHING,
@@ -220,7 +226,7 @@ def table(lines: Sequence[Line]) -> report.Table:
             line.kind.spread(*line.worst),
             line.kind.spread(*line.new),
             "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
-            "" if np.isnan(line.up) else f"{line.up / 1e3:.4g} kB",
+            "" if np.isnan(line.up) else placement.amount(line.up),
             str(line.trials or ""),
             line.numbers,
             line.remark,

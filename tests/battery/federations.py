@@ -383,10 +383,11 @@ MEET = {
         ("the model does not take these data", "[8, 8, 1]"),
     ),
     "real targets for a classifier": Row(
-        lambda: _start(data=_regression()), ("the model does not take these data", "targets float64[]")
+        lambda: _start(data=_regression()), ("the model does not take these data", "targets float64[]", "loss='squared'")
     ),
     "real targets where classes are needed": Row(
-        lambda: _start("fedpac", data=_regression()), ("fedpac needs class labels, but the data have real targets",)
+        lambda: _start("fedpac", data=_regression()),
+        ("fedpac needs one class label a sample, but the data have targets float64[], real numbers or several labels",),
     ),
     "a complex leaf": Row(
         lambda: _start(task=_with(init=_complex)), ("the model's leaf ['head']['b'] is complex128[3]: complex leaves",)

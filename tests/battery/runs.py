@@ -63,6 +63,7 @@ MODELS = {
         ("layers", None, "layers=None must be a tuple of different names"),
         ("features", "features", "must be given together"),
         ("loss", 3, "loss=3 must be a function (logits, batch)"),
+        ("loss", "squarred", "loss='squarred' is unknown (did you mean 'squared'?)"),
     ]),
     "features that the module lacks": Row(
         lambda: models.from_linen(models.Network((5,), 3), (5,), features="body", head="head"), ("features='body' is not a",)

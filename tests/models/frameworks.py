@@ -118,12 +118,12 @@ def own_trainable(variables):
     return {name: jax.tree.map(lambda _, name=name: name in ("fc1", "head"), tree) for name, tree in variables.items()}
 
 
-def plain():
+def plain(**options):
     """Each framework's task without buffers and dropout."""
     return {
-        "linen": fm.from_linen(Linen(normed=False), (5,), **SPLIT),
-        "nnx": fm.from_nnx(lambda rngs: NNX(rngs, normed=False), (5,), **SPLIT),
-        "equinox": fm.from_equinox(Equinox, (5,), **SPLIT),
+        "linen": fm.from_linen(Linen(normed=False), (5,), **SPLIT, **options),
+        "nnx": fm.from_nnx(lambda rngs: NNX(rngs, normed=False), (5,), **SPLIT, **options),
+        "equinox": fm.from_equinox(Equinox, (5,), **SPLIT, **options),
         "own": fm.from_functions(
             lambda key: {name: tree for name, tree in own_init(key).items() if name in ("fc1", "head")},
             lambda variables, x, *, train, key, weight: (own_head(variables, jnp.tanh(x @ variables["fc1"]["w"])), variables),
@@ -131,6 +131,7 @@ def plain():
             features=lambda variables, x: jnp.tanh(x @ variables["fc1"]["w"]),
             head=own_head,
             layers=("fc1", "head"),
+            **options,
         ),
     }
 

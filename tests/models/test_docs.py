@@ -39,4 +39,4 @@ def test_the_adapters_of_the_page_are_small():
 
 
 def test_there_is_a_section_for_each_framework():
-    assert SECTIONS == ["Your own functions", "Flax Linen", "Flax NNX", "Equinox", "Low-rank adapters"]
+    assert SECTIONS == ["Your own functions", "Flax Linen", "Flax NNX", "Equinox", "Real targets", "Low-rank adapters"]

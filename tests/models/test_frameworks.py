@@ -119,6 +119,17 @@ def test_a_loss_without_dropout_needs_no_key(framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_losses_of_real_targets_have_names(framework):
+    given = batch(7, 5)._replace(y=jnp.asarray(np.random.default_rng(8).normal(scale=3, size=(7, 3))))
+    for name, of_error in (("squared", lambda e: e**2), ("huber", lambda e: jnp.where(e < 1, e**2 / 2, e - 0.5))):
+        task = frameworks.plain(loss=name)[framework]
+        variables = task.init(jax.random.key(0))
+        error = jnp.abs(task.predict(variables, given.x) - given.y)[:5]
+        np.testing.assert_allclose(task.loss(variables, given, jax.random.key(1))[0], of_error(error).mean(), rtol=1e-6)
+        assert task.metrics == ("mae", "rmse", "r2")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("tasks", [PLAIN, NORMED], ids=["plain", "normed"])
 def test_predict_is_head_of_features_and_layers_are_masks(framework, tasks):
     task, x = tasks[framework], batch(6, 6).x

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
+from fedjax_meta import report
 from fedjax_meta.cli import app
 from fedjax_meta.study import compare, comparison, run, targets
 from fedjax_meta.study.tuning import Trial
@@ -217,3 +218,25 @@ def test_a_folder_without_results_gets_one_line(tmp_path, made):
             run.run(study(), tmp_path, watcher=Silent(stop_at=1))
     result = CliRunner().invoke(app, ["compare", str(tmp_path)])
     assert result.exit_code == 1 and ("no finished results" if made else "holds no run") in " ".join(result.stderr.split())
+
+
+def test_intervals_of_levels_stay_within_the_score_and_those_of_differences_need_not():
+    """Of two seeds, Student's t goes beyond every score."""
+    first, second = system("a", [[0.9, 0.9], [0.99, 0.99]]), system("b", [[0.02, 0.02], [0.12, 0.12]])
+    rows = compare.compared([first, second])
+    scores, *_, differences = comparison.tables(rows)
+    # 94.5 and 7 percent, 12.706 standard errors of 4.5 and 5 to each side.
+    assert [row[scores.headings.index("95 % interval")] for row in scores.rows] == ["[37.32, 100.00]", "[0.00, 70.53]"]
+    assert differences.rows[0][2] == f"[{-87.5 - 12.7062 * 0.5:+.2f}, {-87.5 + 12.7062 * 0.5:+.2f}]"
+    assert "Two seeds are too few" in " ".join(comparison.notes(rows))
+    three = compare.compared([system("a", [[0.9, 0.9], [0.99, 0.99], [0.95, 0.95]])])
+    assert "too few" not in " ".join(comparison.notes(three))
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "shown"),
+    [("rmse", 1.0, "[0, 3]"), ("r2", 0.5, "[-1.5, 1]"), ("perplexity", 2.0, "[1, 4]"), ("own", 0.5, "[-1.5, 2.5]")],
+)
+def test_the_ranges_of_scores_that_are_no_shares(name, mean, shown):
+    kind = report.Kind(name, False, False)
+    assert comparison._interval(mean, 2.0, kind, ends=comparison._range(kind)) == shown

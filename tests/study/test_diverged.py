@@ -170,3 +170,22 @@ def test_clients_are_compared_by_their_ids():
     assert compare.difference(b, a, "known").mean == pytest.approx(25)
     assert compare.difference(a, system("all", [[0.1] * 4]), "known").mean == pytest.approx(10)
     assert compare.difference(a, some("c", [1], [0.9]), "known") is None
+
+
+def test_only_what_has_diverged_has_a_cross_in_figures():
+    """A score may be missing in the middle of a run that recovers."""
+    from matplotlib.figure import Figure
+
+    def marks(curve, diverged):
+        axis = Figure().subplots()
+        one = trial(0, [curve[-1]], curve)._replace(diverged=diverged)
+        figures.by_round([figures.Shown("a", 0, [one])]).panels[0].draw(axis)
+        return [
+            (line.get_marker(), *map(float, np.ravel(line.get_data()))) for line in axis.lines if line.get_marker() != "None"
+        ]
+
+    nan = float("nan")
+    assert marks([0.5, nan, 0.7, 0.8], None) == [("o", 5, 50)]
+    assert marks([0.5, 0.6, nan, nan], 13) == [("x", 10, 60)]
+    assert marks([0.5, 0.6, 0.7], None) == []
+    assert marks([0.5], None) == [("o", 5, 50)]

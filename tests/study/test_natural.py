@@ -204,15 +204,18 @@ def test_natural_clients_keep_their_names(tmp_path):
     ends = [cell for row in results.gains(study, outcomes, built["s"]) for cell in row[-2:]]
     assert ends and all(any(f"(client {name})" in cell for name in names) for cell in ends)
     by_name, by_number = (of_run(tmp_path / "out", "fedper", client=one) for one in (known[3], "3"))
-    assert by_name.about["client"] == "known client 3"
+    assert by_name.about["client"] == f"known client 3 ({known[3]})"
     assert all(map(np.array_equal, jax.tree.leaves(by_name.variables), jax.tree.leaves(by_number.variables)))
     with pytest.raises(ValueError, match="client='site' is unknown"):
         of_run(tmp_path / "out", "fedper", client="site")
 
 
-def test_the_client_of_a_sample_that_is_not_finite_is_named(tmp_path):
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+def test_the_client_of_a_sample_that_is_not_finite_is_named(what, tmp_path):
     x = np.zeros((40, 3))
-    x[25, 1] = np.nan
-    np.savez(tmp_path / "own.npz", x=x, y=np.arange(40) % 2, client=np.array([f"ward{i // 10}" for i in range(40)]))
-    with pytest.raises(ValueError, match=r"inputs of client ward2 in .* hold NaN or infinite values, first in sample 25"):
+    x[25, 1] = x[25, 2] = x[31, 0] = np.nan
+    x, y = (x, np.arange(40) % 2) if what == "inputs" else (np.zeros((40, 3)), x)
+    np.savez(tmp_path / "own.npz", x=x, y=y, client=np.array([f"ward{i // 10}" for i in range(40)]))
+    said = f"{what} of client ward2 in .* hold NaN or infinite values, first in row 25 of the file .*; in all 3 values of 2 cl"
+    with pytest.raises(ValueError, match=said):
         Scenario(dataset=str(tmp_path / "own.npz"), partition="natural").build()

@@ -118,6 +118,14 @@ def test_a_dry_run_says_targets_and_who_is_left_out(write, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "1 real target (all whole numbers: classes must be stored as integers)" in result.output
     assert "1 of 7 clients has fewer than 5 samples and is left out" in result.output
+    assert "real targets, 1 a sample" not in result.output
+
+
+def test_a_dry_run_says_once_that_there_are_several_labels(write):
+    path = write(x=X, y=(X[:, :3] > 0).astype(np.int8))
+    result = CliRunner().invoke(app, ["run", "--systems", "fedavg", "--dataset", path, "--partition", "iid", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("several labels") == 1
 
 
 NAN = X[:, 0].copy()

@@ -1,5 +1,6 @@
 """Studies of regression, tokens and several labels: chosen, ranked and reported by their own scores, whichever way is better."""
 
+import copy
 import csv
 import io
 import json
@@ -114,6 +115,20 @@ def test_the_table_shows_the_worst_tenth_and_who_stays_behind_by_the_score(made)
     assert (lines[0].known[0] > untrained) == higher
     others = results.other_scores(lines)
     assert others.rows[0][0] == "fedavg" and all(others.rows[0]) and len(others.headings) >= 3
+
+
+def test_the_table_says_what_ends_worse_than_the_untrained_model(made):
+    """Scores that are the untrained model's, a bit worse or better, by the direction of the score."""
+    chosen, built, outcomes, _, score, higher, _ = made
+    lines = results.lines(chosen, "pairs", built["pairs"], outcomes)
+    unit, untrained = 100 if lines[-1].kind.share else 1, lines[-1].known[0]
+    for step, told in ((-0.01, higher), (0.01, not higher), (0.0, False)):
+        trials = copy.deepcopy(outcomes[0].final)
+        for trial in trials:
+            test = trial.rows[-1]["tests"]["known"]["metrics"][score]
+            test["values"] = [untrained / unit + step] * len(test["values"])
+        (line, *_) = results.lines(chosen, "pairs", built["pairs"], [outcomes[0]._replace(final=trials)])
+        assert ("worse than the untrained model" in line.remark) == told
 
 
 def test_who_gains_and_who_loses(made):
