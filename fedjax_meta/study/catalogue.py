@@ -134,7 +134,8 @@ def _default(value: Any) -> str:
         return "required"
     if isinstance(value, functools.partial):
         value = {"name": value.func.__name__.lstrip("_"), **value.keywords}
-    return value.__name__ if callable(value) else json.dumps(value)
+    # A default of a user's own may be anything.
+    return value.__name__ if hasattr(value, "__name__") else json.dumps(value, default=checks.shown)
 
 
 def summary(thing: Any) -> str:

@@ -103,6 +103,14 @@ def test_a_system_in_python_and_in_a_file_is_the_same():
     assert "method: my_methods:fading" in to_yaml(study)
 
 
+def test_a_default_may_be_anything():
+    options = "one=object, other=(1, {2}), third=slice(3)"
+    code = f"import fedjax_meta as fm\n\n\n@fm.method_builder\ndef odd(task, *, {options}):\n    ...\n"
+    Path("other.py").write_text(code, encoding="utf-8")
+    code, text = said("list", "methods", "other:odd")
+    assert (code, text) == (0, 'other:odd: one: object other: [1, "{2}"] third: "slice(None, 3, None)"')
+
+
 def test_names_and_titles_tell_systems_apart():
     Path("fedper_of_mine.py").write_text("from my_methods import fading as fedper\n", encoding="utf-8")
     code, text = said("show", "--systems", "my_methods:fading, my_methods:fading(decay=0.5), fedper, fedper_of_mine:fedper")
