@@ -162,11 +162,7 @@ ELSEWHERE = {
     "models.md": 7,
     "new_method.md": 2,
     "reports.md": 1,
-<<<<<<< HEAD
     "studies.md": 2,
-=======
-    "studies.md": 1,
->>>>>>> c63d41c5e6af5a1e84b1cf9c1471384821d72dfa
     "tasks.md": 5,
 }
 """Blocks that test_readme, test_guide, test_tasks, models/test_docs, study/test_docs and study/test_own run."""
