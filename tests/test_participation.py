@@ -8,7 +8,7 @@ import pytest
 from fedjax_meta import from_clients, models, participation
 from fedjax_meta.participation import Participation
 from fedjax_meta.simulation import run_rounds
-from fedjax_meta.task import Task
+from fedjax_meta.task import Task, weighted_mean
 from tests import problems
 
 SIZES = (4, 6, 10)
@@ -26,7 +26,7 @@ def climber():
     """The weight goes up by the client's number at each step of rate 1."""
 
     def loss(variables, batch, key):
-        return -jnp.sum(variables) * batch.x[0, 0], variables
+        return -jnp.sum(variables) * weighted_mean(batch.x[:, 0], batch.weight), variables
 
     return Task(lambda key: jnp.zeros(2), loss, lambda v, x: x + v[None])
 

@@ -178,7 +178,7 @@ def fedfomo(
     validation_view: str = "support",
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
 ) -> Method:
-    """FedFomo. A client that is none of the N weighs all clients' models on its support set, against the initial model.
+    """FedFomo. A new client weighs all clients' models on its support set, against the initial model.
 
     One of the N that no round has asked yet tests with the initial model.
 

@@ -80,7 +80,7 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
 
     Example:
       >>> options("parts", "clip")
-      ['uploads: clip: Clips uploads to `norm`', '  norm: required', '      above 0.']
+      ['uploads: clip: Clips uploads to `norm`', '  norm: required', '      S, above 0; may be traced.']
     """
     checks.one_of("what has options", what, FUNCTIONS)
     known = FUNCTIONS[what]
