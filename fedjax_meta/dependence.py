@@ -62,7 +62,7 @@ def _of_operation(equation: Any, given: list[bool], rule: Rule) -> list[bool]:
     if name == "while":
         return _of_while(params, given, rule)
     if name == "scan":
-        return _of_scan(params, given, rule)
+        return _of_scan(equation, given, rule)
     if name == "cond":
         branches = [_through(branch.jaxpr, given[1:], rule) for branch in params["branches"]]
         return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
@@ -86,11 +86,26 @@ def _of_while(params: Any, given: list[bool], rule: Rule) -> list[bool]:
         carry = new
 
 
-def _of_scan(params: Any, given: list[bool], rule: Rule) -> list[bool]:
-    consts, carried = params["num_consts"], params["num_carry"]
+def parts_of_scan(equation: Any) -> tuple[int, int]:
+    """(number of constants, number of carried values) of a `scan`; they come first among its inputs, and its rows last.
+
+    They are read from shapes, since JAX names them differently from one version to the next: in the scan's body, a row has one
+    axis less than outside.
+    """
+    body = equation.params["jaxpr"].jaxpr
+
+    def carried_or_constant(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(one.aval.ndim == other.aval.ndim for one, other in zip(outside, inside, strict=True))
+
+    carried = carried_or_constant(equation.outvars, body.outvars)
+    return carried_or_constant(equation.invars, body.invars) - carried, carried
+
+
+def _of_scan(equation: Any, given: list[bool], rule: Rule) -> list[bool]:
+    consts, carried = parts_of_scan(equation)
     fixed, carry, rest = given[:consts], given[consts : consts + carried], given[consts + carried :]
     while True:
-        result = _through(params["jaxpr"].jaxpr, fixed + carry + rest, rule)
+        result = _through(equation.params["jaxpr"].jaxpr, fixed + carry + rest, rule)
         new = [a or b for a, b in zip(carry, result[:carried], strict=True)]
         if new == carry:
             return new + result[carried:]

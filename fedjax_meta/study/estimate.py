@@ -13,6 +13,7 @@ from jax.extend import core
 from fedjax_meta import costs, runtime, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData, pooled
+from fedjax_meta.dependence import parts_of_scan
 from fedjax_meta.keys import is_key
 from fedjax_meta.study.job import passes
 from fedjax_meta.study.scenario import Clients
@@ -175,7 +176,7 @@ def _equation(equation: Any, given: list[Any]) -> tuple[list[Any], Any]:
     if name == "while":
         return _while(options, given)
     if name == "scan":
-        return _scan(options, given)
+        return _scan(equation, given)
     if name == "cond":
         branches = [lambda *rest, one=one: _run(*_closed(one), rest) for one in options["branches"]]
         return jax.lax.switch(given[0], branches, *given[1:])
@@ -224,10 +225,9 @@ def _while(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:
     return jax.lax.while_loop(lambda carry: jnp.any(going(carry)), body, (start, jnp.zeros((), jnp.float32)))
 
 
-def _scan(options: dict[str, Any], given: list[Any]) -> tuple[list[Any], Any]:
-    first, second = options["num_consts"], options["num_consts"] + options["num_carry"]
-    used, start, rows = given[:first], given[first:second], given[second:]
-    count = options["num_carry"]
+def _scan(equation: Any, given: list[Any]) -> tuple[list[Any], Any]:
+    (consts, count), options = parts_of_scan(equation), equation.params
+    used, start, rows = given[:consts], given[consts : consts + count], given[consts + count :]
 
     def body(carry: Any, row: Any) -> Any:
         results, flops = _run(*_closed(options["jaxpr"]), [*used, *carry[0], *row])
