@@ -1,13 +1,15 @@
-"""Answers three questions about an accelerator: are results right, how fast are rounds, and do our choices hold there.
+"""Answers questions about an accelerator: are results right and the same each time, how fast are rounds, do our choices hold.
 
 The parts, the most important first. Each part writes its rows as soon as it has them:
 
 - numbers: loss, gradient and Hessian-vector product of every network, compared with the CPU of the same process.
 - methods: two rounds of every method, and its evaluations, compared with the CPU of the same process.
+- bits: whether the same program, and another process that compiles it anew, give the same bits. For two rounds of every method
+  and of FedAvg with networks of each kind, and three rounds of the workloads.
 - rounds: the workloads at several cohort sizes, beside PyTorch's loop, `torch.func.vmap` and its compiled form; exact compared
   with first-order meta-gradients; device memory.
-- flags: rounds with loops in CUDA graphs and without any graph; with Triton's products, which the library turns off, and without
-  the search for the fastest of them (NVIDIA only).
+- flags: rounds with other settings of XLA, such as loops in CUDA graphs, no graph, or no search for the fastest form of a
+  product (NVIDIA only).
 - kernels: the kernels in which the rounds of a cohort of 50 spend their time. CUDA graphs are off, because each graph would be
   one event (not on a CPU).
 - forms: the gradient of a cohort of each image network with each form of convolution.
@@ -48,6 +50,7 @@ from rich.console import Console
 import fedjax_meta as fm
 from fedjax_meta import checks, layers, masks, models, runtime
 from fedjax_meta.task import Batch, Task
+from fedjax_meta.types import PyTree
 
 CASES = ("W1", "W2", "W3a-lenet-first", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
 COHORTS = (5, 50, 500)
@@ -60,10 +63,15 @@ FLAGS = {
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
     "Triton products": "--xla_gpu_enable_triton_gemm=true",
     "Triton products, no autotuning": "--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=0",
+    "no autotuning": "--xla_gpu_autotune_level=0",
+    "deterministic": "--xla_gpu_deterministic_ops=true",
+    "tuned, deterministic": "--xla_gpu_exclude_nondeterministic_ops=true",
 }
 """Settings of XLA for NVIDIA's GPUs that change how long a round and its compilation take."""
 PRECISIONS = ("float32", "tf32")
 IMAGES = ("lenet", "fedpac_cnn", "mtfl_cnn")
+NETWORKS = (*IMAGES, "char_lstm", "transformer")
+"""Networks of which two rounds of FedAvg are repeated."""
 
 Row = dict[str, Any]
 Ready = Callable[[], Row]
@@ -184,29 +192,91 @@ def numbers(name: str, rows: int) -> Row:
     return {f"{part}_difference": _difference(found[0][part], found[1][part]) for part in found[0]}
 
 
+CLIENTS = 4
+
+
 def method(name: str, rows: int, rounds: int = 2) -> Row:
     """The largest relative difference between accelerator and CPU of a method's state and measures after some rounds.
 
     Four clients of five batches take part in each round.
     """
-    clients, samples, epochs = 4, 5 * rows, 2
-    task, data = models.MODELS["mlp"](), systems.client_data("mlp", clients, samples)
-    size = {"epochs": epochs, "steps": 5, "cohort": clients, "samples": samples}
-    built = systems.method(name, task, systems.Costs(**dict.fromkeys(systems.Costs._fields, 0) | size), rows)
-    found = []
-    for device in _both():
-        with runtime.compiling_for(device.platform), jax.default_device(device):
-            run = fm.federate(built, fm.Federation(cohort_size=clients, devices=[device]))
-            tests = {}
-            for known in (True, False):
-                test = partial(fm.evaluate, run, support="support", query="query", known=known)
-                tests[f"known {known}"] = fm.Evaluator(test, data, known=known)
-            state, records = fm.simulate(run, data, key=jax.random.key(0), rounds=rounds, eval_every=rounds, evaluators=tests)
-            found.append(jax.device_get((jax.tree.map(_plain, state), records[-1].evaluations)))
+    built, data = _method(name, rows)
+    found = [trained(built, data, rounds, CLIENTS, device) for device in _both()]
     return {
         "state_difference": _difference(found[0][0], found[1][0]),
         "measures_difference": _difference(found[0][1], found[1][1]),
     }
+
+
+def _method(name: str, rows: int) -> tuple[fm.Method, fm.FederatedData]:
+    samples = 5 * rows
+    size = {"epochs": 2, "steps": 5, "cohort": CLIENTS, "samples": samples}
+    parts = systems.Costs(**dict.fromkeys(systems.Costs._fields, 0) | size)
+    return systems.method(name, models.MODELS["mlp"](), parts, rows), systems.client_data("mlp", CLIENTS, samples)
+
+
+def trained(method: fm.Method, data: fm.FederatedData, rounds: int, cohort: int, device: jax.Device) -> tuple[PyTree, PyTree]:
+    """(state, measures of known and new clients) after some rounds on a device."""
+    with runtime.compiling_for(device.platform), jax.default_device(device):
+        run = fm.federate(method, fm.Federation(cohort_size=cohort, devices=[device]))
+        tests = {}
+        for known in (True, False) if "support" in data.start else ():
+            test = partial(fm.evaluate, run, support="support", query="query", known=known)
+            tests[f"known {known}"] = fm.Evaluator(test, data, known=known)
+        state, records = fm.simulate(run, data, key=jax.random.key(0), rounds=rounds, eval_every=rounds, evaluators=tests)
+        return jax.device_get((jax.tree.map(_plain, state), records[-1].evaluations))
+
+
+# Is it the same each time?
+
+
+def twice(part: str, name: str, rows: int, flags: str) -> tuple[PyTree, PyTree]:
+    """What training comes to on the accelerator, two times in this process, which compiles its programs once.
+
+    Args:
+      part: "method" (with an MLP, four clients), "network" (FedAvg, four clients) or "case" (of the workloads).
+      name: its name.
+      rows: samples of a batch.
+      flags: of XLA's.
+    """
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    rounds, cohort = 2, CLIENTS
+    if part == "method":
+        method, data = _method(name, rows)
+    elif part == "network":
+        method = fm.fedavg(models.MODELS[name](), lr=0.1, batch_size=rows)
+        data = _tokens(rows) if name in ("char_lstm", "transformer") else systems.client_data("lenet", CLIENTS, 5 * rows)
+    else:
+        work = workload(name)
+        job = Job(work, *work.arrays(), parameters(work.model), shuffle=True, threads=1)
+        method, data, rounds, cohort = _fedjax_meta_peer.method(work), _fedjax_meta_peer.client_data(job), 3, work.cohort_size
+    device = runtime.default_devices()[0]
+    first, second = (trained(method, data, rounds, cohort, device) for _ in range(2))
+    return first, second
+
+
+def _tokens(rows: int) -> fm.FederatedData:
+    rng = np.random.default_rng(0)
+    pools = [tuple(rng.integers(0, 80, (2, 5 * rows, 40), dtype=np.int32)) for _ in range(CLIENTS)]
+    return fm.from_clients(pools, num_classes=80)
+
+
+def bits(clock: Clock, *arguments: Any) -> Ready:
+    """Whether `twice(*arguments)` gives the same bits, and the same in another process; otherwise the largest difference."""
+    (one, again), (other, _) = (in_process(clock, _sent, *arguments)()["found"] for _ in range(2))
+    found: Row = {}
+    for name, compared in (("repeated", again), ("other_process", other)):
+        equal = jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f"), one, compared)
+        found[name] = all(jax.tree.leaves(equal))
+        if not found[name]:
+            found[f"{name}_difference"] = _difference(one, compared)
+    return lambda: found
+
+
+def _sent(*arguments: Any) -> Ready:
+    """`twice`, whose trees become what a pipe can carry."""
+    found = jax.tree.map(np.asarray, tuple(tuple(jax.tree.leaves(tree)) for tree in twice(*arguments)))
+    return lambda: {"found": found}
 
 
 def _both() -> tuple[jax.Device, jax.Device]:
@@ -374,13 +444,14 @@ def forms(name: str, lanes: int, rows: int, repeats: int) -> Ready:
 
 
 class Asked(NamedTuple):
-    """What to measure; the options of `main`."""
+    """What to measure; the options of `main`. Empty `cases` and `flags` are the defaults of each part."""
 
     parts: list[str]
     methods: list[str]
     cases: list[str]
     cohorts: list[int]
     simulators: list[str]
+    flags: list[str]
     precision: str
     repeats: int
     seconds: float
@@ -401,21 +472,31 @@ def plan(asked: Asked, clock: Clock, platform: str) -> Iterator[Measurement]:
             yield Measurement(
                 {"part": "methods", "method": name}, partial(in_process, clock, at_once, method, name, asked.rows)
             )
+    if "bits" in asked.parts:
+        wanted = [
+            ("case", f"{case}-{cohort}", flags)
+            for flags in asked.flags or ["default"]
+            for cohort in asked.cohorts
+            for case in asked.cases or CASES
+        ]
+        wanted += [("network", name, "default") for name in NETWORKS] + [("method", name, "default") for name in asked.methods]
+        for kind, name, flags in wanted:
+            about = {"part": "bits", kind: name, "flags": flags}
+            yield Measurement(about, partial(bits, clock, kind, name, asked.rows, FLAGS[flags]))
     if "rounds" in asked.parts:
         # What takes long to compile is side by side with its like.
         for cohort in asked.cohorts:
             for peer in asked.simulators:
-                for case in asked.cases:
+                for case in asked.cases or CASES:
                     if peers.installed(peer) and not (peer == "torch" and cohort > LOOP_COHORT):
                         about = {"part": "rounds", "case": f"{case}-{cohort}", "peer": peer, "precision": asked.precision}
                         yield Measurement(about, partial(rounds, about["case"], peer, *timed, precision=asked.precision))
     if "flags" in asked.parts and platform == "gpu":
-        for cohort in asked.cohorts:
-            for name, flags in FLAGS.items():
-                about = {"part": "flags", "case": f"W2-{cohort}", "flags": name}
-                yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", *timed, flags=flags))
+        for cohort, case, name in itertools.product(asked.cohorts, asked.cases or ["W2"], asked.flags or FLAGS):
+            about = {"part": "flags", "case": f"{case}-{cohort}", "flags": name}
+            yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", *timed, flags=FLAGS[name]))
     if "kernels" in asked.parts and platform != "cpu":  # whose threads record whole loops
-        for case in asked.cases:
+        for case in asked.cases or CASES:
             about = {"part": "kernels", "case": f"{case}-50"}
             yield Measurement(about, partial(in_process, clock, kernels, about["case"], asked.profiles))
     if "forms" in asked.parts:
@@ -449,14 +530,15 @@ def measured(planned: Iterable[Measurement], at_a_time: int, clock: Clock) -> It
             yield one.about, found
 
 
-PARTS = ("numbers", "methods", "rounds", "flags", "kernels", "forms")
+PARTS = ("numbers", "methods", "bits", "rounds", "flags", "kernels", "forms")
 
 
 def main(
     limit: Annotated[float, typer.Option(help="Time limit in seconds; running measurements are then stopped.")] = 600.0,
     part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; by default all.", show_default=False)] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help=f"Cases of the part rounds; by default {', '.join(CASES)}.", show_default=False)
+        list[str] | None,
+        typer.Option(help=f"Cases; by default {', '.join(CASES)}, and in the part flags W2.", show_default=False),
     ] = None,
     cohort: Annotated[
         list[int] | None, typer.Option(help="Clients per round; by default 5, 50, 500.", show_default=False)
@@ -465,6 +547,13 @@ def main(
         list[str] | None,
         typer.Option(help=f"Simulators in the part rounds; by default {', '.join(peers.TORCH)}.", show_default=False),
     ] = None,
+    flag: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Settings of XLA: {', '.join(FLAGS)}; by default all in the part flags, and the first in bits.",
+            show_default=False,
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed rounds, and of timed calls of a gradient.")] = 10,
     seconds: Annotated[float, typer.Option(help="Seconds after which no more rounds begin; at least three are timed.")] = 5.0,
     rows: Annotated[int, typer.Option(min=1, help="Samples per batch in `numbers`, `methods` and `forms`.")] = 32,
@@ -472,7 +561,7 @@ def main(
         int, typer.Option(min=1, help="Number of measurements that start and compile at the same time.")
     ] = 1,
     method: Annotated[
-        list[str] | None, typer.Option(help="Methods of the part methods; by default all.", show_default=False)
+        list[str] | None, typer.Option(help="Methods of the parts methods and bits; by default all.", show_default=False)
     ] = None,
     precision: Annotated[str, typer.Option(help=f"Precision of products in rounds: {', '.join(PRECISIONS)}.")] = "float32",
     profiles: Annotated[Path | None, typer.Option(help="Folder for the profiles of `kernels`.", show_default=False)] = None,
@@ -495,9 +584,18 @@ def main(
     for name in method or ():
         checks.one_of("--method", name, systems.SYSTEMS)
     checks.one_of("--precision", precision, PRECISIONS)
-    chosen = (part or [*PARTS], method or [*systems.SYSTEMS], case or [*CASES], cohort or [*COHORTS], peer or [*peers.TORCH])
+    for name in flag or ():
+        checks.one_of("--flag", name, FLAGS)
+    chosen = (
+        part or [*PARTS],
+        method or [*systems.SYSTEMS],
+        case or [],
+        cohort or [*COHORTS],
+        peer or [*peers.TORCH],
+        flag or [],
+    )
     asked = Asked(*chosen, precision, repeats, seconds, rows, profiles)
-    for name, count in itertools.product(asked.cases, asked.cohorts):
+    for name, count in itertools.product(asked.cases or CASES, asked.cohorts):
         workload(f"{name}-{count}")
     clock, console = Clock(limit), Console()
     try:

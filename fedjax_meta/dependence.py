@@ -66,7 +66,7 @@ def _of_operation(equation: Any, given: list[bool], rule: Rule) -> list[bool]:
     if name == "cond":
         branches = [_through(branch.jaxpr, given[1:], rule) for branch in params["branches"]]
         return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         inner = getattr(params.get(key), "jaxpr", params.get(key))
         if inner is not None and len(inner.invars) == len(given) and len(inner.outvars) == count:
             return _through(inner, given, rule)

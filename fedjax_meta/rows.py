@@ -177,9 +177,16 @@ def _take(tree: PyTree, at: jax.Array) -> PyTree:
 
 
 def put(tree: PyTree, at: jax.Array, new: PyTree) -> PyTree:
-    """A tree with new rows at `at`, int32 `[lanes]`; where that is -1, nothing changes."""
+    """A tree with new rows at `at`, int32 `[lanes]`, distinct but for -1, where nothing changes."""
     if at.shape[0] > 1:
-        return jax.tree.map(lambda leaf, rows: leaf.at[jnp.where(at < 0, len(leaf), at)].set(rows, mode="drop"), tree, new)
+        # A GPU sorts all numbers that it scatters to places which may be the same.
+        nowhere = jnp.arange(at.shape[0], dtype=at.dtype)
+
+        def written(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+            distinct = jnp.where(at < 0, len(leaf) + nowhere, at)
+            return leaf.at[distinct].set(rows, mode="drop", unique_indices=True)
+
+        return jax.tree.map(written, tree, new)
     new = jax.tree.map(lambda rows, old: _choose(at >= 0, rows, old), new, _take(tree, at))
     put = jax.lax.dynamic_update_slice_in_dim
     return jax.tree.map(lambda leaf, rows: put(leaf, rows, jnp.maximum(at[0], 0), 0), tree, new)

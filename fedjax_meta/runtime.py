@@ -62,8 +62,9 @@ _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
     # LLVM's higher levels take longer and gain nothing.
     "cpu": {"xla_backend_optimization_level": "2"},
     # XLA would search among Triton kernels for each product, which takes most of the time to compile. On an H200 rounds of 50
-    # clients take as long with cuBLAS's.
-    "gpu": {"xla_gpu_enable_triton_gemm": False},
+    # clients take as long with cuBLAS's. Of these it would choose the fastest, which is another one in the next process, and
+    # sums of a scatter would come in any order: two runs would differ. Neither gains time there.
+    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0", "xla_gpu_deterministic_ops": True},
 }
 """By platform, what differs from XLA's defaults. `docs/benchmarks.md` has the times."""
 

@@ -16,11 +16,13 @@ Everything runs in float64, whatever the precision of the run: in float32 the ma
 decide where the v_j are small.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from fedjax_meta import checks
 from fedjax_meta.types import PyTree
@@ -96,14 +98,17 @@ def mixtures(
         raise ValueError(f"profile must be [C, d] and variance [C], not {profile.shape} and {variance.shape}")
     pair_steps = 10 * count + 100 if pair_steps is None else pair_steps
     max_steps = 4 * count + 20 if max_steps is None else max_steps
-    with jax.enable_x64(True):
+
+    def solve(profile: jax.Array, variance: jax.Array, valid: jax.Array, batch: int) -> Mixtures:
         points, v, usable = _usable(profile, variance, valid)
         points = _reduced(points)
         apart = jax.lax.map(lambda point: jnp.sum((points - point) ** 2, 1), points)
         one = partial(_mixture, points, apart, v, usable, tolerance, pair_steps, max_steps)
-        side_by_side = max(1, min(count, MATRIX_ENTRIES // count**2))
+        side_by_side = max(1, min(count, MATRIX_ENTRIES // (batch * count**2)))
         weights, gap = jax.lax.map(one, jnp.arange(count, dtype=jnp.int32), batch_size=side_by_side)
         return Mixtures(weights.astype(dtype), gap.astype(dtype))
+
+    return _in_float64(solve, profile, variance, jnp.ones(count, bool) if valid is None else valid)
 
 
 def bounds(weights: jax.Array, profile: jax.Array, variance: jax.Array) -> jax.Array:
@@ -111,10 +116,47 @@ def bounds(weights: jax.Array, profile: jax.Array, variance: jax.Array) -> jax.A
 
     Clients whose statistics are not finite count as if their h_j and v_j were 0.
     """
-    with jax.enable_x64(True):
+
+    def objectives(weights: jax.Array, profile: jax.Array, variance: jax.Array, batch: int) -> jax.Array:
+        del batch
         points, v, _ = _usable(profile, variance, None)
         weights = weights.astype(points.dtype)
         return (weights**2 @ v + jnp.sum((points - weights @ points) ** 2, 1)).astype(profile.dtype)
+
+    return _in_float64(objectives, weights, profile, variance)
+
+
+def _in_float64(function: Callable[..., PyTree], *arguments: jax.Array) -> PyTree:
+    """`function(*arguments, batch=1)` with float64 at hand, also where a caller maps it over an axis (`vmap`).
+
+    `vmap` of a loop traces the body of the loop again, which fails where JAX rounds new arrays to float32. Here the function is
+    mapped inside, and learns over how many elements (`batch`).
+    """
+
+    def mapped(batch: int) -> Callable[..., PyTree]:
+        """For arguments with a leading axis `[batch, ...]`."""
+
+        @custom_vmap
+        def run(*arguments: jax.Array) -> PyTree:
+            with jax.enable_x64(True):
+                if batch == 1:
+                    results = function(*(argument[0] for argument in arguments), batch=1)
+                    return jax.tree.map(lambda leaf: leaf[None], results)
+                return jax.vmap(partial(function, batch=batch))(*arguments)
+
+        @run.def_vmap
+        def of_more(size: int, is_mapped: list[bool], *arguments: jax.Array) -> tuple[PyTree, PyTree]:
+            wide = [
+                argument if each else jnp.broadcast_to(argument, (size, *argument.shape))
+                for argument, each in zip(arguments, is_mapped, strict=True)
+            ]
+            results = mapped(size * batch)(*(leaf.reshape(size * batch, *leaf.shape[2:]) for leaf in wide))
+            results = jax.tree.map(lambda leaf: leaf.reshape(size, batch, *leaf.shape[1:]), results)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return run
+
+    return jax.tree.map(lambda leaf: leaf[0], mapped(1)(*(argument[None] for argument in arguments)))
 
 
 def _usable(profile: jax.Array, variance: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

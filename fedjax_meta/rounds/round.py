@@ -14,6 +14,7 @@ from fedjax_meta.rounds import attacked, server
 from fedjax_meta.rounds.client import client_round
 from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting, rows_of
 from fedjax_meta.rounds.trees import first_broken, without_rows
+from fedjax_meta.rows import put
 from fedjax_meta.schedules import Poisson
 from fedjax_meta.types import Key, PyTree
 
@@ -39,7 +40,7 @@ def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> 
         moved = server.next_state(setting, key, state, summed, outputs, cohort.ids, data)
         kept, diagnostics = _mix(setting, key, moved, data, cohort, kept, outputs)
     info = _info(setting, key, state, moved, data, cohort, outputs, diagnostics)
-    seen = state.seen.at[cohort.target].set(cohort.member.seen | outputs.took_part, mode="drop")
+    seen = put(state.seen, cohort.target, cohort.member.seen | outputs.took_part)
     return moved._replace(**kept._asdict(), seen=seen, round=state.round + 1), info
 
 
@@ -50,7 +51,7 @@ class _Cohort(NamedTuple):
       ids: int32 `[C]`, -1 for an empty place.
       member: leaves `[C]`.
       rows: int32 `[C]`, which rows of the state are theirs; any for an empty place.
-      target: int32 `[C]`, where their new rows go; N, which is nowhere, for an empty place.
+      target: int32 `[C]`, where their new rows go; -1, which is nowhere, for an empty place.
       empty: bool `[C]`.
     """
 
@@ -79,7 +80,7 @@ def _draw(setting: Setting, key: Key, state: State, data: FederatedData) -> _Coh
         positions = drawn_ids(setting, key, state.round, data.num_clients)
         empty = positions < 0
     ids, rows = jnp.where(empty, -1, data.ids_of(positions)), state_rows(state, data, positions)
-    target = jnp.where(empty, state.seen.shape[0], rows)
+    target = jnp.where(empty, -1, rows)
     return _Cohort(ids, Member(positions, jnp.asarray(state.seen)[rows]), rows, target, empty)
 
 
@@ -99,8 +100,7 @@ def _train(setting: Setting, key: Key, state: State, data: FederatedData, cohort
         sizes,
         cohort.member,
         rows_of(state),
-        # An empty place reads and writes nowhere.
-        jnp.where(cohort.empty, -1, cohort.rows),
+        cohort.target,
         context,
         lanes=f.lanes,
         devices=f.devices,
@@ -117,7 +117,7 @@ def _mix(
         return kept, {}
     mine = jax.tree.map(lambda leaf: leaf[cohort.rows], kept)
     new, diagnostics = server.collaborate(setting, key, moved, mine, outputs, cohort.ids, cohort.member.position, data)
-    return jax.tree.map(lambda leaf, row: leaf.at[cohort.target].set(row, mode="drop"), kept, new), diagnostics
+    return put(kept, cohort.target, new), diagnostics
 
 
 def _info(

@@ -22,6 +22,7 @@ from fedjax_meta.study.tuning import Point, points_of, rounds_of_trials, shaping
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat": "jaxpr"}
+_INNER |= {"custom_vmap_call": "call"}
 """Primitives that call a program, and the name of its parameter."""
 
 
@@ -144,7 +145,8 @@ def counted(function: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]
 
     def run(*arguments: Any) -> tuple[Any, jax.Array]:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results, flops = _run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        with jax.enable_x64(True):  # some programs have parts in float64
+            results, flops = _run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shape), results), flops
 
     return run

@@ -271,3 +271,27 @@ def test_shapes_and_tolerance_are_checked():
         mixtures(jnp.zeros((2, 2)), jnp.zeros(3))
     with pytest.raises(ValueError, match="tolerance=0"):
         mixtures(jnp.eye(2), jnp.ones(2), tolerance=0)
+
+
+def test_the_programs_of_several_runs_are_solved_side_by_side_in_a_float32_program():
+    """As in a sweep on an accelerator: `vmap` around the loop of rounds, which JAX traces again outside of `mixtures`."""
+    problems_of_runs = [problem(5, seed=seed) for seed in range(6)]
+    v, h = (np.stack(parts).reshape(2, 3, *parts[0].shape) for parts in zip(*problems_of_runs, strict=True))
+
+    def rounds(h, v):
+        def body(_, found):
+            weights, gap = mixtures(h, v)
+            return weights, gap, bounds(weights, h, v)
+
+        return jax.lax.fori_loop(0, 1, body, (jnp.zeros((5, 5)), jnp.zeros(5), jnp.zeros(5)))
+
+    expected = [solve(*one) for one in problems_of_runs]
+    with jax.enable_x64(False):
+        weights, gap, least = jax.jit(jax.vmap(jax.vmap(rounds)))(jnp.float32(h), jnp.float32(v))
+    assert weights.dtype == jnp.float32
+    for run, (one_v, one_h) in enumerate(problems_of_runs):
+        at = np.unravel_index(run, (2, 3))
+        np.testing.assert_allclose(weights[at], expected[run], atol=1e-5)
+        assert np.max(gap[at]) < 1e-5
+        of_each = [objective(expected[run][i], i, one_v, one_h) for i in range(5)]
+        np.testing.assert_allclose(least[at], of_each, rtol=1e-5)
