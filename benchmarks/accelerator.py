@@ -56,16 +56,16 @@ CASES = ("W1", "W2", "W3a-lenet-first", "W3a-lenet-exact", "W3b-mlp-exact", "W4"
 COHORTS = (5, 50, 500)
 LOOP_COHORT = 50
 """The largest cohort of PyTorch's loop, whose time grows with the clients."""
+_SEARCH = "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=false"
+"""XLA's own settings, with which it times the forms of each product and takes the fastest."""
 FLAGS = {
     "default": "",
     "no graphs": "--xla_gpu_enable_command_buffer=",
     "loops in graphs": "--xla_gpu_enable_command_buffer="
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
-    "Triton products": "--xla_gpu_enable_triton_gemm=true",
-    "Triton products, no autotuning": "--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=0",
-    "no autotuning": "--xla_gpu_autotune_level=0",
-    "deterministic": "--xla_gpu_deterministic_ops=true",
-    "tuned, deterministic": "--xla_gpu_exclude_nondeterministic_ops=true",
+    "search": f"--xla_gpu_enable_triton_gemm=false {_SEARCH}",
+    "Triton products": f"--xla_gpu_enable_triton_gemm=true {_SEARCH}",
+    "Triton products, no search": "--xla_gpu_enable_triton_gemm=true",
 }
 """Settings of XLA for NVIDIA's GPUs that change how long a round and its compilation take."""
 PRECISIONS = ("float32", "tf32")

@@ -142,6 +142,7 @@ def torch_cases(
         return {}
     if threads:
         torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
     if model == "mlp":
         net = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
@@ -248,6 +249,8 @@ def bench(
     for column in ("k", "estimator", "time ms", "/FO", "best", "floor", "compile s", "GFLOP", "temp trees", "cosine", "error"):
         table.add_column(column, justify="left" if column == "estimator" else "right")
     rows = []
+    # As rounds compute; a GPU's own precision is TF32.
+    jax.config.update("jax_default_matmul_precision", "float32")
     for k in counts:
         options = {"repeats": repeats, "peers": peers, "compile_peers": compile_peers, "torch_threads": torch_threads}
         say = partial(console.print, style="dim", highlight=False)

@@ -334,6 +334,27 @@ class Conv(_Linear):
         return max_pool(z) if self.pool else z
 
 
+_VOCABULARY = 1024
+"""Up to so many tokens, a product with one-hot vectors costs little beside a model's other products."""
+
+
+class Embed(nn.Embed):
+    """`flax.linen.Embed`, the vectors of tokens; on an accelerator a product with one-hot vectors where there are few tokens.
+
+    Rows are picked by a gather, whose gradient is a scatter. A GPU adds up what it scatters in any order, unless it sorts first.
+    """
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """The vectors `[..., features]` of tokens `[...]`; NaN for a token that is none."""
+        if runtime.on_cpu() or self.num_embeddings > _VOCABULARY:
+            return super().__call__(inputs)
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers, not {inputs.dtype}")
+        chosen = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.embedding.dtype)
+        found = jnp.matmul(chosen, self.embedding, precision="highest")
+        return jnp.where(((inputs >= 0) & (inputs < self.num_embeddings))[..., None], found, jnp.nan)
+
+
 class BatchNorm(nn.Module):
     """Batch normalisation over all axes but the last (Ioffe and Szegedy 2015), with PyTorch's defaults.
 

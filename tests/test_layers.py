@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,6 +226,29 @@ def test_dense_kernel_has_outputs_first():
 
 
 # ----------------------------------------------------------------------------------------------------------------- batch norm
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_vectors_of_tokens_are_the_same_on_an_accelerator(platform):
+    """In value, gradient and curvature, beside Flax's layer."""
+    tokens = jnp.array([[3, 0, 3, 6], [1, 3, -1, 7]])  # the last two are none of the seven
+    table = jax.random.normal(jax.random.key(0), (7, 5))
+
+    def value(table, layer):
+        found = layer.apply({"params": {"embedding": table}}, tokens)
+        return jnp.sum(jnp.sin(found[0])) + jnp.sum(found[1, :2] ** 3)
+
+    def everything(table, layer):
+        gradient = jax.grad(value)
+        return value(table, layer), gradient(table, layer), jax.jvp(lambda t: gradient(t, layer), (table,), (table**2,))[1]
+
+    expected = everything(table, nn.Embed(7, 5))
+    with runtime.compiling_for(platform):
+        found = everything(table, layers.Embed(7, 5))
+        outside = layers.Embed(7, 5).apply({"params": {"embedding": table}}, tokens)[1, 2:]
+    assert np.isnan(outside).all()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 def apply_batch_norm(x, weight, stats=None, affine=(1.0, 0.0)):

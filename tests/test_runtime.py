@@ -187,15 +187,18 @@ assert any(ahead[1:])  # a round takes longer than to hand it on: Python is ahea
 """)
 
 
+SAME_BITS = {"xla_gpu_autotune_level": "0", "xla_gpu_deterministic_ops": True}
+
+
 @pytest.mark.parametrize(
     ("platform", "flags", "once", "expected"),
     [
         ("cpu", "", False, {"xla_backend_optimization_level": "2"}),
         ("cpu", "--xla_cpu_enable_fast_math=false", True, {"xla_backend_optimization_level": "1"}),
         ("cpu", "--xla_backend_optimization_level=0", False, None),
-        ("gpu", "", False, {"xla_gpu_enable_triton_gemm": False}),
-        ("gpu", "", True, {"xla_gpu_enable_triton_gemm": False}),
-        ("gpu", "--xla_gpu_enable_triton_gemm=true", False, None),
+        ("gpu", "", False, {"xla_gpu_enable_triton_gemm": False, **SAME_BITS}),
+        ("gpu", "", True, {"xla_gpu_enable_triton_gemm": False, **SAME_BITS}),
+        ("gpu", "--xla_gpu_enable_triton_gemm=true", False, SAME_BITS),
         ("tpu", "", True, None),
     ],
 )

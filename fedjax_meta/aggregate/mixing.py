@@ -81,12 +81,17 @@ def bucketing(rule: Aggregator | Rule, size: int = 2) -> Rule:
         clean, buckets = cleaned(stacked, there), -(-clients // size)
         # Those that returned come first, in random order, so that their buckets are full.
         order = jnp.lexsort((jax.random.uniform(tagged(key, "buckets"), (clients,)), ~there))
-        bucket = jnp.zeros(clients, jnp.int32).at[order].set(jnp.arange(clients, dtype=jnp.int32) // size)
-        count = jax.ops.segment_sum(there.astype(jnp.float32), bucket, buckets)
+        order = jnp.pad(order, (0, buckets * size - clients), constant_values=clients)
+
+        def total(leaf: jax.Array) -> jax.Array:
+            """The sum of each bucket."""
+            members = leaf.at[order].get(mode="fill", fill_value=0)
+            return jnp.sum(members.reshape(buckets, size, *leaf.shape[1:]), 1)
+
+        count = total(there.astype(jnp.float32))
 
         def means(leaf: jax.Array) -> jax.Array:
-            total = jax.ops.segment_sum(leaf, bucket, buckets)
-            return total / along(jnp.maximum(count, 1), total).astype(leaf.dtype)
+            return total(leaf) / along(jnp.maximum(count, 1), leaf).astype(leaf.dtype)
 
         averaged = like(jax.tree.map(means, clean), stacked)
         return inner.combine(tagged(key, "rule"), averaged, (count > 0).astype(jnp.float32), memory, reference)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_meta import checks
-from fedjax_meta.layers import INITS, Dense, dense
+from fedjax_meta.layers import INITS, Dense, Embed, dense
 from fedjax_meta.models import functional
 from fedjax_meta.models.linen import from_linen
 from fedjax_meta.task import Task, cross_entropy
@@ -103,7 +103,7 @@ class CharacterNetwork(nn.Module):
 
     def setup(self) -> None:
         """Creates the layers, named as in `layers`."""
-        self.embed = nn.Embed(self.vocabulary, self.embedding, param_dtype=jnp.result_type(float))
+        self.embed = Embed(self.vocabulary, self.embedding, param_dtype=jnp.result_type(float))
         for name in self.layers[1:-1]:
             setattr(self, name, Recurrent(self.hidden, self.cell, forget=1.0))
         self.head = Dense(self.vocabulary, start=self.start)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.layers import Dense
+from fedjax_meta.layers import Dense, Embed
 from fedjax_meta.models import functional
 from fedjax_meta.models.linen import from_linen
 from fedjax_meta.models.recurrent import TOKEN_METRICS
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
 
     def setup(self) -> None:
         """Creates the layers."""
-        self.embed = nn.Embed(self.vocabulary, self.width, param_dtype=jnp.result_type(float))
+        self.embed = Embed(self.vocabulary, self.width, param_dtype=jnp.result_type(float))
         self.position = self.param(
             "position", nn.initializers.normal(0.02), (self.longest, self.width), jnp.result_type(float)
         )

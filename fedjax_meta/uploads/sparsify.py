@@ -79,4 +79,4 @@ def _largest(leaf: jax.Array, count: int) -> jax.Array:
         return leaf
     flat = leaf.reshape(-1)
     _, index = jax.lax.top_k(jnp.abs(flat), count)
-    return jnp.zeros_like(flat).at[index].set(flat[index]).reshape(leaf.shape)
+    return jnp.zeros_like(flat).at[index].set(flat[index], unique_indices=True).reshape(leaf.shape)
