@@ -431,8 +431,10 @@ def runs_(
     with one_line_errors(debug):
         found = folders.index(folder)
         for one in found:
-            console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {one.started[:16].replace('T', ' ')}  {one.state}")
-            console.print(f"  {escape.console(one.title)}")
+            when = f"{one.started[:16].replace('T', ' ')}  " if one.started else ""
+            console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {when}{escape.console(one.state)}", soft_wrap=True)
+            if one.title:
+                console.print(f"  {escape.console(one.title)}")
             for scenario, system, value in one.best:
                 console.print(f"  {escape.console(f'{scenario}: best is {system}, {value} over known clients')}")
         if not found:

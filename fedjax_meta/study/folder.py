@@ -497,9 +497,9 @@ class Run(NamedTuple):
 
     Attributes:
       folder: where it is.
-      title: of the study.
-      started: date and time, as in `run.json`.
-      state: "finished", "running" or "stopped".
+      title: of the study; empty where the folder cannot be read.
+      started: date and time, as in `run.json`; empty where the folder cannot be read.
+      state: "finished", "running", "stopped", or why the folder cannot be read.
       best: for each scenario with a result, its name, the system of the best main score over known clients, and that score with
         its name.
     """
@@ -519,8 +519,16 @@ def index(root: Path) -> list[Run]:
     """
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}")
-    found = [_run(path.parent) for path in sorted(root.rglob("run.json"))]
+    found = [_run_or_why(path.parent) for path in sorted(root.rglob("run.json"))]
     return sorted(found, key=lambda run: run.started, reverse=True)
+
+
+def _run_or_why(folder: Path) -> Run:
+    # A damaged file, or a method of the user's own that is gone, says nothing about the other runs.
+    try:
+        return _run(folder)
+    except (ValueError, OSError) as error:
+        return Run(folder, "", "", f"cannot be read: {checks.first_line(error)}", [])
 
 
 def _run(folder: Path) -> Run:

@@ -175,3 +175,15 @@ def test_the_index_says_what_each_folder_holds(finished, tmp_path):
     with pytest.raises(OSError, match="there is no folder"):
         folders.index(tmp_path / "third")
     assert yaml.safe_load((folder / "study.yaml").read_text())["title"] == TREE["title"]
+
+
+def test_the_index_goes_on_after_a_folder_that_cannot_be_read(finished, tmp_path):
+    for name in ("good", "no_study", "no_json", "own_method"):
+        shutil.copytree(finished[0], tmp_path / name)
+    (tmp_path / "no_study" / "study.yaml").unlink()
+    (tmp_path / "no_json" / "run.json").write_text("{")
+    own = tree(systems={"mine": {"method": "no_such_module:method"}})
+    (tmp_path / "own_method" / "study.yaml").write_text(yaml.safe_dump(own))
+    found = {one.folder.name: one.state for one in folders.index(tmp_path)}
+    assert found.pop("good") == "finished" and set(found) == {"no_study", "no_json", "own_method"}
+    assert all(state.startswith("cannot be read: ") for state in found.values()), found
