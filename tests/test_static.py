@@ -276,7 +276,7 @@ def test_every_part_is_planned_and_flags_only_where_they_are():
 
     def parts(platform):
         asked = accelerator.Asked(
-            [*accelerator.PARTS], [*systems.SYSTEMS], ["W1"], [5, 500], simulators, "float32", 1, 3.0, 2, profiles=None
+            [*accelerator.PARTS], [*systems.SYSTEMS], ["W1"], [5, 500], simulators, [], "float32", 1, 3.0, 2, profiles=None
         )
         return [one.about for one in accelerator.plan(asked, accelerator.Clock(9), platform)]
 
@@ -285,9 +285,34 @@ def test_every_part_is_planned_and_flags_only_where_they_are():
     assert {about["part"] for about in parts("cpu")} == {*accelerator.PARTS} - {"flags", "kernels"}
     assert {about["flags"] for about in on_gpu if about["part"] == "flags"} == {*accelerator.FLAGS}
     assert {about["method"].partition(" ")[0] for about in on_gpu if about["part"] == "methods"} == {*fm.METHODS}
+    repeated = [about for about in on_gpu if about["part"] == "bits"]
+    assert {about["flags"] for about in repeated} == {"default"}
+    assert {about["method"].partition(" ")[0] for about in repeated if "method" in about} == {*fm.METHODS}
+    assert {about["case"] for about in repeated if "case" in about} == {"W1-5", "W1-500"}
     timed = {(about["case"], about["peer"]) for about in on_gpu if about["part"] == "rounds"}
     present = [name for name in simulators if peers.installed(name)]
     assert timed == {(f"W1-{cohort}", name) for cohort in (5, 500) for name in present} - {("W1-500", "torch")}
+
+
+def test_bits_that_differ_in_the_same_or_another_process_are_seen(monkeypatch):
+    one, other = np.array([1.0, np.nan]), np.array([1.5, np.nan])
+
+    def row(*processes):
+        answers = iter(processes)
+        monkeypatch.setattr(accelerator, "in_process", lambda *_: lambda: {"found": next(answers)})
+        return accelerator.bits(accelerator.Clock(9), "method", "fedavg", 2, "")()
+
+    assert row(((one,), (one,)), ((one,), (one,))) == {"repeated": True, "other_process": True}
+    found = row(((one,), (one,)), ((other,), (other,)))
+    assert (found["repeated"], found["other_process"]) == (True, False)
+    assert "repeated_difference" not in found and "other_process_difference" in found
+    assert not row(((one,), (other,)), ((one,), (one,)))["repeated"]
+
+
+def test_two_trainings_of_a_method_and_of_a_network_are_compared():
+    for part, name in (("method", "fedper"), ("network", "char_lstm")):
+        first, second = accelerator.twice(part, name, 2, "")
+        assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
 
 
 def test_a_network_agrees_with_itself_and_a_wrong_number_is_seen():
