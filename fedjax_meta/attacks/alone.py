@@ -14,6 +14,10 @@ def sign_flip(attackers: float | Sequence[int], *, scale: Rate = 1.0, seed: int 
 
     Li, Xu, Chen, Giannakis, Ling: "RSA: Byzantine-robust stochastic aggregation methods", AAAI 2019, section 5.
 
+    Args:
+      attackers, seed: as in `Attack`.
+      scale: above 0.
+
     Raises:
       ValueError: a scale that is not above 0.
     """
@@ -25,6 +29,10 @@ def gaussian(attackers: float | Sequence[int], *, deviation: Rate = 1.0, seed: i
     """Attackers send Gaussian noise of mean 0 in place of their change.
 
     Blanchard et al., NIPS 2017, section 5, with a deviation of 200 in gradients.
+
+    Args:
+      attackers, seed: as in `Attack`.
+      deviation: standard deviation of each number, above 0.
 
     Raises:
       ValueError: a deviation that is not above 0.

@@ -18,13 +18,21 @@ from fedjax_meta.data.targets import Targets
 
 
 def _shards(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> Partition:
-    """Shards of samples sorted by class, some for each client (McMahan et al. 2017)."""
+    """Shards of samples sorted by class, some for each client (McMahan et al. 2017).
+
+    Args:
+      per_client: shards of a client.
+    """
     assignment = partition.shard_assignment(num_clients, per_client=per_client, seed=seed)
     return partition.shards(labels, assignment, uneven=True)
 
 
 def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed: int) -> Partition:
-    """A few classes for each client, each class cut evenly among its clients."""
+    """A few classes for each client, each class cut evenly among its clients.
+
+    Args:
+      per_client: classes of a client.
+    """
     count = int(labels.max()) + 1
     checks.count("per_client", per_client)
     if per_client > count:
@@ -70,7 +78,12 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
 
 
 def _iid(source: Source, *, seed: int = 1, num_clients: int = 50, train: float = 0.75, scaling: str | None = None) -> Protocol:
-    """FedMeta-Per's control: IID clients of equal size; one client with `train=0.8` is its centralised training."""
+    """FedMeta-Per's control: IID clients of equal size; one client with `train=0.8` is its centralised training.
+
+    Args:
+      train: share of a client's samples in the view "train"; the others are its tests.
+      scaling: of pixels, see `pixel_scaling`; if not given, `"half"` for CIFAR-10 and `"pixel"` otherwise.
+    """
     data = protocols.fedmeta_per_iid_clients(source, seed=seed, num_clients=num_clients, train=train, scaling=scaling)
     return Protocol(data, None, f"{'IID clients' if num_clients > 1 else 'One client'} on {source.name}", source.note)
 

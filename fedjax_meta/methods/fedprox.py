@@ -42,10 +42,13 @@ def fedprox(
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
     personal: masks.MaskSpec = "none",
 ) -> Method:
-    """Federated averaging with a proximal term; arguments as in `fedavg`, `prox_weight` is mu >= 0.
+    """Federated averaging with a proximal term; other arguments as in `fedavg`.
 
     All clients, known or new, test with the server's model and their own personal leaves, if there are any, after fine-tuning if
     there is any: `optimizer` on the support view, without the proximal term, as in `fedavg`.
+
+    Args:
+      prox_weight: mu >= 0; may be traced.
     """
     base = fedavg(
         task,

@@ -74,7 +74,7 @@ def mixtures(
       valid: bool `[C]`, the clients that may receive weight from others; all by default. A client that is not valid, or whose
         statistics are not finite, gets no weight from others and all weight on itself.
       tolerance: a program ends when its objective is within this share of its minimum; by default 1e-12 or 10 machine epsilons of
-        `profile`, whichever is larger. Rounding may leave more, about 1e-9 where the v_j span 12 decades.
+        `profile`, whichever is larger. Rounding may leave more, about 1e-8 where the v_j span 12 decades.
       pair_steps: upper bound on the number of pairwise steps where block pivoting fails; 10 C + 100 by default.
       max_steps: upper bound on the number of active-set steps; 4 C + 20 by default. `gap` says where it was too low.
 

@@ -25,7 +25,13 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
 
 
 def _sgd(learning_rate: Any, momentum: float | None = None, nesterov: bool = False, weight_decay: float = 0.0) -> Any:
-    """Gradient descent; `weight_decay` times the weights is added to the gradient."""
+    """Gradient descent.
+
+    Args:
+      momentum: share of the last step that the next one keeps, in [0, 1); without it there is none.
+      nesterov: whether the momentum is Nesterov's.
+      weight_decay: so many times the weights are added to the gradient.
+    """
     plain = optax.sgd(learning_rate, momentum, nesterov)
     return optax.chain(optax.add_decayed_weights(weight_decay), plain) if weight_decay else plain
 

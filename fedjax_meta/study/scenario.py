@@ -65,7 +65,12 @@ class Clients(NamedTuple):
 
 
 def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: int) -> FederatedData:
-    """Gaussian noise on the training inputs of a share of the clients; inputs in [0, 1], such as images, stay there."""
+    """Gaussian noise on the training inputs of a share of the clients; inputs in [0, 1], such as images, stay there.
+
+    Args:
+      share: of the clients.
+      std: standard deviation of the noise; pixels count as numbers in [0, 1].
+    """
     noisy = np.random.default_rng(seed).permutation(data.num_clients)[: round(share * data.num_clients)]
     amount = np.zeros(data.num_clients, np.float32)
     amount[noisy] = std
@@ -76,7 +81,11 @@ def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: i
 
 
 def _concept(data: FederatedData, *, num_groups: int = 2, seed: int) -> FederatedData:
-    """Labels permuted alike within groups of clients."""
+    """Labels permuted alike within groups of clients.
+
+    Args:
+      num_groups: groups, each with a permutation of its own; the first keeps its labels.
+    """
     return transforms.concept_shift(data, num_groups=num_groups, seed=seed)
 
 

@@ -142,7 +142,7 @@ def test_every_programme_is_solved_and_no_client_is_worse_off(kind, dtype):
         v, h, weights = v.astype(float), h.astype(float), np.asarray(result.weights, float)
         assert result.weights.dtype == dtype
         assert weights.min() >= 0 and np.max(np.abs(weights.sum(1) - 1)) < 4e-7
-        assert float(jnp.max(result.gap)) <= (1e-8 if dtype == np.float64 else 1.3e-6)
+        assert float(jnp.max(result.gap)) <= (2e-8 if dtype == np.float64 else 1.3e-6)
         for i in range(count):
             value = objective_at(weights[i], i, v, h)
             assert value <= least_by_nnls(i, v, h) * (1 + 3e-6) + 1e-300

@@ -235,6 +235,17 @@ def explained(what, name):
     return {one[1]: " ".join(one[3].split()) for one in re.finditer(r"^  (\w+): (.*)((?:\n {6}.*)*)", text, re.MULTILINE)}
 
 
+def test_every_option_is_explained():
+    silent = [
+        (what, name, option)
+        for what, known in catalogue.FUNCTIONS.items()
+        for name in known
+        for option, words in explained(what, name).items()
+        if not words
+    ]
+    assert not silent
+
+
 def test_options_are_explained_by_the_docstrings_that_say_what_they_are():
     batch = explained("methods", "fedavg")["batch_size"]
     assert batch and batch == explained("methods", "fedper")["batch_size"]  # a variant
