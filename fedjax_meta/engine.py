@@ -6,8 +6,9 @@ share the work of a cohort, and one all-reduce adds up their sums. What clients 
 """
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -281,7 +282,20 @@ def _lanes(
             raise ValueError(f"{device.device_kind} does not say how much memory it has: give lanes, e.g. lanes={share}")
         return min(asked, share)
     # A tenth stays free for what a round holds besides its lanes.
-    return fitting.lanes(program, share, asked, device, runtime.least_of_processes(0.9 * free))
+    return fitting.lanes(program, share, asked, device, runtime.least_of_processes(0.9 * free / _copies.get()))
+
+
+_copies: contextvars.ContextVar[int] = contextvars.ContextVar("copies", default=1)
+
+
+@contextlib.contextmanager
+def side_by_side(count: int) -> Iterator[None]:
+    """What is traced inside will be mapped: so many copies of it share the memory of a device."""
+    token = _copies.set(count)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
 
 
 def map_clients(function: Callable[[Any], Any], inputs: Any, *, lanes: int | None = None) -> Any:

@@ -304,7 +304,8 @@ class Programs:
 
             def member(shared: Any, one: Any) -> Any:
                 (numbers, key, active), state = one
-                return function(_algorithm(build, numbers, federation), key, active, state, shared)
+                with engine.side_by_side(lanes):
+                    return function(_algorithm(build, numbers, federation), key, active, state, shared)
 
             def on_device(who: Any, state: Any, shared: Any) -> Any:
                 return engine.map_clients(partial(member, shared), (who, state), lanes=lanes)

@@ -305,6 +305,8 @@ def test_lanes_follow_the_free_memory(lanes_of):
     assert 1 <= half < some < 64
     # A lane holds one to six squares of 0.52 MB at a time, of 36 MB (90 % of what is free).
     assert 36 / 3.2 <= some <= 36 / 0.52
+    with engine.side_by_side(2):
+        assert lanes_of(40_000_000) == half  # each of two members of a sweep has half of the memory
     assert lanes_of(1000) == 1
     assert lanes_of(10**12, 7) == 7 and lanes_of(10**12, 100) == 64
     with pytest.raises(

@@ -163,8 +163,9 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
     for folder, label in zip(map(Path, folders), _labels(paths), strict=True):
         if paths.count(folder.resolve()) > 1:
             raise ValueError(f"{folder} is named twice: it would be compared with itself")
-        if not (folder / "run.json").is_file():
-            raise ValueError(f"{folder} holds no run (no run.json)")
+        for part in ("run.json", "study.yaml"):
+            if not (folder / part).is_file():
+                raise ValueError(f"{folder} holds no run (no {part})")
         study = load(folder / "study.yaml")
         score = study.score if score is None else score
         before = len(found)
