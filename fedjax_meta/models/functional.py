@@ -280,7 +280,7 @@ def _is_form(leaf: Any) -> bool:
 
 def zeros(shapes: PyTree) -> PyTree:
     """Arrays of zeros of these shapes."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)), shapes)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def check_criterion(loss: Any) -> Criterion:
