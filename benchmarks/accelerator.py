@@ -8,7 +8,7 @@ The parts, the most important first. Each part writes its rows as soon as it has
   and of FedAvg with networks of each kind, and three rounds of the workloads.
 - rounds: the workloads at several cohort sizes, beside PyTorch's loop, `torch.func.vmap` and its compiled form; exact compared
   with first-order meta-gradients; device memory.
-- flags: rounds with other settings of XLA, such as loops in CUDA graphs, no graph, or no search for the fastest form of a
+- flags: rounds with other settings of XLA, such as loops in CUDA graphs, no graph, or a search for the fastest form of a
   product (NVIDIA only).
 - kernels: the kernels in which the rounds of a cohort of 50 spend their time. CUDA graphs are off, because each graph would be
   one event (not on a CPU).
@@ -473,14 +473,9 @@ def plan(asked: Asked, clock: Clock, platform: str) -> Iterator[Measurement]:
                 {"part": "methods", "method": name}, partial(in_process, clock, at_once, method, name, asked.rows)
             )
     if "bits" in asked.parts:
-        wanted = [
-            ("case", f"{case}-{cohort}", flags)
-            for flags in asked.flags or ["default"]
-            for cohort in asked.cohorts
-            for case in asked.cases or CASES
-        ]
-        wanted += [("network", name, "default") for name in NETWORKS] + [("method", name, "default") for name in asked.methods]
-        for kind, name, flags in wanted:
+        wanted = [("case", f"{case}-{cohort}") for cohort in asked.cohorts for case in asked.cases or CASES]
+        wanted += [("network", name) for name in NETWORKS] + [("method", name) for name in asked.methods]
+        for flags, (kind, name) in itertools.product(asked.flags or ["default"], wanted):
             about = {"part": "bits", kind: name, "flags": flags}
             yield Measurement(about, partial(bits, clock, kind, name, asked.rows, FLAGS[flags]))
     if "rounds" in asked.parts:

@@ -249,12 +249,12 @@ def bench(
     for column in ("k", "estimator", "time ms", "/FO", "best", "floor", "compile s", "GFLOP", "temp trees", "cosine", "error"):
         table.add_column(column, justify="left" if column == "estimator" else "right")
     rows = []
-    # As rounds compute; a GPU's own precision is TF32.
-    jax.config.update("jax_default_matmul_precision", "float32")
     for k in counts:
         options = {"repeats": repeats, "peers": peers, "compile_peers": compile_peers, "torch_threads": torch_threads}
         say = partial(console.print, style="dim", highlight=False)
-        for row in measure_steps(model, support, query, k, **options, say=say):
+        with jax.default_matmul_precision("float32"):  # as rounds compute; a GPU's own precision is TF32
+            measured = measure_steps(model, support, query, k, **options, say=say)
+        for row in measured:
             rows.append(row)
             write_row(output, {"benchmark": "second_order", **row, **where})
             table.add_row(*shown(row))
