@@ -1,7 +1,8 @@
 """Which of the papers' numbers hold: small extracts of run folders, a verdict on each published number, and the page with both.
 
 An extract (docs/results/NAME.json) holds the scores of every system, seed by seed, with the commit and a fingerprint of the
-configuration. Tables, verdicts and totals are made only from extracts and from the studies' published numbers.
+configuration. Its rows may come from several run folders. Tables, verdicts and totals are made only from extracts and from the
+studies' published numbers.
 """
 
 import dataclasses
@@ -144,6 +145,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
             rows.append({"scenario": scenario, "system": system, **row})
             seconds += spent
     rows = _of_draws(study, rows) if study.data_seeds else rows
+    rows = [{**row, "settings": settings_of(study, row["scenario"], row["system"])} for row in rows]
     return {
         "command": " ".join(["fedjax-meta run", *run.arguments()]),
         "commit": commits["commit"] + (" with changes" if commits["dirty"] else ""),
@@ -157,6 +159,70 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
         "hours": round(seconds / 3600, 3),
         "rows": rows,
     }
+
+
+PART = ("commit", "config", "versions", "device", "hours")
+"""What is told of the folder that rows are from."""
+
+
+def joined(run: Run, found: dict[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An extract, and the rows of one from before that it lacks, if they were made with its data and the settings of the list.
+
+    The entry "before" says where these rows are from.
+    """
+    if before is None or any(found["data"].get(name, of) != of for name, of in before["data"].items()):
+        return found
+    study = run.load()
+    rows = {_place(row): row for row in _valid(study, before)} | {_place(row): row for row in found["rows"]}
+    parts = [*before.get("before", ()), {**{name: before[name] for name in PART}, "systems": _of_its_folder(before)}]
+    kept = {system for place, system in rows if (place, system) not in set(map(_place, found["rows"]))}
+    parts = [{**part, "systems": [name for name in part["systems"] if name in kept]} for part in parts]
+    in_order = [(place, system) for place, systems in _places(study).items() for system in systems]
+    return {
+        **found,
+        "data": {**before["data"], **found["data"]},
+        **({"before": told} if (told := [part for part in parts if part["systems"]]) else {}),
+        "rows": [rows[one] for one in in_order if one in rows],
+    }
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["scenario"], row["system"]
+
+
+def _of_its_folder(found: Mapping[str, Any]) -> list[str]:
+    """The systems of an extract whose rows are not from before."""
+    others = {name for part in found.get("before", ()) for name in part["systems"]}
+    return [name for name in dict.fromkeys(row["system"] for row in found["rows"]) if name not in others]
+
+
+def _valid(study: Study, found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of an extract that were made with the settings of a study."""
+    places = {(place, system) for place, systems in _places(study).items() for system in systems}
+    return [row for row in found["rows"] if _place(row) in places and row.get("settings") == settings_of(study, *_place(row))]
+
+
+def missing(run: Run, found: Mapping[str, Any] | None) -> list[str]:
+    """The systems of which an extract lacks a row with the settings of the list; rows that do not tell theirs count by name."""
+    study = run.load()
+    rows = [] if found is None else [*_valid(study, found), *(row for row in found["rows"] if "settings" not in row)]
+    has = set(map(_place, rows))
+    lacking = {system for place, systems in _places(study).items() for system in systems if (place, system) not in has}
+    return [name for name in study.systems if name in lacking]
+
+
+def settings_of(study: Study, scenario: str, system: str) -> str:
+    """A fingerprint of all that a study says of one system on one scenario, or on all of its draws.
+
+    How far its grid may move on is not part of it.
+    """
+    tree = to_tree(study)
+    said = {name: tree[name] for name in ("rounds", "seeds", "data_seeds", "federation", "metrics", "user_accuracy")}
+    said["scenarios"] = [of for name, of in tree["scenarios"].items() if name.partition(DRAW)[0] == scenario]
+    said["system"] = {name: of for name, of in tree["systems"][system].items() if name not in ("title", "scenarios")}
+    if study.systems[system].grid:
+        said["tuning"] = {name: value for name, value in tree["tuning"].items() if name != "extend"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _of_draws(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -385,10 +451,16 @@ def _facts(found: Mapping[str, Any]) -> str:
     rounds, seeds = found["rounds"], ", ".join(map(str, found["seeds"]))
     if "draws" in found:
         seeds += f", of each draw of the clients ({', '.join(map(str, found['draws']))})"
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    others = "".join(f" {', '.join(part['systems'])}: {_source(part)}." for part in found.get("before", ()))
+    return f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; {_source(found)}.{others}"
+
+
+def _source(part: Mapping[str, Any]) -> str:
+    """The folder that rows are from, in words."""
+    versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
     return (
-        f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; commit `{found['commit'][:12]}`{found['commit'][40:]}; "
-        f"configuration `{found['config']}`; {found['hours']:.2f} h beside other work on {found['device']}; {versions}."
+        f"commit `{part['commit'][:12]}`{part['commit'][40:]}; configuration `{part['config']}`; "
+        f"{part['hours']:.2f} h beside other work on {part['device']}; {versions}"
     )
 
 

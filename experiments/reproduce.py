@@ -2,9 +2,12 @@
 
 `experiments/reproduce.yaml` is the list of runs. `--list` shows what is done. `--hours` runs what is missing until the time is
 over. `--write-docs FOLDER` turns the run folders in FOLDER into docs/results/NAME.json, and writes the page from those files.
+With `--missing`, a run of many hours goes on where its folder is gone: systems whose rows the docs have are not run again, and
+`--write-docs` adds the others to them.
 """
 
 import contextlib
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -42,6 +45,7 @@ def main(
     only: Only = None,
     hours: Hours = None,
     data_dir: DataDir = None,
+    missing: Annotated[bool, typer.Option("--missing", help="Only systems whose results docs/ does not have.")] = False,
     write_docs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the results in FOLDER into docs/, and stop.")
     ] = None,
@@ -52,6 +56,8 @@ def main(
     `python -m experiments.reproduce --list`
 
     `python -m experiments.reproduce --data-dir DIR --hours 3 --only fedmeta_per,imaml_logged`
+
+    `python -m experiments.reproduce --data-dir DIR --hours 3 --missing`
 
     `python -m experiments.reproduce --write-docs runs/reproduce`
     """
@@ -65,7 +71,7 @@ def main(
             headings = ["name", "hours", "", "state", "in docs", "title"]
             console.print(report.rich_table("Runs", headings, table, text_columns=1))
         else:
-            raise typer.Exit(run_all(chosen, runs, data_dir, hours))
+            raise typer.Exit(run_all(lacking(chosen) if missing else chosen, runs, data_dir, hours))
 
 
 def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
@@ -82,6 +88,13 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
     if unknown:
         checks.one_of("run", unknown[0], [run.name for run in listed])
     return [run for run in listed if run.name in names]
+
+
+def lacking(chosen: list[standing.Run]) -> list[standing.Run]:
+    """The runs of which docs/results lacks systems, with these systems alone."""
+    extracts = standing.read_extracts()
+    systems = {run.name: standing.missing(run, extracts.get(run.name)) for run in chosen}
+    return [dataclasses.replace(run, systems=systems[run.name]) for run in chosen if systems[run.name]]
 
 
 def line(run: standing.Run, root: Path, found: Mapping[str, Any] | None) -> list[str]:
@@ -156,6 +169,7 @@ def write(chosen: list[standing.Run], root: Path) -> list[str]:
         found = standing.extract(run, folder)
         if not found["rows"]:
             continue
+        found = standing.joined(run, found, standing.read_extracts().get(run.name))
         standing.write_extract(found, standing.EXTRACTS / f"{run.name}.json")
         said.append(f"{run.name}: {len(found['rows'])} rows")
     if not said:

@@ -137,6 +137,52 @@ def test_the_draws_of_the_clients_are_one_row_which_the_published_numbers_are_he
     assert standing.extract(listed, tmp_path / "digits")["rows"] == []
 
 
+def test_rows_of_several_folders_make_one_extract(folder):
+    listed, root = folder
+    found = standing.extract(listed, root / "digits")
+    first, second = found["rows"]
+    before = {**found, "commit": "b" * 40, "hours": 1.5, "rows": [second, first]}
+    newest = {**found, "rows": [first]}
+    both = standing.joined(listed, newest, before)
+    assert both["rows"] == [first, second] and both["commit"] == found["commit"]
+    assert [(part["systems"], part["commit"], part["hours"]) for part in both["before"]] == [
+        ([second["system"]], "b" * 40, 1.5)
+    ]
+    assert f" {second['system']}: commit `{'b' * 12}`;" in standing.page([listed], {"digits": both})
+    assert standing.missing(listed, both) == [] and standing.missing(listed, newest) == [second["system"]]
+    assert standing.missing(listed, None) == [first["system"], second["system"]]
+    # A third folder: rows keep where they are from, and a folder without rows is not named.
+    again = standing.joined(listed, {**found, "commit": "c" * 40, "rows": [first]}, both)
+    assert [(part["systems"], part["commit"]) for part in again["before"]] == [([second["system"]], "b" * 40)]
+    assert "before" not in standing.joined(listed, found, both)
+
+
+def test_rows_of_other_settings_or_data_are_not_joined(folder):
+    listed, root = folder
+    found = standing.extract(listed, root / "digits")
+    first, second = found["rows"]
+    newest = {**found, "rows": [first]}
+    other = replace(listed, settings=[f"systems.{second['system']}.options.lr=0.3"])
+    assert standing.joined(other, newest, found)["rows"] == [first] and standing.missing(other, found) == [second["system"]]
+    assert standing.joined(listed, newest, {**found, "data": {"pairs": "other"}})["rows"] == [first]
+    assert standing.missing(replace(listed, settings=["rounds=3"]), found) == [first["system"], second["system"]]
+    # How far a grid may move on changes no row; a row of an older page does not tell its settings, and counts by its name.
+    assert standing.missing(replace(listed, settings=["tuning.extend=2"]), found) == []
+    old = {**found, "rows": [{name: value for name, value in row.items() if name != "settings"} for row in found["rows"]]}
+    assert standing.missing(other, old) == []
+
+
+def test_only_what_the_docs_lack_is_run(folder, monkeypatch):
+    listed, root = folder
+    found = standing.extract(listed, root / "digits")
+    second = found["rows"][1]["system"]
+    monkeypatch.setattr(standing, "read_extracts", lambda: {"digits": {**found, "rows": found["rows"][:1]}})
+    (narrowed,) = reproduce.lacking([listed])
+    assert narrowed.systems == [second] and list(narrowed.load().systems) == [second]
+    monkeypatch.setattr(standing, "read_extracts", lambda: {"digits": found})
+    assert reproduce.lacking([listed]) == []
+
+
 def test_states_of_the_list(folder, capsys):
     listed, root = folder
     assert reproduce.state(listed, root) == "done"
