@@ -21,17 +21,13 @@ process of this program does not start JAX, because a TPU belongs to one process
 No data set is needed. The only packages are those of this library and, for the comparison, PyTorch.
 """
 
-import contextlib
 import itertools
-import logging
-import multiprocessing
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -43,14 +39,14 @@ import numpy as np
 import peers
 import systems
 import typer
+from _agreement import IMAGES, NETWORKS, bits, image_batch, method, numbers
 from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
+from _side_by_side import Clock, Measurement, Ready, Row, at_once, in_process, measured
 from _workloads import Job, parameters, workload
 from rich.console import Console
 
-import fedjax_meta as fm
 from fedjax_meta import checks, layers, masks, models, runtime
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import PyTree
 
 CASES = ("W1", "W2", "W3a-lenet-first", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
 COHORTS = (5, 50, 500)
@@ -69,242 +65,6 @@ FLAGS = {
 }
 """Settings of XLA for NVIDIA's GPUs that change how long a round and its compilation take."""
 PRECISIONS = ("float32", "tf32")
-IMAGES = ("lenet", "fedpac_cnn", "mtfl_cnn")
-NETWORKS = (*IMAGES, "char_lstm", "transformer")
-"""Networks of which two rounds of FedAvg are repeated."""
-
-Row = dict[str, Any]
-Ready = Callable[[], Row]
-"""A measurement that has started and compiled; a call makes it."""
-
-
-class Measurement(NamedTuple):
-    """What is measured, and how to get ready for it."""
-
-    about: Row
-    prepare: Callable[[], Ready]
-
-
-class Clock:
-    """The time that is left."""
-
-    def __init__(self, limit: float) -> None:
-        self._end = time.monotonic() + limit
-
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self._end - time.monotonic()
-
-
-def in_process(clock: Clock, prepare: Callable[..., Ready], *arguments: Any) -> Ready:
-    """`prepare(*arguments)` in a process of its own, which ends at the time limit. A call has it make the measurement.
-
-    Raises (here and in the call):
-      TimeoutError: the limit came first.
-      RuntimeError: the measurement failed; the message has its error.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=True)
-    process.start()
-    theirs.close()  # the process has its own, so that its end is seen here
-
-    def answer() -> Row | None:
-        error: str | None = None
-        try:
-            if not ours.poll(max(clock.left, 0)):
-                raise TimeoutError(f"{prepare.__name__} ran into the time limit")
-            found, error = ours.recv()
-        except EOFError:
-            process.join()
-            error = f"ended with exit status {process.exitcode}"
-        except TimeoutError:
-            end()
-            raise
-        if error is not None:
-            end()
-            raise RuntimeError(error)
-        return found
-
-    def end() -> None:
-        process.kill()
-        process.join()
-
-    def measure() -> Row:
-        ours.send(None)
-        found = answer()
-        end()
-        assert found is not None
-        return found
-
-    answer()
-    return measure
-
-
-def _serve(pipe: Any, prepare: Callable[..., Ready], arguments: tuple[Any, ...]) -> None:
-    """Sends (`None`, `None`) when it is ready and (row, `None`) when it was asked to measure, or (`None`, its error)."""
-    logging.getLogger("fedjax_meta").setLevel(logging.ERROR)  # here a CPU beside the accelerator is one device, on purpose
-    try:
-        measure = prepare(*arguments)
-        pipe.send((None, None))
-        try:
-            pipe.recv()
-        except EOFError:
-            return  # the time limit came: nobody asks any more
-        pipe.send((measure(), None))
-    except Exception as error:
-        with contextlib.suppress(BrokenPipeError):
-            pipe.send((None, f"{type(error).__name__}: {error}"))
-
-
-def at_once(measure: Callable[..., Row], *arguments: Any) -> Ready:
-    """A measurement that is no time, so that others may run beside it: it is made here."""
-    found = measure(*arguments)
-    return lambda: found
-
-
-# Is it right?
-
-
-def numbers(name: str, rows: int) -> Row:
-    """The largest relative difference between accelerator and CPU of an image network's loss, gradient and product."""
-    task = models.MODELS[name]()
-    batch = _image_batch(name, rows)
-    key = jax.random.key(0)
-
-    def all_three(key: jax.Array, batch: Batch) -> Any:
-        variables = task.init(key)
-        moving, fixed = masks.split(variables, task.trainable(variables))
-
-        def loss(moving: Any) -> jax.Array:
-            return task.loss(masks.merge(moving, fixed), batch, key)[0]
-
-        gradient, product = jax.jvp(jax.grad(loss), (moving,), (moving,))
-        return {"loss": loss(moving), "gradient": gradient, "product": product}
-
-    found = []
-    for device in _both():
-        with runtime.compiling_for(device.platform), jax.default_device(device), jax.default_matmul_precision("float32"):
-            given = (key, jax.device_put(batch, device))
-            # As a run compiles it: XLA's own search takes a minute for a network.
-            found.append(jax.device_get(runtime.compiled(jax.jit(partial(all_three)).lower(*given))(*given)))
-    return {f"{part}_difference": _difference(found[0][part], found[1][part]) for part in found[0]}
-
-
-CLIENTS = 4
-
-
-def method(name: str, rows: int, rounds: int = 2) -> Row:
-    """The largest relative difference between accelerator and CPU of a method's state and measures after some rounds.
-
-    Four clients of five batches take part in each round.
-    """
-    built, data = _method(name, rows)
-    found = [trained(built, data, rounds, CLIENTS, device) for device in _both()]
-    return {
-        "state_difference": _difference(found[0][0], found[1][0]),
-        "measures_difference": _difference(found[0][1], found[1][1]),
-    }
-
-
-def _method(name: str, rows: int) -> tuple[fm.Method, fm.FederatedData]:
-    samples = 5 * rows
-    size = {"epochs": 2, "steps": 5, "cohort": CLIENTS, "samples": samples}
-    parts = systems.Costs(**dict.fromkeys(systems.Costs._fields, 0) | size)
-    return systems.method(name, models.MODELS["mlp"](), parts, rows), systems.client_data("mlp", CLIENTS, samples)
-
-
-def trained(method: fm.Method, data: fm.FederatedData, rounds: int, cohort: int, device: jax.Device) -> tuple[PyTree, PyTree]:
-    """(state, measures of known and new clients) after some rounds on a device."""
-    with runtime.compiling_for(device.platform), jax.default_device(device):
-        run = fm.federate(method, fm.Federation(cohort_size=cohort, devices=[device]))
-        tests = {}
-        for known in (True, False) if "support" in data.start else ():
-            test = partial(fm.evaluate, run, support="support", query="query", known=known)
-            tests[f"known {known}"] = fm.Evaluator(test, data, known=known)
-        state, records = fm.simulate(run, data, key=jax.random.key(0), rounds=rounds, eval_every=rounds, evaluators=tests)
-        return jax.device_get((jax.tree.map(_plain, state), records[-1].evaluations))
-
-
-# Is it the same each time?
-
-
-def twice(part: str, name: str, rows: int, flags: str) -> tuple[PyTree, PyTree]:
-    """What training comes to on the accelerator, two times in this process, which compiles its programs once.
-
-    Args:
-      part: "method" (with an MLP, four clients), "network" (FedAvg, four clients) or "case" (of the workloads).
-      name: its name.
-      rows: samples of a batch.
-      flags: of XLA's.
-    """
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    rounds, cohort = 2, CLIENTS
-    if part == "method":
-        method, data = _method(name, rows)
-    elif part == "network":
-        method = fm.fedavg(models.MODELS[name](), lr=0.1, batch_size=rows)
-        data = _tokens(rows) if name in ("char_lstm", "transformer") else systems.client_data("lenet", CLIENTS, 5 * rows)
-    else:
-        work = workload(name)
-        job = Job(work, *work.arrays(), parameters(work.model), shuffle=True, threads=1)
-        method, data, rounds, cohort = _fedjax_meta_peer.method(work), _fedjax_meta_peer.client_data(job), 3, work.cohort_size
-    device = runtime.default_devices()[0]
-    first, second = (trained(method, data, rounds, cohort, device) for _ in range(2))
-    return first, second
-
-
-def _tokens(rows: int) -> fm.FederatedData:
-    rng = np.random.default_rng(0)
-    pools = [tuple(rng.integers(0, 80, (2, 5 * rows, 40), dtype=np.int32)) for _ in range(CLIENTS)]
-    return fm.from_clients(pools, num_classes=80)
-
-
-def bits(clock: Clock, *arguments: Any) -> Ready:
-    """Whether `twice(*arguments)` gives the same bits, and the same in another process; otherwise the largest difference."""
-    (one, again), (other, _) = (in_process(clock, _sent, *arguments)()["found"] for _ in range(2))
-    found: Row = {}
-    for name, compared in (("repeated", again), ("other_process", other)):
-        equal = jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f"), one, compared)
-        found[name] = all(jax.tree.leaves(equal))
-        if not found[name]:
-            found[f"{name}_difference"] = _difference(one, compared)
-    return lambda: found
-
-
-def _sent(*arguments: Any) -> Ready:
-    """`twice`, whose trees become what a pipe can carry."""
-    found = jax.tree.map(np.asarray, tuple(tuple(jax.tree.leaves(tree)) for tree in twice(*arguments)))
-    return lambda: {"found": found}
-
-
-def _both() -> tuple[jax.Device, jax.Device]:
-    return jax.devices("cpu")[0], runtime.default_devices()[0]
-
-
-def _plain(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-def _image_batch(name: str, rows: int) -> Batch:
-    rng = np.random.default_rng(0)
-    shape = (28, 28, 1) if "mlp" in name else (32, 32, 3)
-    x = rng.random((rows, *shape)).astype(np.float32)
-    return Batch(x, rng.integers(0, 10, rows, dtype=np.int32), np.ones(rows, np.float32))
-
-
-def _difference(expected: Any, found: Any) -> float:
-    """The largest difference over all leaves, relative to the largest number of the leaf."""
-
-    def gap(a: Any, b: Any) -> float:
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30)
-
-    return float(max(jax.tree.leaves(jax.tree.map(gap, expected, found)), default=0.0))
-
-
-# How fast is it?
 
 
 def rounds(
@@ -417,12 +177,9 @@ def _device_events(profile: Any) -> dict[str, list[float]]:
     return calls
 
 
-# Which choices hold?
-
-
 def forms(name: str, lanes: int, rows: int, repeats: int) -> Ready:
     """Seconds of the gradients of `lanes` clients with each form of convolution."""
-    batch = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)), _image_batch(name, rows))
+    batch = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)), image_batch(name, rows))
     cases: dict[str, Callable[[], Any]] = {}
     for form in layers.FORMS:
         if form == "lax" and runtime.on_cpu():
@@ -499,30 +256,6 @@ def plan(asked: Asked, clock: Clock, platform: str) -> Iterator[Measurement]:
             for name in IMAGES:
                 about = {"part": "forms", "model": name, "lanes": cohort, "batch_size": asked.rows}
                 yield Measurement(about, partial(in_process, clock, forms, name, cohort, asked.rows, asked.repeats))
-
-
-def measured(planned: Iterable[Measurement], at_a_time: int, clock: Clock) -> Iterator[tuple[Row, Row | None]]:
-    """(what was measured, what was found) of each measurement; `None` of the one that the time limit stopped, the last.
-
-    So many get ready side by side; then they are timed one after the other.
-    """
-    planned = iter(planned)
-    while batch := list(itertools.islice(planned, at_a_time)):
-        if clock.left <= 0:
-            yield batch[0].about, None
-            return
-        with ThreadPoolExecutor(len(batch)) as pool:
-            waiting = [pool.submit(one.prepare) for one in batch]
-        for one, ready in zip(batch, waiting, strict=True):
-            try:
-                found = ready.result()()
-            except TimeoutError:
-                yield one.about, None
-                return
-            # One network or simulator that fails says something too, and does not keep the others from being measured.
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-            yield one.about, found
 
 
 PARTS = ("numbers", "methods", "bits", "rounds", "flags", "kernels", "forms")

@@ -18,6 +18,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
 
+import _agreement
 import _hlo
 import accelerator
 import check
@@ -299,8 +300,8 @@ def test_bits_that_differ_in_the_same_or_another_process_are_seen(monkeypatch):
 
     def row(*processes):
         answers = iter(processes)
-        monkeypatch.setattr(accelerator, "in_process", lambda *_: lambda: {"found": next(answers)})
-        return accelerator.bits(accelerator.Clock(9), "method", "fedavg", 2, "")()
+        monkeypatch.setattr(_agreement, "in_process", lambda *_: lambda: {"found": next(answers)})
+        return _agreement.bits(accelerator.Clock(9), "method", "fedavg", 2, "")()
 
     assert row(((one,), (one,)), ((one,), (one,))) == {"repeated": True, "other_process": True}
     found = row(((one,), (one,)), ((other,), (other,)))
@@ -311,16 +312,16 @@ def test_bits_that_differ_in_the_same_or_another_process_are_seen(monkeypatch):
 
 def test_two_trainings_of_a_method_and_of_a_network_are_compared():
     for part, name in (("method", "fedper"), ("network", "char_lstm")):
-        first, second = accelerator.twice(part, name, 2, "")
+        first, second = _agreement.twice(part, name, 2, "")
         assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
 
 
 def test_a_network_agrees_with_itself_and_a_wrong_number_is_seen():
-    found = accelerator.numbers("mlp", 4)
+    found = _agreement.numbers("mlp", 4)
     assert set(found) == {"loss_difference", "gradient_difference", "product_difference"}
     assert max(found.values()) < 1e-6
     expected = {"a": np.array([2.0, -4.0]), "b": np.zeros(3)}
-    assert accelerator._difference(expected, {"a": np.array([2.0, -3.0]), "b": np.zeros(3)}) == 0.25
+    assert _agreement._difference(expected, {"a": np.array([2.0, -3.0]), "b": np.zeros(3)}) == 0.25
 
 
 def test_the_kernels_of_a_profile_are_those_of_its_device():
@@ -344,7 +345,7 @@ def test_an_unknown_workload_is_refused_before_anything_is_measured(chosen, monk
 
 
 def test_a_method_agrees_with_itself():
-    found = accelerator.method("fedper", 4, rounds=1)
+    found = _agreement.method("fedper", 4, rounds=1)
     assert found == {"state_difference": 0.0, "measures_difference": 0.0}
 
 
