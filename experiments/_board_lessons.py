@@ -14,6 +14,7 @@ import yaml
 from experiments import _board as board
 from experiments import _board_adapting as adapting
 from experiments import _board_gaps as gaps
+from experiments import _results_page as results
 from experiments import _standing as standing
 from experiments._board import Line
 from experiments._board_gaps import Gap
@@ -289,7 +290,7 @@ def orderings() -> list[Order]:
             pairs += [Order(entry["source"], *pair, "known", but=but) for pair in itertools.pairwise(entry["systems"])]
             continue
         names = entry.get("names", {})
-        for (_, clients, scores), numbers in standing.published_tables(runs[entry["run"]].load()).items():
+        for (_, clients, scores), numbers in results.published_tables(runs[entry["run"]].load()).items():
             if "accuracy" not in scores:
                 continue
             values = {names.get(system, system): given["accuracy"] for system, given in numbers.items()}

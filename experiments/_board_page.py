@@ -12,6 +12,7 @@ from experiments import _board_gaps as gaps
 from experiments import _board_lessons as lessons
 from experiments import _board_missing as missing
 from experiments import _board_new as newcomers
+from experiments import _results_page as results
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
@@ -57,7 +58,7 @@ def write(
         comparison.write(board.RAW / f"{run.name}.html", groups)
     everything = (listed, board.read_lines(board.RAW), read_tested(NEW))
     for path, made_of in ((PAGE, page), (lessons.PAGE, lessons.page)):
-        text = standing.with_generated(path.read_text(encoding="utf-8"), made_of(*everything))
+        text = results.with_generated(path.read_text(encoding="utf-8"), made_of(*everything))
         disk.write_text(path, text)
         said.append(f"written: {path}")
     return said
@@ -90,7 +91,7 @@ def marked(markdown: str) -> str:
     """The page with a dagger at rows whose method's files or study have changed since they were made."""
     listed, lines = standing.read_list(board.LIST), board.read_lines()
     rows = {(one.scenario, one.system) for one, what in changed.rows(listed, lines) if set(what) - {changed.RUNNER}}
-    return standing.with_generated(markdown, page(listed, lines, read_tested(), marks=rows))
+    return results.with_generated(markdown, page(listed, lines, read_tested(), marks=rows))
 
 
 # The page.

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments import _results_page as results
 from experiments import _standing as standing
 from fedjax_meta import checks, report
 from fedjax_meta.process import console, one_line_errors
@@ -99,8 +100,8 @@ def lacking(chosen: list[standing.Run]) -> list[standing.Run]:
 
 def line(run: standing.Run, root: Path, found: Mapping[str, Any] | None) -> list[str]:
     """A run in the list; its hours are measured where docs/results has them."""
-    hours, how = (run.hours, "estimated") if found is None else (round(found["hours"], 2), "measured")
-    return [run.name, f"{hours:g}", how, state(run, root), standing.in_docs(run, found), run.title]
+    hours, how = (run.hours, "estimated") if found is None else (round(standing.hours_of(found), 2), "measured")
+    return [run.name, f"{hours:g}", how, state(run, root), results.in_docs(run, found), run.title]
 
 
 def state(run: standing.Run, root: Path) -> str:
@@ -174,10 +175,10 @@ def write(chosen: list[standing.Run], root: Path) -> list[str]:
         said.append(f"{run.name}: {len(found['rows'])} rows")
     if not said:
         raise ValueError(f"{root} holds no results of {', '.join(run.name for run in chosen)}")
-    text = standing.PAGE.read_text(encoding="utf-8")
-    generated = standing.page(standing.read_list(), standing.read_extracts())
-    standing.PAGE.write_text(standing.with_generated(text, generated), encoding="utf-8")
-    return [*said, f"written: {standing.PAGE}"]
+    text = results.PAGE.read_text(encoding="utf-8")
+    generated = results.page(standing.read_list(), standing.read_extracts())
+    results.PAGE.write_text(results.with_generated(text, generated), encoding="utf-8")
+    return [*said, f"written: {results.PAGE}"]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fedjax_meta import imports
+
 console = Console()
 errors = Console(stderr=True)
+
+
+_OF_USERS = (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError)
+"""Errors that a user can correct."""
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
@@ -64,15 +70,18 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         text = str(stop) if isinstance(stop, Stopped) else "stopped; everything that was saved is still there"
         errors.print(Text(text, style="yellow"), soft_wrap=True)
         raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
-    except (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError) as error:
-        if debug:
+    except Exception as error:
+        place = imports.place_of(error)
+        # What JAX raises for JAX_PLATFORMS is a RuntimeError; every other one, like all that is not listed, is a fault of the
+        # program, unless it came from a user's own code.
+        platform = isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+        if debug or not (place or platform or isinstance(error, _OF_USERS)):
             raise
-        errors.print(Text(f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}"), soft_wrap=True)
-        raise typer.Exit(1) from None
-    except RuntimeError as error:  # what JAX raises for JAX_PLATFORMS; every other one is a fault of the program
-        if debug or not str(error).startswith("Unable to initialize backend"):
-            raise
-        errors.print(Text(f"error: {str(error).splitlines()[0]}"), soft_wrap=True)
+        where = f" ({place}; --debug shows the traceback)" if place else ""
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if place and not isinstance(error, ValueError):
+            said = f"{type(error).__name__}: {said}"
+        errors.print(Text(f"error: {said}{where}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 

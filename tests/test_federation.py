@@ -1,5 +1,6 @@
 """A federation refuses at once what cannot work, by name."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -88,3 +89,12 @@ def test_roles_must_be_those_of_the_whole_model():
     )
     with pytest.raises(ValueError, match=r"the roles of method must have one at every leaf .* one value at \['body'\]"):
         fm.federate(method).init(jax.random.key(0), problems.data())
+
+
+def test_separate_models_need_their_shares_and_heirs_need_separate_models():
+    method = fm.cfl(problems.task())
+    with pytest.raises(ValueError, match="separate_models, whose shares divides_by_statistics=True must name"):
+        fm.federate(replace(method, divides_by_statistics=False), fm.Federation())
+    for lacking in ("separate_models", "whole_population"):
+        with pytest.raises(ValueError, match="inherit of cfl needs separate_models=True and whole_population=True"):
+            fm.federate(replace(method, **{lacking: False}), fm.Federation())

@@ -90,6 +90,7 @@ def test_progress_is_told_for_all_members():
     assert seen[-1] == (3, 4) and seen[0][0] == 1
 
 
+@pytest.mark.long
 def test_pruned_members_keep_their_state_and_the_others_are_not_changed():
     """Rounds 1, 2, 4, 5: the first two members of four end after round 2; what is left moves to other devices."""
     for layout in ({"devices": 2}, {"devices": 1}, {"devices": 1, "at_once": 2}):

@@ -310,6 +310,7 @@ def test_bits_that_differ_in_the_same_or_another_process_are_seen(monkeypatch):
     assert not row(((one,), (other,)), ((one,), (one,)))["repeated"]
 
 
+@pytest.mark.long
 def test_two_trainings_of_a_method_and_of_a_network_are_compared():
     for part, name in (("method", "fedper"), ("network", "char_lstm")):
         first, second = _agreement.twice(part, name, 2, "")

@@ -41,9 +41,12 @@ def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed:
     # Every class is dealt out before one comes again, so that all classes have clients.
     deck = np.concatenate([rng.permutation(count) for _ in range(-(-num_clients * per_client // count) + per_client)])
     held: list[list[int]] = []
+    first = 0
     for _ in range(num_clients):
         mine: list[int] = []
-        for card in range(len(deck)):
+        while first < len(deck) and deck[first] < 0:
+            first += 1
+        for card in range(first, len(deck)):
             if deck[card] >= 0 and deck[card] not in mine:
                 mine.append(int(deck[card]))
                 deck[card] = -1

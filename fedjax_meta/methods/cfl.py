@@ -13,8 +13,8 @@ fl_devices.py 62-151 and clustered_federated_learning.ipynb 221-266.
 
 Differs from the code: at most `clusters` of them, a split acts from the next round on (there in its own round), the first part
 keeps the number, and a member that is not in the cohort when its cluster splits stays with that part; optimisers start afresh in
-each round (there they go on, with momentum 0.9 and each time 0.99 of the rate before). A server optimiser other than the default
-moves the model of a new cluster from the initial model in its first round.
+each round (there they go on, with momentum 0.9 and each time 0.99 of the rate before). Each cluster has a server optimiser of its
+own, whose state a new cluster inherits with the model of its parent.
 """
 
 from collections.abc import Callable
@@ -74,13 +74,12 @@ def cfl(
     everything = masks.everything(task)
 
     def place(key: Key, received: Received, view: ClientView) -> tuple[jax.Array, jax.Array, Variables]:
-        """(cluster, the cluster that it came from, the model): a cluster without a model of its own has that of its parent."""
+        """(cluster, the cluster that it came from, the model); newcomers choose among the clusters that were trained."""
         each = losses(task, tagged(key, "cluster"), received.model, view, ~received.seen)
         nearest = jnp.argmin(jnp.where(received.extra, each, jnp.inf)).astype(jnp.int32)
         cluster = jnp.where(received.seen, received.memory.cluster, nearest)
         parent = jnp.where(received.seen, received.memory.parent, nearest)
-        source = jnp.where(received.extra[cluster], cluster, parent)
-        return cluster, parent, jax.tree.map(lambda leaf: leaf[source], received.model)
+        return cluster, parent, jax.tree.map(lambda leaf: leaf[cluster], received.model)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         cluster, parent, start = place(key, received, data["train"])
@@ -97,6 +96,16 @@ def cfl(
         free = 1 + jnp.maximum(jnp.max(jnp.where(state.seen, state.memory.cluster, 0)), jnp.max(now.cluster))
         due, pull = state.round >= first_split, Pull(mean_norm, client_norm, least_size)
         return cohort.personal, split_all(now, cohort.stacked, cohort.returned, free, due, pull, clusters)
+
+    def inherit(before: State, after: State) -> jax.Array:
+        """A cluster that had no client before the round is its parent from now on."""
+        numbers = jnp.arange(clusters)
+
+        def has(state: State) -> jax.Array:
+            return state.seen[:, None] & (state.memory.cluster[:, None] == numbers)
+
+        parent = jnp.max(jnp.where(has(after), after.memory.parent[:, None], 0), 0)
+        return jnp.where(jnp.any(has(after), 0) & ~jnp.any(has(before), 0), parent, numbers)
 
     def init_extra(model: PyTree, data: FederatedData) -> jax.Array:
         check_clusters("clusters", clusters, model, data)
@@ -117,6 +126,8 @@ def cfl(
         travels=lambda models: (jax.tree.map(lambda leaf: leaf[0], models), ()),
         # A mean over all clients, by the share of those of a cluster, is the mean over these.
         divides_by_statistics=True,
+        separate_models=True,
+        inherit=inherit,
         collaborate=Collaboration(mix, reads="memory", gives="memory"),
         whole_population=True,
     )

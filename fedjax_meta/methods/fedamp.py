@@ -184,7 +184,7 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
 def heur_fedamp(task: Task) -> Method:
     """HeurFedAMP: FedAMP whose mixtures follow the cosines between models, with a fixed share for the client itself.
 
-    A client that never took part trains on its support set from the mean of the last cohort's models.
+    A client that never took part trains on its support set from the weighted mean of the last cohort's models.
     """
 
 

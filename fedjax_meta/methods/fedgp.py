@@ -19,8 +19,10 @@ by sigma(f) under the Gaussian that omega leaves, and cross-entropy goes back th
 
 Differs from the code: Polya-Gamma variables are sums of 8 exponential variables and the mean of the rest; chains of the nodes of
 a level start from, and are moved by, the same draws of the prior; k-means of the class means starts from the two that are
-farthest apart, once; at most `capacity` samples of a client take part. With `inference="mean_field"` one omega, the fixed point
-of E[omega] under the posterior of f, stands for all draws.
+farthest apart, once; a client's samples are split once a round, not in each inner step; at most `capacity` of them take part. A
+node's chance is E[sigma(f)]; the code has exp(E[log sigma(f)]), which is less the wider the Gaussian is, and gives the rest to
+the other side. With `inference="mean_field"` one omega, the fixed point of E[omega] under the posterior of f, stands for all
+draws.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,8 @@ model averaging; the steps are those of the authors' code, jichan3751/ifca, mnis
 | s_i | `membership` | `[M]`, one-hot |
 | gamma, tau | `lr`, `epochs` | |
 
-Differs from the paper: a cluster from which no client came keeps its model; models start from independent draws of `task.init`.
+Differs from the paper: a cluster from which no client came keeps its model; models start from independent draws of `task.init`;
+each cluster has a server optimiser of its own.
 Differs from the code: a known client tests with the cluster of its train samples, a new one with that of its support set (there
 by the loss on the test samples, line 401).
 """
@@ -91,6 +92,7 @@ def ifca(
         init_extra=partial(check_clusters, "clusters", clusters),
         # A mean over all clients, by the share of those of a cluster, is the mean over these.
         divides_by_statistics=True,
+        separate_models=True,
     )
 
 

@@ -50,7 +50,8 @@ def build_tree(means: jax.Array, present: jax.Array) -> Tree:
 
     def halves(member: jax.Array) -> jax.Array:
         """The left half of a set of at least two classes; the two that are farthest apart are never together."""
-        pairs = jnp.where(member[:, None] & member[None] & ~jnp.eye(count, dtype=bool), apart, -1.0)
+        # Each pair once: rounding could make either order the larger one, and exchange left and right from program to program.
+        pairs = jnp.where(member[:, None] & member[None] & jnp.triu(jnp.ones((count, count), bool), 1), apart, -1.0)
         one, other = jnp.unravel_index(jnp.argmax(pairs), pairs.shape)
         places = jnp.arange(count)
 

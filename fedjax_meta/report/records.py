@@ -162,7 +162,11 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> Spread:
     """
     if not len(values) or not np.isfinite(values).all():
         return math.nan, math.nan
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return mean, math.nan
+    # Equal numbers have no spread; the mean may differ from them by rounding.
+    return mean, 0.0 if np.ptp(values) == 0 else float(np.std(values, ddof=1))
 
 
 class MainScore(NamedTuple):

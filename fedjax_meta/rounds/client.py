@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_meta import masks
+from fedjax_meta import checks, masks
 from fedjax_meta.aggregate import WEIGHTINGS, Ratio, client_weight, weigh
 from fedjax_meta.algorithm import State
 from fedjax_meta.contract import Received, Trained, no_memory
@@ -33,7 +33,7 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, member: Member, kep
     client, works, arrives = _fate(setting, key, id_, member.position, data)
     given, stale_weight = stale.given(setting, context, id_)
     received = receive(setting, key, given, member.seen, kept, data.total_clients, tagged(context.key, "shared"))
-    trained = setting.method.client(tagged(key, "train"), received, client)
+    trained = train(setting, key, received, client)
     _check_trained(setting, trained, received, kept.memory)
     weights = weights_of(setting, trained, client)
     # A client without samples has learned nothing, whatever its rule made of it.
@@ -241,8 +241,22 @@ def receive_fresh(setting: Setting, key: Key, model: PyTree, extra: PyTree, roun
     return Received(model, memory, extra, round_, jnp.zeros((), bool), tagged(key, "shared"))
 
 
+def train(setting: Setting, key: Key, received: Received, data: ClientData) -> Trained:
+    """What the method's client makes of what it received.
+
+    Raises:
+      ValueError: that is no `Trained`.
+    """
+    trained = setting.method.client(tagged(key, "train"), received, data)
+    if not isinstance(trained, Trained):
+        raise ValueError(
+            f"client of {setting.method.name} must return fm.Trained(model, metrics), not {checks.shown(trained)}"
+        )
+    return trained
+
+
 def train_anyone(setting: Setting, key: Key, model: PyTree, data: FederatedData) -> Trained:
     """The first round of a client, for its shapes."""
     extra = setting.method.init_extra(model, data)
     received = receive_fresh(setting, key, model, extra, jnp.zeros((), jnp.int32), data.total_clients)
-    return setting.method.client(tagged(key, "train"), received, data.client(0))
+    return train(setting, key, received, data.client(0))

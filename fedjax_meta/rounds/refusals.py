@@ -18,6 +18,10 @@ def refuse(method: Method, federation: Federation) -> None:
             _check_names(words)
         if method.collaborate.reads:
             refuse_hiding_uploads(method, federation)
+    if method.separate_models and not method.divides_by_statistics:
+        raise ValueError(f"{method.name} has separate_models, whose shares divides_by_statistics=True must name")
+    if method.inherit is not None and not (method.separate_models and method.whole_population):
+        raise ValueError(f"inherit of {method.name} needs separate_models=True and whole_population=True")
     _refuse_what_the_method_does(method, federation)
     _refuse_handing_out_rows(method, federation)
     if isinstance(federation.schedule, Asynchronous):

@@ -41,7 +41,8 @@ def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> 
         kept, diagnostics = _mix(setting, key, moved, data, cohort, kept, outputs)
     info = _info(setting, key, state, moved, data, cohort, outputs, diagnostics)
     seen = put(state.seen, cohort.target, cohort.member.seen | outputs.took_part)
-    return moved._replace(**kept._asdict(), seen=seen, round=state.round + 1), info
+    after = moved._replace(**kept._asdict(), seen=seen, round=state.round + 1)
+    return server.inherited(setting, state, after), info
 
 
 class _Cohort(NamedTuple):

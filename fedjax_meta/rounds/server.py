@@ -15,7 +15,7 @@ from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, ratios, stale
-from fedjax_meta.rounds.client import largest_weight, receive_fresh, upload_of
+from fedjax_meta.rounds.client import largest_weight, receive_fresh, train, upload_of
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting
 from fedjax_meta.rounds.trees import must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -101,7 +101,7 @@ def _reference(setting: Setting, key: Key, state: State, data: FederatedData) ->
         )
     key = tagged(key, "root")
     received = receive_fresh(setting, key, state.model, state.extra, state.round, data.total_clients)
-    trained = setting.method.client(tagged(key, "train"), received, setting.rule.root)
+    trained = train(setting, key, received, setting.rule.root)
     return upload_of(setting, state.model, state.extra, trained)
 
 
@@ -135,6 +135,10 @@ def _step(
         descent, statistics = method.direction(without_rows(state), descent, statistics, weight, num_clients)
         must_fit(f"the pseudo-gradient that direction of {method.name} returns", descent, moving)
     updates, slots = setting.server.update(descent, state.optimizer, moving)
+    if method.separate_models:
+        visited = statistics > 0
+        updates = jax.tree.map(partial(_rows, visited), updates, jax.tree.map(jnp.zeros_like, updates))
+        slots = jax.tree.map(partial(_rows, visited), slots, state.optimizer)
     buffers, still = masks.split(rest, setting.buffers)
     if setting.sends_differences:
         held = jax.tree.map(jnp.subtract, buffers, held)
@@ -148,6 +152,21 @@ def _step(
     extra = method.update_extra(without_rows(state), statistics, weight, num_clients)
     must_fit(f"what update_extra of {method.name} returns", extra, state.extra)
     return state._replace(extra=where(some, extra, state.extra))
+
+
+def _rows(chosen: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new` where bool `[M]` says so, else `old`; leaves `[M, ...]`."""
+    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 1)), new, old)
+
+
+def inherited(setting: Setting, before: State, after: State) -> State:
+    """The state after a round, in which models go on as others, if the method has such."""
+    if setting.method.inherit is None:
+        return after
+    source = setting.method.inherit(before, after)
+    moving, rest = masks.split(after.model, setting.shared)
+    moving, slots = jax.tree.map(lambda leaf: leaf[source], (moving, after.optimizer))
+    return after._replace(model=masks.merge(moving, rest), optimizer=slots)
 
 
 def collaborate(

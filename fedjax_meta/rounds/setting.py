@@ -144,11 +144,13 @@ class Setting:
 
     @cached_property
     def server(self) -> optax.GradientTransformation:
-        """The server optimiser."""
+        """The server optimiser; of separate models, one for each, whose state has their axis first."""
         f = self.federation
         optimizer = optax.sgd(1.0) if self.method.server_optimizer is None else self.method.server_optimizer
         if f.server_lr is not None:
             optimizer = (optax.sgd if f.server_optimizer is None else f.server_optimizer)(f.server_lr)
+        if self.method.separate_models:
+            return optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
         return optimizer
 
     def divisor(self, num_clients: int) -> float:

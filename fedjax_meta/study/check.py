@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import host_store as stores
+from fedjax_meta import imports
 from fedjax_meta.aggregate import as_rule
 from fedjax_meta.algorithm import State
 from fedjax_meta.checks import mismatch
@@ -41,12 +42,18 @@ def check(study: Study, built: Mapping[str, Clients]) -> None:
 
 @contextlib.contextmanager
 def named(study: Study, scenario: str, name: str) -> Iterator[None]:
-    """Errors begin with the scenario and the system, where a study has several."""
+    """Errors begin with the scenario and the system, where a study has several or an error is of a user's own code."""
     try:
         yield
-    except ValueError as error:
-        said, many = str(error).partition("\n")[0], len(study.systems) > 1 or len(study.scenarios) > 1
-        raise ValueError(f"{scenario}, {name}: {said}" if many else said) from None
+    except Exception as error:
+        own = imports.place_of(error) is not None
+        if not (own or isinstance(error, ValueError)):
+            raise
+        said = str(error).partition("\n")[0]
+        if not isinstance(error, ValueError):
+            said = f"{type(error).__name__}: {said}"
+        many = len(study.systems) > 1 or len(study.scenarios) > 1
+        raise ValueError(f"{scenario}, {name}: {said}" if many or own else said) from error
 
 
 def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:

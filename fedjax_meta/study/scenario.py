@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks, models, tasks
+from fedjax_meta import checks, imports, models, tasks
 from fedjax_meta.data import (
     ClientData,
     FederatedData,
@@ -395,7 +395,13 @@ def _made(name: str, given: Mapping[str, Any]) -> Task:
         inspect.signature(build).bind(**given)
     except TypeError as error:
         raise ValueError(f"model {name}: {error}") from None
-    task = build(**given)
+    try:
+        task = build(**given)
+    except Exception as error:
+        if imports.place_of(error) is None:
+            raise
+        said = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"model {name}: {said}{checks.first_line(error)}") from error
     if not isinstance(task, Task):
         raise ValueError(f"model {name} must return a Task, e.g. fm.classification(...), not {checks.shown(task)}")
     return task

@@ -38,6 +38,7 @@ missing = pytest.importorskip("experiments._board_missing")
 lessons = pytest.importorskip("experiments._board_lessons")
 pages = pytest.importorskip("experiments._board_page")
 standing = pytest.importorskip("experiments._standing")
+results = pytest.importorskip("experiments._results_page")
 
 LISTED = standing.read_list(board.LIST)
 ROOT = Path(__file__).parents[2]
@@ -366,7 +367,7 @@ def docs(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(module, name, tmp_path / at)
     for page in ("page.md", "lessons.md"):
-        (tmp_path / page).write_text(f"{standing.BEGIN}\n{standing.END}\n", encoding="utf-8")
+        (tmp_path / page).write_text(f"{results.BEGIN}\n{results.END}\n", encoding="utf-8")
     return tmp_path
 
 
@@ -492,9 +493,9 @@ def test_a_seed_that_diverged_is_no_number(folder, lines):
 def test_the_committed_page_is_what_the_raw_results_give():
     """`python -m experiments.leaderboard --write-docs` writes it; nobody types its numbers."""
     text = pages.PAGE.read_text(encoding="utf-8")
-    assert text == standing.with_generated(text, pages.page(LISTED, board.read_lines(), pages.read_tested()))
+    assert text == results.with_generated(text, pages.page(LISTED, board.read_lines(), pages.read_tested()))
     text = lessons.PAGE.read_text(encoding="utf-8")
-    assert text == standing.with_generated(text, lessons.page(LISTED, board.read_lines(), pages.read_tested()))
+    assert text == results.with_generated(text, lessons.page(LISTED, board.read_lines(), pages.read_tested()))
 
 
 # New clients.
@@ -621,6 +622,7 @@ def committed(system):
     return of(board.read_lines()["pairs"], system)
 
 
+@pytest.mark.long
 def test_a_training_again_with_the_same_numbers_makes_a_row_current(later, lines, monkeypatch, capsys):
     before = board.read_lines()["pairs"]
     again.confirm(later)
@@ -644,6 +646,7 @@ def test_a_row_with_other_numbers_stays_marked(later, capsys):
     assert [line.again for line in committed("fedavg_ft")] == ["", ""] and committed("local_only")[0].again == "c" * 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "accuracy", "said"),
     [
@@ -676,6 +679,7 @@ def test_what_the_row_does_not_give_is_held_against_its_own_commit(loss, accurac
         assert first.moved == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_trial_by_the_commit_that_made_it(folder, lines, tmp_path, monkeypatch, capsys):
     """In a process of its own, from a repository whose last commit is another one."""
     listed, _ = folder

@@ -18,6 +18,7 @@ from tests.study.common import Silent, tree
 testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 reproduce = pytest.importorskip("experiments.reproduce", reason="the command line needs typer, rich and matplotlib")
 standing = pytest.importorskip("experiments._standing")
+results = pytest.importorskip("experiments._results_page")
 users = pytest.importorskip("experiments._user_accuracy")
 verdicts = pytest.importorskip("experiments._verdicts")
 published_cohorts = pytest.importorskip("experiments.published_cohorts")
@@ -29,16 +30,16 @@ LISTED = standing.read_list()
 
 def test_the_page_is_what_the_extracts_give():
     """`python -m experiments.reproduce --write-docs FOLDER` writes it; nobody types its numbers."""
-    text = standing.PAGE.read_text(encoding="utf-8")
-    assert text == standing.with_generated(text, standing.page(LISTED, standing.read_extracts()))
+    text = results.PAGE.read_text(encoding="utf-8")
+    assert text == results.with_generated(text, results.page(LISTED, standing.read_extracts()))
 
 
 def test_a_changed_number_is_noticed():
     extracts = standing.read_extracts()
-    before = standing.page(LISTED, extracts)
+    before = results.page(LISTED, extracts)
     row = next(iter(extracts.values()))["rows"][0]
     row["known"] = {name: [value + 0.5 for value in values] for name, values in row["known"].items()}
-    assert standing.page(LISTED, extracts) != before
+    assert results.page(LISTED, extracts) != before
 
 
 @pytest.mark.parametrize("listed", LISTED, ids=lambda listed: listed.name)
@@ -105,7 +106,7 @@ def test_a_folder_of_another_study_is_refused(folder):
 def test_the_section_of_a_run_has_its_numbers_and_a_verdict(folder):
     listed, root = folder
     found = standing.extract(listed, root / "digits")
-    page = standing.page([listed], {"digits": found})
+    page = results.page([listed], {"digits": found})
     first = found["rows"][0]["known"]["accuracy"]
     assert f"{np.mean(first):.2f} ±{np.std(first, ddof=1):.2f} (50.00) |" in page
     assert found["commit"][:12] in page and found["config"] in page
@@ -130,7 +131,7 @@ def test_the_draws_of_the_clients_are_one_row_which_the_published_numbers_are_he
         by_seed = sorted(trials, key=lambda trial: trial["seed"])
         wanted += [100 * trial["rows"][-1]["tests"]["known"]["scores"]["accuracy"] for trial in by_seed]
     np.testing.assert_allclose(row["known"]["accuracy"], wanted, atol=1e-3)
-    page = standing.page([listed], {"digits": found})
+    page = results.page([listed], {"digits": found})
     assert f"{np.mean(wanted):.2f} ±{np.std(wanted, ddof=1):.2f} (50.00) |" in page
     assert "| Digits | 2 seeds of 2 draws |" in page and "seeds 1, 2, of each draw of the clients (3, 4)" in page
     (tmp_path / "digits/results/pairs@4/fedavg.final.json").unlink()
@@ -148,12 +149,13 @@ def test_rows_of_several_folders_make_one_extract(folder):
     assert [(part["systems"], part["commit"], part["hours"]) for part in both["before"]] == [
         ([second["system"]], "b" * 40, 1.5)
     ]
-    assert f" {second['system']}: commit `{'b' * 12}`;" in standing.page([listed], {"digits": both})
+    assert f" {second['system']}: commit `{'b' * 12}`;" in results.page([listed], {"digits": both})
     assert standing.missing(listed, both) == [] and standing.missing(listed, newest) == [second["system"]]
     assert standing.missing(listed, None) == [first["system"], second["system"]]
     # A third folder: rows keep where they are from, and a folder without rows is not named.
     again = standing.joined(listed, {**found, "commit": "c" * 40, "rows": [first]}, both)
     assert [(part["systems"], part["commit"]) for part in again["before"]] == [([second["system"]], "b" * 40)]
+    assert standing.hours_of(both) == standing.hours_of(again) == found["hours"] + 1.5
     assert "before" not in standing.joined(listed, found, both)
 
 
@@ -225,7 +227,7 @@ def test_scores_of_a_study_without_classes_are_the_shares_that_it_measures():
     np.testing.assert_allclose(found["token_accuracy_mean"], [0.6, 0.2])
     np.testing.assert_allclose(found["token_accuracy_std"], [0.1, 0.1])
     row = {"known": {name: [10.0] for name in found}}
-    assert standing._mean_and_deviation(row) == ("token_accuracy_mean", "token_accuracy_std")
+    assert results._mean_and_deviation(row) == ("token_accuracy_mean", "token_accuracy_std")
 
 
 def measured(mean, seeds=math.nan, orders=math.nan):
@@ -263,29 +265,27 @@ def test_verdicts(found, wanted):
     ],
 )
 def test_the_verdict_on_a_row_counts_all_of_its_scores(words, said):
-    assert standing._in_words(words, "" if words[0] in ("within the spread", "not run") else ", +1.00 points") == said
+    assert results._in_words(words, "" if words[0] in ("within the spread", "not run") else ", +1.00 points") == said
 
 
 def test_totals_count_every_score_that_can_be_judged():
     words = ["within the spread", "in order", "not run", "one run, no spread", "within the spread"]
-    assert standing._share("within the spread", words) == "2 of 3"
-    assert standing._share("within the spread", words[2:4]) == ""
+    assert results._share("within the spread", words) == "2 of 3"
+    assert results._share("within the spread", words[2:4]) == ""
     found = standing.read_extracts()["fedmeta_per"]
-    section = standing._section(next(one for one in LISTED if one.name == "fedmeta_per"), found)
+    section = results._section(next(one for one in LISTED if one.name == "fedmeta_per"), found)
     assert len(section.scores) > len(section.numbers)
     (total,) = [
-        line
-        for line in standing.page(LISTED, {"fedmeta_per": found}).splitlines()
-        if line.startswith("| FedMeta-Per, MNIST |")
+        line for line in results.page(LISTED, {"fedmeta_per": found}).splitlines() if line.startswith("| FedMeta-Per, MNIST |")
     ]
-    assert standing._share("within the spread", section.scores) in total
+    assert results._share("within the spread", section.scores) in total
 
 
 def test_the_smaller_deviation_is_the_better_one():
     means = {"a": [1.0, 1.1, 0.9], "b": [3.0, 3.1, 2.9]}
     rows = {("s", name): {"known": {"accuracy_std": values}} for name, values in means.items()}
     claim = standing.Claim("first", ["a", "b"], ["s"], score="accuracy_std")
-    assert standing._claim(claim, "s", rows) == (" (a 1.00 ±0.10, b 3.00 ±0.10)", "in order")
+    assert results._claim(claim, "s", rows) == (" (a 1.00 ±0.10, b 3.00 ±0.10)", "in order")
 
 
 def test_the_spread_joins_seeds_and_orders():
@@ -302,7 +302,7 @@ def test_a_claim_holds_only_in_its_order():
     rows |= {("one", name): {"known": {"accuracy_mean": values[:1]}} for name, values in means.items()}
 
     def verdict(*systems, scenario="s"):
-        return standing._claim(standing.Claim("first", list(systems), [scenario]), scenario, rows)[1]
+        return results._claim(standing.Claim("first", list(systems), [scenario]), scenario, rows)[1]
 
     assert verdict("a", "b", "c") == verdict("a", "c") == "in order"
     assert verdict("a", "c", "b") == verdict("c", "b") == "not reproduced"
@@ -311,7 +311,7 @@ def test_a_claim_holds_only_in_its_order():
         verdict("b", "like b") == verdict("like b", "b") == verdict("a", "b", "like b") == verdict("lost", "a") == "undecided"
     )
     assert verdict("a", "b", scenario="one") == verdict("b", "a", scenario="one") == "one run, no spread"
-    assert standing._claim(standing.Claim("first", ["a", "b"], ["other"]), "other", rows) == ("", "not run")
+    assert results._claim(standing.Claim("first", ["a", "b"], ["other"]), "other", rows) == ("", "not run")
 
 
 def test_a_diverged_run_has_no_scores(tmp_path):
@@ -361,8 +361,8 @@ def test_fewer_rounds_are_better_and_never_is_worst():
     words = {"in order": (("a", "b"), ("b", "d")), "not reproduced": (("b", "a"), ("d", "a")), "undecided": undecided}
     for wanted, pairs in words.items():
         for first, second in pairs:
-            assert standing._claim(claim._replace(systems=[first, second]), "s", rows)[1] == wanted
-    assert "d never" in standing._claim(claim._replace(systems=["a", "d"]), "s", rows)[0]
+            assert results._claim(claim._replace(systems=[first, second]), "s", rows)[1] == wanted
+    assert "d never" in results._claim(claim._replace(systems=["a", "d"]), "s", rows)[0]
 
 
 def test_a_run_with_user_accuracy_has_its_table(tmp_path):
@@ -377,12 +377,12 @@ def test_a_run_with_user_accuracy_has_its_table(tmp_path):
     content = json.loads((tmp_path / "digits/results/pairs/fedavg.final.json").read_text())
     last = [trial["rows"][-1]["train"]["user_accuracy"][-1] for trial in content["trials"].values()]
     np.testing.assert_allclose(row["users"]["user_accuracy"], 100 * np.array(last), atol=1e-3)
-    assert "### User accuracy" in standing.page([listed], {"digits": found})
+    assert "### User accuracy" in results.page([listed], {"digits": found})
 
 
 def test_a_page_without_marks_is_refused():
     with pytest.raises(ValueError, match="must hold the lines <!-- generated: begin -->"):
-        standing.with_generated("nothing", "text")
+        results.with_generated("nothing", "text")
 
 
 def invoke(*arguments):

@@ -113,6 +113,7 @@ def test_a_dry_run_is_refused_as_the_run_would_be(tmp_path):
     assert said(*common, "--dry-run")[0] == 0
 
 
+@pytest.mark.long
 def test_what_the_last_run_left_out_is_said_to_be_there(tmp_path):
     common = ("run", "--dataset", "digits", "--clients", "6", "--rounds", "1", "--out", tmp_path / "run")
     assert said(*common, "--systems", "fedavg(lr=0.1),fedprox(lr=0.1)")[0] == 0

@@ -86,6 +86,7 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
     assert "Traceback" not in failed.output
 
 
+@pytest.mark.long
 def test_a_comparison_without_a_file_runs_and_goes_on(tmp_path):
     words = [
         "run",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_meta import loggers, measures
+from fedjax_meta import imports, loggers, measures
 from fedjax_meta.study import System, from_tree, made, to_yaml
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.tuning import points_of, shaping
@@ -19,7 +19,33 @@ cli = pytest.importorskip("fedjax_meta.cli", reason="the command line needs type
 
 RUN = ["run", "--systems", "my_methods:fading(lr=0.1), fedper(lr=0.1)", "--dataset", "digits", "--clients", "6"]
 RUN += ["--model", "my_models:small(width=4)", "--out", "run"]
+METHOD = """import jax.numpy as jnp
+import fedjax_meta as fm
+from fedjax_meta import masks
+
+
+@fm.method_builder
+def wrong(task, *, lr: float = 0.1):
+    {builder}
+
+    def client(key, received, data):
+        {client}
+
+    everything = masks.everything(task)
+    return fm.Method(
+        init=task.init, client=client, personalize=fm.received_model, predict=task.predict,
+        roles=masks.roles(masks.nothing(task), everything),
+    )
+"""
+"""A method with an error in its 8th or 11th line."""
+RIGHT = {"builder": "pass", "client": "return fm.Trained(received.model, {})"}
 BROKEN = {
+    "shapes": METHOD.format(**RIGHT | {"client": "return jnp.broadcast_arrays(jnp.zeros(2), jnp.zeros(3))"}),
+    "adds": METHOD.format(**RIGHT | {"client": "return jnp.zeros(2) + jnp.zeros(3)"}),
+    "looks": METHOD.format(**RIGHT | {"client": "return {}['my bug']"}),
+    "reads": METHOD.format(**RIGHT | {"builder": "open('weights.npz')"}),
+    "returns": METHOD.format(**RIGHT | {"client": "return received.model"}),
+    "fragile": "def small(inputs, classes):\n    raise KeyError('oops')\n",
     "fails": "1 / 0\n",
     "unreadable": "def (\n",
     "needs": "import no_such_package\n",
@@ -161,6 +187,31 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
     code, text = said("run", *words)
     assert code == 1 and message in text and "Traceback" not in text, text
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "place"),
+    [
+        (["--systems", "shapes:wrong"], "clients, wrong: Incompatible shapes for broadcasting", "shapes.py, line 11"),
+        (["--systems", "adds:wrong, fedavg"], "clients, wrong: TypeError: add got incompatible shapes", "adds.py, line 11"),
+        (["--systems", "looks:wrong"], "clients, wrong: KeyError: 'my bug'", "looks.py, line 11"),
+        (["--systems", "reads:wrong"], "clients, wrong: FileNotFoundError: [Errno 2] No such file", "reads.py, line 8"),
+        (["--systems", "fedavg", "--model", "fragile:small"], "model fragile:small: KeyError: 'oops'", "fragile.py, line 2"),
+    ],
+)
+def test_an_error_in_own_code_names_what_it_is_of_and_its_line(words, message, place):
+    words = ["run", *words, "--dataset", "digits", "--rounds", "1"]
+    code, text = said(*words)
+    assert code == 1 and f"error: {message}" in text and "Traceback" not in text, text
+    assert f"({place}; --debug shows the traceback)" in text
+    with pytest.raises(ValueError) as error:
+        cli.app([*words, "--debug"], standalone_mode=False)
+    assert imports.place_of(error.value) == place
+
+
+def test_a_client_that_returns_a_model_alone_is_told_what_to_return():
+    code, text = said("run", "--systems", "returns:wrong", "--dataset", "digits", "--rounds", "1")
+    assert code == 1 and "client of wrong must return fm.Trained(model, metrics), not {" in text and "Traceback" not in text
 
 
 def test_a_model_that_takes_no_loss_refuses_targets_that_are_no_classes():

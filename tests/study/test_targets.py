@@ -178,6 +178,7 @@ def test_a_classifier_still_needs_two_outputs():
         fm.models.sensor_cnn(classes=0, loss=fm.tasks.squared_error())
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")

@@ -87,6 +87,7 @@ def ends(outcome):
     return rows, outcome.chosen
 
 
+@pytest.mark.long
 def test_halving_compares_all_points_however_they_are_grouped(tmp_path, monkeypatch):
     """Memory for all members, for three and for one, of a grid whose points one program holds."""
     grid, changes = {"lr": [1e-5, 0.1, 1e-4, 0.05, 0.003, 0.03]}, {"halving": 2, "seeds": [0, 1]}

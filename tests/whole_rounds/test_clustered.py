@@ -3,12 +3,13 @@
 IFCA (jichan3751/ifca, mnist/train_cluster_mnist.py 299-350, 370-402): client i takes s = argmin_j f_i(theta_j), trains theta_s,
 and theta_j becomes the mean of the models of its clients; without any it stays.
 CFL (felisat/clustered-federated-learning, fl_devices.py 62-151): models become means over clusters; complete linkage of the
-cosines of updates splits a cluster in two. Here a part that is new starts from its parent's model in its next round.
+cosines of updates splits a cluster in two. A part that is new has its parent's model from then on.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.cluster import hierarchy
 
@@ -88,6 +89,30 @@ def test_two_rounds_of_ifca():
     near(library.tested(NEW), models[best])
 
 
+MOMENTUM = 0.9
+"""Of the server's optimiser, which is each cluster's own."""
+
+
+def momentum(rate):
+    return optax.sgd(rate, MOMENTUM)
+
+
+def test_a_server_optimizer_is_each_clusters_own_and_rests_without_clients():
+    """IFCA; v_j = momentum v_j + (theta_j - mean_j), theta_j = theta_j - server v_j, only of clusters with clients."""
+    method = fm.ifca(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH)
+    library = Library(method, server_lr=SERVER, server_optimizer=momentum)
+    models, velocity, visited = stacked(library.start.model), np.zeros((CLUSTERS, 27)), []
+    for number, cohort in enumerate(COHORTS):
+        nearest = {i: int(np.argmin([loss(theta, view(i, "train")) for theta in models])) for i in cohort}
+        trained = {i: descend(models[j], RATE, epochs(order_key(number, i), i, "train", BATCH, 2)) for i, j in nearest.items()}
+        for j in set(nearest.values()):
+            velocity[j] = MOMENTUM * velocity[j] + models[j] - np.mean([trained[i] for i in cohort if nearest[i] == j], 0)
+            models[j] -= SERVER * velocity[j]
+        near(library_order(stacked((library.first, library.last)[number].model)), library_order(models))
+        visited.append(set(nearest.values()))
+    assert visited[0] - visited[1], "a cluster that has momentum must rest in the second round"
+
+
 def apart(updates):
     """Which of the updates complete linkage of -cosine puts apart from the first, by SciPy."""
     unit = np.array(updates) / np.linalg.norm(updates, axis=1, keepdims=True)
@@ -96,40 +121,49 @@ def apart(updates):
     return label != label[0]
 
 
+@pytest.mark.parametrize("server", [{}, {"server_lr": SERVER, "server_optimizer": momentum}], ids=["mean", "momentum"])
 @pytest.mark.parametrize("splits", [True, False])
 @written_from(
     "felisat/clustered-federated-learning", "23a1c38", "fl_devices.py:62-151", "clustered_federated_learning.ipynb:221-266"
 )
-def test_two_rounds_of_cfl(splits):
-    """With these thresholds a cluster of three is split after its first round, or never."""
+def test_two_rounds_of_cfl(splits, server):
+    """With these thresholds a cluster of three is split after its first round, or never.
+
+    A new cluster inherits the velocity of its parent at the server: v = momentum v + (theta - mean), theta = theta - rate v.
+    """
+    rate, share = (SERVER, MOMENTUM) if server else (1.0, 0.0)
     bounds = {"mean_norm": 1e3 if splits else 1e-9, "client_norm": 1e-3, "first_split": 0}
-    library = Library(fm.cfl(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH, **bounds))
+    library = Library(fm.cfl(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH, **bounds), **server)
     models, alive, place = stacked(library.start.model), [True, False, False], {}
+    velocity = np.zeros_like(models)
     near(models[1], models[0])
     for number, cohort in enumerate(COHORTS):
         trained, updates = {}, {}
         for i in cohort:
             live = [j for j in range(CLUSTERS) if alive[j]]
             nearest = live[int(np.argmin([loss(models[j], view(i, "train")) for j in live]))]
-            cluster, parent = place.setdefault(i, (nearest, nearest))
-            start = models[cluster if alive[cluster] else parent]
+            cluster = place.setdefault(i, (nearest, nearest))[0]
+            start = models[cluster]
             trained[i] = descend(start, RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
             updates[i] = trained[i] - start
         for j in {place[i][0] for i in cohort}:
-            models[j], alive[j] = np.mean([trained[i] for i in cohort if place[i][0] == j], 0), True
+            mean = np.mean([trained[i] for i in cohort if place[i][0] == j], 0)
+            velocity[j], alive[j] = share * velocity[j] + models[j] - mean, True
+            models[j] -= rate * velocity[j]
         for j in range(CLUSTERS):
             members = [i for i in cohort if place[i][0] == j]
             if splits and len(members) >= 3:
                 free = 1 + max(cluster for cluster, _ in place.values())
                 far = apart([updates[i] for i in members])
                 place |= {i: (free, j) for i, moved in zip(members, far, strict=True) if moved}
+                models[free], velocity[free] = models[j], velocity[j]
         memory = rows({i: np.array(pair, float) for i, pair in place.items()}, np.zeros(2))
         state = (library.first, library.last)[number]
-        check(state, number + 1, model=library_order(models), memory=memory, extra=np.array(alive, float))
+        slots = library_order(velocity) if server else ()
+        check(state, number + 1, model=library_order(models), memory=memory, extra=np.array(alive, float), optimizer=slots)
     assert any(cluster > 0 for cluster, _ in place.values()) == splits
     for i in (KNOWN, LATE):
-        cluster, parent = place[i]
-        near(library.tested(i), models[cluster if alive[cluster] else parent])
+        near(library.tested(i), models[place[i][0]])
     live = [j for j in range(CLUSTERS) if alive[j]]
     near(library.tested(NEW), models[live[int(np.argmin([loss(models[j], view(NEW, "test_support")) for j in live]))]])
 
