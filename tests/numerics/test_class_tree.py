@@ -1,5 +1,6 @@
 """The tree of classes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,3 +46,20 @@ def test_distant_outliers_make_a_chain():
     tree = build_tree(10.0 ** jnp.arange(5)[:, None], jnp.ones(5, bool))
     assert int(tree.depth) == 4
     assert branches(tree, 0) == {frozenset([frozenset({4}), frozenset({0, 1, 2, 3})])}
+
+
+def test_of_the_two_classes_that_are_farthest_apart_the_first_is_left():
+    """Whichever of the two equal distances, from either side, rounding makes the larger one."""
+    means = np.random.default_rng(0).normal(size=(7, 20)).astype(np.float32)
+    tree = jax.jit(build_tree)(means, np.ones(7, bool))
+    apart = np.sum((means[:, None].astype(float) - means[None]) ** 2, -1)
+    nodes = 0
+    for level in range(int(tree.depth)):
+        node, left = np.asarray(tree.node[level]), np.asarray(tree.left[level])
+        for number in set(node[node < at_most(7)].tolist()):
+            members = np.flatnonzero(node == number)
+            pairs = [(apart[a, b], a, b) for a in members for b in members if a < b]
+            _, one, other = max(pairs)
+            assert left[one] and not left[other]
+            nodes += 1
+    assert nodes == 6
