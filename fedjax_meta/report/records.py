@@ -159,6 +159,8 @@ def over_seeds(values: Sequence[float] | np.ndarray) -> Spread:
     Example:
       >>> over_seeds([90.0, 92.0, 97.0])[0], over_seeds([90.0]), over_seeds([])
       (93.0, (90.0, nan), (nan, nan))
+      >>> over_seeds([0.1, 0.1, 0.1])[1]
+      0.0
     """
     if not len(values) or not np.isfinite(values).all():
         return math.nan, math.nan
