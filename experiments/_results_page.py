@@ -130,7 +130,11 @@ def _facts(found: Mapping[str, Any]) -> str:
     rounds, seeds = found["rounds"], ", ".join(map(str, found["seeds"]))
     if "draws" in found:
         seeds += f", of each draw of the clients ({', '.join(map(str, found['draws']))})"
-    others = "".join(f" {', '.join(part['systems'])}: {_source(part)}." for part in found.get("before", ()))
+    several = len({row["scenario"] for row in found["rows"]}) > 1
+    others = ""
+    for part in found.get("before", ()):
+        names = (f"{system} on {scenario}" if several else system for scenario, system in part["rows"])
+        others += f" {', '.join(names)}: {_source(part)}."
     return f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; {_source(found)}.{others}"
 
 

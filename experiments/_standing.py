@@ -85,6 +85,11 @@ class Run:
             words += ["--set", setting]
         return words
 
+    @property
+    def command(self) -> str:
+        """The command, without folders."""
+        return " ".join(["fedjax-meta run", *self.arguments()])
+
     def load(self) -> Study:
         """The study as the command runs it."""
         seeds = [f"seeds={self.seeds}"] if self.seeds else []
@@ -134,7 +139,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
     rows = _of_draws(study, rows) if study.data_seeds else rows
     rows = [{**row, "settings": settings_of(study, row["scenario"], row["system"])} for row in rows]
     return {
-        "command": " ".join(["fedjax-meta run", *run.arguments()]),
+        "command": run.command,
         "commit": commits["commit"] + (" with changes" if commits["dirty"] else ""),
         "config": hashlib.sha256(json.dumps(content["fixed"], sort_keys=True).encode()).hexdigest()[:16],
         "data": {name: clients["fingerprint"] for name, clients in content["clients"].items()},
@@ -155,21 +160,22 @@ PART = ("commit", "config", "versions", "device", "hours")
 def joined(run: Run, found: dict[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     """An extract, and the rows of one from before that it lacks, if they were made with its data and the settings of the list.
 
-    The entry "before" says where these rows are from.
+    The entry "before" says from which folders these rows are.
     """
     if before is None or any(found["data"].get(name, of) != of for name, of in before["data"].items()):
         return found
     study = run.load()
-    rows = {_place(row): row for row in _valid(study, before)} | {_place(row): row for row in found["rows"]}
-    parts = [*before.get("before", ()), {**{name: before[name] for name in PART}, "systems": _of_its_folder(before)}]
-    kept = {system for place, system in rows if (place, system) not in set(map(_place, found["rows"]))}
-    parts = [{**part, "systems": [name for name in part["systems"] if name in kept]} for part in parts]
-    in_order = [(place, system) for place, systems in places_of(study).items() for system in systems]
+    kept = {_place(row): row for row in _valid(run, study, before)}
+    rows = kept | {_place(row): row for row in found["rows"]}
+    parts = [*before.get("before", ()), {**{name: before[name] for name in PART}, "rows": _of_its_folder(before)}]
+    left = {_place(row) for row in kept.values()} - {_place(row) for row in found["rows"]}
+    parts = [{**part, "rows": [place for place in part["rows"] if tuple(place) in left]} for part in parts]
+    in_order = [(scenario, system) for scenario, systems in places_of(study).items() for system in systems]
     return {
         **found,
         "data": {**before["data"], **found["data"]},
-        **({"before": told} if (told := [part for part in parts if part["systems"]]) else {}),
-        "rows": [rows[one] for one in in_order if one in rows],
+        **({"before": told} if (told := [part for part in parts if part["rows"]]) else {}),
+        "rows": [rows[place] for place in in_order if place in rows],
     }
 
 
@@ -187,24 +193,28 @@ def _place(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["scenario"], row["system"]
 
 
-def _of_its_folder(found: Mapping[str, Any]) -> list[str]:
-    """The systems of an extract whose rows are not from before."""
-    others = {name for part in found.get("before", ()) for name in part["systems"]}
-    return [name for name in dict.fromkeys(row["system"] for row in found["rows"]) if name not in others]
+def _of_its_folder(found: Mapping[str, Any]) -> list[list[str]]:
+    """The [scenario, system] of the rows of an extract that are not from before."""
+    others = {tuple(place) for part in found.get("before", ()) for place in part["rows"]}
+    return [list(_place(row)) for row in found["rows"] if _place(row) not in others]
 
 
-def _valid(study: Study, found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of an extract that were made with the settings of a study."""
-    places = {(place, system) for place, systems in places_of(study).items() for system in systems}
-    return [row for row in found["rows"] if _place(row) in places and row.get("settings") == settings_of(study, *_place(row))]
+def _valid(run: Run, study: Study, found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of an extract that were made with the settings of the list; older ones do not tell theirs, but their command."""
+    places = {(scenario, system) for scenario, systems in places_of(study).items() for system in systems}
+    same = found["command"] == run.command and (found["rounds"], found["seeds"]) == (study.rounds, list(study.seeds))
+    return [
+        row
+        for row in found["rows"]
+        if _place(row) in places and (row["settings"] == settings_of(study, *_place(row)) if "settings" in row else same)
+    ]
 
 
 def missing(run: Run, found: Mapping[str, Any] | None) -> list[str]:
-    """The systems of which an extract lacks a row with the settings of the list; rows that do not tell theirs count by name."""
+    """The systems of which an extract lacks a row with the settings of the list."""
     study = run.load()
-    rows = [] if found is None else [*_valid(study, found), *(row for row in found["rows"] if "settings" not in row)]
-    has = set(map(_place, rows))
-    lacking = {system for place, systems in places_of(study).items() for system in systems if (place, system) not in has}
+    has = set(map(_place, _valid(run, study, found))) if found is not None else set()
+    lacking = {system for scenario, systems in places_of(study).items() for system in systems if (scenario, system) not in has}
     return [name for name in study.systems if name in lacking]
 
 
@@ -214,7 +224,8 @@ def settings_of(study: Study, scenario: str, system: str) -> str:
     How far its grid may move on is not part of it.
     """
     tree = to_tree(study)
-    said = {name: tree[name] for name in ("rounds", "seeds", "data_seeds", "federation", "metrics", "user_accuracy")}
+    said = {name: tree[name] for name in ("rounds", "seeds", "data_seeds", "federation", "metrics")}
+    said["user_accuracy"] = study.user_accuracy_of(system)
     said["scenarios"] = [of for name, of in tree["scenarios"].items() if name.partition(DRAW)[0] == scenario]
     said["system"] = {name: of for name, of in tree["systems"][system].items() if name not in ("title", "scenarios")}
     if study.systems[system].grid:
@@ -255,18 +266,19 @@ def _moved(draws: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def check_same(run: Run, folder: Path) -> None:
-    """Raises `ValueError` where a folder holds another study than the list's; systems that it has no results of may differ."""
-    study = run.load()
-    wanted, made = to_tree(study), to_tree(load(folder / "study.yaml"))
+    """Raises `ValueError` where a folder holds another study than the list's. It may have fewer systems, and their scenarios."""
+    study, held = run.load(), load(folder / "study.yaml")
+    wanted, made = to_tree(study), to_tree(held)
     made["tuning"] |= {"extend": wanted["tuning"]["extend"]}  # the same command goes on with it
+    wanted["scenarios"] = {name: of for name, of in wanted["scenarios"].items() if name in made["scenarios"]}
     tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
     for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
         if wanted[field] != made[field]:
             raise ValueError(f"{folder} holds another study than {run.name} of the list: {field} differs")
     for scenario in study.scenarios:
         for system in study.systems_on(scenario):
-            there = (folder / "results" / scenario / f"{system}.final.json").is_file()
-            if there and wanted["systems"][system] != made["systems"].get(system):
+            there = (folder / "results" / scenario / f"{system}.final.json").is_file() and system in made["systems"]
+            if there and wanted["systems"][system] != made["systems"][system]:
                 raise ValueError(f"{folder} holds another study than {run.name} of the list: system {system} differs")
 
 

@@ -63,6 +63,8 @@ def main(
     `python -m experiments.reproduce --write-docs runs/reproduce`
     """
     with one_line_errors(debug):
+        if missing and (list_ or write_docs is not None):
+            raise ValueError("--missing says what is run: leave out --list or --write-docs")
         chosen = pick(standing.read_list(), only)
         if write_docs is not None:
             for said in write(chosen, write_docs):
@@ -72,7 +74,10 @@ def main(
             headings = ["name", "hours", "", "state", "in docs", "title"]
             console.print(report.rich_table("Runs", headings, table, text_columns=1))
         else:
-            raise typer.Exit(run_all(lacking(chosen) if missing else chosen, runs, data_dir, hours))
+            chosen = lacking(chosen) if missing else chosen
+            if not chosen:
+                console.print(f"{standing.EXTRACTS} has all of it", soft_wrap=True, markup=False)
+            raise typer.Exit(run_all(chosen, runs, data_dir, hours))
 
 
 def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
@@ -92,10 +97,14 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
 
 
 def lacking(chosen: list[standing.Run]) -> list[standing.Run]:
-    """The runs of which docs/results lacks systems, with these systems alone."""
-    extracts = standing.read_extracts()
-    systems = {run.name: standing.missing(run, extracts.get(run.name)) for run in chosen}
-    return [dataclasses.replace(run, systems=systems[run.name]) for run in chosen if systems[run.name]]
+    """The runs of which docs/results lacks systems, with these systems alone, and with their share of the hours."""
+    extracts, runs = standing.read_extracts(), []
+    for run in chosen:
+        systems = standing.missing(run, extracts.get(run.name))
+        if systems:
+            hours = round(run.hours * len(systems) / len(run.load().systems), 2)
+            runs.append(dataclasses.replace(run, systems=systems, hours=hours))
+    return runs
 
 
 def line(run: standing.Run, root: Path, found: Mapping[str, Any] | None) -> list[str]:

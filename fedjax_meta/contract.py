@@ -168,10 +168,11 @@ class Method:
       divides_by_statistics: whether the server divides the mean pseudo-gradient by the mean statistics, a scalar or the leading
         axis of every shared leaf: clients count as much as these (IFCA, AFL). Other aggregators than the mean get the quotients
         of each client, with its statistics as weights; so they do for statistics that are an `aggregate.Ratio`.
-      separate_models: whether the shared leaves are M models `[M, ...]`, each with an optimiser of its own at the server. Needs
-        `divides_by_statistics`, by the shares `[M]` of the models: one whose share is 0 rests, with its optimiser (IFCA, CFL).
-      inherit: `(state before the round, state after it) -> int32 [M]`, for `separate_models` of a `whole_population`: which model
-        each one goes on as, together with the state of its optimiser; itself where nothing is to happen.
+      separate_models: whether the shared leaves are M models `[M, ...]`, each with an optimiser of its own at the server (IFCA,
+        CFL). Needs `divides_by_statistics`: the statistics are each model's share of the clients, `[M]`. A model whose share is 0
+        does not move, and its optimiser takes no step. With noise on uploads no share is exactly 0.
+      inherit: `(state before the round, state after it) -> int32 [M]`, for `separate_models` and `whole_population`: for each
+        model the number of the one that it takes over, with the state of its optimiser; its own number where it stays.
       direction: `(state, mean pseudo-gradient, mean statistics, summed statistics weight, N) -> (pseudo-gradient, statistics)`,
         what the server descends along and what `update_extra` gets, for rules that no weighted mean expresses (FedNova, FedDyn);
         as they are when not given. `state` is the one before the step, without rows of clients; only shared leaves are there.

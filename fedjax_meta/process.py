@@ -54,7 +54,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Turns errors that a user can correct into one line on stderr and exit code 1.
+    """Turns errors that a user can correct, and all of a user's own code, into one line on stderr and exit code 1.
 
     Ctrl-C (SIGINT) and SIGTERM end with one line and exit code 130 or 143. Letters that a terminal cannot show are shown as
     question marks: a table must not be lost to a sign in it.
@@ -79,9 +79,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
             raise
         where = f" ({place}; --debug shows the traceback)" if place else ""
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if place and not isinstance(error, ValueError):
-            said = f"{type(error).__name__}: {said}"
-        errors.print(Text(f"error: {said}{where}"), soft_wrap=True)
+        errors.print(Text(f"error: {imports.said(error) if place else said}{where}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -4,10 +4,12 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta import masks
 from tests import problems
 
 BAD = {
@@ -93,8 +95,32 @@ def test_roles_must_be_those_of_the_whole_model():
 
 def test_separate_models_need_their_shares_and_heirs_need_separate_models():
     method = fm.cfl(problems.task())
-    with pytest.raises(ValueError, match="separate_models, whose shares divides_by_statistics=True must name"):
+    with pytest.raises(ValueError, match="separate_models of cfl need divides_by_statistics=True"):
         fm.federate(replace(method, divides_by_statistics=False), fm.Federation())
     for lacking in ("separate_models", "whole_population"):
         with pytest.raises(ValueError, match="inherit of cfl needs separate_models=True and whole_population=True"):
             fm.federate(replace(method, **{lacking: False}), fm.Federation())
+    roles = jax.tree.map(lambda _: masks.Role.BUFFER, method.roles)
+    with pytest.raises(ValueError, match="separate_models of cfl must be shared leaves"):
+        fm.federate(replace(method, roles=roles), fm.Federation())
+
+
+@pytest.mark.parametrize("given", [1, [1], [0.0, 1.0, 2.0, 3.0]])
+def test_heirs_are_a_number_of_each_model(given):
+    method = replace(fm.cfl(problems.task()), inherit=lambda before, after: jnp.asarray(given))
+    algorithm = fm.federate(method, fm.Federation(cohort_size=3))
+    state = algorithm.init(jax.random.key(0), problems.data())
+    with pytest.raises(ValueError, match=r"what inherit of cfl returns must be an array \[4\] of integer type"):
+        jax.eval_shape(algorithm.round, jax.random.key(0), state, problems.data())
+
+
+def test_separate_models_have_a_share_each():
+    method = fm.ifca(problems.task(), clusters=2)
+
+    def client(*given):
+        return method.client(*given)._replace(statistics=jnp.ones(()))
+
+    algorithm = fm.federate(replace(method, client=client), fm.Federation(cohort_size=3))
+    state = algorithm.init(jax.random.key(0), problems.data())
+    with pytest.raises(ValueError, match=r"the statistics of ifca, .* must be an array \[2\] of inexact type"):
+        jax.eval_shape(algorithm.round, jax.random.key(0), state, problems.data())

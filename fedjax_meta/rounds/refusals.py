@@ -7,6 +7,7 @@ from fedjax_meta.aggregate import Rule
 from fedjax_meta.asynchronous import Asynchronous
 from fedjax_meta.contract import Method
 from fedjax_meta.federation import Federation
+from fedjax_meta.masks import Role
 from fedjax_meta.rounds.trees import parts
 from fedjax_meta.uploads import Chain
 
@@ -19,7 +20,9 @@ def refuse(method: Method, federation: Federation) -> None:
         if method.collaborate.reads:
             refuse_hiding_uploads(method, federation)
     if method.separate_models and not method.divides_by_statistics:
-        raise ValueError(f"{method.name} has separate_models, whose shares divides_by_statistics=True must name")
+        raise ValueError(f"separate_models of {method.name} need divides_by_statistics=True, and their shares as statistics")
+    if method.separate_models and Role.BUFFER in jax.tree.leaves(method.roles):
+        raise ValueError(f"separate_models of {method.name} must be shared leaves: a mean of buffers knows no models")
     if method.inherit is not None and not (method.separate_models and method.whole_population):
         raise ValueError(f"inherit of {method.name} needs separate_models=True and whole_population=True")
     _refuse_what_the_method_does(method, federation)

@@ -27,6 +27,7 @@ def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> 
     3. `server.next_state`: the server moves along the mean of that.
     4. `_mix`: clients get something of each other, if the method wants it (`server.collaborate`).
     5. `_info`: what the round reports.
+    6. `server.inherited`: models take over others, if the method has such (a new cluster that of its parent).
     """
     f = setting.federation
     if len(state.residual) != len(f.uploads):

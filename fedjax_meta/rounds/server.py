@@ -131,18 +131,19 @@ def _step(
     descent, held = masks.split(average, setting.shared)
     if method.divides_by_statistics:
         descent = per_unit(descent, statistics)
+    shares = statistics
     if method.direction is not None:
         descent, statistics = method.direction(without_rows(state), descent, statistics, weight, num_clients)
         must_fit(f"the pseudo-gradient that direction of {method.name} returns", descent, moving)
     updates, slots = setting.server.update(descent, state.optimizer, moving)
     if method.separate_models:
-        visited = statistics > 0
-        updates = jax.tree.map(partial(_rows, visited), updates, jax.tree.map(jnp.zeros_like, updates))
-        slots = jax.tree.map(partial(_rows, visited), slots, state.optimizer)
-    buffers, still = masks.split(rest, setting.buffers)
+        _check_one_each(f"the statistics of {method.name}, which has separate_models,", shares, moving, jnp.inexact)
+        still = jax.tree.map(jnp.zeros_like, updates), state.optimizer
+        updates, slots = where(shares > 0, (updates, slots), still)
+    buffers, frozen = masks.split(rest, setting.buffers)
     if setting.sends_differences:
         held = jax.tree.map(jnp.subtract, buffers, held)
-    model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, still))
+    model = masks.merge(optax.apply_updates(moving, updates), masks.merge(held, frozen))
     model, slots = where(some, (model, slots), (state.model, state.optimizer))
     state = state._replace(model=model, optimizer=slots)
     if method.update_extra is None:
@@ -154,9 +155,13 @@ def _step(
     return state._replace(extra=where(some, extra, state.extra))
 
 
-def _rows(chosen: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` where bool `[M]` says so, else `old`; leaves `[M, ...]`."""
-    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 1)), new, old)
+def _check_one_each(what: str, given: PyTree, models: PyTree, kind: type) -> None:
+    """Raises `ValueError` unless there is a number of a kind for each of M models, whose leaves are `[M, ...]`."""
+    count = len(jax.tree.leaves(models)[0])
+    if not isinstance(given, jax.Array) or given.shape != (count,) or not jnp.issubdtype(given.dtype, kind):
+        raise ValueError(
+            f"{what} must be an array [{count}] of {kind.__name__} type, a number of each model: {checks.shown(given)}"
+        )
 
 
 def inherited(setting: Setting, before: State, after: State) -> State:
@@ -165,6 +170,7 @@ def inherited(setting: Setting, before: State, after: State) -> State:
         return after
     source = setting.method.inherit(before, after)
     moving, rest = masks.split(after.model, setting.shared)
+    _check_one_each(f"what inherit of {setting.method.name} returns", source, moving, jnp.integer)
     moving, slots = jax.tree.map(lambda leaf: leaf[source], (moving, after.optimizer))
     return after._replace(model=masks.merge(moving, rest), optimizer=slots)
 

@@ -49,9 +49,7 @@ def named(study: Study, scenario: str, name: str) -> Iterator[None]:
         own = imports.place_of(error) is not None
         if not (own or isinstance(error, ValueError)):
             raise
-        said = str(error).partition("\n")[0]
-        if not isinstance(error, ValueError):
-            said = f"{type(error).__name__}: {said}"
+        said = imports.said(error)
         many = len(study.systems) > 1 or len(study.scenarios) > 1
         raise ValueError(f"{scenario}, {name}: {said}" if many or own else said) from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from fedjax_meta import disk
+from fedjax_meta import disk, imports
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
@@ -69,7 +69,7 @@ def run(
     jobs, outcomes = _jobs(study, built), []
     with _desk(folder, watcher, should_stop) as desk:
         for number, job in enumerate(jobs):
-            outcomes.append(job.run(jobs[number + 1 :], desk))
+            outcomes.append(_of(job, jobs[number + 1 :], desk))
             watcher.end(outcomes[-1])
     _save_presets(study, folder, outcomes)
     folders.close_run(folder)
@@ -121,10 +121,20 @@ def shared(
                 yield None
                 return
             whole = desk._replace(metrics=folders.Metrics(folder))
-            outcomes = [job.run([], whole) for job in jobs]
+            outcomes = [_of(job, [], whole) for job in jobs]
             _save_presets(study, folder, outcomes)
             yield outcomes
             folders.close_run(folder)
+
+
+def _of(job: Job, ahead: Sequence[Job], desk: Desk) -> Outcome:
+    """What a job finds; an error in a user's own code names the system."""
+    try:
+        return job.run(ahead, desk)
+    except Exception as error:
+        if imports.place_of(error) is None:
+            raise
+        raise ValueError(f"{', '.join(job.where)}: {imports.said(error)}") from error
 
 
 def _check_start(study: Study, built: Mapping[str, Clients]) -> None:
@@ -169,7 +179,7 @@ def _train_free(jobs: Sequence[Job], desk: Desk) -> None:
             part = folders.part(desk.folder, *job.where)
             with disk.held(part) as mine:
                 if mine:
-                    desk.watcher.end(job.run([], desk._replace(metrics=folders.Metrics(part))))
+                    desk.watcher.end(_of(job, [], desk._replace(metrics=folders.Metrics(part))))
                     left.remove(job)
         if left:
             if desk.should_stop():

@@ -400,8 +400,7 @@ def _made(name: str, given: Mapping[str, Any]) -> Task:
     except Exception as error:
         if imports.place_of(error) is None:
             raise
-        said = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"model {name}: {said}{checks.first_line(error)}") from error
+        raise ValueError(f"model {name}: {imports.said(error)}") from error
     if not isinstance(task, Task):
         raise ValueError(f"model {name} must return a Task, e.g. fm.classification(...), not {checks.shown(task)}")
     return task

@@ -1,5 +1,6 @@
 """The list of the papers' runs, extracts of run folders, verdicts, and docs/results.md, which is made from them."""
 
+import copy
 import json
 import math
 import subprocess
@@ -146,15 +147,14 @@ def test_rows_of_several_folders_make_one_extract(folder):
     newest = {**found, "rows": [first]}
     both = standing.joined(listed, newest, before)
     assert both["rows"] == [first, second] and both["commit"] == found["commit"]
-    assert [(part["systems"], part["commit"], part["hours"]) for part in both["before"]] == [
-        ([second["system"]], "b" * 40, 1.5)
-    ]
+    place = [second["scenario"], second["system"]]
+    assert [(part["rows"], part["commit"], part["hours"]) for part in both["before"]] == [([place], "b" * 40, 1.5)]
     assert f" {second['system']}: commit `{'b' * 12}`;" in results.page([listed], {"digits": both})
     assert standing.missing(listed, both) == [] and standing.missing(listed, newest) == [second["system"]]
     assert standing.missing(listed, None) == [first["system"], second["system"]]
     # A third folder: rows keep where they are from, and a folder without rows is not named.
     again = standing.joined(listed, {**found, "commit": "c" * 40, "rows": [first]}, both)
-    assert [(part["systems"], part["commit"]) for part in again["before"]] == [([second["system"]], "b" * 40)]
+    assert [(part["rows"], part["commit"]) for part in again["before"]] == [([place], "b" * 40)]
     assert standing.hours_of(both) == standing.hours_of(again) == found["hours"] + 1.5
     assert "before" not in standing.joined(listed, found, both)
 
@@ -168,10 +168,40 @@ def test_rows_of_other_settings_or_data_are_not_joined(folder):
     assert standing.joined(other, newest, found)["rows"] == [first] and standing.missing(other, found) == [second["system"]]
     assert standing.joined(listed, newest, {**found, "data": {"pairs": "other"}})["rows"] == [first]
     assert standing.missing(replace(listed, settings=["rounds=3"]), found) == [first["system"], second["system"]]
-    # How far a grid may move on changes no row; a row of an older page does not tell its settings, and counts by its name.
+    # How far a grid may move on changes no row. An older row does not tell its settings, and counts by the command.
     assert standing.missing(replace(listed, settings=["tuning.extend=2"]), found) == []
     old = {**found, "rows": [{name: value for name, value in row.items() if name != "settings"} for row in found["rows"]]}
-    assert standing.missing(other, old) == []
+    assert standing.missing(listed, old) == [] and standing.joined(listed, newest, old)["rows"] == [first, old["rows"][1]]
+    assert standing.missing(other, old) == [first["system"], second["system"]]
+    assert standing.joined(other, newest, old)["rows"] == [first]
+
+
+def test_rows_of_several_scenarios_keep_where_they_are_from():
+    listed = next(one for one in LISTED if one.name == "fedpac_concepts")
+    study = listed.load()
+    scenarios, (one, other, *_) = list(study.scenarios), study.systems
+
+    def extract(commit, *places):
+        rows = [{"scenario": s, "system": name, "settings": standing.settings_of(study, s, name)} for s, name in places]
+        about = {"versions": {}, "device": "cpu", "config": "", "hours": 1.0, "command": "", "rounds": 0, "seeds": [1]}
+        return {**about, "commit": commit, "data": {}, "rows": rows}
+
+    first = extract("a", (scenarios[1], one))
+    second = standing.joined(listed, extract("b", (scenarios[0], one)), first)
+    third = standing.joined(listed, extract("c", (scenarios[0], other)), second)
+    told = [(part["commit"], part["rows"]) for part in third["before"]]
+    assert told == [("a", [[scenarios[1], one]]), ("b", [[scenarios[0], one]])]
+    places = [(row["scenario"], row["system"]) for row in third["rows"]]
+    assert places == [(scenarios[0], one), (scenarios[0], other), (scenarios[1], one)]
+
+
+def test_settings_are_those_of_a_system_whatever_the_others_are():
+    for name in ("mtfl_figure5", "fedmeta_per_cifar10"):
+        listed = next(one for one in LISTED if one.name == name)
+        whole = listed.load()
+        for scenario, systems in standing.places_of(whole).items():
+            alone = replace(listed, systems=[systems[0]]).load()
+            assert standing.settings_of(alone, scenario, systems[0]) == standing.settings_of(whole, scenario, systems[0])
 
 
 def test_only_what_the_docs_lack_is_run(folder, monkeypatch):
@@ -183,6 +213,21 @@ def test_only_what_the_docs_lack_is_run(folder, monkeypatch):
     assert narrowed.systems == [second] and list(narrowed.load().systems) == [second]
     monkeypatch.setattr(standing, "read_extracts", lambda: {"digits": found})
     assert reproduce.lacking([listed]) == []
+
+
+def test_a_folder_of_some_systems_goes_on_with_the_others(tmp_path):
+    """As `--missing` does: the folder's study is of the last systems, the results of the first ones are still there."""
+    content = copy.deepcopy(tree(tuning={"rounds": 1, "seeds": [0]}, rounds=1))
+    content["scenarios"]["others"] = {**content["scenarios"]["pairs"], "seed": 5}
+    names = list(content["systems"])
+    content["systems"][names[1]]["scenarios"] = ["others"]
+    path = tmp_path / "digits.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    listed, before = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test"), None
+    for name in reversed(names):
+        run.run(replace(listed, systems=[name]).load(), tmp_path / "digits", watcher=Silent())
+        before = standing.joined(listed, standing.extract(listed, tmp_path / "digits"), before)
+    assert standing.missing(listed, before) == [] and {row["system"] for row in before["rows"]} == set(names)
 
 
 def test_states_of_the_list(folder, capsys):

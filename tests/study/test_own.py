@@ -37,7 +37,7 @@ def wrong(task, *, lr: float = 0.1):
         roles=masks.roles(masks.nothing(task), everything),
     )
 """
-"""A method with an error in its 8th or 11th line."""
+"""A method with an error in line 8, 11 or 15."""
 RIGHT = {"builder": "pass", "client": "return fm.Trained(received.model, {})"}
 BROKEN = {
     "shapes": METHOD.format(**RIGHT | {"client": "return jnp.broadcast_arrays(jnp.zeros(2), jnp.zeros(3))"}),
@@ -45,6 +45,9 @@ BROKEN = {
     "looks": METHOD.format(**RIGHT | {"client": "return {}['my bug']"}),
     "reads": METHOD.format(**RIGHT | {"builder": "open('weights.npz')"}),
     "returns": METHOD.format(**RIGHT | {"client": "return received.model"}),
+    "elsewhere": METHOD.format(**RIGHT | {"client": "from helper import fails; fails()"}),
+    "helper": "def fails():\n    assert False\n",
+    "adapts": METHOD.format(**RIGHT).replace("fm.received_model", "lambda *given: {}['adapts']"),
     "fragile": "def small(inputs, classes):\n    raise KeyError('oops')\n",
     "fails": "1 / 0\n",
     "unreadable": "def (\n",
@@ -196,6 +199,9 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
         (["--systems", "adds:wrong, fedavg"], "clients, wrong: TypeError: add got incompatible shapes", "adds.py, line 11"),
         (["--systems", "looks:wrong"], "clients, wrong: KeyError: 'my bug'", "looks.py, line 11"),
         (["--systems", "reads:wrong"], "clients, wrong: FileNotFoundError: [Errno 2] No such file", "reads.py, line 8"),
+        (["--systems", "elsewhere:wrong"], "clients, wrong: AssertionError (helper.py, line 2;", "helper.py, line 2"),
+        (["--systems", "adapts:wrong"], "clients, wrong: KeyError: 'adapts'", "adapts.py, line 15"),
+        (["--systems", "fails:x"], "--systems fails:x: importing fails raises ZeroDivisionError", "fails.py, line 1"),
         (["--systems", "fedavg", "--model", "fragile:small"], "model fragile:small: KeyError: 'oops'", "fragile.py, line 2"),
     ],
 )
