@@ -131,6 +131,8 @@ def _of(job: Job, ahead: Sequence[Job], desk: Desk) -> Outcome:
     """What a job finds; an error in a user's own code names the system."""
     try:
         return job.run(ahead, desk)
+    except Stopped:
+        raise  # a signal may have come while a user's own code ran
     except Exception as error:
         if imports.place_of(error) is None:
             raise
