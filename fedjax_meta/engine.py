@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_meta import checks, fitting, hardware, loops, runtime
-from fedjax_meta.hardware import Devices, free_bytes
+from fedjax_meta.hardware import Devices, memory
 from fedjax_meta.placement import CLIENTS, SLICE, WHOLE, client_mesh
 from fedjax_meta.rows import Held, Layout, put
 from fedjax_meta.types import Key, PyTree
@@ -78,8 +78,8 @@ def run_cohort(
       rows: int32 `[C]`, distinct: where `kept` has the clients; a client of a row below 0 keeps nothing.
       context: what every client reads, passed to the rule.
       lanes: clients that run side by side on a device. By default one on a CPU, where the matrix products of one client fill a
-        core and lanes only enlarge the working set, and on an accelerator as many as fit its memory. Give a number where this
-        function is itself vmapped: the default does not see what else runs.
+        core and lanes only enlarge the working set, and on an accelerator as many as fit half of its memory. Give a number where
+        this function is itself vmapped: the default does not see what else runs.
       devices: how many devices share the cohort, or which (a list; devices that are only described serve to lower and compile);
         all of JAX's by default. The program is made for their platform.
       precision: of matrix products where the hardware has a choice, "float32", "tf32" or "bfloat16".
@@ -265,7 +265,7 @@ def _lanes(
     kept: PyTree,
     context: PyTree,
 ) -> int:
-    """The lanes of a cohort: what was given, or one on a CPU, and on an accelerator as many as fit."""
+    """The lanes of a cohort: what was given, or one on a CPU, and on an accelerator as many as fit half of its memory."""
     share = -(-ids.shape[0] // mesh.size)
     if runtime.on_cpu():
         return min(asked or 1, share)
@@ -276,13 +276,17 @@ def _lanes(
         return jax.make_jaxpr(group_of(lanes))(key, context, *members)
 
     device = mesh.local_devices[0]
-    free = free_bytes(device)
-    if free is None:
+    known = memory(device)
+    if known is None:
         if asked is None:
             raise ValueError(f"{device.device_kind} does not say how much memory it has: give lanes, e.g. lanes={share}")
         return min(asked, share)
-    # A tenth stays free for what a round holds besides its lanes.
-    return fitting.lanes(program, share, asked, device, runtime.least_of_processes(0.9 * free / _copies.get()))
+    # A tenth stays free for what a round holds besides its lanes. Lanes in half of the memory already keep a device busy. With
+    # more, their number, and with it the rounding of sums, would follow from what else is in the memory, and there might be no
+    # gap in it that is large enough for all of them.
+    room = 0.9 * (known.limit - known.used)
+    room = room if asked else min(room, known.limit / 2)
+    return fitting.lanes(program, share, asked, device, runtime.least_of_processes(room / _copies.get()))
 
 
 _copies: contextvars.ContextVar[int] = contextvars.ContextVar("copies", default=1)

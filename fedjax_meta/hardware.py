@@ -8,7 +8,7 @@ asked of JAX's backend otherwise, so that a program can be lowered and compiled 
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -104,18 +104,31 @@ def check_precision(precision: str) -> None:
         raise ValueError(f"precision={precision!r} is none of a {platform.upper()}'s; it has {' and '.join(allowed)}")
 
 
-def free_bytes(device: jax.Device) -> int | None:
-    """Free bytes on a device; on a CPU, of the host's memory. `None` where nothing is known of them."""
+class Memory(NamedTuple):
+    """Bytes of a device that JAX may use, and those of them that are in use."""
+
+    limit: int
+    used: int
+
+
+def memory(device: jax.Device) -> Memory | None:
+    """The memory of a device; on a CPU, that of the host. `None` where nothing is known of it."""
     if device.platform == "cpu":
-        return runtime.free_host_bytes()
+        return Memory(runtime.host_bytes(), runtime.host_bytes() - runtime.free_host_bytes())
     try:
         stats = device.memory_stats()
     except jax.errors.JaxRuntimeError:  # the device is only described
         stats = None
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        return Memory(stats["bytes_limit"], stats.get("bytes_in_use", 0))
     kinds = [kind for kind in MEMORY if device.device_kind.startswith(kind)]
     if not kinds:
         return None
     # JAX takes three quarters of a GPU's memory unless it is told otherwise.
-    return MEMORY[max(kinds, key=len)] * (3 if device.platform == "gpu" else 4) // 4
+    return Memory(MEMORY[max(kinds, key=len)] * (3 if device.platform == "gpu" else 4) // 4, 0)
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Free bytes on a device; on a CPU, of the host's memory. `None` where nothing is known of them."""
+    known = memory(device)
+    return None if known is None else known.limit - known.used

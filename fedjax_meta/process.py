@@ -26,6 +26,13 @@ errors = Console(stderr=True)
 
 _OF_USERS = (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError)
 """Errors that a user can correct."""
+_MEMORY = "RESOURCE_EXHAUSTED"
+"""What JAX says when the memory of a device is full."""
+_FULL = (
+    "train fewer clients side by side (--set federation.lanes=8); programs that share a GPU each need a part of its memory "
+    "(XLA_PYTHON_CLIENT_MEM_FRACTION=0.2 in the environment)"
+)
+"""What helps then."""
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
@@ -79,6 +86,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
             raise
         where = f" ({place}; --debug shows the traceback)" if place else ""
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        said = f"{said.rstrip()}; {_FULL}" if isinstance(error, jax.errors.JaxRuntimeError) and _MEMORY in said else said
         errors.print(Text(f"error: {imports.said(error) if place else said}{where}"), soft_wrap=True)
         raise typer.Exit(1) from None
 

@@ -116,7 +116,7 @@ def test_a_cohort_of_500_fits_a_device(target, case):
         pytest.skip("its program for a TPU is not compiled: docs/benchmarks.md")
     device = described(target)[0]
     row = static.measure(case, 500, target)
-    assert row["temp_bytes"] + row["argument_bytes"] < engine.free_bytes(device)
+    assert row["temp_bytes"] + row["argument_bytes"] < hardware.free_bytes(device)
 
 
 @pytest.mark.parametrize("precision", engine.PRECISIONS)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import engine, placement, rows, runtime
+from fedjax_meta import engine, hardware, placement, rows, runtime
 from fedjax_meta.aggregate import weigh
 from fedjax_meta.engine import ClientUpdate
 from tests import problems
@@ -287,11 +287,11 @@ def hungry(key, id_, given, kept, context):
 
 @pytest.fixture
 def lanes_of(monkeypatch, tmp_path):
-    """`(free bytes, lanes that were asked for) -> lanes` of 64 hungry clients on one device."""
+    """`(bytes, lanes that were asked for, bytes in use) -> lanes` of 64 hungry clients on one device."""
     monkeypatch.setenv(runtime.CACHE_VARIABLE, str(tmp_path))
 
-    def lanes(free, given=None):
-        monkeypatch.setattr(engine, "free_bytes", lambda device: free)
+    def lanes(limit, given=None, used=0):
+        monkeypatch.setattr(engine, "memory", lambda device: limit and hardware.Memory(limit, used))
         group_of = lambda count: partial(engine._group, hungry, count)  # noqa: E731
         with runtime.compiling_for("gpu"):
             return engine._lanes(group_of, given, placement.client_mesh(1), KEY, jnp.arange(64), (), (), ())
@@ -299,14 +299,16 @@ def lanes_of(monkeypatch, tmp_path):
     return lanes
 
 
-def test_lanes_follow_the_free_memory(lanes_of):
+def test_lanes_follow_the_memory(lanes_of):
     assert lanes_of(10**12) == 64
-    some, half = lanes_of(40_000_000), lanes_of(20_000_000)
+    some, half = lanes_of(64_000_000), lanes_of(32_000_000)
     assert 1 <= half < some < 64
-    # A lane holds one to six squares of 0.52 MB at a time, of 36 MB (90 % of what is free).
-    assert 36 / 3.2 <= some <= 36 / 0.52
+    # A lane holds one to six squares of 0.52 MB at a time, of half of the memory.
+    assert 32 / 3.2 <= some <= 32 / 0.52
     with engine.side_by_side(2):
-        assert lanes_of(40_000_000) == half  # each of two members of a sweep has half of the memory
+        assert lanes_of(64_000_000) == half  # each of two members of a sweep has half of the memory
+    # What else is in the memory does not matter until less than so much is free.
+    assert lanes_of(64_000_000, used=28_000_000) == some > lanes_of(64_000_000, used=50_000_000)
     assert lanes_of(1000) == 1
     assert lanes_of(10**12, 7) == 7 and lanes_of(10**12, 100) == 64
     with pytest.raises(

@@ -123,6 +123,16 @@ def test_signals_that_were_ignored_stay_so():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_full_device_is_one_line_that_says_what_helps(capsys):
+    with pytest.raises(typer.Exit), process.one_line_errors(debug=False):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 93.56GiB\nwith an allocator"
+        )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 93.56GiB; train fewer clients")
+    assert "federation.lanes=8" in line and "XLA_PYTHON_CLIENT_MEM_FRACTION" in line
+
+
 def test_a_signal_that_arrives_in_the_garbage_collector_ends_the_program(capsys):
     """Python drops an exception that is raised there."""
 
