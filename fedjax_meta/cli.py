@@ -2,51 +2,41 @@
 
 import contextlib
 import dataclasses
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import jax
-import numpy as np
 import typer
 
-from fedjax_meta import __version__, checks, costs, escape, export, loggers, placement, report, runtime
+from fedjax_meta import __version__, checks, costs, escape, export, loggers, placement, runtime
 from fedjax_meta.builders import about
-from fedjax_meta.data.targets import LABELS, REAL
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
-from fedjax_meta.simulation import Record
 from fedjax_meta.study import (
-    baselines,
     catalogue,
     comparison,
     descriptions,
     draws,
-    estimate,
     files,
     flags,
-    guarantees,
     page,
     presets,
     results,
-    summary,
     targets,
+    terminal,
 )
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
-from fedjax_meta.study.check import check, named
+from fedjax_meta.study.check import check
 from fedjax_meta.study.export import of_run
-from fedjax_meta.study.job import passes
 from fedjax_meta.study.loggers import logged
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study, load, to_yaml
-from fedjax_meta.study.tuning import KNOWN, NEW, points_of, rounds_of_trials
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -56,75 +46,6 @@ EXTENSIONS = 4
 DIVERGED = 3
 """Exit code when every run diverged."""
 
-StudyArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[STUDY]",
-        help="A YAML file, or the name of a study of the package (see `list studies`). Without it: the methods of --systems.",
-        show_default=False,
-    ),
-]
-DatasetOption = Annotated[
-    str | None, typer.Option(help="Data set for all scenarios, without augmentation; see `list datasets`.", show_default=False)
-]
-PartitionOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME(KEY=VALUE,...)",
-        help="How all scenarios divide samples among clients; see `list partitions`.",
-        show_default=False,
-    ),
-]
-ClientsOption = Annotated[int | None, typer.Option(min=1, help="Number of clients in all scenarios.", show_default=False)]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME(KEY=VALUE,...)", help="Model for all scenarios; see `list models`.", show_default=False),
-]
-VariantOption = Annotated[
-    list[str] | None, typer.Option("--variant", help="A named variant of the study, e.g. `quick`; can be repeated.")
-]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Same as `--variant quick`.")]
-SystemsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME(KEY=VALUE,...),...",
-        help="Run only these systems of the study. Without a study: methods with their options.",
-        show_default=False,
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Override a field, e.g. `rounds=20` or `systems.fedavg.options.epochs=5`."
-    ),
-]
-RoundsOption = Annotated[
-    int | None, typer.Option(min=1, help="Same as `--set rounds=N`; also limits tuning trials.", show_default=False)
-]
-SeedsOption = Annotated[str | None, typer.Option(help="Same as `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)]
-ExtendOption = Annotated[
-    bool, typer.Option("--extend", help=f"Extend a grid, up to {EXTENSIONS} times, while its best value is at its end.")
-]
-DevicesOption = Annotated[
-    int | None, typer.Option(min=1, help="Number of devices that share the work; by default all.", show_default=False)
-]
-StoreOption = Annotated[
-    str | None,
-    typer.Option(help="Where to keep client state: `device`, `host` (its memory) or `disk`.", show_default=False),
-]
-DeltaOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Delta at which to state the epsilon of systems with noise; by default N^-1.1 for N clients.", show_default=False
-    ),
-]
-OnDivergenceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="What to do when a run diverges: `continue` (default), or `stop` at the next evaluation.",
-        show_default=False,
-    ),
-]
 DataDirOption = Annotated[
     str | None,
     typer.Option(help="Folder with data sets of tensorflow-datasets, LEAF, PFLlib and others.", show_default=False),
@@ -161,31 +82,136 @@ def _folder(text: str | Path) -> Path:
     return Path(text)
 
 
+class Asked(NamedTuple):
+    """What the options of a command ask for: a study, and what a folder of its runs is called."""
+
+    study: Study
+    name: str
+
+
+def _asked(
+    study: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[STUDY]",
+            help="A YAML file, or the name of a study of the package (see `list studies`). Without it: the methods of --systems.",
+            show_default=False,
+        ),
+    ] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="A named variant of the study, e.g. `quick`; can be repeated.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Same as `--variant quick`.")] = False,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME(KEY=VALUE,...),...",
+            help="Run only these systems of the study. Without a study: methods with their options.",
+            show_default=False,
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Data set for all scenarios, without augmentation; see `list datasets`.", show_default=False),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME(KEY=VALUE,...)",
+            help="How all scenarios divide samples among clients; see `list partitions`.",
+            show_default=False,
+        ),
+    ] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Number of clients in all scenarios.", show_default=False)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME(KEY=VALUE,...)", help="Model for all scenarios; see `list models`.", show_default=False),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Same as `--set rounds=N`; also limits tuning trials.", show_default=False)
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Same as `--set seeds=[...]`, e.g. 1,2,3.", show_default=False)] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Override a field, e.g. `rounds=20` or `systems.fedavg.options.epochs=5`."
+        ),
+    ] = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help=f"Extend a grid, up to {EXTENSIONS} times, while its best value is at its end.")
+    ] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices that share the work; by default all.", show_default=False)
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where to keep client state: `device`, `host` (its memory) or `disk`.", show_default=False),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="Delta at which to state the epsilon of systems with noise; by default N^-1.1 for N clients.",
+            show_default=False,
+        ),
+    ] = None,
+    on_divergence: Annotated[
+        str | None,
+        typer.Option(
+            help="What to do when a run diverges: `continue` (default), or `stop` at the next evaluation.",
+            show_default=False,
+        ),
+    ] = None,
+) -> Asked:
+    """What the options of `run` and `show` describe."""
+    named = str(study).partition("(")[0]
+    if named in METHODS and str(study) not in files.packaged() and not Path(named).exists():
+        raise ValueError(f"{study} is a method and no study: give --systems '{study}' and --dataset, or see list studies")
+    fields = {"devices": devices, "store": store, "delta": delta, "on_divergence": on_divergence}
+    short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
+    short += [f"{name}={value}" for name, value in fields.items() if value is not None]
+    scenario = flags.scenario(dataset=dataset, partition=partition, clients=clients, model=model)
+    variants = [*(variant or ()), *(["quick"] if quick else [])]
+    chosen = load(study, [*short, *(set_ or ())], variants=variants, systems=systems, scenario_fields=scenario)
+    if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
+        chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
+    if extend and not chosen.tuning.extend:
+        chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
+    return Asked(chosen, study.stem if study else "systems")
+
+
+def _of_a_study(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `_asked`, whose result becomes its first argument, and `--debug`."""
+    described = inspect.signature(_asked).parameters
+    _, *own = inspect.signature(command).parameters.values()
+    debug = inspect.Parameter("debug", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=DebugOption)
+    study, *options = described.values()
+    # In the order of --help.
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (study, *own, *options, debug)]
+
+    @functools.wraps(command)
+    def with_options(*, debug: bool, **given: Any) -> None:
+        with one_line_errors(debug):
+            asked = _asked(**{option: given.pop(option) for option in described})
+            command(asked, **given)
+
+    # Typer reads the options from these.
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_options
+
+
 @app.command()
+@_of_a_study
 def run(
-    study: StudyArgument = None,
+    asked: Asked,
+    *,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER", parser=_folder, help="Folder of the run; a run in this folder is continued.", show_default=False
         ),
     ] = None,
-    variant: VariantOption = None,
-    quick: QuickOption = False,
-    systems: SystemsOption = None,
-    dataset: DatasetOption = None,
-    partition: PartitionOption = None,
-    clients: ClientsOption = None,
-    model: ModelOption = None,
-    rounds: RoundsOption = None,
-    seeds: SeedsOption = None,
-    set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run and what it would cost, then stop.")] = False,
-    extend: ExtendOption = False,
-    devices: DevicesOption = None,
-    store: StoreOption = None,
-    delta: DeltaOption = None,
-    on_divergence: OnDivergenceOption = None,
     shared: Annotated[
         bool,
         typer.Option("--shared", help="Share the run with other processes that use this command and the same --out."),
@@ -195,7 +221,6 @@ def run(
         str | None,
         typer.Option(help="Loggers: tensorboard, wandb, mlflow, trackio or module:Name; separate several with commas."),
     ] = None,
-    debug: DebugOption = False,
 ) -> None:
     """Tunes and trains every system of a study, and writes a report.
 
@@ -207,78 +232,43 @@ def run(
 
     `fedjax-meta run --systems "fedper(lr=[0.03,0.1]), fedavg(aggregator=median)" --dataset digits --partition iid`
     """
-    with one_line_errors(debug):
-        if shared and out is None:
-            raise ValueError("--shared: processes share a run through its folder, so --out must name the folder")
-        chosen = _chosen(
-            study,
-            variant=variant,
-            quick=quick,
-            systems=systems,
-            dataset=dataset,
-            partition=partition,
-            clients=clients,
-            model=model,
-            rounds=rounds,
-            seeds=seeds,
-            set_=set_,
-            extend=extend,
-            devices=devices,
-            store=store,
-            delta=delta,
-            on_divergence=on_divergence,
-        )
-        makes = loggers.made(log) if log else {}
-        runtime.use_all_cores()
-        built = runs.build(chosen, data_dir)
-        if dry_run:
-            check(chosen, built)
-            if out is not None:
-                folders.check_run(chosen, out, built)
-        _announce(chosen, built)
-        if dry_run:
-            _print_estimates(chosen, built)
-            return
-        folder = out or Path("runs") / f"{study.stem if study else 'systems'}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        command = command_line(folder)
-        configs = {name: dataclasses.asdict(chosen.system(name)) for name in chosen.systems}
-        parts = partial(folders.part, folder) if shared else None
-        with (
-            logged(_Lines(chosen, built), folder, makes, configs, folder_of=parts) as watcher,
-            _trained(chosen, folder, built, command, watcher, shared) as outcomes,
-        ):
-            if outcomes is not None:
-                _report(chosen, folder, built, outcomes, command)
-        where = escape.console(str(folder / "report.html"))
-        if outcomes is None:
-            console.print(f"\nall systems are finished; another process wrote {where}", soft_wrap=True)
-            return
-        console.print(f"\nopen {where}; metrics and states are in the same folder", soft_wrap=True)
-        if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
-            errors.print("error: every run diverged", style="red")
-            raise typer.Exit(DIVERGED)
+    chosen = asked.study
+    if shared and out is None:
+        raise ValueError("--shared: processes share a run through its folder, so --out must name the folder")
+    makes = loggers.made(log) if log else {}
+    runtime.use_all_cores()
+    built = runs.build(chosen, data_dir)
+    if dry_run:
+        check(chosen, built)
+        if out is not None:
+            folders.check_run(chosen, out, built)
+    terminal.announce(chosen, built)
+    if dry_run:
+        terminal.estimates(chosen, built)
+        return
+    folder = out or Path("runs") / f"{asked.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    command = command_line(folder)
+    configs = {system: dataclasses.asdict(chosen.system(system)) for system in chosen.systems}
+    parts = functools.partial(folders.part, folder) if shared else None
+    with (
+        logged(terminal.lines(chosen, built), folder, makes, configs, folder_of=parts) as watcher,
+        _trained(chosen, folder, built, command, watcher, shared) as outcomes,
+    ):
+        if outcomes is not None:
+            _report(chosen, folder, built, outcomes, command)
+    where = escape.console(str(folder / "report.html"))
+    if outcomes is None:
+        console.print(f"\nall systems are finished; another process wrote {where}", soft_wrap=True)
+        return
+    console.print(f"\nopen {where}; metrics and states are in the same folder", soft_wrap=True)
+    if all(trial.diverged is not None for outcome in outcomes for trial in outcome.final):
+        errors.print("error: every run diverged", style="red")
+        raise typer.Exit(DIVERGED)
 
 
 @app.command()
-def show(
-    study: StudyArgument = None,
-    variant: VariantOption = None,
-    quick: QuickOption = False,
-    systems: SystemsOption = None,
-    dataset: DatasetOption = None,
-    partition: PartitionOption = None,
-    clients: ClientsOption = None,
-    model: ModelOption = None,
-    rounds: RoundsOption = None,
-    seeds: SeedsOption = None,
-    set_: SetOption = None,
-    extend: ExtendOption = False,
-    devices: DevicesOption = None,
-    store: StoreOption = None,
-    delta: DeltaOption = None,
-    on_divergence: OnDivergenceOption = None,
-    debug: DebugOption = False,
-) -> None:
+@_of_a_study
+def show(asked: Asked) -> None:
     """Prints a study with all its fields, as YAML that you can run.
 
     `fedjax-meta show quickstart --quick`
@@ -287,55 +277,7 @@ def show(
 
     If a system leaves out an option, it has the default that `fedjax-meta list methods NAME` shows.
     """
-    with one_line_errors(debug):
-        chosen = _chosen(
-            study,
-            variant=variant,
-            quick=quick,
-            systems=systems,
-            dataset=dataset,
-            partition=partition,
-            clients=clients,
-            model=model,
-            rounds=rounds,
-            seeds=seeds,
-            set_=set_,
-            extend=extend,
-            devices=devices,
-            store=store,
-            delta=delta,
-            on_divergence=on_divergence,
-        )
-        print(to_yaml(chosen), end="")
-
-
-def _chosen(
-    study: Path | None,
-    *,
-    variant: Sequence[str] | None,
-    quick: bool,
-    systems: str | None,
-    dataset: str | None,
-    partition: str | None,
-    clients: int | None,
-    model: str | None,
-    rounds: int | None,
-    seeds: str | None,
-    set_: Sequence[str] | None,
-    extend: bool,
-    **fields: Any,
-) -> Study:
-    """The study that the options of `run` and `show` describe; given `fields` override those of the study."""
-    short = [f"rounds={rounds}"] * (rounds is not None) + [f"seeds=[{seeds}]"] * (seeds is not None)
-    short += [f"{name}={value}" for name, value in fields.items() if value is not None]
-    scenario = flags.scenario(dataset=dataset, partition=partition, clients=clients, model=model)
-    variants = [*(variant or ()), *(["quick"] if quick else [])]
-    chosen = load(study, [*short, *(set_ or ())], variants=variants, systems=systems, scenario_fields=scenario)
-    if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
-        chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
-    if extend and not chosen.tuning.extend:
-        chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, extend=EXTENSIONS))
-    return chosen
+    print(to_yaml(asked.study), end="")
 
 
 @app.command()
@@ -377,7 +319,7 @@ def compare(
         groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
         for rows in groups:
             for table in comparison.tables(rows):
-                _print_table(table)
+                terminal.table(table)
             console.print(escape.console(" ".join(comparison.notes(rows))), style="dim")
         for path in out or ():
             comparison.write(path, groups)
@@ -515,97 +457,13 @@ def _title(text: str) -> str:
     return f"{tree['title']}{f' (variants: {names})' if names else ''}"
 
 
-def _announce(study: Study, built: Mapping[str, Clients]) -> None:
-    """What will run: clients, parameters, bytes and programs."""
-    for scenario, clients in built.items():
-        new = 0 if clients.new is None else clients.new.num_clients
-        console.print(
-            f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; "
-            f"{clients.train.num_clients} known, {new} new; {clients.targets}",
-            soft_wrap=True,
-        )
-        # The line above says what the targets are, too.
-        note = "; ".join(part for part in clients.note.split("; ") if not part.startswith((f"{LABELS}, ", f"{REAL}, ")))
-        if note:
-            console.print(escape.console(note), style="dim", soft_wrap=True)
-        rows = []
-        for name in study.systems_on(scenario):
-            system = study.system(name, scenario)
-            with named(study, scenario, name):
-                points = points_of(system)
-                algorithm = system.build(clients, **points[0])
-                bytes_ = costs.traffic(algorithm, clients.train)
-                sent = sum(leaf.size for leaf in jax.tree.leaves(algorithm.exchange(clients.train)[0]))
-                state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
-            model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
-            own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
-            total = rounds_of_trials(len(points), study) + study.rounds * len(study.seeds)
-            down, up = ("" if system.pooled else placement.amount(value) for value in bytes_)
-            if system.pooled:
-                total = round(total * passes(system, clients, clients.train))
-            sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))
-            more = " or more" if len(points) > 1 and study.tuning.extend else ""  # a grid that moves on has more points
-            rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}{more}"])
-        headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
-        _print_table(report.Table(headings, rows))
-        for name in study.systems_on(scenario):
-            said = guarantees.said(study, scenario, name, clients, study.rounds)
-            if said:
-                console.print(escape.console(f"{study.title_of(name)}: {said} in {study.rounds} rounds"), soft_wrap=True)
-
-
-def _print_estimates(study: Study, built: Mapping[str, Clients]) -> None:
-    """What a study will cost, measured on one round of each system."""
-    devices, total = study.devices or len(runtime.default_devices()), 0.0
-    for scenario, clients in built.items():
-        rows = []
-        for name in study.systems_on(scenario):
-            with console.status(f"one round of {escape.console(study.title_of(name))}"):
-                found = estimate.of_system(study, scenario, name, clients)
-            total += found.seconds(devices)
-            numbers = (f"{found.flops:.2g}", f"{found.memory / 1e6:.1f} MB", str(found.programs))
-            times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
-            rows.append([study.title_of(name), *numbers, *times])
-        headings = ("system", "FLOPs", "memory", "programs", "a round", "in all")
-        _print_table(report.Table(headings, rows, f"{scenario}: what it will cost"))
-    console.print(
-        f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}, without tests and the "
-        "report. To measure this, one round of each system was compiled and run here on one device. FLOPs: matrix products and "
-        "convolutions of one client, counted in that round. Memory: the states of the largest sweep, and what its rounds need "
-        "in addition.",
-        style="dim",
-    )
-
-
 def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: list[runs.Outcome], command: str) -> None:
     """Prints and writes what a run found."""
     built, outcomes = draws.pooled(study, built, outcomes)
     found = results.tables(study, built, outcomes)
-    for scenario, of_scenario in built.items():
-        whole, kind = results.table(found[scenario]), found[scenario][0].kind
-        title = f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}"
-        _print_table(whole.only(results.SCORES)._replace(title=title))
-        others = results.other_scores(found[scenario])
-        if others.rows:
-            _print_table(others)
-        _print_table(whole.only(results.HOW)._replace(title="How they were run"))
-    for one in summary.tables(study, outcomes):
-        _print_table(one)
-    console.print(escape.console(results.explanation(study, found)), style="dim")
-    series = _series(study, outcomes)
-    scores = list(dict.fromkeys(one.kind.name for one in series))
-    for score in scores:
-        name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
-        report.save_figure(folder / name, [one for one in series if one.kind.name == score], title=study.title)
+    terminal.outcome(study, built, outcomes, found)
     page.write_all(folder, study, built, outcomes, command, found=found)
-    finished = {path.name.partition(".")[0] for path in (folder / "results").glob("*/*.final.json")}
-    left = ", ".join(sorted(finished - set(study.systems)))
-    if left:
-        text = (
-            f"This report leaves out {left}, although the folder has their results; so do compare and export. Run all systems to "
-            "include them."
-        )
-        console.print(escape.console(text), soft_wrap=True)
+    terminal.left_out(study, folder)
 
 
 @contextlib.contextmanager
@@ -631,82 +489,3 @@ def _trained(
         except runs.Stopped as stop:
             raise Stopped(f"stopped in {stop}; everything is saved. Continue with: {command}", numbers[0]) from None
         yield outcomes
-
-
-def _print_table(table: report.Table) -> None:
-    console.print(report.rich_table(table.title, table.headings, table.rows))
-    console.print()
-
-
-def _series(study: Study, outcomes: Sequence[runs.Outcome]) -> list[report.Series]:
-    """For the figure: the final runs, one scenario after the other."""
-    many = len(study.scenarios) > 1
-    return [
-        report.series(
-            study.title_of(one.system),
-            f"{one.scenario}, {group}" if many else group,
-            # Draws have the same seeds: their runs are numbered.
-            number if study.data_seeds else trial.seed,
-            trial.rows,
-            group,
-            study.score,
-            run=KNOWN,
-        )
-        for one in outcomes
-        for number, trial in enumerate(one.final)
-        for group in (KNOWN, NEW)
-        if group in trial.rows[-1]["tests"] and baselines.trained(group, baselines.alone(study, one.system))
-    ]
-
-
-class _Lines(runs.Watcher):
-    """One line for each sweep in progress, renewed in place on a terminal; one line for each evaluation elsewhere."""
-
-    def __init__(self, study: Study, built: Mapping[str, Clients]) -> None:
-        self._study, self._built = study, built
-        self._what, self._rounds, self._started, self._first, self._members = "", 0, 0.0, 0, 0
-        self._shown, self._system, self._spent = 0.0, ("", ""), ""
-
-    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
-        self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} run{'' if members == 1 else 's'})"
-        self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
-        self._system, self._spent = (scenario, system) if phase == "final" else ("", ""), ""
-        self._say(f"{self._what}: compiling")
-
-    def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
-        pace = (time.perf_counter() - self._started) / max(done - self._first, 1)
-        loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
-        self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left{self._spent}")
-
-    def record(self, done: int, records: Sequence[Record]) -> None:
-        scenario, system = self._system
-        said = guarantees.said(self._study, scenario, system, self._built[scenario], done) if system else ""
-        self._spent = f"; after round {done}: {said}" if said else ""
-        if not console.is_terminal:
-            fewer = f", {len(records)} left" if len(records) < self._members else ""
-            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}{f'; {said}' if said else ''}"))
-
-    def end(self, outcome: runs.Outcome) -> None:
-        found = results.by_client(outcome.final, KNOWN, self._study.score)
-        mean, unit = float(found.values.mean()), " %" if found.kind.share else ""
-        score = "diverged" if np.isnan(mean) else f"{found.kind.words} {found.kind.text(mean)}{unit}"
-        numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
-        title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
-        self._clear()
-        console.print(escape.console(f"{title}: {score}{f' at {numbers}' if numbers else ''}"))
-
-    def wait(self, others: Sequence[tuple[str, str]]) -> None:
-        names = ", ".join(f"{scenario}, {self._study.title_of(system)}" for scenario, system in others)
-        self._clear()
-        console.print(escape.console(f"waiting for systems that other processes train: {names}"))
-
-    def _say(self, text: str) -> None:
-        now = time.perf_counter()
-        if console.is_terminal and now - self._shown > 0.2:
-            self._shown = now
-            sys.stdout.write("\r\x1b[2K" + text[: console.width - 1])
-            sys.stdout.flush()
-
-    def _clear(self) -> None:
-        if console.is_terminal:
-            sys.stdout.write("\r\x1b[2K")

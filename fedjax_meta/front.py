@@ -21,7 +21,7 @@ def program(name: str) -> typer.Typer:
 
     @functools.wraps(cli.run)
     def main(**options: object) -> None:
-        cli.run(Path(name), **options)  # type: ignore[arg-type]
+        cli.run(study=Path(name), **options)
 
     parameters = [one for one in inspect.signature(cli.run).parameters.values() if one.name != "study"]
     main.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.job import Outcome
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study, to_yaml
+from fedjax_meta.study.tuning import KNOWN, NEW
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2430; --muted: #6b7280; --line: #d9dde3; --page: #ffffff; --card: #f6f7f9; LIGHT }
@@ -85,7 +86,7 @@ def write_all(
     *,
     found: Mapping[str, Sequence[results.Line]] | None = None,
 ) -> None:
-    """Writes `report.html`, `report.md`, `report.tex` and `figures/SCENARIO-NAME.svg` into a folder.
+    """Writes `report.html`, `report.md`, `report.tex`, a figure for each score and `figures/SCENARIO-NAME.svg` into a folder.
 
     Args:
       folder: of the run.
@@ -104,6 +105,32 @@ def write_all(
     disk.write_text(folder / "report.md", text)
     disk.write_text(folder / "report.tex", results.latex(study, built, found))
     write(folder / "report.html", study, built, outcomes, command, found=found)
+    series = _series(study, outcomes)
+    scores = list(dict.fromkeys(one.kind.name for one in series))
+    for score in scores:
+        name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
+        report.save_figure(folder / name, [one for one in series if one.kind.name == score], title=study.title)
+
+
+def _series(study: Study, outcomes: Sequence[Outcome]) -> list[report.Series]:
+    """For the figure: the final runs, one scenario after the other."""
+    many = len(study.scenarios) > 1
+    return [
+        report.series(
+            study.title_of(one.system),
+            f"{one.scenario}, {group}" if many else group,
+            # Draws have the same seeds: their runs are numbered.
+            number if study.data_seeds else trial.seed,
+            trial.rows,
+            group,
+            study.score,
+            run=KNOWN,
+        )
+        for one in outcomes
+        for number, trial in enumerate(one.final)
+        for group in (KNOWN, NEW)
+        if group in trial.rows[-1]["tests"] and baselines.trained(group, baselines.alone(study, one.system))
+    ]
 
 
 def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list[Shown]:

@@ -1,0 +1,176 @@
+"""What a command prints about a study: before it runs, while it runs, and what came of it."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fedjax_meta import costs, escape, placement, report, runtime
+from fedjax_meta.data.targets import LABELS, REAL
+from fedjax_meta.process import console
+from fedjax_meta.simulation import Record
+from fedjax_meta.study import estimate, guarantees, results, summary
+from fedjax_meta.study import run as runs
+from fedjax_meta.study.check import named
+from fedjax_meta.study.job import passes
+from fedjax_meta.study.scenario import Clients
+from fedjax_meta.study.study import Study
+from fedjax_meta.study.tuning import KNOWN, points_of, rounds_of_trials
+
+
+def announce(study: Study, built: Mapping[str, Clients]) -> None:
+    """What will run: clients, parameters, bytes and programs."""
+    for scenario, clients in built.items():
+        new = 0 if clients.new is None else clients.new.num_clients
+        console.print(
+            f"[bold]{escape.console(scenario)}[/bold]: {escape.console(clients.title)}; "
+            f"{clients.train.num_clients} known, {new} new; {clients.targets}",
+            soft_wrap=True,
+        )
+        # The line above says what the targets are, too.
+        note = "; ".join(part for part in clients.note.split("; ") if not part.startswith((f"{LABELS}, ", f"{REAL}, ")))
+        if note:
+            console.print(escape.console(note), style="dim", soft_wrap=True)
+        rows = []
+        for name in study.systems_on(scenario):
+            system = study.system(name, scenario)
+            with named(study, scenario, name):
+                points = points_of(system)
+                algorithm = system.build(clients, **points[0])
+                bytes_ = costs.traffic(algorithm, clients.train)
+                sent = sum(leaf.size for leaf in jax.tree.leaves(algorithm.exchange(clients.train)[0]))
+                state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
+            model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+            own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
+            total = rounds_of_trials(len(points), study) + study.rounds * len(study.seeds)
+            down, up = ("" if system.pooled else placement.amount(value) for value in bytes_)
+            if system.pooled:
+                total = round(total * passes(system, clients, clients.train))
+            sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))
+            more = " or more" if len(points) > 1 and study.tuning.extend else ""  # a grid that moves on has more points
+            rows.append([study.title_of(name), *sizes, down, up, str(len(points)), f"{total:,}{more}"])
+        headings = ("system", "model", "shared", "personal", "download", "upload", "grid", "rounds in all")
+        table(report.Table(headings, rows))
+        for name in study.systems_on(scenario):
+            said = guarantees.said(study, scenario, name, clients, study.rounds)
+            if said:
+                console.print(escape.console(f"{study.title_of(name)}: {said} in {study.rounds} rounds"), soft_wrap=True)
+
+
+def estimates(study: Study, built: Mapping[str, Clients]) -> None:
+    """What a study will cost, measured on one round of each system."""
+    devices, total = study.devices or len(runtime.default_devices()), 0.0
+    for scenario, clients in built.items():
+        rows = []
+        for name in study.systems_on(scenario):
+            with console.status(f"one round of {escape.console(study.title_of(name))}"):
+                found = estimate.of_system(study, scenario, name, clients)
+            total += found.seconds(devices)
+            numbers = (f"{found.flops:.2g}", f"{found.memory / 1e6:.1f} MB", str(found.programs))
+            times = (f"{1e3 * found.round_seconds:.1f} ms", f"{found.seconds(devices):.0f} s")
+            rows.append([study.title_of(name), *numbers, *times])
+        headings = ("system", "FLOPs", "memory", "programs", "a round", "in all")
+        table(report.Table(headings, rows, f"{scenario}: what it will cost"))
+    console.print(
+        f"About {max(total / 60, 0.1):.1f} minutes in all on {devices} device{'s' * (devices > 1)}, without tests and the "
+        "report. To measure this, one round of each system was compiled and run here on one device. FLOPs: matrix products and "
+        "convolutions of one client, counted in that round. Memory: the states of the largest sweep, and what its rounds need "
+        "in addition.",
+        style="dim",
+    )
+
+
+def outcome(
+    study: Study, built: Mapping[str, Clients], outcomes: Sequence[runs.Outcome], found: Mapping[str, Sequence[results.Line]]
+) -> None:
+    """What a run found: the tables of each scenario, and what their columns mean."""
+    for scenario, of_scenario in built.items():
+        whole, kind = results.table(found[scenario]), found[scenario][0].kind
+        title = f"{scenario}: {of_scenario.title}. {kind.label}{kind.direction}"
+        table(whole.only(results.SCORES)._replace(title=title))
+        others = results.other_scores(found[scenario])
+        if others.rows:
+            table(others)
+        table(whole.only(results.HOW)._replace(title="How they were run"))
+    for one in summary.tables(study, outcomes):
+        table(one)
+    console.print(escape.console(results.explanation(study, found)), style="dim")
+
+
+def left_out(study: Study, folder: Path) -> None:
+    """Names systems of earlier commands that a report has no rows of."""
+    finished = {path.name.partition(".")[0] for path in (folder / "results").glob("*/*.final.json")}
+    left = ", ".join(sorted(finished - set(study.systems)))
+    if left:
+        text = (
+            f"This report leaves out {left}, although the folder has their results; so do compare and export. Run all systems to "
+            "include them."
+        )
+        console.print(escape.console(text), soft_wrap=True)
+
+
+def lines(study: Study, built: Mapping[str, Clients]) -> runs.Watcher:
+    """Prints the progress of a run."""
+    return _Lines(study, built)
+
+
+class _Lines(runs.Watcher):
+    """One line for each sweep in progress, renewed in place on a terminal; one line for each evaluation elsewhere."""
+
+    def __init__(self, study: Study, built: Mapping[str, Clients]) -> None:
+        self._study, self._built = study, built
+        self._what, self._rounds, self._started, self._first, self._members = "", 0, 0.0, 0, 0
+        self._shown, self._system, self._spent = 0.0, ("", ""), ""
+
+    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
+        self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} run{'' if members == 1 else 's'})"
+        self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
+        self._system, self._spent = (scenario, system) if phase == "final" else ("", ""), ""
+        self._say(f"{self._what}: compiling")
+
+    def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
+        pace = (time.perf_counter() - self._started) / max(done - self._first, 1)
+        loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
+        self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left{self._spent}")
+
+    def record(self, done: int, records: Sequence[Record]) -> None:
+        scenario, system = self._system
+        said = guarantees.said(self._study, scenario, system, self._built[scenario], done) if system else ""
+        self._spent = f"; after round {done}: {said}" if said else ""
+        if not console.is_terminal:
+            fewer = f", {len(records)} left" if len(records) < self._members else ""
+            console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}{f'; {said}' if said else ''}"))
+
+    def end(self, outcome: runs.Outcome) -> None:
+        found = results.by_client(outcome.final, KNOWN, self._study.score)
+        mean, unit = float(found.values.mean()), " %" if found.kind.share else ""
+        score = "diverged" if np.isnan(mean) else f"{found.kind.words} {found.kind.text(mean)}{unit}"
+        numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
+        title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
+        self._clear()
+        console.print(escape.console(f"{title}: {score}{f' at {numbers}' if numbers else ''}"))
+
+    def wait(self, others: Sequence[tuple[str, str]]) -> None:
+        names = ", ".join(f"{scenario}, {self._study.title_of(system)}" for scenario, system in others)
+        self._clear()
+        console.print(escape.console(f"waiting for systems that other processes train: {names}"))
+
+    def _say(self, text: str) -> None:
+        now = time.perf_counter()
+        if console.is_terminal and now - self._shown > 0.2:
+            self._shown = now
+            sys.stdout.write("\r\x1b[2K" + text[: console.width - 1])
+            sys.stdout.flush()
+
+    def _clear(self) -> None:
+        if console.is_terminal:
+            sys.stdout.write("\r\x1b[2K")
+
+
+def table(shown: report.Table) -> None:
+    """Prints a table."""
+    console.print(report.rich_table(shown.title, shown.headings, shown.rows))
+    console.print()
