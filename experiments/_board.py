@@ -294,8 +294,10 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
     clients = study.scenarios[scenario].build(data_dir)
     lines = []
     asked, scored = TESTED_ON[study.scenario(scenario).adapt_on], counted(study, scenario, clients, clients.train)
-    for title, groups in baselines.measured(clients, study.seeds[0], study.metrics, asked, scored).items():
-        known, new = (report.main_score(groups[g], study.score) if g in groups else None for g in (compare.KNOWN, compare.NEW))
+    for title, groups in baselines.measured(clients, study.seeds[:1], study.metrics, asked, scored).items():
+        known, new = (
+            report.main_score(groups[g][0], study.score) if g in groups else None for g in (compare.KNOWN, compare.NEW)
+        )
         lines.append(
             Line(
                 scenario=scenario,

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -317,12 +318,12 @@ def compare(
             comparison.check_path(path)
         goal = None if target is None else targets.target(target)
         groups = comparing.by_scenario(comparing.finished(folders, score=metric), reference=reference, target=goal)
+        for path in out or ():  # before a reader such as `head` ends the command
+            comparison.write(path, groups)
         for rows in groups:
             for table in comparison.tables(rows):
                 terminal.table(table)
             console.print(escape.console(" ".join(comparison.notes(rows))), style="dim")
-        for path in out or ():
-            comparison.write(path, groups)
 
 
 @app.command("export")
@@ -331,10 +332,11 @@ def export_(
     system: Annotated[str, typer.Option(help="Name of the system in the study.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write, e.g. client3.safetensors.")],
     client: Annotated[
-        str | None, typer.Option(help="Number or name of a known client; by default the server's model.", show_default=False)
+        str | None,
+        typer.Option(help="Name of a known client, or its number; by default the server's model.", show_default=False),
     ] = None,
     new_client: Annotated[
-        str | None, typer.Option(help="Number or name of a client that never trained.", show_default=False)
+        str | None, typer.Option(help="Name of a client that never trained, or its number.", show_default=False)
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the run; by default the first seed of the study.", show_default=False)
@@ -488,4 +490,8 @@ def _trained(
                     outcomes = runs.run(study, folder, **options)
         except runs.Stopped as stop:
             raise Stopped(f"stopped in {stop}; everything is saved. Continue with: {command}", numbers[0]) from None
-        yield outcomes
+        try:
+            yield outcomes
+        except KeyboardInterrupt as stop:
+            number = getattr(stop, "number", signal.SIGINT)
+            raise Stopped(f"stopped while the report was written. Write it with: {command}", number) from None

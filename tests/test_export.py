@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from fedjax_meta import export, models
 from fedjax_meta.cli import app
+from fedjax_meta.study import export as of_study
 from fedjax_meta.study import run
 from fedjax_meta.study.export import of_run
 from tests import problems
@@ -207,6 +208,18 @@ BAD = {
     "both": (["RUN", "--system", "ditto", "--client", "1", "--new-client", "1"], "give one of them"),
     "no such scenario": (["RUN", "--system", "ditto", "--scenario", "x"], "scenario='x' is unknown"),
 }
+
+
+def test_a_client_is_found_by_its_name_first():
+    names = (("3", "4", "9"), ("7",))
+    assert of_study._number("client", "9", names) == 2 and of_study._number("new_client", "7", names) == 0
+    with pytest.raises(ValueError, match=r"client='0' is unknown; allowed are 3, 4, 9"):
+        of_study._number("client", "0", names)
+    with pytest.raises(ValueError, match="client='7' is a new client: give new_client='7' in its place"):
+        of_study._number("client", "7", names)
+    assert of_study._number("client", 2, names) == 2  # in Python, a number is a number
+    for other in ((("ada", "bob"), ()), ((), ())):
+        assert of_study._number("client", "1", other) == 1
 
 
 @pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)

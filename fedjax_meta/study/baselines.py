@@ -46,35 +46,37 @@ def trained(group: str, *alone: tuple[str, ...]) -> bool:
 
 
 def measured(
-    clients: Clients, seed: int, metrics: Sequence[str] = (), asked: str = "test", ids: np.ndarray | None = None
-) -> dict[str, dict[str, Json]]:
+    clients: Clients, seeds: Sequence[int], metrics: Sequence[str] = (), asked: str = "test", ids: np.ndarray | None = None
+) -> dict[str, dict[str, list[dict[str, Json]]]]:
     """Every score of known and new clients, without any training.
 
     Args:
       clients: of a scenario.
-      seed: of the untrained model.
+      seeds: of the untrained model.
       metrics: what is measured, see `Study.metrics`.
       asked: the view that known clients are tested on, see `Scenario.adapt_on`.
       ids: of the known clients that are scored, see `job.counted`; all of them if not given.
 
     Returns:
-      By name and by group of clients a test as in a row of `report.compact`. "untrained model" is the model as the seed
-      initialises it. The other is the best constant prediction from the samples on which a client trains or adapts: "majority
-      class", "most frequent token", "majority of each label" or "mean of own targets"; it is not there for targets of another
-      form. Its logits are the logarithms of the client's counts of each class, plus one.
+      By name and by group of clients tests as in a row of `report.compact`. "untrained model" is the model as each of the seeds
+      initialises it. The other is one test, of the best constant prediction from the samples on which a client trains or adapts:
+      "majority class", "most frequent token", "majority of each label" or "mean of own targets"; it is not there for targets of
+      another form. Its logits are the logarithms of the client's counts of each class, plus one.
     """
     plain = untrained(clients)
-    state = plain.init(run_keys(jax.random.key(seed))[0], clients.train)
-    rows = {UNTRAINED: plain}
+    first, *others = (plain.init(run_keys(jax.random.key(seed))[0], clients.train) for seed in seeds)
+    rows = {UNTRAINED: (plain, [first, *others])}
     constant = _constant(clients.task, clients.train)
     if constant is not None:
-        rows = {constant.title: _always(plain, clients.task, constant), **rows}
+        rows = {constant.title: (_always(plain, clients.task, constant), [first]), **rows}
     groups: dict[str, tuple[Any, ...]] = {KNOWN: (clients.train, "train", asked, ids)}
     if clients.new is not None:
         groups[NEW] = (clients.new, "support", "query", None)
     return {
-        title: {group: _test(algorithm, state, *where, metrics=metrics) for group, where in groups.items()}
-        for title, algorithm in rows.items()
+        title: {
+            group: [_test(algorithm, state, *where, metrics=metrics) for state in states] for group, where in groups.items()
+        }
+        for title, (algorithm, states) in rows.items()
     }
 
 

@@ -133,10 +133,14 @@ def of_run(
 
 
 def _number(option: str, client: int | str, names: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
-    """The number of a client that is given as such, as text too, or by its name; `names` are those of known and new clients."""
-    if isinstance(client, str) and not client.removeprefix("-").isdecimal():
+    """The number of a client that is given as such, or by its name; `names` are those of known and new clients.
+
+    A text of digits is a number only where no client has such a name.
+    """
+    numbered = not any(name.isdecimal() for name in (*names[0], *names[1]))
+    if isinstance(client, str) and not (numbered and client.removeprefix("-").isdecimal()):
         mine, others = names if option == "client" else reversed(names)
-        if client in others:
+        if client in others and client not in mine:
             kind, right = ("a new client", "new_client") if option == "client" else ("a client that trained", "client")
             raise ValueError(f"{option}={client!r} is {kind}: give {right}={client!r} in its place")
         checks.one_of(option, client, mine)

@@ -34,8 +34,10 @@ def text(guarantee: privacy.Guarantee) -> str:
     return f"epsilon {guarantee.epsilon:.3g}, delta {guarantee.delta:.2g} ({guarantee.relation}; {guarantee.sampling})"
 
 
-def words(study: Study, algorithm: Algorithm, num_clients: int) -> list[str]:
+def words(study: Study, algorithm: Algorithm, num_clients: int, *, tuned: bool = False) -> list[str]:
     """The guarantee of all rounds of a study, as a table says it; empty for a system without noise.
+
+    It is that of one final run. If the system was `tuned`, its trials saw the same data, which the words say.
 
     Raises:
       ValueError: a delta that does not cover what the sampling may do.
@@ -44,7 +46,7 @@ def words(study: Study, algorithm: Algorithm, num_clients: int) -> list[str]:
         found = guarantee(study, algorithm, num_clients)
     except ImportError as error:
         return [f"epsilon unknown: {error}"]
-    return [] if found is None else [text(found)]
+    return [] if found is None else [text(found) + ("; the trials of its grid are not counted" if tuned else "")]
 
 
 def of_system(

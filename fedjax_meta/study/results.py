@@ -63,20 +63,22 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     asked = TESTED_ON[study.scenario(scenario).adapt_on]
     still = "no training, first draw" if len(study.data_seeds) > 1 else "no training"
     scored = counted(study, scenario, clients, clients.train)
-    measured = baselines.measured(clients, study.seeds[0], study.metrics, asked, scored)
-    start = report.main_score(measured[baselines.UNTRAINED][KNOWN], study.score).mean
+    measured = baselines.measured(clients, study.seeds, study.metrics, asked, scored)
+    start = float(np.mean([report.main_score(test, study.score).mean for test in measured[baselines.UNTRAINED][KNOWN]]))
     table = [_line(study, outcome, clients, base, start) for outcome in mine]
     for title, groups in measured.items():
-        known, nan = report.main_score(groups[KNOWN], study.score), float("nan")
-        new = report.main_score(groups[NEW], study.score).mean if NEW in groups else nan
-        worst = (known.kind.worst_tenth(known.values), nan)
-        others = _others(study, {group: [test] for group, test in groups.items()})
-        table.append(Line(title, known.kind, "", (known.mean, nan), worst, nan, (new, nan), nan, 0.0, still, others=others))
+        known, nan = [report.main_score(test, study.score) for test in groups[KNOWN]], float("nan")
+        new = [report.main_score(test, study.score).mean for test in groups.get(NEW, ())]
+        kind = known[0].kind
+        worst = report.over_seeds([kind.worst_tenth(one.values) for one in known])
+        mean = report.over_seeds([one.mean for one in known])
+        others = _others(study, groups)
+        table.append(Line(title, kind, "", mean, worst, nan, report.over_seeds(new), nan, 0.0, still, others=others))
     return table
 
 
 def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None, start: float) -> Line:
-    """The row of a system; `base` are the scores by local training, `start` is the mean with the untrained model."""
+    """The row of a system; `base` are the scores by local training, `start` is the mean with the untrained models."""
     known = by_client(outcome.final, KNOWN, study.score)
     system = study.system(outcome.system, outcome.scenario)
     algorithm = system.build(clients, **outcome.chosen)
@@ -92,7 +94,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         *_remarks(study, outcome, clients),
         *worse,
         *shares_nothing,
-        *guarantees.words(study, algorithm, clients.train.num_clients),
+        *guarantees.words(study, algorithm, clients.train.num_clients, tuned=bool(outcome.tuning)),
     ]
     remarks += summary.remarks(study, outcome)
     return Line(

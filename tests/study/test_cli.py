@@ -292,6 +292,10 @@ BAD = {
     "no override": (["show", "FILE", "--set", "rounds"], "must read field.field=value"),
     "a data set that is not there": (["run", "FILE", "--set", "scenarios.pairs.dataset=mnixt"], "mnixt"),
     "nothing to list": (["list", "people"], "what to list='people' is unknown"),
+    "a partition without what it needs": (
+        ["run", "--systems", "fedavg", "--dataset", "digits", "--partition", "dirichlet_classes"],
+        "partition dirichlet_classes needs concentration; `fedjax-meta list partitions dirichlet_classes` explains it",
+    ),
     "a method as the study": (["run", "fedavg(lr=1)"], "fedavg(lr=1) is a method and no study: give --systems 'fedavg(lr=1)'"),
     "a value of a grid": (["run", "FILE", "--set", "systems.fedavg.grid.lr=[-1,2]"], "pairs, fedavg: lr=-1.0 must be finite"),
     "a cohort that is too large": (

@@ -58,6 +58,7 @@ def test_delta_is_that_of_the_study():
         chosen = study(systems=noisy, federation={"cohort_size": 8, "schedule": {"name": "poisson", "rate": 0.1}}, delta=delta)
         algorithm = chosen.system("fedavg").build(chosen.scenarios["pairs"].build().task)
         (said[delta],) = guarantees.words(chosen, algorithm, 8)
+        assert guarantees.words(chosen, algorithm, 8, tuned=True) == [f"{said[delta]}; the trials of its grid are not counted"]
     assert "delta 0.001" in said[1e-3] and "delta 1e-06" in said[1e-6] and f"delta {8**-1.1:.2g}" in said[None]
     assert float(said[1e-6].split()[1].strip(",")) > float(said[1e-3].split()[1].strip(","))
 

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import dataclasses
 import io
 import json
 
@@ -129,6 +130,14 @@ def test_the_table_says_what_ends_worse_than_the_untrained_model(made):
             test["values"] = [untrained / unit + step] * len(test["values"])
         (line, *_) = results.lines(chosen, "pairs", built["pairs"], [outcomes[0]._replace(final=trials)])
         assert ("worse than the untrained model" in line.remark) == told
+
+
+def test_the_untrained_model_is_that_of_each_seed(made):
+    chosen, built, _, _, score, *_ = made
+    row = lambda seeds: results.lines(dataclasses.replace(chosen, seeds=seeds), "pairs", built["pairs"], [])[-1].known  # noqa: E731
+    means = [row([seed])[0] for seed in chosen.seeds]
+    assert len(set(means)) == len(chosen.seeds) > 1 or score == "perplexity"  # that model begins with equal chances
+    assert row(chosen.seeds) == pytest.approx((np.mean(means), np.std(means, ddof=1)))
 
 
 def test_who_gains_and_who_loses(made):
