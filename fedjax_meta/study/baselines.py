@@ -64,11 +64,11 @@ def measured(
       another form. Its logits are the logarithms of the client's counts of each class, plus one.
     """
     plain = untrained(clients)
-    first, *others = (plain.init(run_keys(jax.random.key(seed))[0], clients.train) for seed in seeds)
-    rows = {UNTRAINED: (plain, [first, *others])}
+    states = [plain.init(run_keys(jax.random.key(seed))[0], clients.train) for seed in seeds]
+    rows = {UNTRAINED: (plain, states)}
     constant = _constant(clients.task, clients.train)
     if constant is not None:
-        rows = {constant.title: (_always(plain, clients.task, constant), [first]), **rows}
+        rows = {constant.title: (_always(plain, clients.task, constant), states[:1]), **rows}
     groups: dict[str, tuple[Any, ...]] = {KNOWN: (clients.train, "train", asked, ids)}
     if clients.new is not None:
         groups[NEW] = (clients.new, "support", "query", None)

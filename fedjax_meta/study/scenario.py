@@ -416,14 +416,15 @@ def fingerprint(*populations: FederatedData | None) -> str:
 
 
 def _check_options(where: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    taken = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    if where.startswith("model"):
-        taken = [name for name in parameters if name not in lookup.FROM_DATA]
-    taken = [name for name in taken if name != "num_clients"]
-    checks.options(where, given, taken, {}, error=ValueError)
+    """Refuses options that a function does not take, and a partition, generator or shift without one that it needs."""
     kind, _, called = where.partition(" ")
-    for name in taken if kind != "model" else ():  # `model_for` binds a model's own, some of which follow from the data
+    parameters = inspect.signature(function).parameters
+    if kind == "model":  # what it needs may follow from the data, see `model_for`
+        checks.options(where, given, [name for name in parameters if name not in lookup.FROM_DATA], {}, error=ValueError)
+        return
+    taken = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and name != "num_clients"]
+    checks.options(where, given, taken, {}, error=ValueError)
+    for name in taken:
         if parameters[name].default is inspect.Parameter.empty and name not in given and name != "seed":
             explained = f"; `fedjax-meta list {kind}s {called}` explains it" if kind in ("partition", "shift") else ""
             raise ValueError(f"{where} needs {name}{explained}")
