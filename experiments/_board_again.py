@@ -37,7 +37,7 @@ ROUNDING = (1e-4, 1e-2)
 
 
 class Again(NamedTuple):
-    """A training once more, held against that of the row's own commit on the same machine.
+    """A training once more, compared with that of the row's own commit on the same machine.
 
     Attributes:
       same: whether every last score of every client is the same, bit for bit.

@@ -36,7 +36,7 @@ IMPLICIT = [
     ("iMAML against FOMAML", "imaml", "fedmeta_fomaml"),
     ("iMAML against FOMAML, own head", "imaml_per", "fedmeta_per_fomaml"),
 ]
-"""Methods with another inner problem than the first-order one that they are held against."""
+"""Methods with another inner problem than the first-order one that they are compared with."""
 
 INSTEAD = [
     "fedmeta",
@@ -51,7 +51,7 @@ INSTEAD = [
     "reptile",
     "perfedavg_reptile",
 ]
-"""Meta-learners that are held against FedAvg."""
+"""Meta-learners that are compared with FedAvg."""
 
 REFERENCES = ["fedavg_ft", "fedavg"]
 

@@ -133,7 +133,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
             path = folder / "results" / scenario / f"{system}.final.json"
             if not path.is_file():
                 continue
-            row, spent = _row(path, _orders(study, scenario), run.targets)
+            row, spent = _row(path, study, _orders(study, scenario), run.targets)
             rows.append({"scenario": scenario, "system": system, **row})
             seconds += spent
     rows = _of_draws(study, rows) if study.data_seeds else rows
@@ -288,14 +288,14 @@ def _orders(study: Study, scenario: str) -> int:
     return given if isinstance(given, int) else len(given)
 
 
-def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, Any], float]:
-    """(the scores of a system in percent, seconds of all its trials)."""
-    trials = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
+def _row(path: Path, study: Study, orders: int, targets: Sequence[float]) -> tuple[dict[str, Any], float]:
+    """(the scores of a system in percent, seconds of all its trials); of the seeds that the study has."""
+    trials = _trials(path, study.seeds)
     spent = sum(row["seconds"] + row["compile_seconds"] for trial in trials for row in trial["rows"])
     tuned = path.with_name(path.name.replace(".final.", ".tuning."))
     points = []
     if tuned.is_file():
-        tried = report.numbers_again(json.loads(tuned.read_text(encoding="utf-8"))["trials"]).values()
+        tried = _trials(tuned, study.tuning.seeds)
         points = [dict(point) for point in sorted({tuple(trial["numbers"].items()) for trial in tried})]
         spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
     trials = sorted(trials, key=lambda trial: trial["seed"])
@@ -316,6 +316,12 @@ def _row(path: Path, orders: int, targets: Sequence[float]) -> tuple[dict[str, A
         if clients == "new" and orders > 1:
             row["orders"] = {name: _rounded(values.mean(0)) for name, values in by_order.items()}
     return row, spent
+
+
+def _trials(path: Path, seeds: Sequence[int]) -> list[Any]:
+    """The trials of a file that are of these seeds."""
+    every = report.numbers_again(json.loads(path.read_text(encoding="utf-8"))["trials"]).values()
+    return [trial for trial in every if trial["seed"] in seeds]
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:

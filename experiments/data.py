@@ -78,11 +78,13 @@ def _given(what: str, options: Mapping[str, Any], rule: Callable[..., Any]) -> d
 
 
 def class_counts(data: FederatedData, view: str) -> np.ndarray:
-    """int64 `[N, K]`: the number of samples of each class in each client's view."""
+    """int64 `[N, K]`: the number of samples of each class in each client's view; all samples are of one class without classes."""
     start, size = np.asarray(data.start[view], np.int64), np.asarray(data.sizes(view), np.int64)
     where = np.repeat(start - (np.cumsum(size) - size), size) + np.arange(size.sum())
-    cell = np.repeat(np.arange(len(size)), size) * data.num_classes + np.asarray(data.y)[where]
-    return np.bincount(cell, minlength=len(size) * data.num_classes).reshape(len(size), -1)
+    labels = np.asarray(data.y)[where] if data.labelled else 0
+    classes = data.num_classes if data.labelled else 1
+    cell = np.repeat(np.arange(len(size)), size) * classes + labels
+    return np.bincount(cell, minlength=len(size) * classes).reshape(len(size), -1)
 
 
 def show(protocol: Protocol) -> None:
@@ -100,6 +102,7 @@ def show(protocol: Protocol) -> None:
             size = np.asarray(data.sizes(view))
             classes = (class_counts(data, view) > 0).sum(1)
             spread = str(classes.min()) if classes.min() == classes.max() else f"{classes.min()} to {classes.max()}"
+            spread = spread if data.labelled else "none"
             table.add_row(
                 group if row == 0 else "",
                 view,
@@ -134,7 +137,8 @@ def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
     with mpl.rc_context(style):
         figure = Figure(figsize=(6.4 * len(groups), 8.6 if images else 5.2), layout="constrained")
         parts = figure.subfigures(2 if images else 1, 1, height_ratios=[5.2, 3.4] if images else [1], squeeze=False)[:, 0]
-        axes = parts[0].subplots(2, len(groups), height_ratios=[1, 2.4], squeeze=False, sharex="col")
+        ratios = [1, 2.4] if protocol.train.labelled else [1]
+        axes = parts[0].subplots(len(ratios), len(groups), height_ratios=ratios, squeeze=False, sharex="col")
         for column, (title, data, view) in enumerate(groups):
             _draw_group(parts[0], axes[:, column], f"{title}, view “{view}”", data, view)
         if images:
@@ -147,20 +151,23 @@ def draw(protocol: Protocol, path: Path, *, faces: int = 6) -> None:
 def _draw_group(figure: Any, axes: Any, title: str, data: FederatedData, view: str) -> None:
     counts = class_counts(data, view)
     size, clients = counts.sum(1), np.arange(len(counts))
-    bars, heat = axes
+    bars = axes[0]
     bars.bar(clients, size, width=0.8 if len(size) <= 100 else 1.0, color=BAR)
     bars.axhline(size.mean(), color=INK, linewidth=0.8, linestyle="--")
     bars.set_title(title, fontsize=10, loc="left")
     bars.set_title(f"{size.sum():,} samples, mean {size.mean():,.0f} (dashed)", fontsize=8, loc="right", color=MUTED)
     bars.set_ylabel("samples")
     bars.set_ylim(0, 1.12 * size.max())
+    axes[-1].set_xlabel("client")
+    if not data.labelled:
+        return
+    heat = axes[1]
     bars.tick_params(labelbottom=False)
     shown = np.ma.masked_equal(counts.T, 0)
     # On a linear scale, a single large cell would make all others look alike.
     norm = LogNorm(1, max(counts.max(), 2))
     drawn = heat.imshow(shown, aspect="auto", cmap="YlGnBu", interpolation="nearest", norm=norm)
     heat.set_facecolor("#ececef")
-    heat.set_xlabel("client")
     heat.set_ylabel("class")
     if counts.shape[1] <= 20:
         heat.set_yticks(range(counts.shape[1]))

@@ -13,6 +13,7 @@ from fedjax_meta.study import Study, load, summary
 from fedjax_meta.study.compare import Finished, finished
 from fedjax_meta.study.folder import read_run
 from fedjax_meta.study.job import Outcome
+from fedjax_meta.study.tuning import KNOWN
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -34,8 +35,8 @@ def main() -> None:
 
 
 def known(one: Finished) -> np.ndarray:
-    """Mean accuracy over known clients by seed, in percent."""
-    return 100 * np.array([trial.rows[-1]["tests"]["known"]["scores"]["accuracy_mean"] for trial in one.trials])
+    """Mean accuracy over known clients by seed, in percent; NaN where a run diverged."""
+    return np.mean(list(one.by_client(KNOWN).values()), axis=1)
 
 
 @app.command()

@@ -16,9 +16,11 @@ import fedjax_meta as fm
 from experiments import _mtfl_shift
 from experiments.round_costs import write_table
 from fedjax_meta import checks, costs, metrics, models, process, report
+from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import Study, compare, load
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.system import System
+from fedjax_meta.study.targets import curve
 from fedjax_meta.study.tuning import Trial
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
@@ -54,7 +56,7 @@ class Row(NamedTuple):
 
     Attributes:
       title: of the system.
-      user_accuracy: `[seeds, R]`, of the cohort in each round, NaN where a run ended early.
+      user_accuracy: `[seeds, R]`, of the cohort in each round, NaN where a run ended early or had diverged.
       spread: deviation of user accuracy over the cohort of the last round, mean over seeds.
       trained: mean accuracy over clients after local training, mean over seeds.
       traffic: bytes that a client sends and receives in a round.
@@ -83,9 +85,7 @@ def row(title: str, trials: Sequence[Trial], traffic: costs.Traffic, time: costs
     Raises:
       ValueError: they have no user accuracy.
     """
-    lines = [[value for part in trial.rows for value in part["train"].get("user_accuracy", ())] for trial in trials]
-    if not all(lines):
-        raise ValueError(f"the runs of {title} recorded no user accuracy: give the study user_accuracy")
+    lines = [list(curve(trial.rows, USER_ACCURACY)[1] / 100) for trial in trials]
     curves = np.array([line + [np.nan] * (max(map(len, lines)) - len(line)) for line in lines])
     last = [trial.rows[-1] for trial in trials]
     spread = float(np.mean([one["train"]["user_accuracy_std"][-1] for one in last]))
@@ -117,7 +117,7 @@ def cost_of(system: System, name: str, clients: Clients) -> tuple[costs.Traffic,
 
 
 def references(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The systems that each is held against, by column: the first of the same optimiser, and the same patch with the first one.
+    """The systems that each is compared with, by column: the first of the same optimiser, and the same patch with the first one.
 
     Example:
       >>> references(["fedavg-FL", "fedavg-bn", "adam-FL", "adam-bn"])["adam-bn"]

@@ -69,8 +69,8 @@ def table(study: Study, *, data_dir: str | None, repeats: int) -> tuple[list[str
     rows = []
     for scenario, clients in run.build(study, data_dir).items():
         for name in study.systems_on(scenario):
-            system = study.system(name)
-            method, federation = system.parts(clients.task, **points_of(system)[0])
+            system = study.system(name, scenario)
+            method, federation = system.parts(clients, **points_of(system)[0])
             alone = fm.federate(method, dataclasses.replace(federation, lanes=1, devices=1))
             with console.status(f"timing {study.title_of(name)}"):
                 cost = measure(alone, clients.train, repeats=repeats)

@@ -20,7 +20,24 @@ from rich.text import Text
 
 from fedjax_meta import imports
 
-console = Console()
+
+class _Output(Console):
+    """Where nobody reads on (`| head`), it asks the program to stop, as SIGTERM does, so that a run is saved.
+
+    Attributes:
+      closed: whether that has happened.
+    """
+
+    closed = False
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich."""
+        self.closed = self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
+console = _Output()
 errors = Console(stderr=True)
 
 
@@ -73,6 +90,8 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         with signals(_interrupt), _nothing_swallows_interrupts(), _one_line_warnings():
             yield
     except (Stopped, KeyboardInterrupt) as stop:
+        if console.closed and not isinstance(stop, Stopped):
+            raise typer.Exit(128 + signal.SIGTERM) from None  # whoever closed the output knows
         # Lines of their own would break a path that is longer than the terminal is wide.
         text = str(stop) if isinstance(stop, Stopped) else "stopped; everything that was saved is still there"
         errors.print(Text(text, style="yellow"), soft_wrap=True)

@@ -123,7 +123,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
       programs: of this sweep, compiled beforehand; made here when not given.
 
     Returns:
-      (state, leaves `[M, ...]`; the records of each member).
+      (state, leaves `[M, ...]`; the records of each member, which share the wall-clock of the sweep equally).
 
     Raises:
       ValueError: no members, members of different names, a value that the method refuses, a state of another sweep or of members

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
-from fedjax_meta import evaluation, loggers, report
+from fedjax_meta import evaluation, loggers, process, report
 from fedjax_meta.cli import app
 from fedjax_meta.simulation import Evaluator, Record
 from fedjax_meta.study import folder as folders
@@ -136,6 +136,27 @@ def test_a_study_gives_tensorboard_what_it_saves(tmp_path):
                 for name, value in test["scores"].items():
                     assert found[f"{group}/{name}"][line["round"]] == np.float32(value)
     assert list(found["train/loss"]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(process.Stopped("stopped", 2), "stopped"), (run.Stopped("in round 3"), "stopped"), (ValueError("no"), "failed")],
+)
+def test_a_study_that_is_stopped_has_not_failed(error, status, tmp_path):
+    made = []
+
+    class Ends(Silent):
+        def record(self, done, records):
+            raise error
+
+    def make(folder, name):
+        made.append(Memory(folder, name))
+        return made[-1]
+
+    configs = {"fedavg": {}}
+    with pytest.raises(type(error)), logged(Ends(), tmp_path, {"m": make}, configs) as watcher:
+        run.run(study(rounds=2, tuning={"rounds": 1}), tmp_path, watcher=watcher)
+    assert made and {one.status for one in made} == {status}
 
 
 def test_a_study_that_goes_on_logs_each_evaluation_once(tmp_path):

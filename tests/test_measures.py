@@ -204,6 +204,12 @@ def test_a_metric_that_does_not_fit_is_refused(case):
         jax.eval_shape(lambda s: fm.evaluate(algorithm, KEY, s, data, metrics=(given,)), state)
 
 
+@pytest.mark.parametrize("name", ["ids", "name", "samples", "x_samples"])
+def test_a_metric_may_not_have_the_name_of_a_column_beside_the_scores(name):
+    with pytest.raises(ValueError, match=f"name='{name}' is that of a column beside the scores"):
+        metric(name)
+
+
 def test_two_metrics_of_one_name_and_one_that_is_no_tuple_are_refused():
     with pytest.raises(ValueError, match="two metrics have the name 'accuracy'"):
         measures.resolve(("accuracy", "accuracy"), 3)

@@ -353,6 +353,26 @@ def test_equal_titles_are_refused(tmp_path):
     assert not (tmp_path / "other.svg").exists()
 
 
+def test_dollars_in_a_title_are_no_formula(tmp_path):
+    title = r"cost $\foo$ x"
+    report.save_figure(tmp_path / "figure.svg", [a_series(title, r"new $\foo$", 1)], title=title)
+    assert (tmp_path / "figure.svg").exists()
+
+
+def test_a_mean_and_its_deviation_have_the_same_decimals():
+    kind = report.Kind("rmse", False, False)
+    for mean, deviation, words in [
+        (12.34567, 0.0123, "12.346 ±0.012"),
+        (8123.4, 251.0, "8123 ±251"),
+        (0.5, 0.0, "0.5000 ±0.0000"),
+        (1e-9, 2e-10, "1e-09 ±2e-10"),
+        (3.14159, float("nan"), "3.142"),
+        (float("nan"), 1.0, ""),
+    ]:
+        assert kind.spread(mean, deviation) == words
+    assert report.Kind("accuracy", True, True).spread(81.234, 0.5) == "81.23 ±0.50"
+
+
 def test_nothing_in_a_table_is_taken_for_markup():
     from rich.console import Console
 
@@ -384,7 +404,7 @@ def test_shares_are_in_percent_and_other_scores_are_as_they_are():
     assert (ACCURACY.label, ACCURACY.points, RMSE.label, RMSE.points) == (
         "accuracy, %", "points of accuracy", "rmse", "rmse",
     )  # fmt: skip
-    assert ACCURACY.spread(81.234, 1.5) == "81.23 ±1.50" and RMSE.spread(0.012345, 0.00123) == "0.01235 ±0.0012"
+    assert ACCURACY.spread(81.234, 1.5) == "81.23 ±1.50" and RMSE.spread(0.012345, 0.00123) == "0.0123 ±0.0012"
     assert ACCURACY.spread(float("nan"), 0.0) == "" and RMSE.spread(1.0, float("nan")) == "1"
 
 

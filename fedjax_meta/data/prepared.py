@@ -111,7 +111,8 @@ def _builder(name: str, data_dir: Path, download: bool, needs: Callable[[str, An
         raise ValueError(f"data set {name!r} needs tensorflow-datasets: pip install 'fedjax-meta[data]' ({error})") from None
     unknown = (
         f"data set {name!r} is unknown{checks.nearest(name, BUNDLED + PREPARED)}; there are {', '.join(BUNDLED + PREPARED)}, "
-        "any image classification set of tensorflow-datasets, and the path of an .npz"
+        "any image classification set of tensorflow-datasets, and the path of an .npz; `fedjax-meta list datasets` also shows "
+        "those whose clients are given or generated"
     )
     if not re.fullmatch(r"\w+(/[\w.-]+)*", name):
         raise ValueError(unknown)

@@ -28,6 +28,9 @@ PAIRINGS = {"2u+j": 2, "u+j": 1}
 SUPPORT = 0.2
 """Share of a client's samples for adaptation in FedMeta-Per and in FL with MAML and iMAML."""
 
+REPTILE_SUPPORT = 0.3
+"""The same in Per-FedAvg-Reptile."""
+
 FEDPAC_GROUPS = {
     10: ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0)),
     62: (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62))),
@@ -47,6 +50,7 @@ class Protocol(NamedTuple):
       orders: how many draws of the new clients `new` holds one after the other, each of the same number of clients.
       names: of the training clients and of the new ones, where the data set has them; else empty.
       targets: what targets that are no classes are, `targets.REAL` or `targets.LABELS`, where a file says it by their type.
+      support: share of the training and of the test part that is for adaptation.
     """
 
     train: FederatedData
@@ -57,6 +61,7 @@ class Protocol(NamedTuple):
     orders: int = 1
     targets: str = ""
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    support: float = SUPPORT
 
 
 def fedmeta_per_clients(
@@ -355,7 +360,7 @@ def fedpac_clients(
     data = _with_local_tests(source, *parts, support=support, scale=scale)
     if concept_groups > 1:
         data = transforms.concept_shift(data, num_groups=concept_groups, seed=rng)
-    return Protocol(on_device(data), None, f"FedPAC on {source.name}", source.notes)
+    return Protocol(on_device(data), None, f"FedPAC on {source.name}", source.notes, support=support)
 
 
 def perfedavg_reptile_clients(
@@ -386,9 +391,9 @@ def perfedavg_reptile_clients(
     rng = np.random.default_rng(seed)
     held = partition.dirichlet_classes(y, num_clients, concentration=concentration, seed=rng, min_samples=min_samples)
     held = held.shuffled(rng)
-    views = train_test_views(held.sizes, train=0.7, support=0.3)
+    views = train_test_views(held.sizes, train=0.7, support=REPTILE_SUPPORT)
     data = from_partition(x, y, *held, num_classes=source.num_classes, views=views, **pixel_scaling(x, scaling))
-    return Protocol(on_device(data), None, f"Per-FedAvg-Reptile on {source.name}", source.note)
+    return Protocol(on_device(data), None, f"Per-FedAvg-Reptile on {source.name}", source.note, support=REPTILE_SUPPORT)
 
 
 def perfedavg_reptile_synthetic_clients(
@@ -398,8 +403,9 @@ def perfedavg_reptile_synthetic_clients(
 
     The paper does not say which four pairs (δ, θ) it used. `spread` is as in `synthetic.synthetic`.
     """
-    data = synthetic.synthetic(model_spread, data_spread, seed=seed, spread=spread)
-    return Protocol(on_device(data), None, f"Per-FedAvg-Reptile on synthetic({model_spread:g}, {data_spread:g})")
+    data = synthetic.synthetic(model_spread, data_spread, seed=seed, spread=spread, support=REPTILE_SUPPORT)
+    name = f"Per-FedAvg-Reptile on synthetic({model_spread:g}, {data_spread:g})"
+    return Protocol(on_device(data), None, name, support=REPTILE_SUPPORT)
 
 
 def mtfl_clients(
@@ -441,7 +447,7 @@ def mtfl_clients(
         std = np.zeros(num_clients)
         std[chosen] = (0.2 if source.x_train.shape[-1] == 3 else 3.0) if noise is None else noise
         data = transforms.add_noise(data, std, seed=rng)
-    return Protocol(on_device(data), None, f"MTFL on {source.name}", source.notes, chosen)
+    return Protocol(on_device(data), None, f"MTFL on {source.name}", source.notes, chosen, support=support)
 
 
 def dealt_tests_clients(
@@ -464,9 +470,8 @@ def dealt_tests_clients(
     test = partition.iid(source.y_test, num_clients, seed=seed)
     scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else None
     data = _with_local_tests(source, train, test, support=support, scale=scale, tiny=True)
-    return Protocol(
-        on_device(data), None, f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients", source.notes
-    )
+    name = f"Dirichlet({concentration:g}) on {source.name}, {num_clients} clients"
+    return Protocol(on_device(data), None, name, source.notes, support=support)
 
 
 def local_steps(samples: int, num_clients: int, batch_size: int = 20) -> int:

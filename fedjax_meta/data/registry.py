@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.data import npz, partition, protocols, sources, synthetic, targets
+from fedjax_meta.data import npz, partition, protocols, samples, sources, synthetic, targets
 from fedjax_meta.data.natural import LEAST, left_out
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
@@ -107,15 +107,16 @@ def _synthetic(
     *, model_spread: float = 1.0, data_spread: float = 1.0, spread: str = "variance", num_clients: int = 30, seed: int = 1
 ) -> Protocol:
     """synthetic(δ, θ): how much the clients' models and inputs differ; no data set is needed."""
-    data = synthetic.synthetic(model_spread, data_spread, seed=seed, num_clients=num_clients, spread=spread)
-    return Protocol(protocols.on_device(data), None, f"synthetic({model_spread:g}, {data_spread:g})")
+    share = protocols.REPTILE_SUPPORT
+    data = synthetic.synthetic(model_spread, data_spread, seed=seed, num_clients=num_clients, spread=spread, support=share)
+    return Protocol(protocols.on_device(data), None, f"synthetic({model_spread:g}, {data_spread:g})", support=share)
 
 
 def _sinusoids(*, size: int = 40, noise: float = 0.0, num_clients: int = 100, seed: int = 1) -> Protocol:
     """A sine of its own for each client: few-shot regression (Finn, Abbeel, Levine 2017); no data set is needed."""
     data, _, _ = synthetic.sinusoids(num_clients, seed=seed, size=size, noise=noise)
     one_column = dataclasses.replace(data, y=data.y[:, None])
-    return Protocol(protocols.on_device(one_column), None, f"sinusoids, {size} points each")
+    return Protocol(protocols.on_device(one_column), None, f"sinusoids, {size} points each", support=0.5)
 
 
 GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic, "sinusoids": _sinusoids}
@@ -124,16 +125,15 @@ GENERATED: dict[str, Callable[..., Protocol]] = {"synthetic": _synthetic, "sinus
 
 def _all_finite(what: str, values: np.ndarray, owner: np.ndarray, shown: str) -> None:
     """Raises `ValueError` that names the first row of a file that is not finite, its client, and how many there are."""
-    if values.dtype.kind != "f":
+    bad, kind = samples.lost(values) if values.dtype.kind == "f" else (None, "")
+    if bad is None:
         return
-    bad = ~np.isfinite(values).reshape(len(values), -1)
-    rows = np.flatnonzero(bad.any(1))
-    if rows.size:
-        count, clients = int(bad.sum()), len(np.unique(owner[rows]))
-        raise ValueError(
-            f"{what} of client {owner[rows[0]]} in {shown} hold NaN or infinite values, first in row {rows[0]} of the file "
-            f"(from 0); in all {count} value{'s' * (count > 1)} of {clients} client{'s' * (clients > 1)}"
-        )
+    rows = np.flatnonzero(bad.reshape(len(values), -1).any(1))
+    count, clients = int(bad.sum()), len(np.unique(owner[rows]))
+    raise ValueError(
+        f"{what} of client {owner[rows[0]]} in {shown} hold {kind}, first in row {rows[0]} of the file "
+        f"(from 0); in all {count} value{'s' * (count > 1)} of {clients} client{'s' * (clients > 1)}"
+    )
 
 
 class Named(NamedTuple):

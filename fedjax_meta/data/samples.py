@@ -174,24 +174,29 @@ def check_ids(x: PyTree, num_ids: Any, order: np.ndarray, sizes: np.ndarray) -> 
 def check_finite(what: str, tree: PyTree, order: np.ndarray, sizes: np.ndarray) -> None:
     """Raises `ValueError` for a number that is not finite, or not in the type that JAX will give it."""
     for name, values in named(what, tree):
-        _check_finite(name, values, order, sizes)
+        bad, kind = lost(values)
+        if bad is not None:
+            sample = int(np.argmax(bad.reshape(len(values), -1).any(1)))
+            raise ValueError(f"{name} hold {kind}, first in {of_client(sample, order, sizes)}")
 
 
-def _check_finite(what: str, values: np.ndarray, order: np.ndarray, sizes: np.ndarray) -> None:
+def lost(values: np.ndarray) -> tuple[np.ndarray | None, str]:
+    """Which numbers are not finite, or are not in the type that JAX will give them; and what they are, in words.
+
+    Returns:
+      Booleans in the shape of `values` and the words; `None` and no words where all numbers are good.
+    """
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
     if checks.is_real(dtype) and not np.issubdtype(dtype, np.integer):
         with np.errstate(over="ignore", invalid="ignore"):
             bad = ~np.isfinite(values.astype(dtype, copy=False))
-        kind = "NaN or infinite values"
+        kind = "NaN or infinite values" + (f" as {dtype}" if bad.any() and np.isfinite(values).all() else "")
     elif dtype != values.dtype:
         limits = np.iinfo(dtype)
         bad, kind = (values < limits.min) | (values > limits.max), f"integers that {dtype} cannot hold"
     else:
-        return
-    if bad.any():
-        sample = int(np.argmax(bad.reshape(len(values), -1).any(1)))
-        cast = "" if kind[0] == "i" or not np.isfinite(values).all() else f" as {dtype}"
-        raise ValueError(f"{what} hold {kind}{cast}, first in {of_client(sample, order, sizes)}")
+        return None, ""
+    return (bad, kind) if bad.any() else (None, "")
 
 
 def of_client(sample: int, order: np.ndarray, sizes: np.ndarray) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from fedjax_meta import checks, runtime
 from fedjax_meta.data import cache, canonical, npz
 from fedjax_meta.data.prepared import load_prepared, load_text
-from fedjax_meta.data.samples import class_count
+from fedjax_meta.data.samples import class_count, lost
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
 """The environment variable that names the folder of data sets."""
@@ -139,15 +139,15 @@ def from_arrays(
     checks.word("name", name)
     if (x_test is None) != (y_test is None):
         raise ValueError("x_test and y_test must be given together")
-    x, y = _checked(x, y, "training")
+    x, y = _checked(x, y, f"data set {name!r}: the training")
     if x_test is None or y_test is None:
         how = "own data without a test split; the last fifth of each class is used instead"
         return Source(*canonical.split(x, y), class_count(y), name, split=how)
-    x_test, y_test = _checked(x_test, y_test, "test")
+    x_test, y_test = _checked(x_test, y_test, f"data set {name!r}: the test")
     if x.shape[1:] != x_test.shape[1:] or x.dtype != x_test.dtype:
         raise ValueError(
-            f"training inputs are {x.dtype} {list(x.shape[1:])} and test inputs {x_test.dtype} {list(x_test.shape[1:])}; "
-            "they must agree"
+            f"data set {name!r}: training inputs are {x.dtype} {list(x.shape[1:])} and test inputs {x_test.dtype} "
+            f"{list(x_test.shape[1:])}; they must agree"
         )
     num_classes = class_count(y, y_test)
     train, test = canonical.in_canonical_order(x, y), canonical.in_canonical_order(x_test, y_test)
@@ -173,7 +173,7 @@ def read_npz(path: str | os.PathLike) -> Source:
 
 def in_order(x: ArrayLike, y: ArrayLike, *, name: str) -> Source:
     """A `Source` whose samples are all training samples, in their own order; errors as in `from_arrays`."""
-    x, y = _checked(x, y, "training")
+    x, y = _checked(x, y, f"data set {name!r}: the training")
     return Source(x, y, x[:0], y[:0], class_count(y), name)
 
 
@@ -183,33 +183,29 @@ def _path(name: str, value: Any) -> str:
     return os.fspath(value)
 
 
-def _checked(x: ArrayLike, y: ArrayLike, which: str) -> tuple[np.ndarray, np.ndarray]:
+def _checked(x: ArrayLike, y: ArrayLike, who: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         x, y = np.asarray(x), np.asarray(y)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"the {which} inputs are not one array [M, ...]; samples of mixed shape must be resized first"
-        ) from None
+        raise ValueError(f"{who} inputs are not one array [M, ...]; samples of mixed shape must be resized first") from None
     if not (checks.is_real(x.dtype) or x.dtype == bool):
-        raise ValueError(
-            f"the {which} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)"
-        )
+        raise ValueError(f"{who} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)")
     if not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
-            f"the {which} labels must be integers, not {y.dtype}; np.unique(labels, return_inverse=True)[1] converts any"
+            f"{who} labels must be integers, not {y.dtype}; np.unique(labels, return_inverse=True)[1] converts any"
         )
-    if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or len(y) == 0:
-        raise ValueError(f"the {which} inputs must be [M, ...] and labels [M] with M >= 1, not {x.shape} and {y.shape}")
+    if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or x.size == 0:
+        raise ValueError(f"{who} inputs must be [M, ...] and labels [M] with M >= 1, not {x.shape} and {y.shape}")
     if y.min() < 0:
-        raise ValueError(f"the {which} labels must not be negative, but one is {y.min()}")
+        raise ValueError(f"{who} labels must not be negative, but one is {y.min()}")
     if y.max() >= checks.MOST_CLASSES:
         raise ValueError(
-            f"the {which} labels must be below {checks.MOST_CLASSES}, but one is {y.max()}; "
+            f"{who} labels must be below {checks.MOST_CLASSES}, but one is {y.max()}; "
             "np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
         )
-    if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
-        sample = int(np.argmin(np.isfinite(x).reshape(len(x), -1).all(1)))
-        raise ValueError(f"the {which} inputs hold NaN or infinite values, first in sample {sample}")
+    bad, kind = lost(x)
+    if bad is not None:
+        raise ValueError(f"{who} inputs hold {kind}, first in sample {int(np.argmax(bad.reshape(len(x), -1).any(1)))}")
     return x[..., None] if x.dtype == np.uint8 and x.ndim == 3 else x, y
 
 

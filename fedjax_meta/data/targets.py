@@ -10,6 +10,7 @@ import numpy as np
 from fedjax_meta import checks
 from fedjax_meta.data import npz
 from fedjax_meta.data.cache import ARRAYS
+from fedjax_meta.data.samples import lost
 
 REAL, LABELS = "real targets", "several labels"
 
@@ -73,7 +74,7 @@ def read(path: str | os.PathLike, arrays: Mapping[str, np.ndarray] | None = None
     if not real and y.ndim < 2:
         return None
     shown = repr(os.fspath(path))
-    if y.ndim not in (1, 2) or len(x) != len(y) or x.ndim < 2 or not len(y):
+    if y.ndim not in (1, 2) or len(x) != len(y) or x.ndim < 2 or not x.size or not y.size:
         raise ValueError(f"{shown} must have x [M, ...] and y [M] or [M, d], not {list(x.shape)} and {list(y.shape)}")
     if not real and not (checks.is_real(y.dtype) or y.dtype == bool):
         raise ValueError(f"{shown} has y of type {y.dtype}: give numbers")
@@ -85,9 +86,10 @@ def read(path: str | os.PathLike, arrays: Mapping[str, np.ndarray] | None = None
     if not checks.is_real(x.dtype) and x.dtype != bool:
         raise ValueError(f"{shown} has x of type {x.dtype}: give numbers")
     for name, values in (("x", x), ("y", y)):
-        if np.issubdtype(values.dtype, np.floating) and not np.isfinite(values).all():
-            sample = int(np.argmin(np.isfinite(values).reshape(len(values), -1).all(1)))
-            raise ValueError(f"{shown} holds NaN or infinite values in {name}, first in sample {sample}")
+        bad, words = lost(values)
+        if bad is not None:
+            sample = int(np.argmax(bad.reshape(len(values), -1).any(1)))
+            raise ValueError(f"{shown} holds {words} in {name}, first in sample {sample}")
     x = x[..., None] if x.dtype == np.uint8 and x.ndim == 3 else x
     y = y.reshape(len(y), -1).astype(np.float32)
     kind = REAL if real else LABELS

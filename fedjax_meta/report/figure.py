@@ -117,9 +117,9 @@ def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         lines = np.stack([one.means[places(one.rounds, rounds)] for one in mine])
         drawn.append(curves.draw(axis, rounds, lines, kind, color=color, linewidth=1.8, solid_capstyle="round"))
         ended += [curves.Drawn(one.rounds, one.means, color) for one in mine if one.diverged is not None]
-    axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
+    axis.set_title(escape.label(title), fontsize=11, loc="left", fontweight="bold")
     axis.set_xlabel("round")
-    axis.set_ylabel(f"{kind.label}, mean over clients")
+    axis.set_ylabel(escape.label(f"{kind.label}, mean over clients"))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind.share:
         axis.set_ylim(max(low - 4, 0), 101)
@@ -173,7 +173,7 @@ def _draw_spread(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         )
     curves.clip_dots(axis, drawn, kind)
     axis.set_ylim(len(titles) - 0.45, -0.6)
-    axis.set_yticks(range(len(titles)), titles if names else [""] * len(titles))
+    axis.set_yticks(range(len(titles)), [escape.label(title) if names else "" for title in titles])
     if names:
         for label, name in zip(axis.get_yticklabels(), titles, strict=True):
             label.set_color(colors[name])
@@ -181,4 +181,4 @@ def _draw_spread(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     axis.grid(axis="x", color=GRID, linewidth=0.8)
-    axis.set_xlabel(f"{kind.label}, of each client at the last round (bar: quartiles; line: mean)", fontsize=8.5)
+    axis.set_xlabel(escape.label(f"{kind.label}, of each client at the last round (bar: quartiles; line: mean)"), fontsize=8.5)

@@ -110,7 +110,7 @@ class Kind(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """What a table must say: nothing where higher is better."""
+        """ " (lower is better)", or nothing."""
         return "" if self.higher_is_better else " (lower is better)"
 
     def gain(self, mine: Any, reference: Any) -> Any:
@@ -142,11 +142,22 @@ class Kind(NamedTuple):
         return format(value, f"{'+' if sign else ''}{'.2f' if self.share else '.4g'}")
 
     def spread(self, mean: float, deviation: float) -> str:
-        """A mean with its standard deviation, see `over_seeds`, where that is known; empty where the mean is not."""
+        """A mean with its standard deviation, see `over_seeds`, where that is known; empty where the mean is not.
+
+        Both have the same decimals: two for shares, else as many as the first two digits of the deviation need.
+
+        Example:
+          >>> Kind("rmse", False, False).spread(12.34567, 0.0123), Kind("rmse", False, False).spread(8123.4, 251.0)
+          ('12.346 ±0.012', '8123 ±251')
+        """
         if not math.isfinite(mean):
             return ""
-        shown = "" if math.isnan(deviation) else f" ±{deviation:{'.2f' if self.share else '.2g'}}"
-        return f"{self.text(mean)}{shown}"
+        if not math.isfinite(deviation):
+            return self.text(mean)
+        if self.share:
+            return f"{mean:.2f} ±{deviation:.2f}"
+        decimals = max(0, 1 - math.floor(math.log10(deviation))) if deviation else 4
+        return f"{mean:.{decimals}f} ±{deviation:.{decimals}f}" if decimals <= 6 else f"{mean:.4g} ±{deviation:.2g}"
 
 
 Spread = tuple[float, float]

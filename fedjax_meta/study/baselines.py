@@ -28,7 +28,7 @@ UNTRAINED = "untrained model"
 
 
 LOCAL = "local_only"
-"""The method that the others are held against, where a study has it."""
+"""The method that the others are compared with, where a study has it."""
 
 
 def alone(study: Study, system: str) -> tuple[str, ...]:

@@ -22,6 +22,9 @@ from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
 
 NAN = float("nan")
 
+EXACT = 50
+"""Up to so many clients, the test over clients does without the normal distribution."""
+
 
 class Finished(NamedTuple):
     """The final runs of a system, as a folder holds them.
@@ -36,7 +39,7 @@ class Finished(NamedTuple):
       traffic: bytes of a client in a round, down and up; NaN where the folder does not say it.
       alone: the groups of clients that train by themselves with it.
       score: name of the score that is compared; that of `report.score_names` when not given.
-      pooled: whether it trains on the samples of all clients together, so that it is not its method in a federation.
+      pooled: whether it is central training, which is no reference for others, see `System.pooled`.
       model: of the scenario, with its options.
     """
 
@@ -125,6 +128,7 @@ class Row(NamedTuple):
 
     Attributes:
       system: what is compared.
+      reference: title of the system that all of a task are compared with.
       known, new: mean over clients, `[seeds]`; `new` is empty without new clients, and where none trains the model that it needs.
       worst: mean over the tenth of known clients with the worst scores, `[seeds]`.
       variance: of the score over known clients, `[seeds]`.
@@ -135,6 +139,7 @@ class Row(NamedTuple):
     """
 
     system: Finished
+    reference: str
     known: np.ndarray
     new: np.ndarray
     worst: np.ndarray
@@ -272,16 +277,24 @@ def paired_t(differences: np.ndarray) -> float:
 
 
 def signed_rank(differences: np.ndarray) -> float:
-    """The two-sided p-value of Wilcoxon's signed-rank test for differences `[n]`, those that are 0 left out; 1 if all are 0."""
+    """The two-sided p-value of Wilcoxon's signed-rank test for differences `[n]`, those that are 0 left out; 1 if all are 0.
+
+    It is exact up to `EXACT` differences, also where some are equally large, as accuracies on few samples often are.
+    """
     from scipy import stats
 
     if not np.isfinite(differences).all():
         return NAN
     moved = differences[differences != 0]
-    if not moved.size:
-        return 1.0
-    ties = len(np.unique(np.abs(moved))) < moved.size
-    return float(stats.wilcoxon(moved, method="asymptotic" if ties or moved.size > 50 else "exact").pvalue)
+    if moved.size > EXACT:
+        return float(stats.wilcoxon(moved, method="asymptotic").pvalue)
+    # Twice the ranks are whole numbers: equal differences share the mean of their ranks.
+    ranks = np.rint(2 * stats.rankdata(np.abs(moved))).astype(int)
+    chance = np.ones(1)  # of each sum of the ranks of one sign, where every sign is a fair coin
+    for rank in ranks:
+        chance = (np.pad(chance, (0, rank)) + np.pad(chance, (rank, 0))) / 2
+    smaller = min(ranks[moved > 0].sum(), ranks[moved < 0].sum())
+    return float(min(1.0, 2 * chance[: smaller + 1].sum()))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -320,7 +333,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
 
     Args:
       systems: at least one, all of one task.
-      reference: title of the one that the others are held against; the first when not given.
+      reference: title of the one that the others are compared with; the first when not given.
       target: what the known clients' mean should reach.
 
     Raises:
@@ -344,6 +357,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
         rows.append(
             Row(
                 one,
+                first.title,
                 np.array([scores.mean() for scores in known]),
                 np.array([scores.mean() for scores in new.values()]),
                 np.array([one.kind.worst_tenth(scores) for scores in known]),

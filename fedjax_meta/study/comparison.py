@@ -44,8 +44,7 @@ def tables(rows: Sequence[Row]) -> list[report.Table]:
     ]
     headings = ["system", "worst 10 %", "variance", "behind local", "behind FedAvg"]
     found.append(report.Table(headings, over, "Over known clients").used())
-    reference = next((row.system.title for row in rows if row.against is None), systems[0].title)
-    found += [part for part in (_differences(rows, reference, group) for group in (KNOWN, NEW)) if part.rows]
+    found += [part for part in (_differences(rows, group) for group in (KNOWN, NEW)) if part.rows]
     met = [(row.system.title, row.reached) for row in rows if row.reached is not None]
     if met:
         target, share = met[0][1].target, met[0][1].kind.share
@@ -56,7 +55,7 @@ def tables(rows: Sequence[Row]) -> list[report.Table]:
     return found
 
 
-def _differences(rows: Sequence[Row], reference: str, group: str) -> report.Table:
+def _differences(rows: Sequence[Row], group: str) -> report.Table:
     pairs = [(row.system.title, row.against if group == KNOWN else row.against_new) for row in rows]
     found = [(title, one) for title, one in pairs if one is not None]
     p_seeds, p_clients = (holm([getattr(one, name) for _, one in found]) for name in ("p_seeds", "p_clients"))
@@ -73,7 +72,7 @@ def _differences(rows: Sequence[Row], reference: str, group: str) -> report.Tabl
         for (title, one), seeds, clients in zip(found, p_seeds, p_clients, strict=True)
     ]
     headings = ["system", "points" if kind.share else kind.words, "95 % interval", "p (seeds)", "p (clients)", "better"]
-    return report.Table(headings, lines, f"Minus {reference}, {group} clients, same seeds").used()
+    return report.Table(headings, lines, f"Minus {rows[0].reference}, {group} clients, same seeds").used()
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -97,7 +96,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             '"better": clients that gain. p-values are two-sided, of a paired t-test over seeds and of Wilcoxon\'s signed-rank '
             "test over clients (mean over seeds), adjusted for the number of rows (Holm)."
         )
-    first = next((row.system for row in rows if row.against is None), rows[0].system)
+    first = next(row.system for row in rows if row.system.title == row.reference)
     for row in rows:
         if row.against is not None and row.system.cohorts != first.cohorts:
             said.append(f"{row.system.title} trained on other cohorts than {first.title}: they share seeds, not cohorts.")
@@ -110,7 +109,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             said.append(f"Targets of shares are in percent: the one here is {reached.target.value:g} %.")
         said.append(
             "Rounds are those of tests, so that they are as fine as the tests are close. "
-            "MB: of a client in every round, down and up. Seconds: training and testing of one run, without compilation."
+            "MB: of a client in every round, down and up. Seconds: training and testing, without compilation; seeds that trained "
+            "side by side share their wall-clock, so compare systems with equally many."
         )
     return said
 

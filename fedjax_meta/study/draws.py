@@ -49,6 +49,23 @@ def pooled(
     return clients, list(joined.values())
 
 
+def mean_over_seeds(values: np.ndarray, draws: int = 1) -> np.ndarray:
+    """The mean over seeds of a number of each client.
+
+    Args:
+      values: `[draws seeds, N]`, in the order of `pooled`.
+      draws: of the clients; each has N clients of its own.
+
+    Returns:
+      `[draws N]`.
+
+    Example:
+      >>> mean_over_seeds(np.array([[1.0, 2.0], [3.0, 4.0]])), mean_over_seeds(np.array([[1.0, 2.0], [3.0, 4.0]]), 2)
+      (array([2., 3.]), array([1., 2., 3., 4.]))
+    """
+    return np.asarray(values.reshape(draws, -1, values.shape[1]).mean(1).reshape(-1))
+
+
 def over_orders(outcome: Outcome, clients: Clients, score: str | None = None) -> np.ndarray:
     """Mean score of the new clients of each draw of them after the last round, `[seeds, orders]`; shares in percent.
 
@@ -64,5 +81,7 @@ def remarks(outcome: Outcome, clients: Clients, score: str | None = None) -> lis
         return []
     kind = report.main_score(outcome.final[0].rows[-1]["tests"][NEW], score).kind
     values = over_orders(outcome, clients, score).mean(0)
+    if not np.isfinite(values).all():
+        return []
     spread, least, most = (kind.text(float(value)) for value in (np.std(values, ddof=1), values.min(), values.max()))
     return [f"new ±{spread} over {clients.orders} orders ({least} to {most})"]

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedjax_meta import disk, escape, report
 from fedjax_meta.report import COLORS, curves
+from fedjax_meta.study import draws
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial
@@ -49,7 +50,8 @@ class Shown(NamedTuple):
       score: name of the main score; that of `report.score_names` when not given.
       tuned_by: how they were chosen.
       traffic: bytes that a client downloads and uploads in a round; NaN where it is not known.
-      alone: the groups whose clients train by themselves with it, so that others can be held against it.
+      alone: the groups whose clients train by themselves with it, so that others can be compared with it.
+      draws: how many draws of the clients the trials are of, see `draws.pooled`.
     """
 
     title: str
@@ -62,6 +64,7 @@ class Shown(NamedTuple):
     tuned_by: Tuning = Tuning()
     traffic: float = float("nan")
     alone: Sequence[str] = ()
+    draws: int = 1
 
 
 class Panel(NamedTuple):
@@ -173,10 +176,11 @@ def gains(systems: Sequence[Shown]) -> Figure:
     def panel(group: str) -> Panel:
         def draw(axis: "Axes") -> None:
             assert alone is not None
-            base, drawn = _last(alone, group).mean(0), []
+            base, drawn = draws.mean_over_seeds(_last(alone, group), alone.draws), []
             for one in others:
-                if _tested(one, group) and _last(one, group).shape[1:] == base.shape:
-                    gain = np.sort(kind.gain(_last(one, group).mean(0), base))
+                mine = draws.mean_over_seeds(_last(one, group), one.draws) if _tested(one, group) else base[:0]
+                if mine.shape == base.shape:
+                    gain = np.sort(kind.gain(mine, base))
                     share = 100 * (np.arange(len(gain)) + 0.5) / len(gain)
                     axis.plot(share, gain, **_line(one))
                     drawn.append(curves.Drawn(share, gain, color_of(one.color)))
@@ -217,7 +221,10 @@ def against(systems: Sequence[Shown]) -> Figure:
         axis.set_ylabel(kind.label)
 
     panels = [*([Panel(by_bytes)] if known else []), Panel(by_time)]
-    words = "Known clients. Time is wall-clock of one run without compilation, and depends on what else the machine did."
+    words = (
+        "Known clients. Time is wall-clock without compilation, shared by the seeds that trained side by side. It depends on "
+        "what else the machine did."
+    )
     title = f"{kind.words.capitalize()} against what travels and against time{kind.direction}"
     return Figure("costs", title, words, panels)
 

@@ -364,7 +364,7 @@ def only(tree: Tree, systems: Sequence[str]) -> Tree:
     entries = expanded("systems", tree.get("systems") or {})
 
     def meant(entry: str, name: str) -> bool:
-        return entry == name or entry.startswith(f"{name}-")
+        return entry == name if name in entries else entry.startswith(f"{name}-")
 
     for name in systems:
         if not any(meant(entry, name) for entry in entries):
@@ -383,5 +383,5 @@ def only(tree: Tree, systems: Sequence[str]) -> Tree:
     ]
     made = {**tree, "systems": kept, "scenarios": scenarios, "published": rows}
     if isinstance(tree.get("user_accuracy"), Mapping):
-        made["user_accuracy"] = {name: view for name, view in tree["user_accuracy"].items() if name in kept}
+        made["user_accuracy"] = {name: view for name, view in tree["user_accuracy"].items() if name in kept} or None
     return made

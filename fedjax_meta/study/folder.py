@@ -22,7 +22,7 @@ from fedjax_meta.study import guarantees
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
-from fedjax_meta.study.tuning import KNOWN, Trial, best, last_scores, points_of, rungs
+from fedjax_meta.study.tuning import KNOWN, Trial, last_scores, points_of, rungs
 
 Json = Any
 Where = tuple[str, str, str]
@@ -204,21 +204,7 @@ def read_final(folder: Path, study: Study, scenario: str, system: str) -> tuple[
         return [], {}
     trials, content = read_trials(path)
     found = [trial for trial in trials.values() if trial.seed in study.seeds]
-    if any(trial.numbers != found[0].numbers for trial in found):
-        point = _chosen(path.with_name(f"{system}.tuning.json"), study, study.system(system, scenario))
-        found = [trial for trial in found if trial.numbers == point]
     return sorted(found, key=lambda trial: study.seeds.index(trial.seed)), content
-
-
-def _chosen(path: Path, study: Study, system: System) -> Mapping[str, float]:
-    """The point of a system's grid that its trials, if it has some, chose."""
-    points = points_of(system)
-    if len(points) == 1:
-        return points[0]
-    trials = [trial for trial in read_trials(path)[0].values() if trial.seed in study.tuning.seeds]
-    if not study.tuning.extend:
-        trials = [trial for trial in trials if trial.numbers in points]
-    return best(trials, study.tuned_by).point
 
 
 def close_run(folder: Path) -> None:

@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedjax_meta import report
+from fedjax_meta import process, report
 from fedjax_meta.loggers import DIVERGED, FAILED, FINISHED, STOPPED, Json, Logger, Make, by_step, log_steps
+from fedjax_meta.study import phase
+
+_STOPS = (KeyboardInterrupt, SystemExit, process.Stopped, phase.Stopped)
+"""How a run ends that somebody stopped."""
 
 
 class Logged:
@@ -111,6 +115,6 @@ def logged(
     try:
         yield watched
     except BaseException as error:
-        watched.finish(STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED)
+        watched.finish(STOPPED if isinstance(error, _STOPS) else FAILED)
         raise
     watched.finish()

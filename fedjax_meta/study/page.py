@@ -37,7 +37,7 @@ details { margin: 16px 0; } summary { cursor: pointer; }
 @media print { details { display: none; } }
 """
 
-_WORDS = {"chosen", "remark", "note", "scenario", "clients", "score", "held against"}
+_WORDS = {"chosen", "remark", "note", "scenario", "clients", "score", "compared with"}
 """Headings of columns that hold words, which are aligned left and may wrap."""
 
 
@@ -148,6 +148,7 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             tuned_by=study.tuned_by,
             traffic=_traffic(study, one, clients),
             alone=baselines.alone(study, one.system),
+            draws=max(len(study.data_seeds), 1),
         )
         for one in outcomes
     ]

@@ -126,7 +126,7 @@ class Phase(NamedTuple):
 
 
 class Desk(NamedTuple):
-    """Where phases leave what they find.
+    """Where phases save what they find, and whom they tell.
 
     Attributes:
       folder: of the run.

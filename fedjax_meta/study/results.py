@@ -85,7 +85,8 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     itself, has_new = system.method == LOCAL, clients.new is not None and trained(NEW, alone(study, outcome.system))
     behind = float("nan")
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
-        behind = 100 * float(np.mean(known.kind.gain(_over_draws(study, known.values), _over_draws(study, base)) < 0))
+        mine, alone_ = (draws.mean_over_seeds(values, len(study.data_seeds) or 1) for values in (known.values, base))
+        behind = 100 * float(np.mean(known.kind.gain(mine, alone_) < 0))
     up = float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up)
     mean = report.over_seeds(known.values.mean(1))
     worse = ["worse than the untrained model"] if known.kind.gain(mean[0], start) < 0 else []
@@ -180,12 +181,6 @@ def by_client(trials: Sequence[Trial], group: str, score: str | None) -> ByClien
     )
 
 
-def _over_draws(study: Study, values: np.ndarray) -> np.ndarray:
-    """The mean over seeds of a score `[seeds, N]` of each client: `[N]`, or `[draws N]`, since a draw has clients of its own."""
-    draws = len(study.data_seeds) or 1
-    return values.reshape(draws, -1, values.shape[1]).mean(1).reshape(-1)
-
-
 def _last_tests(trials: Sequence[Trial], *, new: bool) -> dict[str, list[Mapping[str, Any]]]:
     """The last test of each trial, by group; with those of new clients or without."""
     groups = [group for group in trials[0].rows[-1]["tests"] if new or group != NEW]
@@ -256,7 +251,7 @@ def tables(study: Study, built: Mapping[str, Clients], outcomes: Sequence[Outcom
     return {scenario: lines(study, scenario, clients, outcomes) for scenario, clients in built.items()}
 
 
-GAIN_HEADINGS = ("system", "held against", "clients", "lose", "median", "greatest loss", "greatest gain")
+GAIN_HEADINGS = ("system", "compared with", "clients", "lose", "median", "greatest loss", "greatest gain")
 
 
 def gains(study: Study, outcomes: Sequence[Outcome], clients: Clients | None = None) -> list[list[str]]:
@@ -281,19 +276,30 @@ def gains(study: Study, outcomes: Sequence[Outcome], clients: Clients | None = N
                 if any(group not in trial.rows[-1]["tests"] for other in (one, reference) for trial in other.final):
                     continue
                 mine, base = (by_client(other.final, group, study.score) for other in (one, reference))
-                gain = mine.kind.gain(*(_over_draws(study, values) for values in (mine.values, base.values)))
+                of_clients = (draws.mean_over_seeds(one.values, len(study.data_seeds) or 1) for one in (mine, base))
+                gain = mine.kind.gain(*of_clients)
                 if not np.isfinite(gain).all():
                     continue
                 least, most = int(gain.argmin()), int(gain.argmax())
-                ids = one.final[0].rows[-1]["tests"][group].get("ids", range(mine.values.shape[1]))
                 digits = "+.1f" if mine.kind.share else "+.3g"
-                names = [f"client {called[group][id_] if called.get(group) else id_}" for id_ in ids]
-                names = [f"{name}, draw {draw}" for draw in study.data_seeds for name in names] or names
+                names = _names(study, one, group, called.get(group, ()))
                 ends = [f"{gain[i]:{digits}} ({names[i]})" for i in (least, most)]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
                 titles = study.title_of(one.system), study.title_of(reference.system)
                 rows.append([*titles, group, share, f"{np.median(gain):{digits}}", *ends])
     return rows
+
+
+def _names(study: Study, outcome: Outcome, group: str, called: Sequence[str]) -> list[str]:
+    """What the clients of a group are called, those of all draws one after the other; `called` are their names, if known."""
+    names = []
+    for draw in study.data_seeds or (None,):
+        # The clients that are scored differ from draw to draw where some of them are noisy.
+        first = outcome.final[0 if draw is None else study.data_seeds.index(draw) * len(study.seeds)]
+        test = first.rows[-1]["tests"][group]
+        ids = test.get("ids", range(report.main_score(test, study.score).values.size))
+        names += [f"client {called[i] if called else i}{'' if draw is None else f', draw {draw}'}" for i in ids]
+    return names
 
 
 PUBLISHED_HEADINGS = ("system", "scenario", "clients", "score", "published", "measured", "difference", "note")

@@ -134,8 +134,8 @@ class Scenario:
       augment: name in `AUGMENTS`, how training batches are changed; not at all when not given.
       shift: name in `SHIFTS`, with `shift_options`; none when not given. It changes the clients that train: new clients keep
         their samples as they are.
-      test: share of a client's samples for its test; papers and generators have their own.
-      support: share of each part for adaptation.
+      test: share of a client's samples for its test; papers, generators and natural clients with a test split have their own.
+      support: share of each part for adaptation; papers and generators have their own.
       adapt_on: what a known client adapts on before its test: "train", and it is tested on all of its test samples; or
         "test_support", a share of them, and it is tested on the rest (FedMeta-Per).
       new: share of the clients that never train; a fifth when not given, and none where a paper or a generator draws them.
@@ -203,9 +203,13 @@ class Scenario:
         checks.count("server", self.server, least=0)
         if self.server and (self.dataset in GENERATED or self.dataset in NATURAL or self.rule not in PARTITIONS):
             raise ValueError(f"server={self.server} needs one of the partitions {', '.join(PARTITIONS)}")
-        if self.test != Scenario.test and (self.dataset in GENERATED or (self.dataset not in NATURAL and self.rule in PAPERS)):
+        if self.dataset in GENERATED or (self.dataset not in NATURAL and self.rule in PAPERS):
             cut = self.dataset if self.dataset in GENERATED else self.rule
-            raise ValueError(f"test={self.test}, but {cut} cuts the test samples of its clients itself: leave test out")
+            for name in ("test", "support"):
+                if getattr(self, name) != getattr(Scenario, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)}, but {cut} cuts the {name} samples of its clients itself: leave {name} out"
+                    )
         if self.attackers is not None:
             checks.fraction("attackers", self.attackers)
         if self.clients is not None:
@@ -242,7 +246,7 @@ class Scenario:
         if self.federation.get("attack") is not None:
             attack = self.federation["attack"]
             title += f", attack {attack['name'] if isinstance(attack, Mapping) else attack}"
-        tuning = holdout.validation_samples(train, self.validation, support=self.support, scored=TESTED_ON[self.adapt_on])
+        tuning = holdout.validation_samples(train, self.validation, support=made.support, scored=TESTED_ON[self.adapt_on])
         task = model_for(self.model, train, self.model_options, made.targets)
         if self.augment is not None:
             task = AUGMENTS[self.augment](task, train)
@@ -257,11 +261,17 @@ class Scenario:
 
     def _of_natural(self, data_dir: str | None) -> Protocol:
         source = load_natural(self.dataset, data_dir=data_dir, **self.options).at_least(LEAST, most_clients=self.clients)
+        if self.model is None and source.vocabulary and not isinstance(source.x, dict):
+            raise ValueError(
+                f"{self.dataset} holds tokens, for which there is no default model: take one, e.g. model char_lstm"
+            )
+        if source.train_sizes is not None and self.test != Scenario.test:
+            raise ValueError(f"test={self.test}, but {self.dataset} has test samples of its own: leave test out")
         data = source.federated(test=self.test, support=self.support, seed=self.seed)
         train, new = holdout.new_clients(data, 0.2 if self.new is None else self.new, support=self.support, seed=self.seed)
         title = f"{source.name}, {len(source.sizes)} natural clients"
         note = f"{source}. {source.note}".rstrip(". ")
-        return Protocol(train, new, title, note, names=self._names(source.clients))
+        return Protocol(train, new, title, note, names=self._names(source.clients), support=self.support)
 
     def _names(self, clients: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(the names of the clients that train, those of the new ones)."""
@@ -277,7 +287,7 @@ class Scenario:
         if self.new:
             if new is not None:
                 raise ValueError(f"new={self.new}, but the protocol {made.name} draws new clients of its own: leave new out")
-            train, new = holdout.new_clients(train, self.new, support=self.support, seed=self.seed)
+            train, new = holdout.new_clients(train, self.new, support=made.support, seed=self.seed)
         return made._replace(train=train, new=new)
 
     def _of_partition(self, data_dir: str | None) -> tuple[Protocol, ClientData | None]:
@@ -305,11 +315,7 @@ class Scenario:
             held = PARTITIONS[self.rule](labels[rest], count, **{"seed": self.seed, **self.options})
             held = held._replace(order=rest[held.order])
         order, sizes = held.shuffled(self.seed)
-        if sizes.min() < 4:
-            raise ValueError(
-                f"client {int(sizes.argmin())} has {sizes.min()} samples of {self.dataset}; train, validation and test need at "
-                "least 4: take fewer clients, or min_samples where the partition has it"
-            )
+        self._check_sizes(sizes, names)
 
         def cut(order: np.ndarray, sizes: np.ndarray) -> FederatedData:
             views = train_test_views(sizes, train=1 - self.test, support=self.support)
@@ -322,7 +328,21 @@ class Scenario:
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
         server = cut(own, np.array([self.server])).client(0) if self.server else None
         kind = source.kind if isinstance(source, targets.Targets) else ""
-        return Protocol(train, new, title, "; ".join(filter(None, notes)), targets=kind, names=self._names(names)), server
+        note, called = "; ".join(filter(None, notes)), self._names(names)
+        return Protocol(train, new, title, note, targets=kind, names=called, support=self.support), server
+
+    def _check_sizes(self, sizes: np.ndarray, names: tuple[str, ...]) -> None:
+        """Refuses a client of whom a view would be empty, by its name where it has one."""
+        views = train_test_views(sizes, train=1 - self.test, support=self.support)
+        short = (sizes < 4) | np.any([stop <= first for first, stop in views.values()], axis=0)
+        if short.any():
+            client = int(np.argmax(short))
+            name = repr(names[client]) if names else client
+            raise ValueError(
+                f"client {name} has {sizes[client]} samples of {self.dataset}, too few for the views of training, validation and "
+                f"test (test={self.test:g}, support={self.support:g}): take fewer clients, or a larger min_samples where the "
+                "partition has it"
+            )
 
     def _source(self, data_dir: str | None) -> sources.Source | targets.Targets:
         """The samples that a partition divides."""
@@ -361,7 +381,8 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any],
     build = lookup.model(name)
     takes = inspect.signature(build).parameters
     if "vocabulary" in takes:
-        return _made(name, {"vocabulary": data.num_classes, "length": shape[0], **options})
+        every = {"every": data.y.ndim == 2} if "every" in takes else {}  # a label for each token, or one for the whole text
+        return _made(name, {"vocabulary": data.num_classes, "length": shape[0], **every, **options})
     if not data.num_classes:
         return _of_targets(name, data, options, kind)
     return _made(name, {**_form(takes, shape), "classes": data.num_classes, **options})

@@ -110,8 +110,8 @@ class Study:
         train, on their own view "test". It names the view on which methods that adapt do so first ("support", "train"); or it
         names that view for each system, and is recorded of these alone. Clients that the scenario says are noisy do not count.
       delta: of the epsilon that tables print of systems with noise; N^-1.1 for N clients when not given.
-      devices: how many devices share the members of a sweep, or with a store the cohort; all when not given. A member that is
-        trained by one device has the same numbers on any.
+      devices: how many devices share the members of a sweep, or with a store the cohort; all when not given. A member is
+        trained by one device, so that its numbers do not depend on how many there are.
       store: where what clients keep is while others train: "device"; "host", its memory; or "disk", files below the run's folder.
         With a store the members of a sweep train one after the other, and a device holds the rows of one cohort.
       on_divergence: "continue" trains a run that has diverged to its end, since it may recover; "stop" ends it at the evaluation

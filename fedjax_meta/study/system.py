@@ -70,8 +70,8 @@ class System:
         none when not given.
       tested_with: options of the method in tests, where they differ from those in rounds: `{finetune_epochs: 1}` tests MTFL's
         clients after local training. User accuracy is measured without them.
-      pooled: central training: the samples of all clients that train are those of one, which makes as many passes over them as a
-        client makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
+      pooled: central training: one client holds the samples of all that train, and makes as many passes over them as a client
+        makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
 
     Raises:
       ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is

@@ -32,6 +32,13 @@ def test_every_partition_has_a_table_and_a_figure(name, own, tmp_path):
     assert (tmp_path / "f" / "look.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_clients_without_classes_have_a_figure_of_their_sizes(tmp_path):
+    result = _run("--dataset", "sinusoids", "--clients", 8, "--out", tmp_path / "look.png")
+    assert result.exit_code == 0, result.output
+    assert "none" in next(line for line in result.output.splitlines() if "test_query" in line)
+    assert (tmp_path / "look.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_the_table_counts_the_clients_samples(own, tmp_path):
     result = _run("--dataset", own, "--partition", "shards", "--clients", 25, "--out", tmp_path / "look.png")
     row = next(line for line in result.output.splitlines() if "train" in line and "1,000" in line)

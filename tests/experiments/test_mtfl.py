@@ -63,8 +63,9 @@ def test_a_run_that_ended_early_has_no_number_that_a_target_could_mistake():
     np.testing.assert_array_equal(made.user_accuracy, [[0.1, 0.2, 0.9], [0.1, np.nan, np.nan]])
     headings, (line,) = tables.table({"own": made}, [0.5])
     assert line[headings.index("rounds to 0.5")] == "never in 1 of 2"
-    with pytest.raises(ValueError, match="recorded no user accuracy"):
-        tables.row("own", [Trial({}, 1, [{"round": 1, "train": {}, "tests": {}}], None)], made.traffic, made.time)
+    with pytest.raises(ValueError, match="no user_accuracy was recorded"):
+        row = {**trial([0.1]).rows[0], "train": {}}
+        tables.row("own", [Trial({}, 1, [row], None)], made.traffic, made.time)
 
 
 SMALL = ["scenarios.clients.clients=10", "scenarios.clients.options={noisy: 0.2}", "rounds=2", "federation.cohort_size=5"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fedjax_meta.study import load, run
-from tests.study.common import Silent, tree
+from tests.study.common import Silent, study, tree
 
 testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 reproduce = pytest.importorskip("experiments.reproduce", reason="the command line needs typer, rich and matplotlib")
@@ -368,8 +368,10 @@ def test_a_diverged_run_has_no_scores(tmp_path):
     }
     path = tmp_path / "a.final.json"
     path.write_text(json.dumps({"trials": trials}))
-    found, _ = standing._row(path, 1, [])
+    found, _ = standing._row(path, study(seeds=[1, 2]), 1, [])
     assert found["known"]["accuracy_mean"] == [75.0, None] and found["known"]["f1_std"] == [25.0, None]
+    # A seed that was taken out of the study, whose results stay in the folder.
+    assert standing._row(path, study(seeds=[1]), 1, [])[0]["known"]["accuracy_mean"] == [75.0]
 
 
 def watched(curve, deviation=0.1, diverged=None):

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import types
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import fedjax_meta as fm
 from fedjax_meta import aggregate, attacks, report
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import compare, from_tree, load, parts, run, summary
+from fedjax_meta.study.tuning import Trial
 from tests.study.common import TREE, Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -107,6 +107,9 @@ def test_the_figure_is_made_of_the_folder(finished):
     *_, folder = finished
     titles, scenarios, values = figures.accuracies(load(folder / "study.yaml"), compare.finished([folder]))
     assert (titles, scenarios) == (["trimmed", "fltrust"], ["pairs-none", "pairs-backdoor"]) and np.isfinite(values).all()
+    one = compare.finished([folder])[0]
+    lost = one._replace(trials=[one.trials[0]._replace(diverged=1), *one.trials[1:]])
+    assert np.isnan(figures.known(lost)[0]) and np.isfinite(figures.known(one)).all()
     assert typer_testing.CliRunner().invoke(figures.app, ["robustness", str(folder)]).exit_code == 0
     assert (folder / "robustness.png").stat().st_size > 5000
 
@@ -130,12 +133,14 @@ def test_curves_by_the_share_of_attackers():
         "federation.attack": [{"none": None}, {"some": "ipm:attackers=0.25"}, {"more": "ipm:attackers=0.4"}]
     }
     study = from_tree(tree)
-    trials = [
-        types.SimpleNamespace(rows=[{"tests": {"known": {"scores": {"accuracy_mean": value}}}}]) for value in (0.9, 0.7, 0.5)
-    ]
     ones = [
-        types.SimpleNamespace(title="trimmed", scenario=name, trials=[trial])
-        for name, trial in zip(study.scenarios, trials, strict=True)
+        compare.Finished(
+            "trimmed",
+            name,
+            "",
+            [Trial({}, 1, [{"tests": {"known": {"accuracy": [value], "scores": {"accuracy_mean": value}}}}], None)],
+        )
+        for name, value in zip(study.scenarios, (0.9, 0.7, 0.5), strict=True)
     ]
     (found,) = figures.by_share(study, ones[::-1]).values()
     assert found == [(0.0, pytest.approx(90)), (25.0, pytest.approx(70)), (40.0, pytest.approx(50))]

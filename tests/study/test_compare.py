@@ -85,14 +85,30 @@ def test_new_clients_are_not_held_against_a_local_model_that_they_never_trained(
             assert compare.difference(*pair, "known") is not None
 
 
-def test_p_values_against_permutations():
+@pytest.mark.parametrize(
+    "values",
+    [[3, -1, 4, 2.5, 6, -0.5, 5], [4, 4, 4, 8, 8], [1, 1, 1], [2, -2, 2, 2, -1, 1, 3, 3, 0, 5], [-1]],
+    ids=["all different", "equal ones", "three alike", "both signs", "one"],
+)
+def test_the_test_over_clients_counts_all_signs_of_the_ranks(values):
+    """Also where differences are equally large."""
+    moved = np.array([value for value in values if value], float)
+    ranks = stats.rankdata(np.abs(moved))
+    sums = np.array([np.dot(ranks, signs) for signs in itertools.product([0, 1], repeat=moved.size)])
+    mine = np.dot(ranks, moved > 0)
+    share = 2 * min(np.mean(sums >= mine - 1e-9), np.mean(sums <= mine + 1e-9))
+    assert compare.signed_rank(np.append(values, 0.0)) == pytest.approx(min(share, 1), rel=1e-12)
+
+
+def test_many_clients_are_compared_by_the_normal_distribution():
+    values = np.random.default_rng(0).normal(0.3, 1, compare.EXACT + 1)
+    exact = compare.signed_rank(values[:-1])
+    assert exact == pytest.approx(stats.wilcoxon(values[:-1], method="exact").pvalue, rel=1e-9)
+    assert compare.signed_rank(values) == pytest.approx(stats.wilcoxon(values, method="asymptotic").pvalue, rel=1e-9)
+
+
+def test_p_values_over_seeds_are_those_of_a_paired_t_test():
     values = np.array([3.0, -1.0, 4.0, 2.5, 6.0, -0.5, 5.0])
-    # Of all signs of the ranks, the share that is at least as far from the middle.
-    ranks = stats.rankdata(np.abs(values))
-    sums = np.array([np.dot(ranks, signs) for signs in itertools.product([0, 1], repeat=7)])
-    mine = np.dot(ranks, values > 0)
-    share = 2 * min(np.mean(sums >= mine), np.mean(sums <= mine))
-    assert compare.signed_rank(np.append(values, 0)) == pytest.approx(share)
     assert compare.paired_t(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert np.isnan(compare.paired_t(np.array([1.0]))) and np.isnan(compare.signed_rank(np.array([1.0, np.nan])))
     assert compare.paired_t(np.array([2.0, 2.0])) == 0
@@ -118,6 +134,14 @@ def test_rows_hold_the_worst_tenth_the_variance_and_who_stays_behind():
         compare.compared(systems, reference="other")
 
 
+def test_tables_name_the_reference_also_where_another_system_shares_no_seed_with_it():
+    other = compare.Finished("other seeds", "pairs", "abc", [trial(9, [0.5, 0.6])])
+    rows = compare.compared([other, system("b", [[0.6, 0.7]]), system("c", [[0.8, 0.9]])], reference="b")
+    titles = [table.title for table in comparison.tables(rows)]
+    assert "Minus b, known clients, same seeds" in titles
+    assert [line[0] for line in comparison.tables(rows)[titles.index("Minus b, known clients, same seeds")].rows] == ["c"]
+
+
 def test_targets_in_rounds_bytes_and_time():
     fast, slow = trial(1, [0.9], [0.2, 0.8, 0.7, 0.9]), trial(2, [0.9], [0.2, 0.3, 0.8, 0.9])
     one = compare.Finished("a", "pairs", "abc", [fast, slow], traffic=2e6)
@@ -128,7 +152,7 @@ def test_targets_in_rounds_bytes_and_time():
     goal = targets.target("80")
     rows = compare.compared([one._replace(trials=[fast, trial(2, [0.5], [0.1])])], target=goal)
     assert comparison.tables(rows)[-1].rows == [["a", "never in 1 of 2", "never in 1 of 2", "never in 1 of 2"]]
-    assert comparison.tables(compare.compared([one], target=goal))[-1].rows[0][1:3] == ["12.5 ±3.5", "25 ±7.1"]
+    assert comparison.tables(compare.compared([one], target=goal))[-1].rows[0][1:3] == ["12.5 ±3.5", "25.0 ±7.1"]
 
 
 def test_a_target_that_was_meant_as_a_part_of_one_is_told():

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fedjax_meta.front import program
-from fedjax_meta.study import Scenario, System, draws, files, from_tree, load, run, to_tree
+from fedjax_meta.study import Scenario, System, draws, figures, files, from_tree, load, page, results, run, to_tree
 from fedjax_meta.study.tuning import Trial
 from fedjax_meta.task import Batch
 from tests.study.common import TREE, Silent, study, tree
@@ -100,6 +101,9 @@ def test_systems_may_be_run_on_some_scenarios_only():
     less = from_tree(given)
     assert (list(less.scenarios), list(less.systems), less.notes) == (["local"], ["local"], ["all", "of one"])
     assert [row.system for row in less.published] == ["local"]
+    watched = tree(systems={"a": TREE["systems"]["fedavg"], "a-2": TREE["systems"]["fedavg"]}, user_accuracy={"a-2": "train"})
+    less = from_tree(files.only(watched, ["a"]))
+    assert list(less.systems) == ["a"] and less.user_accuracy is None  # "a-2" is a system of its own, no part of "a"
     epochs = {"a": {"method": "fedavg", "each": {"options.epochs": [1, 5], "options.lr": [0.1, 0.2]}}, **TREE["systems"]}
     kept = [list(files.only(tree(systems=epochs), [name])["systems"]) for name in ("a", "a-5", "a-5-0_2")]
     assert kept == [["a-1-0_1", "a-1-0_2", "a-5-0_1", "a-5-0_2"], ["a-5-0_1", "a-5-0_2"], ["a-5-0_2"]]
@@ -119,6 +123,31 @@ def test_draws_are_trained_each_and_shown_together(tmp_path):
     assert [(one.scenario, one.system) for one in joined] == [("pairs", "fedavg"), ("pairs", "local")]
     assert joined[1].final == outcomes[1].final + outcomes[3].final
     assert len(joined[0].final) == 4
+    # A client of one draw is another person than the client of the same number in the other.
+    shown = page.systems(chosen, clients["pairs"], joined)
+    (gained,) = figures.gains(shown).panels[:1]
+    canvas = Figure().subplots()
+    gained.draw(canvas)
+    of_draws = [results.by_client(joined[i].final, "known", None).values.reshape(2, 2, -1).mean(1).ravel() for i in (0, 1)]
+    np.testing.assert_allclose(canvas.lines[0].get_ydata(), np.sort(of_draws[0] - of_draws[1]), atol=1e-9)
+    assert canvas.lines[0].get_ydata().size == 2 * clients["pairs"].train.num_clients
+
+
+def test_a_table_of_gains_names_the_clients_of_each_draw():
+    """Who is scored differs from draw to draw where some clients are noisy."""
+    chosen = study(data_seeds=[3, 4], seeds=[1])
+
+    def scored(values, ids):
+        test = {"accuracy": values, "ids": ids, "scores": {"accuracy_mean": np.mean(values)}}
+        return Trial({}, 1, [{"tests": {"known": test}}], None)
+
+    outcomes = [
+        run.Outcome("pairs", name, [], {}, [], [scored(values[0], [0, 1]), scored(values[1], [2, 3])])
+        for name, values in {"fedavg": [[0.5, 0.5], [0.1, 0.9]], "local": [[0.5, 0.5], [0.5, 0.5]]}.items()
+    ]
+    (row,) = [row for row in results.gains(chosen, outcomes) if row[1] == chosen.title_of("local")]
+    assert row[3] == "25 %"
+    assert row[-2:] == ["-40.0 (client 2, draw 4)", "+40.0 (client 3, draw 4)"]
 
 
 def test_the_spread_over_orders_of_new_clients():
@@ -133,6 +162,8 @@ def test_the_spread_over_orders_of_new_clients():
     np.testing.assert_allclose(draws.over_orders(outcome, clients._replace(orders=2)), [[20, 60], [40, 80]])
     assert draws.remarks(outcome, clients._replace(orders=2)) == ["new ±28.28 over 2 orders (30.00 to 70.00)"]
     assert draws.remarks(outcome, clients) == []
+    lost = outcome._replace(final=[final[0], final[1]._replace(diverged=4)])
+    assert draws.remarks(lost, clients._replace(orders=2)) == []
 
 
 BAD = {
@@ -201,10 +232,31 @@ def test_papers_without_new_clients_can_hold_some_out():
 @pytest.mark.parametrize(
     ("given", "name"), [({"dataset": "synthetic"}, "synthetic"), ({"partition": "fedmeta_per"}, "fedmeta_per")]
 )
-def test_a_share_of_test_samples_is_refused_where_it_would_say_nothing(given, name):
-    with pytest.raises(ValueError, match=f"test=0.4, but {name} cuts the test samples of its clients itself: leave test out"):
-        Scenario(**given, test=0.4)
-    assert Scenario(**given, test=0.25).test == Scenario(dataset="digits", partition="iid").test
+@pytest.mark.parametrize("share", ["test", "support"])
+def test_a_share_is_refused_where_it_would_say_nothing(given, name, share):
+    words = f"{share}=0.4, but {name} cuts the {share} samples of its clients itself: leave {share} out"
+    with pytest.raises(ValueError, match=words):
+        Scenario(**given, **{share: 0.4})
+    assert Scenario(**given, test=0.25, support=0.2).test == Scenario(dataset="digits", partition="iid").test
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({"dataset": "sinusoids"}, 0.5),
+        ({"dataset": "synthetic", "adapt_on": "test_support"}, 0.3),
+        ({"partition": "perfedavg_reptile"}, 0.3),
+        ({"partition": "fedmeta_per"}, 0.2),
+        ({"partition": "fedpac", "options": {"support": 0.4, "size": 50, "test_size": 20, "share": True}}, 0.4),
+        ({"partition": "iid", "support": 0.35}, 0.35),
+    ],
+)
+def test_trials_adapt_on_the_same_share_as_final_runs(given, share):
+    clients = Scenario(**given).build()
+    for data in (clients.train, clients.tuning):
+        for whole, part in (("train", "support"), ("test", "test_support")):
+            sizes, parts = np.asarray(data.sizes(whole)), np.asarray(data.sizes(part))
+            assert np.array_equal(parts, np.maximum(np.floor(share * sizes + 1e-9), 1))
 
 
 def test_a_projection_is_placed_before_the_head_and_crops_change_the_loss():

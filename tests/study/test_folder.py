@@ -142,15 +142,6 @@ def test_what_was_taken_out_of_a_study_is_in_no_comparison_index_or_data_frame(f
     clients, rounds = report.load_clients(place), report.load(place)
     assert set(clients.seed) == set(rounds[rounds.phase == "final"].seed) == {2}
     assert set(clients.system) == set(rounds.system) == {"fedavg"} and set(rounds.phase) == {"tuning", "final"}
-    # A file that holds other numbers, too: those of the report.
-    path = place / "results" / "pairs" / "fedavg.final.json"
-    content = json.loads(path.read_text())
-    content["trials"] = {
-        "other": {**next(iter(content["trials"].values())), "seed": 2, "numbers": {"lr": 9.0}},
-        **content["trials"],
-    }
-    path.write_text(json.dumps(content))
-    assert [trial.numbers for trial in compare.finished([place])[0].trials] == [fedavg.chosen]
     (place / "study.yaml").write_text(to_yaml(study(seeds=[3])))
     with pytest.raises(ValueError, match="has no finished results yet"):
         compare.finished([place])

@@ -171,6 +171,22 @@ def test_a_signal_between_two_evaluations_saves_at_once_and_names_the_command(tm
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2  # round 1 of two seeds
 
 
+def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path):
+    """As in `fedjax-meta run ... | head`."""
+    file, folder = tmp_path / "slow.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump({**STUDY, "rounds": 100_000}), encoding="utf-8")
+    process = start(file, folder)
+    while ": round " not in process.stdout.readline():
+        pass
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 143 and "everything is saved. Continue with: " in said and said.count("\n") == 1
+    words = f"{sys.executable} -m fedjax_meta list methods | head -1"
+    listed = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert listed.stdout.startswith("afl") and listed.stderr == ""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kills(part, tmp_path):

@@ -101,6 +101,43 @@ def test_a_note_on_the_test_split_stands_where_a_protocol_uses_it(tmp_path, part
     assert ("the last fifth of each class" in note) == (partition == "dealt_tests")
 
 
+def leaf(folder):
+    """Text as LEAF writes it: the character after each of some lines; with tests of each user."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("test", 3)):
+        lines = {f"user {i}": ["".join(rng.choice(list("abc "), 80)) for _ in range(count)] for i in range(4)}
+        content = {user: {"x": x, "y": ["a"] * count} for user, x in lines.items()}
+        place = folder / "leaf" / "shakespeare" / part
+        place.mkdir(parents=True)
+        users = {"users": list(content), "num_samples": [count] * 4, "user_data": content}
+        (place / "all.json").write_text(json.dumps(users))
+
+
+def test_text_needs_a_model_of_text_which_predicts_what_the_data_ask_for(tmp_path):
+    leaf(tmp_path)
+    with pytest.raises(ValueError, match="leaf_shakespeare holds tokens, for which there is no default model"):
+        Scenario(dataset="leaf_shakespeare").build(str(tmp_path))
+    clients = Scenario(dataset="leaf_shakespeare", model="char_gru", new=0.0).build(str(tmp_path))
+    model = clients.task.init(jax.random.key(0))
+    assert clients.task.predict(model, clients.train.x[:2]).shape == (2, clients.train.num_classes)  # one label a line
+
+
+def test_a_share_of_test_samples_is_refused_where_the_clients_have_tests(tmp_path):
+    leaf(tmp_path)
+    with pytest.raises(ValueError, match="test=0.4, but leaf_shakespeare has test samples of its own: leave test out"):
+        Scenario(dataset="leaf_shakespeare", model="char_gru", test=0.4).build(str(tmp_path))
+
+
+def test_a_client_with_too_few_samples_is_named(tmp_path):
+    path = str(tmp_path / "own.npz")
+    owner = np.repeat(["ann", "bob", "cec", "dan"], [20, 4, 20, 20])
+    np.savez(path, x=np.zeros((64, 2)), y=np.arange(64) % 3, client=owner)
+    few = {"dataset": path, "partition": "natural", "options": {"min_samples": 4}}
+    with pytest.raises(ValueError, match=r"client 'bob' has 4 samples of .*own.npz, too few for the views .*\(test=0.25"):
+        Scenario(**few).build()
+    assert Scenario(**few, test=0.5, new=0.0).build().train.num_clients == 4
+
+
 def test_an_npz_keeps_the_order_of_its_samples(tmp_path):
     x = np.arange(60, dtype=np.uint8).repeat(4).reshape(60, 2, 2)
     np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 3, client=np.arange(60) % 4)

@@ -80,7 +80,7 @@ def test_the_tables_are_those_of_the_trials(made):
     assert shown[2:] == [
         f"{v:+.1f} (client {i})" for v, i in ((change.min(), change.argmin()), (change.max(), change.argmax()))
     ]
-    # New clients of this local-only system do not train, so that nobody is held against them, nor they against others.
+    # New clients of this local-only system do not train, so that nobody is compared with them, nor they against others.
     assert not {("fedavg", "Local only", "new"), ("Local only", "fedavg", "new")} & set(gains)
     assert ("Local only", "fedavg", "known") in gains
     text = (folder / "report.html").read_text(encoding="utf-8")
