@@ -135,7 +135,8 @@ class Scenario:
       shift: name in `SHIFTS`, with `shift_options`; none when not given. It changes the clients that train: new clients keep
         their samples as they are.
       test: share of a client's samples for its test; papers, generators and natural clients with a test split have their own.
-      support: share of each part for adaptation; papers and generators have their own.
+      support: share of each part for adaptation; papers and generators have their own, and it is that of the new clients which
+        `new` holds out.
       adapt_on: what a known client adapts on before its test: "train", and it is tested on all of its test samples; or
         "test_support", a share of them, and it is tested on the rest (FedMeta-Per).
       new: share of the clients that never train; a fifth when not given, and none where a paper or a generator draws them.
@@ -205,7 +206,7 @@ class Scenario:
             raise ValueError(f"server={self.server} needs one of the partitions {', '.join(PARTITIONS)}")
         if self.dataset in GENERATED or (self.dataset not in NATURAL and self.rule in PAPERS):
             cut = self.dataset if self.dataset in GENERATED else self.rule
-            for name in ("test", "support"):
+            for name in ("test",) if self.new else ("test", "support"):
                 if getattr(self, name) != getattr(Scenario, name):
                     raise ValueError(
                         f"{name}={getattr(self, name)}, but {cut} cuts the {name} samples of its clients itself: leave {name} out"
@@ -287,7 +288,7 @@ class Scenario:
         if self.new:
             if new is not None:
                 raise ValueError(f"new={self.new}, but the protocol {made.name} draws new clients of its own: leave new out")
-            train, new = holdout.new_clients(train, self.new, support=made.support, seed=self.seed)
+            train, new = holdout.new_clients(train, self.new, support=self.support, seed=self.seed)
         return made._replace(train=train, new=new)
 
     def _of_partition(self, data_dir: str | None) -> tuple[Protocol, ClientData | None]:

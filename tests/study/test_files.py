@@ -237,6 +237,9 @@ def test_a_share_is_refused_where_it_would_say_nothing(given, name, share):
     words = f"{share}=0.4, but {name} cuts the {share} samples of its clients itself: leave {share} out"
     with pytest.raises(ValueError, match=words):
         Scenario(**given, **{share: 0.4})
+    if share == "support" and given != {"partition": "fedmeta_per"}:  # which draws new clients of its own
+        new = Scenario(**given, support=0.4, new=0.2).build().new
+        assert np.array_equal(new.sizes("support"), np.floor(0.4 * (new.sizes("support") + new.sizes("query")) + 1e-9))
     assert Scenario(**given, test=0.25, support=0.2).test == Scenario(dataset="digits", partition="iid").test
 
 
