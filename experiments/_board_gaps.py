@@ -34,7 +34,8 @@ def between(first: Mapping[int, float], second: Mapping[int, float], kind: repor
         return None
     gaps = gaps if kind.higher_is_better else -gaps
     mean, margin = float(gaps.mean()), metrics.confidence_margin(gaps)
-    words = f"{kind.text(mean, sign=True)} [{kind.text(mean - margin, sign=True)}, {kind.text(mean + margin, sign=True)}]"
+    interval = f" [{kind.text(mean - margin, sign=True)}, {kind.text(mean + margin, sign=True)}]" if gaps.size > 1 else ""
+    words = kind.text(mean, sign=True) + interval
     return Gap(words, BETTER if mean - margin > 0 else WORSE if mean + margin < 0 else OPEN)
 
 

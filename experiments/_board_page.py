@@ -16,7 +16,7 @@ from experiments import _results_page as results
 from experiments import _standing as standing
 from experiments._board import LOCAL, NAN, Line
 from experiments._board_new import Tested
-from fedjax_meta import disk, metrics, report
+from fedjax_meta import disk, report
 from fedjax_meta.study import baselines, compare, comparison
 
 PAGE = board.HERE.parent / "docs" / "leaderboard.md"
@@ -238,27 +238,18 @@ def _commits(commits: Iterable[str]) -> str:
 
 def _scores(lines: Sequence[Line], reference: Sequence[Line]) -> list[str]:
     kind = lines[0].kind
-    cells = [kind.spread(*_spread([getattr(line, name) for line in lines])) for name in ("known", "worst", "new")]
+    cells = [kind.spread(*report.over_seeds([getattr(line, name) for line in lines])) for name in ("known", "worst", "new")]
     cells[0] = cells[0] or "diverged"
     cells += [_difference(lines, reference, name) for name in ("known", "new")]
     return [*cells, "" if math.isnan(lines[0].behind) else f"{lines[0].behind:.0f} %"]
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
-
-
 def _difference(lines: Sequence[Line], reference: Sequence[Line], name: str) -> str:
-    """The mean difference on the same seeds with its 95 % confidence interval."""
-    other = {line.seed: getattr(line, name) for line in reference}
-    if not lines[0].method or (reference and lines[0].system == reference[0].system):
+    """The mean difference on the same seeds with its 95 % confidence interval, above 0 where the system is better."""
+    if not reference or not lines[0].method or lines[0].system == reference[0].system:
         return ""
-    gaps = np.array([getattr(line, name) - other[line.seed] for line in lines if line.seed in other])
-    if not gaps.size or not np.isfinite(gaps).all():
-        return ""
-    kind, mean, margin = lines[0].kind, float(gaps.mean()), metrics.confidence_margin(gaps)
-    interval = "" if math.isnan(margin) else f" [{kind.text(mean - margin, sign=True)}, {kind.text(mean + margin, sign=True)}]"
-    return kind.text(mean, sign=True) + interval
+    found = gaps.of_lines(lines, reference, name)
+    return "" if found is None else found.words
 
 
 def _own_target(line: Line, target: compare.Target | None) -> bool:
