@@ -215,7 +215,12 @@ def difference_product(
 def first_order_vjp(
     loss: ScalarLoss, meta: Params, support: Batches, inner: InnerOptimizer
 ) -> tuple[Params, Losses, PullBack]:
-    """Like `second_order_vjp`, with the gradients of the inner steps held constant, so that no Hessian is needed."""
+    """Like `second_order_vjp`, with the gradients of the inner steps held constant, so that no Hessian is needed.
+
+    What moves parameters beside a gradient counts where `inner` is `learned`, e.g. a pull towards `meta`. Otherwise a step counts
+    as the identity: weight decay has no part in the derivative.
+    """
+    _check_learned(inner, meta)
     if not inner.learned:
         adapted, losses = run_inner(loss, meta, support, inner)
     else:
@@ -232,17 +237,18 @@ def first_order_vjp(
         ((adapted, _), losses), read = loops.recorded_loop(support.steps, step, carry, shapes, support.max_steps)
 
     def pull_back(outer: Params) -> Params:
-        total = jax.tree.map(jnp.zeros_like, meta)
-        if inner.learned:
+        if not inner.learned:
+            return jax.vjp(inner.start, meta)[1](outer)[0]
 
-            def back(t: Scalar, total: Params) -> Params:
-                phi, state, gradient = read(t)
-                _, pull_update = jax.vjp(lambda meta: inner.update(meta, gradient, state, phi)[0], meta)
-                return jax.tree.map(jnp.add, total, pull_update(outer)[0])
+        def back(t: Scalar, carry: PyTree) -> PyTree:
+            phi, state, gradient = read(t)
+            outer, state_outer, total = carry
+            to_meta, _, to_state, to_phi = _pull_update(inner, meta, gradient, state, phi)[1]((outer, state_outer))
+            return to_phi, to_state, jax.tree.map(jnp.add, total, to_meta)
 
-            total = loops.fori_loop(support.steps, back, total)
-        _, pull_start = jax.vjp(inner.start, meta)
-        return jax.tree.map(jnp.add, total, pull_start(outer)[0])
+        nothing = jax.tree.map(jnp.zeros_like, _partition(start[1])[0])
+        carry = loops.backward_loop(support.steps, back, (outer, nothing, jax.tree.map(jnp.zeros_like, meta)))
+        return _to_meta(inner, meta, *carry)
 
     return adapted, losses, pull_back
 
@@ -268,8 +274,10 @@ def second_order_vjp(
       (adapted parameters, losses, `pull_back`: cotangent of the adapted parameters -> cotangent of `meta`).
 
     Raises:
-      ValueError: the integer state of the optimiser depends on parameters or gradients.
+      ValueError: the integer state of the optimiser depends on parameters or gradients; an update that reads `meta`, but is not
+        `learned`.
     """
+    _check_learned(inner, meta)
     _check_state(inner, meta)
     # A weak type lasts for one step: what is stored of the first one would have another form than that of later ones.
     meta = loops.strongly_typed(meta)
@@ -457,6 +465,17 @@ def _bytes(shapes: PyTree) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- the state of an optimiser
+
+
+def _check_learned(inner: InnerOptimizer, meta: Params) -> None:
+    """Raises `ValueError` if an update reads `meta` although it does not say so: its derivative would be left out."""
+    if inner.learned:
+        return
+    phi = jax.eval_shape(inner.start, meta)
+    given = (meta, phi, jax.eval_shape(inner.init, meta, phi), phi)
+    marks = (jax.tree.map(lambda _: True, meta), *jax.tree.map(lambda _: False, given[1:]))
+    if any(jax.tree.leaves(marks_of(inner.update, marks, *given))):
+        raise ValueError("the inner optimiser's update reads meta: make it InnerOptimizer(..., learned=True)")
 
 
 def _check_state(inner: InnerOptimizer, meta: Params) -> None:

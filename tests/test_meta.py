@@ -50,6 +50,20 @@ def several(seed: int, steps: Any, max_steps: int, size: int = 6) -> Batches:
 HEAD_ONLY = {"body": {"w": False, "b": False}, "head": {"w": True, "b": True}}
 RATES_OF_LEAVES = {"body": {"w": 0.3, "b": 0.1}, "head": {"w": 0.7, "b": 0.0}}
 
+
+
+def pulled() -> meta.InnerOptimizer:
+    """A rule of a user's own: heavy-ball steps with learned rates that are pulled towards theta."""
+
+    def update(theta: meta.MetaSGD, gradient: Any, speed: Any, phi: Any) -> Any:
+        speed = jax.tree.map(lambda v, g: 0.5 * v + g, speed, gradient)
+        step = lambda p, r, v, a: p - r * (v + 0.7 * (p - a))  # noqa: E731
+        return jax.tree.map(step, phi, theta.rates, speed, theta.params), speed
+
+    still = lambda theta, phi: jax.tree.map(lambda p: 0.1 * p, phi)  # noqa: E731 - depends on theta, too
+    return meta.InnerOptimizer(lambda theta: theta.params, still, update, learned=True)
+
+
 RULES: dict[str, Callable[[], meta.InnerOptimizer]] = {
     "sgd": lambda: meta.sgd(0.4),
     "rate per leaf": lambda: meta.sgd(RATES_OF_LEAVES),
@@ -62,6 +76,7 @@ RULES: dict[str, Callable[[], meta.InnerOptimizer]] = {
     "clipped": lambda: meta.optimizer(lambda rate: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate)), 0.5),
     "Meta-SGD": meta.learned_sgd,
     "Meta-SGD, head only": lambda: meta.learned_sgd(mask=HEAD_ONLY),
+    "pulled towards theta": pulled,
 }
 
 
@@ -219,20 +234,30 @@ def test_first_order_is_exact_for_a_linear_loss() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_first_order_gradient_of_learned_rates(k: int) -> None:
-    """With constant inner gradients, phi_k = theta - sum_t rates * g_t; the reference uses `stop_gradient`."""
-    inner, query = meta.learned_sgd(), batch(99, 9)
+@pytest.mark.parametrize("name", ["Meta-SGD", "Meta-SGD, head only", "pulled towards theta"])
+def test_first_order_gradient_of_rules_that_read_theta(name: str, k: int) -> None:
+    """Inner gradients are constants, whatever else of a step depends on theta; the reference uses `stop_gradient`."""
+    inner, query = RULES[name](), batch(99, 9)
     theta = start_of(inner)
 
     def held(theta: meta.MetaSGD) -> jax.Array:
-        phi = theta.params
+        phi = inner.start(theta)
+        state = inner.init(theta, phi)
         for t in range(k):
             gradient = jax.lax.stop_gradient(jax.grad(network)(phi, batch(10 + t, 6)))
-            phi = jax.tree.map(lambda p, r, g: p - r * g, phi, theta.rates, gradient)
+            phi, state = inner.update(theta, gradient, state, phi)
         return network(phi, query)
 
     result = run(meta.first_order(inner), network, theta, several(10, k, k), query)
     assert_close(result.gradient, jax.grad(held)(theta), 1e-12)
+
+
+@pytest.mark.parametrize("estimator", [meta.exact, meta.first_order, meta.hessian_free])
+def test_a_rule_that_reads_theta_must_say_so(estimator: Any) -> None:
+    """Without `learned`, the derivative of the pull would be left out."""
+    quiet = pulled()._replace(learned=False)
+    with pytest.raises(ValueError, match="update reads meta: make it InnerOptimizer"):
+        run(estimator(quiet), network, start_of(pulled()), batch(1, 6), batch(2, 9))
 
 
 def test_hessian_free_error_falls_as_delta_squared_until_round_off() -> None:
