@@ -57,10 +57,15 @@ def place_of(error: BaseException | None) -> str | None:
     found = None
     while error is not None:
         for frame in traceback.extract_tb(error.__traceback__):
-            if any(Path(frame.filename).is_relative_to(folder) for folder in _folders) and not _installed(frame.filename):
+            if is_own(frame.filename):
                 found = f"{Path(frame.filename).name}, line {frame.lineno}"
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return found
+
+
+def is_own(file: str | Path) -> bool:
+    """Whether a file is of a user's own module, or stands beside or below one, and is not installed."""
+    return any(Path(file).is_relative_to(folder) for folder in _folders) and not _installed(file)
 
 
 def said(error: BaseException) -> str:
@@ -71,7 +76,7 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def _installed(file: str) -> bool:
+def _installed(file: str | Path) -> bool:
     """Whether a file is this package's, or one of the environment."""
     return any(Path(file).is_relative_to(root) for root in (Path(__file__).parent, sys.prefix, sys.base_prefix))
 

@@ -51,7 +51,6 @@ HEAD_ONLY = {"body": {"w": False, "b": False}, "head": {"w": True, "b": True}}
 RATES_OF_LEAVES = {"body": {"w": 0.3, "b": 0.1}, "head": {"w": 0.7, "b": 0.0}}
 
 
-
 def pulled() -> meta.InnerOptimizer:
     """A rule of a user's own: heavy-ball steps with learned rates that are pulled towards theta."""
 

@@ -72,7 +72,7 @@ class Package:
         """The lines of a part without docstrings, comments and empty lines; imports of a gathering file say nothing."""
         text = self._text(part.path)
         if part.name is None:
-            return _whole(text)
+            return code_of(text)
         return "\n".join(
             _words(text, one) for one in self._statements(part) if not isinstance(one, (ast.Import, ast.ImportFrom))
         )
@@ -106,10 +106,10 @@ class Package:
         return self._files[module]
 
     def _bound(self, path: Path) -> Mapping[str, Sequence[tuple[str, str]]]:
-        """What the imports of a file bind, see `_bindings`."""
+        """What the imports of a file bind, see `bindings`."""
         inside = path.is_relative_to(self.root)
         package = path.relative_to(self.root.parent).parts[:-1] if inside else ()
-        return _bindings(self._text(path), package)
+        return bindings(self._text(path), package)
 
     def _follow(self, module: str, names: Sequence[str], *, as_value: bool = True) -> list[Part]:
         """What `module.a.b` stands for: the parts that hold it, and those that run when it is imported.
@@ -195,7 +195,7 @@ def _tree(text: str) -> ast.Module:
 
 
 @functools.cache
-def _bindings(text: str, package: tuple[str, ...]) -> dict[str, list[tuple[str, str]]]:
+def bindings(text: str, package: tuple[str, ...]) -> dict[str, list[tuple[str, str]]]:
     """What the imports of a file of a package bind: by name, modules and what is taken of them, "" for the module itself."""
     found: dict[str, list[tuple[str, str]]] = {}
     for node in ast.walk(_tree(text)):
@@ -298,7 +298,8 @@ def _lines(text: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _whole(text: str) -> str:
+def code_of(text: str) -> str:
+    """The lines of a file without docstrings, comments and empty lines."""
     return _joined(_lines(text))
 
 

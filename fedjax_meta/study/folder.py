@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
@@ -18,7 +19,7 @@ import numpy as np
 from fedjax_meta import __version__, checkpoint, checks, costs, disk, report, runtime
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.privacy import Guarantee
-from fedjax_meta.study import guarantees
+from fedjax_meta.study import guarantees, lookup, own_code
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
@@ -64,8 +65,8 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     """
     path, started = folder / "run.json", _now()
     fixed, rounds = check_run(study, folder, built)
-    if path.is_file() and _begun(folder):
-        started = read_run(folder).get("started", started)
+    before = read_run(folder) if path.is_file() and _begun(folder) else {}
+    started = before.get("started", started)
     facts = {
         name: {
             "title": clients.title,
@@ -99,9 +100,31 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
         "privacy": _promised(study, built),
         "rounds": rounds,
         "fixed": fixed,
+        "own code": _own_code(study, before.get("own code", {})),
     }
     disk.write_text(folder / "study.yaml", to_yaml(study))
     _write(path, content)
+
+
+def _own_code(study: Study, before: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The digests of a user's own code, one for each version that the run has seen; says where it has changed."""
+    found = dict(before)
+    for name, digest in own_code.digests(study).items():
+        seen = before.get(name, [])
+        if seen and seen[-1] != digest:
+            warnings.warn(
+                f"the code of {name} has changed since this run was begun: results that are finished stay as they are, and the "
+                "rest goes on with the new code; give another --out to run all of it anew",
+                stacklevel=2,
+            )
+        found[name] = [*seen, digest] if digest not in seen[-1:] else list(seen)
+    return found
+
+
+def changed_code(folder: Path, names: Iterable[str | None]) -> bool:
+    """Whether a user's own code of one of these names has changed since the run was begun."""
+    own = list(filter(lookup.is_own, names))
+    return bool(own) and any(len(read_run(folder)["own code"][name]) > 1 for name in own)
 
 
 def join_run(study: Study, folder: Path, built: Mapping[str, Clients]) -> None:

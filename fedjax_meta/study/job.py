@@ -40,6 +40,7 @@ class Outcome(NamedTuple):
       at_edge: names of the numbers that were chosen at the end of their grid; once for each draw of the clients.
       final: a trial for each seed.
       draws: of several draws that are shown as one, the point of each, see `draws.pooled`.
+      code_changed: whether a user's own code that it needs has changed since the run was begun.
     """
 
     scenario: str
@@ -49,6 +50,7 @@ class Outcome(NamedTuple):
     at_edge: list[str]
     final: list[Trial]
     draws: tuple[Point, ...] = ()
+    code_changed: bool = False
 
     @property
     def numbers(self) -> str:
@@ -97,7 +99,9 @@ class Job:
         self._prepare([pair for job in later for pair in job.sweeps()], desk)
         final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
         edges = choice.at_edge(points, self._chosen)
-        return Outcome(self._scenario_name, self._name, found, self._chosen, edges, final)
+        needed = (self._system.method, self._scenario.model, *self._study.metrics)
+        changed = folders.changed_code(desk.folder, needed)
+        return Outcome(self._scenario_name, self._name, found, self._chosen, edges, final, code_changed=changed)
 
     @staticmethod
     def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:

@@ -6,14 +6,13 @@ leave the numbers as they are, but what changes them changes a digest, as long a
 
 import functools
 import hashlib
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
-from fedjax_meta.study import lookup
+from fedjax_meta.study import lookup, own_code
 from fedjax_meta.study.depends import TABLES, Package, Part
 from fedjax_meta.study.folder import package_commit, processor
 from fedjax_meta.study.scenario import Scenario
@@ -86,11 +85,10 @@ def _entries(place: Scenario) -> list[tuple[str, str]]:
 
 
 def _files(function: Callable[..., Any]) -> list[Path]:
-    """The file that a function is from; none for one of a notebook."""
+    """The file that a function is from, see `own_code.files`."""
     while isinstance(function, functools.partial):
         function = function.func
-    path = getattr(sys.modules.get(function.__module__), "__file__", None)
-    return [] if path is None else [Path(path).resolve()]
+    return own_code.files(function.__module__)
 
 
 def _digest(package: Package, parts: Iterable[Part]) -> str:

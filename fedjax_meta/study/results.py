@@ -118,6 +118,7 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
     diverged = report.diverged_words([trial.diverged for trial in outcome.final])
     remarks = [diverged] if diverged else []
+    remarks += ["its code changed during the run"] * outcome.code_changed
     remarks += _reached(study, outcome)
     if outcome.tuning and all(trial.diverged is not None for trial in outcome.tuning):
         remarks.append("all points of its grid diverged")

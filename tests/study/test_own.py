@@ -1,17 +1,19 @@
 """Methods and models of a user's own, which a study names as "module:name"."""
 
+import dataclasses
 import importlib
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fedjax_meta import imports, loggers, measures
-from fedjax_meta.study import System, from_tree, made, to_yaml
+from fedjax_meta.study import System, from_tree, made, own_code, to_yaml
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.tuning import points_of, shaping
-from tests.study.common import tree
+from tests.study.common import study, tree
 from tests.test_commands import own_modules
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -110,14 +112,25 @@ def test_a_run_is_recorded_goes_on_and_is_read_by_the_other_commands():
     code, text = said("list", "methods", "my_methods:fading")
     assert code == 0 and text.startswith("my_methods:fading: FedProx with an own head") and "decay: 0.9" in text
     assert said("list", "models", "my_models:small") == (0, "my_models:small: One hidden layer width: 32")
+    assert "changed" not in Path("run/report.md").read_text(encoding="utf-8")
     # Other code goes on, and is recorded beside the first.
     change("decay=0.9", "decay=0.8")
-    assert said(*RUN, "--rounds", "3")[0] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, text = said(*RUN, "--rounds", "3")
+    assert code == 0 and "note: the code of my_methods:fading has changed since this run was begun" in text
     assert len({one["method"] for one in makers()}) == 2
+    code, text = said(*RUN, "--rounds", "3")
+    assert code == 0 and "note: the code" not in text  # it was said once, and stays in the table
+    rows = {line.split(" | ")[0]: line for line in Path("run/report.md").read_text(encoding="utf-8").splitlines()}
+    assert "its code changed during the run" in rows["| fading(lr=0.1)"]
+    assert "its code" not in rows["| fedper(lr=0.1)"]
     # Code that keeps something else cannot take the state over.
     change("return fm.Trained(model, {", "return fm.Trained(model, memory=received.memory, metrics={")
     change("init=task.init,", "init=task.init, init_memory=lambda key, model, num_clients: jnp.zeros(3),")
-    code, text = said(*RUN, "--rounds", "4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, text = said(*RUN, "--rounds", "4")
     assert code == 1 and "cannot resume" in text and "memory" in text
     Path("my_methods.py").unlink()
     forget()
@@ -165,6 +178,20 @@ def test_digests_are_of_the_files_of_the_method_and_of_the_model():
     forget()
     after = made.digests("my_methods:fading", place)["method"], made.digests("my_methods:fading", other)["method"]
     assert before[0] != after[0] and before[1] == after[1]
+
+
+def test_files_that_the_code_imports_from_its_folder_count():
+    text = "import helper, json\nfrom fedjax_meta import measures\n\nscore = measures.mean('score', lambda outputs, y: outputs[:, 0])\n"
+    Path("mine.py").write_text(text, encoding="utf-8")
+    imports.imported("a metric", "mine:score")
+    assert [path.name for path in own_code.files("mine")] == ["mine.py", "helper.py"]
+    chosen = dataclasses.replace(study(), metrics=("mine:score",))
+    before = own_code.digests(chosen)
+    assert list(before) == ["mine:score"]
+    Path("helper.py").write_text(Path("helper.py").read_text(encoding="utf-8") + "# a comment\n", encoding="utf-8")
+    assert own_code.digests(chosen) == before
+    Path("helper.py").write_text("def fails():\n    return 1\n", encoding="utf-8")
+    assert own_code.digests(chosen) != before
 
 
 @pytest.mark.parametrize(
