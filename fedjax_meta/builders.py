@@ -21,6 +21,9 @@ P = ParamSpec("P")
 _BELONGS = dict.fromkeys(federation.OPTIONS, "Federation")
 """Where an option belongs that no builder takes."""
 
+SHARED = ("weighting", "server_lr")
+"""Options of `Federation` whose names a method may give to its own: the paper's weighting, and the rate of the paper's server."""
+
 
 def _weighting(name: str, value: Any) -> None:
     checks.one_of(name, value, WEIGHTINGS)
@@ -64,11 +67,21 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
     nearest name that it takes. Options with the names of `USUAL`, and bools, are checked; a builder checks only what is its own.
     The method's `task` is the first argument, and its `config` holds the builder's name and every option, defaults included.
 
+    Raises:
+      TypeError: options that are not keyword-only, or that have the name of one of `Federation`, but for `SHARED`.
+
     Raises (the builder, when called):
-      TypeError: an unknown option, an option that belongs to `Federation`.
+      TypeError: an unknown option, an option that belongs to `Federation`, one that is missing.
       ValueError: a first argument that is no task, a usual option out of range.
     """
-    name, signature = function.__name__, inspect.signature(function)
+    name, signature = function.__name__, _signature(function)
+    others = list(signature.parameters.values())[1:]
+    by_place = [p.name for p in others if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if by_place:
+        raise TypeError(f"{name}: options are given by name: write def {name}(task, *, {', '.join(by_place)}, ...)")
+    taken = [p.name for p in others if p.name in _BELONGS and p.name not in SHARED]
+    if taken:
+        raise TypeError(f"{name}: {taken[0]} is the name of an option of Federation: give the method's option another one")
     allowed = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     flags = {p.name for p in signature.parameters.values() if p.annotation is bool}
     may_be_none = {p.name for p in signature.parameters.values() if p.default is None or type(None) in get_args(p.annotation)}
@@ -81,7 +94,10 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         task: Any = args[0] if args else given.pop("task", None)
         require_task(name, task)
         checks.options(name, given, allowed, {key: where for key, where in _BELONGS.items() if key not in allowed})
-        bound = signature.bind(task, **given)
+        try:
+            bound = signature.bind(task, **given)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
         bound.apply_defaults()
         for option, value in bound.arguments.items():
             check = checks.flag if option in flags else USUAL.get(option)
@@ -97,7 +113,16 @@ def method_builder(function: Callable[P, Method]) -> Callable[P, Method]:
         return dataclasses.replace(made, task=task, config={"method": name, **recorded})
 
     build.is_method_builder = True  # type: ignore[attr-defined]
+    build.__signature__ = signature  # type: ignore[attr-defined]
     return build
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """A signature with annotations as types, also where a file has them as text (`from __future__ import annotations`)."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:  # a type that is imported for type checkers alone
+        return inspect.signature(function)
 
 
 def is_builder(thing: Any) -> bool:

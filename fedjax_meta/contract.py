@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_meta import checks
+from fedjax_meta.aggregate import WEIGHTINGS
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Roles, Scalar, Updates, Variables
@@ -120,6 +122,8 @@ class Collaboration(NamedTuple):
       reads: "personal" or "memory" or both, joined by +, or "": what clients upload for it (beside `stacked`). With "" the mix
         may use a client's own rows for that client alone.
       gives: the same, what clients download afterwards.
+
+    Traffic, and what noise is said to cover, follow from these words. They are believed.
     """
 
     mix: Callable[[Key, Any, Cohort, FederatedData], tuple[PyTree, PyTree] | tuple[PyTree, PyTree, dict[str, jax.Array]]]
@@ -137,6 +141,18 @@ def no_extra(model: PyTree, data: FederatedData) -> PyTree:
     """The extra state of a server that keeps nothing but its model."""
     del model, data
     return ()
+
+
+REFUSABLE = {
+    "weighting": "one other than the method's own",
+    "server_optimizer": "any",
+    "aggregator": "any but the mean",
+    "an aggregator with a memory": "one whose result follows from earlier rounds, too",
+    "participation": "clients that crash, are late or do less work",
+    "attack": "any",
+    "a part of the clients": "a cohort that may lack some of them",
+}
+"""What `Method.refuses` can name beside upload transformations, and what it stands for."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -182,7 +198,7 @@ class Method:
       new_client_reads: "personal" or "memory" or both, joined by +, or "": what `new_client` reads of the N clients' rows. Rules
         that read something are refused under `uploads.noise`, which does not cover these.
       statistics_renew_extra: whether the statistics are new values of the extra state, in its structure, so that clipping and
-        sparsification act on how much these changed.
+        sparsification act on how much these changed. `keep_mean` needs it.
       sends_extra: whether clients download the server's extra state in each round.
       sends_statistics: whether clients upload their statistics; not where the server computes them from what `collaborate` reads.
       travels: `model -> (down, up)`, trees of what travels in place of the model's shared leaves and buffers (pFedHN sends the
@@ -190,10 +206,12 @@ class Method:
       needs_classes: whether the method works only with one class label a sample; data with other targets are then refused.
       whole_population: whether `collaborate` reads the rows of clients outside the cohort. Such a method needs all rows on the
         device and cannot use a host store.
-      refuses: federation options that the method does not support, and why: names of upload transformations, "weighting" (one
-        other than the method's own), "server_optimizer", or "an aggregator with a memory".
+      refuses: what the method does not support of a federation, and why: names of upload transformations, or of `REFUSABLE`.
       task: what is learned, filled in by the builder, so that data that it cannot learn from are refused before the first round.
       config: the name and every hyper-parameter, filled in by the builder.
+
+    Raises:
+      ValueError: a field of another kind; `keep_mean` without `statistics_renew_extra`.
     """
 
     init: Callable[[Key], PyTree]
@@ -226,6 +244,25 @@ class Method:
     task: Task | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("init", "client", "personalize", "predict", "init_memory", "init_extra"):
+            if not callable(getattr(self, name)):
+                raise ValueError(f"{name} must be a function, not {checks.shown(getattr(self, name))}")
+        checks.one_of("weighting", self.weighting, WEIGHTINGS)
+        made = self.server_optimizer
+        if made is not None and not isinstance(made, optax.GradientTransformation):
+            raise ValueError(
+                f"server_optimizer must be an optimiser with its rate, e.g. optax.adam(0.1), not {checks.shown(made)}"
+            )
+        if self.collaborate is not None and not isinstance(self.collaborate, Collaboration):
+            raise ValueError(
+                f"collaborate must be fm.Collaboration(mix, reads=..., gives=...), not {checks.shown(self.collaborate)}"
+            )
+        if self.update_extra is keep_mean and not self.statistics_renew_extra:
+            raise ValueError(
+                "update_extra=keep_mean needs statistics_renew_extra=True: the statistics are new values of the extra"
+            )
+
     @property
     def name(self) -> str:
         """The builder's name, or "method" for one that was put together by hand."""
@@ -239,8 +276,15 @@ def received_model(key: Key, received: Received, support: ClientView) -> Variabl
 
 
 def keep_mean(state: Any, mean: PyTree, weight: Any, num_clients: int) -> PyTree:
-    """A `Method.update_extra` that holds the mean of the last cohort's statistics; the last one stays where nobody returned."""
+    """A `Method.update_extra` that holds the mean of the last cohort's statistics; the last one stays where nobody returned.
+
+    Raises:
+      ValueError: statistics of another form than the extra state.
+    """
     del num_clients
+    odd = checks.mismatch(mean, state.extra)
+    if odd is not None:
+        raise ValueError(f"with update_extra=keep_mean, statistics of clients must have the form of init_extra: {odd}")
     return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.extra)
 
 

@@ -173,6 +173,12 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
     known = getattr(federation.participation, "num_clients", None)
     if known is not None and known != data.total_clients:
         raise ValueError(f"participation knows {known} clients, but the data have N={data.total_clients}")
+    why = method.refuses.get("a part of the clients")
+    if why is not None and not (federation.schedule is schedules.uniform and federation.cohort_size == data.total_clients):
+        raise ValueError(
+            f"{method.name} needs all of the N={data.total_clients} clients in each round (cohort_size={data.total_clients}, no "
+            f"schedule): {why}"
+        )
     if method.task is not None:
         _check_task(method.task, method.roles, data)
 

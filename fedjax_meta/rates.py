@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks
 from fedjax_meta.config import plain
-from fedjax_meta.contract import Method
+from fedjax_meta.contract import Method, no_extra, no_memory
+from fedjax_meta.dependence import marks_of
 from fedjax_meta.types import Scalar
 
 Schedule = Callable[[Scalar], Scalar]
@@ -19,8 +20,8 @@ Schedule = Callable[[Scalar], Scalar]
 def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Schedule], **options: Any) -> Method:
     """A method with rates that change from round to round.
 
-    A client of round r works as that of `build(task, lr=schedule(r))` would, and so does one that adapts after r rounds. What a
-    server optimiser descends with is scheduled by optax instead: `Federation(server_optimizer=lambda rate:
+    The rules of round r work as those of `build(task, lr=schedule(r))` would, and so does a client that adapts after r rounds. A
+    server optimiser's rate is scheduled by optax instead: `Federation(server_optimizer=lambda rate:
     optax.sgd(optax.cosine_decay_schedule(rate, 100)), server_lr=1.0)` counts the rounds in its own state.
 
     Args:
@@ -31,7 +32,8 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
       **options: other options of the builder.
 
     Raises:
-      ValueError: an option that is no rate, a function that gives no number, a rate of the method's own server optimiser.
+      ValueError: an option that is no rate, a function that gives no number, a rate of the method's own server optimiser. From
+        the method: a rule that reads a rate and knows no round (`init`, `predict`, `init_memory`, `init_extra`, `remember`).
 
     Example:
       >>> import fedjax_meta as fm, optax
@@ -69,17 +71,39 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
         return at(received.round).personalize(key, received, support)
 
     changes: dict[str, Any] = {"client": client, "personalize": personalize}
+    plain_rules = (None, task.init, task.predict, no_memory, no_extra)
+    changes |= {part: _same_in_all_rounds(base, at, part) for part in _WITHOUT_ROUND if getattr(base, part) not in plain_rules}
     if base.new_client is not None:
         changes["new_client"] = lambda key, population, support: _of(at(population.round), "new_client")(
             key, population, support
         )
     if base.update_extra is not None:
         changes["update_extra"] = lambda state, *given: _of(at(state.round), "update_extra")(state, *given)
+    if base.direction is not None:
+        changes["direction"] = lambda state, *given: _of(at(state.round), "direction")(state, *given)
+    if base.inherit is not None:
+        changes["inherit"] = lambda before, after: _of(at(before.round), "inherit")(before, after)
     if base.collaborate is not None:
         mix = lambda key, state, cohort, data: _of(at(state.round), "collaborate").mix(key, state, cohort, data)  # noqa: E731
         changes["collaborate"] = base.collaborate._replace(mix=mix)
     config = {**base.config, **{name: plain(schedule) for name, schedule in rates.items()}}
     return dataclasses.replace(base, **changes, config=config)
+
+
+_WITHOUT_ROUND = ("init", "predict", "init_memory", "init_extra", "remember")
+"""The rules of a method that do not know which round it is."""
+
+
+def _same_in_all_rounds(base: Method, at: Callable[[Scalar], Method], part: str) -> Callable[..., Any]:
+    """A rule that refuses to be traced if it reads a rate, which would stay that of round 0."""
+    rule = getattr(base, part)
+
+    def checked(*given: Any) -> Any:
+        if any(jax.tree.leaves(marks_of(lambda round_: getattr(at(round_), part)(*given), True, jnp.zeros((), jnp.int32)))):
+            raise ValueError(f"{base.name} reads a rate in {part}, which does not know the round: it cannot change")
+        return rule(*given)
+
+    return checked
 
 
 def _of(method: Method, part: str) -> Any:

@@ -1,5 +1,7 @@
 """Few-shot clients, scores by support samples and steps, rates that change over rounds, given weights, mixed precision."""
 
+import dataclasses
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -147,6 +149,30 @@ def test_what_cannot_be_scheduled_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             rates.scheduled(build, task, rates=given)
+
+
+@fm.method_builder
+def damped(task, *, damping=1.0, of="direction"):
+    """FedAvg that reads a rate in one of its rules."""
+    base = fm.fedavg(task)
+
+    def direction(state, fell, statistics, weight, num_clients):
+        return jax.tree.map(lambda leaf: damping * leaf, fell), statistics
+
+    def predict(variables, x):
+        return damping * task.predict(variables, x)
+
+    return dataclasses.replace(base, **({"direction": direction} if of == "direction" else {"predict": predict}))
+
+
+def test_the_direction_of_a_server_follows_the_round_and_a_rule_that_knows_none_refuses():
+    schedule, setting = lambda round_: jnp.where(round_ < 1, 1.0, 0.0), fm.Federation(cohort_size=3)
+    method = rates.scheduled(damped, problems.task(), rates={"damping": schedule})
+    runs = [fm.simulate(method, problems.data(), key=KEY, rounds=n, federation=setting)[0].model for n in (1, 4)]
+    assert problems.leaves_equal(*runs)  # from round 1 on the server stands still
+    method = rates.scheduled(damped, problems.task(), rates={"damping": schedule}, of="predict")
+    with pytest.raises(ValueError, match="damped reads a rate in predict, which does not know the round"):
+        method.predict(problems.task().init(KEY), jnp.ones((2, 5)))
 
 
 # ------------------------------------------------------------------------------------------------------ given weights, precision

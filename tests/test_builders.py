@@ -129,3 +129,42 @@ def test_likely_mistakes_get_one_clear_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call(problems.task())
     assert "\n" not in str(caught.value)
+
+
+def own(text, name="own"):
+    """A builder from a text, as a file would have it."""
+    body = (
+        "    return fm.Method(init=task.init, client=None or task.loss, personalize=fm.received_model, predict=task.predict,"
+    )
+    body += " roles=fm.masks.roles(fm.masks.nothing(task), fm.masks.everything(task)))"
+    space = {"fm": fm}
+    exec(f"from __future__ import annotations\n@fm.method_builder\ndef {name}{text}:\n{body}\n", space)
+    return space[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(task, lr=0.1)", r"own: options are given by name: write def own\(task, \*, lr, ...\)"),
+        ("(task, *, participation=0.3)", "own: participation is the name of an option of Federation"),
+    ],
+)
+def test_a_builder_that_a_study_could_not_call_is_refused(text, message):
+    with pytest.raises(TypeError, match=message):
+        own(text)
+
+
+def test_an_option_that_is_missing_is_named_with_its_builder():
+    with pytest.raises(TypeError, match="own: missing a required argument: 'lr'"):
+        own("(task, *, lr)")(problems.task())
+
+
+def test_annotations_may_be_text():
+    """`from __future__ import annotations` makes them so."""
+    build = own("(task, *, batch_size: int | None = 32, flag: bool = False)")
+    assert build(problems.task(), batch_size=None).config["batch_size"] is None
+    with pytest.raises(ValueError, match="flag=3 must be True or False"):
+        build(problems.task(), flag=3)
+    assert inspect.signature(build).parameters["batch_size"].annotation == int | None
+    # A type that is imported for type checkers alone stays text.
+    assert inspect.signature(own("(task, *, lr: Nowhere = 0.1)")).parameters["lr"].annotation == "Nowhere"

@@ -179,6 +179,10 @@ PERSONAL = {
 """The personal leaves that each paper has; in the papers of the other methods every leaf of the model is shared."""
 
 
+BESIDE = {"fedrod": "personal", "pfedhn_pc": "own", "mocha": "weights"}
+"""Methods whose model has personal leaves beside those of the task, and how the paths of these begin."""
+
+
 @pytest.mark.parametrize("name", fm.METHODS)
 def test_personal_leaves_are_those_of_the_paper(name):
     method, task = method_of(name), problems.task_of(name)
@@ -187,8 +191,8 @@ def test_personal_leaves_are_those_of_the_paper(name):
     word = next((word for word, methods in PERSONAL.items() if name in methods), "none")
     expected = jax.tree.leaves_with_path(fm.masks.resolve(word, task))
     wanted = {"/".join(fm.masks.path_names(path)) for path, own in expected if own}
-    if name in ("fedrod", "pfedhn_pc", "mocha"):  # a head beside the model; leaves beside the hypernetwork; linear models
-        assert names and all("head" in path or path.startswith(("personal", "own", "weights")) for path in names)
+    if name in BESIDE:
+        assert names and all(path.startswith(BESIDE[name]) for path in names)
         return
     # Rates and slots of personal leaves are personal too.
     assert {path for path in names if any(path.endswith(end) for end in wanted)} == names
@@ -264,6 +268,19 @@ def test_clients_of_one_sample_or_of_one_class_train_and_change_nothing_for_othe
         for client in (ALONE, NARROW):
             variables, logits, loss = adaptation(name, known)(after, odd, client)
             assert problems.finite((variables, logits, loss))
+
+
+@pytest.mark.long
+def test_a_round_does_not_depend_on_how_many_samples_absent_clients_have(name):
+    """Batches are padded to the largest client's: a loss that counts rows of padding as samples shows here."""
+    build_it = lambda: make(name, cohort_size=1, schedule=fm.schedules.given(np.array([[0]])), devices=1, lanes=1)  # noqa: E731
+    found = []
+    for size in (70, 400):
+        data, algorithm = problems.clients_of([*problems.SIZES[:-1], size]), build_it()
+        state = jax.jit(algorithm.init)(KEY, data)
+        state, info = jax.jit(algorithm.round)(KEY, state, data)
+        found.append((state.model, state.extra, kept_by(state, [0]), info.metrics))
+    assert problems.distance(*found) < 1e-10
 
 
 AS_IT_IS = {"fedavg", "fedavg_adam", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "fednova", "feddyn", "scaffold"}

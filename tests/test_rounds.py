@@ -15,7 +15,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import aggregate, masks
 from fedjax_meta.aggregate import combine
-from fedjax_meta.contract import Collaboration, Method, Trained
+from fedjax_meta.contract import Collaboration, Method, Trained, keep_mean
 from fedjax_meta.federation import OPTIONS, Federation
 from fedjax_meta.rounds import federate
 from tests import problems
@@ -411,7 +411,7 @@ def test_a_rule_may_return_plain_numbers():
     def client(key, received, data):
         return Trained(received.model, {"one": 1.0}, stacked=2, weight=1.0)
 
-    state, info = _run(_build(client))
+    state, info = _run(_build(client, collaborate=lambda key, state, cohort, data: (cohort.personal, cohort.memory)))
     assert info.metrics["one"].tolist() == [1.0] * N and bool(jnp.all(state.seen))
 
 
@@ -458,3 +458,69 @@ def test_evaluation_uses_the_devices_of_its_federation_and_its_options():
     server = fm.Federation(own_at_test=False, devices=1)
     other = fm.evaluate(fm.fedper(problems.task()), KEY, state, problems.data(), federation=server)
     assert not np.array_equal(own.confusion, other.confusion)
+
+
+# ------------------------------------------------------------------------------------------- what a method forgets or misspells
+
+_SENDS = {"statistics": lambda received, data, model: jnp.ones(2)}
+_STACKS = {"stacked": lambda received, data, model: jnp.ones(2)}
+_NOTHING = {"init_extra": lambda model, data: jnp.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weighting": "sample"}, "weighting='sample' is unknown"),
+        ({"predict": None}, "predict must be a function, not None"),
+        ({"update_extra": keep_mean, **_NOTHING}, "update_extra=keep_mean needs statistics_renew_extra=True"),
+        ({"refuses": {"clipp": "why"}}, r"refuses of method='clipp' is unknown \(did you mean 'clip'\?\)"),
+        ({"client": _adds(**_SENDS)}, "clients of method send statistics that nothing reads"),
+        ({"client": _adds(**_STACKS)}, "clients of method send stacked values that nothing reads"),
+        (
+            {"client": _adds(), "update_extra": keep_mean, "statistics_renew_extra": True, **_NOTHING},
+            "with update_extra=keep_mean, statistics of clients must have the form of init_extra",
+        ),
+        ({"collaborate": lambda key, state, cohort, data: cohort.personal}, "what collaborate of method returns must be"),
+        ({"collaborate": lambda key, state, cohort, data: None}, "what collaborate of method returns must be"),
+        (
+            {"collaborate": lambda key, state, cohort, data: (cohort.personal, cohort.memory, {"gain": jnp.zeros(2)})},
+            "collaborate of method gives the diagnostic 'gain', which is a metric of its clients, too",
+        ),
+    ],
+)
+def test_what_a_method_forgets_or_misspells_is_one_line_that_names_it(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        algorithm = _build(**options)
+        jax.eval_shape(algorithm.round, KEY, jax.eval_shape(algorithm.init, KEY, DATA), DATA)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "message"),
+    [
+        ("server_optimizer", optax.adam, r"server_optimizer must be an optimiser with its rate, e.g. optax.adam\(0.1\)"),
+        ("collaborate", print, r"collaborate must be fm.Collaboration\(mix, reads=..., gives=...\)"),
+    ],
+)
+def test_fields_that_a_federation_has_otherwise(field, given, message):
+    parts = {"init": lambda key: START, "client": _adds(), "personalize": fm.received_model, "predict": lambda variables, x: x}
+    with pytest.raises(ValueError, match=message):
+        Method(**parts, roles=masks.roles(PERSONAL, TRAINABLE), **{field: given})
+
+
+@pytest.mark.parametrize(
+    ("name", "federation"),
+    [
+        ("aggregator", {"aggregator": aggregate.median}),
+        ("participation", {"participation": fm.participation.unreliable(late=0.5)}),
+        ("attack", {"attack": fm.attacks.sign_flip(0.5)}),
+        ("a part of the clients", {"cohort_size": 2}),
+        ("a part of the clients", {"schedule": fm.schedules.given([[0, 1]]), "cohort_size": 2}),
+    ],
+)
+def test_a_method_may_refuse_parts_of_a_federation(name, federation):
+    with pytest.raises(ValueError, match="method .*: it says so"):
+        algorithm = _build(refuses={name: "it says so"}, **{"cohort_size": N, **federation})
+        jax.eval_shape(algorithm.init, KEY, DATA)
+    algorithm = _build(refuses={name: "it says so"}, cohort_size=N)
+    jax.eval_shape(algorithm.init, KEY, DATA)

@@ -96,7 +96,12 @@ def _check_trained(setting: Setting, trained: Any, received: Received, memory: P
     if trained.pseudo_gradient is not None:
         sent = (masks.split(tree, setting.shared)[0] for tree in (trained.pseudo_gradient, received.model))
         must_fit("the pseudo-gradient of a client", *sent)
+    readers = (method.update_extra, method.direction, method.remember, method.divides_by_statistics or None)
+    if jax.tree.leaves(trained.statistics) and all(reader is None for reader in readers):
+        raise ValueError(f"clients of {method.name} send statistics that nothing reads: give Method(update_extra=...)")
     if jax.tree.leaves(trained.stacked):
+        if method.collaborate is None:
+            raise ValueError(f"clients of {method.name} send stacked values that nothing reads: give Method(collaborate=...)")
         refuse_hiding_uploads(method, setting.federation)
 
 

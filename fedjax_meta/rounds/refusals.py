@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta import checks
 from fedjax_meta.aggregate import Rule
 from fedjax_meta.asynchronous import Asynchronous
-from fedjax_meta.contract import Method
+from fedjax_meta.contract import REFUSABLE, Method
 from fedjax_meta.federation import Federation
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds.trees import parts
-from fedjax_meta.uploads import Chain
+from fedjax_meta.uploads import TRANSFORMATIONS, Chain
 
 
 def refuse(method: Method, federation: Federation) -> None:
@@ -62,7 +63,9 @@ def _refuse_what_the_method_does(method: Method, federation: Federation) -> None
     given |= {"server_optimizer"} if f.server_optimizer is not None else set()
     remembers = isinstance(f.aggregator, Rule) and jax.tree.leaves(f.aggregator.init(jnp.zeros(1)))
     given |= {"an aggregator with a memory"} if remembers else set()
+    given |= {name for name in ("aggregator", "participation", "attack") if getattr(f, name) is not None}
     for name, why in method.refuses.items():
+        checks.one_of(f"refuses of {method.name}", name, [*REFUSABLE, *TRANSFORMATIONS])
         if name in given:
             raise ValueError(f"{method.name} cannot go with {name}: {why}")
 

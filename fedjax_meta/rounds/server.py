@@ -192,7 +192,17 @@ def collaborate(
     cohort = Cohort(ids, positions, outputs.returned, personal, memory, outputs.stacked, setting.federation.lanes)
     visible = state if method.whole_population else without_rows(state)
     result = method.collaborate.mix(tagged(key, "shared"), visible, cohort, data)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ValueError(
+            f"what collaborate of {method.name} returns must be (personal, memory) or (personal, memory, diagnostics), not "
+            f"{checks.shown(result)}"
+        )
     given, diagnostics = result[:2], result[2] if len(result) > 2 else {}
+    twice = sorted(set(diagnostics) & set(outputs.metrics))
+    if twice:
+        raise ValueError(
+            f"collaborate of {method.name} gives the diagnostic {twice[0]!r}, which is a metric of its clients, too"
+        )
     must_fit("what collaborate returns", given, (kept.personal, kept.memory))
     takers = attacked.takers(setting, outputs.returned, ids, data)
     personal, memory = where(takers, given, (kept.personal, kept.memory))

@@ -10,7 +10,11 @@ from fedjax_meta.uploads.quantize import quantize
 from fedjax_meta.uploads.sparsify import sparsify
 from fedjax_meta.uploads.transform import Chain, Message, ServerContext, UploadTransform, check_order
 
+TRANSFORMATIONS = ("sparsify", "quantize", "clip", "adaptive_clip", "noise", "mask")
+"""Names of all transformations."""
+
 __all__ = [
+    "TRANSFORMATIONS",
     "Chain",
     "Message",
     "ServerContext",

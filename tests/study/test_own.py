@@ -181,7 +181,8 @@ def test_digests_are_of_the_files_of_the_method_and_of_the_model():
 
 
 def test_files_that_the_code_imports_from_its_folder_count():
-    text = "import helper, json\nfrom fedjax_meta import measures\n\nscore = measures.mean('score', lambda outputs, y: outputs[:, 0])\n"
+    text = "import helper, json\nfrom fedjax_meta import measures\n\n"
+    text += "score = measures.mean('score', lambda outputs, y: outputs[:, 0])\n"
     Path("mine.py").write_text(text, encoding="utf-8")
     imports.imported("a metric", "mine:score")
     assert [path.name for path in own_code.files("mine")] == ["mine.py", "helper.py"]
