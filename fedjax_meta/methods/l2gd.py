@@ -15,7 +15,8 @@ minibatch SGD (the paper has one full gradient; other implementations have passe
 client's full round, so that both still balance where the paper's objective, f_i + lambda/2 |x_i - mean|^2, is stationary;
 unscaled it would be T times too weak (`pull_per="step"`). Where the federation's `participation` leaves clients fewer steps, a
 pull is too strong by that factor: nobody trains in a round that pulls, so that the server has no other T. The mean is that of the
-cohort, where the paper's cohort is all clients.
+cohort, where the paper's cohort is all clients. Bytes are counted in every round, because new clients start from the last mean;
+the paper's clients send something only in rounds that pull.
 """
 
 from collections.abc import Callable
