@@ -121,7 +121,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """A signature with annotations as types, also where a file has them as text (`from __future__ import annotations`)."""
     try:
         return inspect.signature(function, eval_str=True)
-    except NameError:  # a type that is imported for type checkers alone
+    except Exception:  # a type that is imported for type checkers alone, say; annotations may be any text
         return inspect.signature(function)
 
 
