@@ -154,8 +154,8 @@ def test_clients_of_different_draws_are_different_clients():
     drawn = from_tree(tree(data_seeds=[1, 2], seeds=[7]))
     local = outcome("local", [ended([0.5, 0.5]), ended([0.5, 0.5])])
     other = outcome("fedavg", [ended([0.4, 0.7]), ended([0.7, 0.4])])
-    assert results._over_draws(drawn, np.array([[40.0, 70], [70, 40]])).tolist() == [40, 70, 70, 40]
-    assert results._over_draws(study(), np.array([[40.0, 70], [60, 50]])).tolist() == [50, 60]
+    assert draws.mean_over_seeds(np.array([[40.0, 70], [70, 40]]), len(drawn.data_seeds)).tolist() == [40, 70, 70, 40]
+    assert draws.mean_over_seeds(np.array([[40.0, 70], [60, 50]])).tolist() == [50, 60]
     (row,) = [row for row in results.gains(drawn, [local, other]) if row[2] == "known"][:1]
     assert row[3] == "50 %" and "(client 0, draw 1)" in row[5] and "(client 1, draw 1)" in row[6]
 
