@@ -124,6 +124,7 @@ def partners(overlap: jax.Array, valid: jax.Array, progress: jax.Array) -> jax.A
 
 def cosines_of(vectors: jax.Array) -> jax.Array:
     """Of each pair, the cosine, or the mean of the cosines of rows: `[C, C]` from vectors `[C, p]`, or rows `[C, K, d]`."""
+    vectors = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))  # in 16 bits, cosines near 1 are 1
     norm = jnp.sqrt(jnp.sum(vectors**2, -1))
     unit = vectors / jnp.where(norm > 0, norm, 1)[..., None]
     if vectors.ndim == 2:
@@ -138,7 +139,7 @@ def similar_clients(cosine: jax.Array, valid: jax.Array) -> jax.Array:
       cosine: `[C, C]`.
       valid: bool `[C]`, whose models came; the others keep their own.
     """
-    most = 0.9999
+    most, cosine = 0.9999, cosine.astype(jnp.promote_types(cosine.dtype, jnp.float32))
     weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-jnp.clip(cosine, 0, most)), 0)
     weight = jnp.where(jnp.eye(len(valid), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
     return weight / jnp.sum(weight, 1, keepdims=True)

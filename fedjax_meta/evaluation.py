@@ -17,6 +17,7 @@ from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
 from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, state_rows
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
+from fedjax_meta.data.batches import real_samples
 from fedjax_meta.engine import ClientUpdate, run_cohort
 from fedjax_meta.federation import Federation
 from fedjax_meta.hardware import Devices
@@ -210,7 +211,7 @@ def _loss(
     algorithm: Algorithm, data: FederatedData, variables: Variables, outputs: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array] | None:
     """(sum, weight) of the losses of a batch; `None` where they are not known. See `Evaluation.loss`."""
-    task, count = algorithm.task, jnp.sum(batch.weight)
+    task, count = algorithm.task, real_samples(batch)
     criterion = getattr(getattr(task, "loss", None), "criterion", None)
     if data.labelled and outputs.shape == (len(batch.weight), data.num_classes):
         criterion = cross_entropy

@@ -26,7 +26,8 @@ def accuracy(confusion: Array) -> Array:
     Its mean and population standard deviation over clients are the "macro" accuracy.
     """
     xp = _numpy_of(confusion)
-    return xp.trace(confusion, axis1=-2, axis2=-1) / xp.maximum(xp.sum(confusion, (-2, -1)), 1)
+    total = xp.sum(confusion, (-2, -1))
+    return xp.trace(confusion, axis1=-2, axis2=-1) / xp.where(total > 0, total, 1)
 
 
 def where_finite(score: Array, loss: Array) -> Array:
@@ -51,7 +52,7 @@ def macro_f1(confusion: Array) -> Array:
     correct = xp.diagonal(confusion, axis1=-2, axis2=-1)
     held, predicted = xp.sum(confusion, -1), xp.sum(confusion, -2)
     present = (held + predicted) > 0
-    f1 = 2 * correct / xp.maximum(held + predicted, 1)
+    f1 = 2 * correct / xp.where(present, held + predicted, 1)
     return xp.sum(xp.where(present, f1, 0), -1) / xp.maximum(xp.sum(present, -1), 1)
 
 

@@ -99,7 +99,9 @@ def sweep(  # over 80 lines: half of them explain the arguments
 ) -> tuple[State, list[list[Record]]]:
     """Trains a method at each point of a grid with each seed, and evaluates as `simulate` does.
 
-    A member gets the keys that `simulate` gives the run of its seed, so that both find the same numbers up to rounding.
+    A member gets the keys that `simulate` gives the run of its seed, so that both find the same numbers up to rounding. (Not
+    where a traced number decides which samples a rule takes, `validation_share` of `knn_per` and `held_out` of `fedgp`, nor with
+    a private task, whose noise follows from the bits of the parameters: there they are draws of the same distribution.)
 
     Args:
       build: the method as a function of its numbers.

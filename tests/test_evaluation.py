@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import sklearn.metrics
 
@@ -15,6 +16,7 @@ from fedjax_meta import evaluation, export, placement, runtime
 from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from fedjax_meta.rows import AWAY_BYTES
+from fedjax_meta.task import Weighted, entry_weights, targets, weighted_mean
 from tests import problems
 
 KEY = jax.random.key(9)
@@ -264,3 +266,25 @@ def test_metrics_of_a_task_without_predictions_are_refused():
     assert np.isfinite(fm.evaluate(algorithm, jax.random.key(1), state, data).loss).all()
     with pytest.raises(ValueError, match="'accuracy' scores predictions, which the task has none of"):
         fm.evaluate(algorithm, jax.random.key(1), state, data, metrics=("accuracy",))
+
+
+def test_the_loss_of_weighted_entries_does_not_depend_on_the_size_of_batches():
+    """Sequences of 1 and of 10 real tokens; the criterion is a plain function, a mean over the real tokens of a batch."""
+    rng, lengths = np.random.default_rng(0), np.array([1, 10, 1, 10, 1, 10])
+    x, y = rng.integers(0, 5, (6, 10)), rng.integers(0, 3, (6, 10))
+    real = np.arange(10) < lengths[:, None]
+
+    def criterion(logits, batch):
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets(batch))
+        return weighted_mean(losses, entry_weights(batch, losses))
+
+    views = {view: (np.zeros(1, int), np.array([6])) for view in ("train", "test_support", "test_query")}
+    data = fm.from_partition(x, Weighted(y, real), np.arange(6), np.array([6]), num_classes=3, views=views)
+    init = lambda key: {"table": jax.random.normal(key, (5, 3))}  # noqa: E731
+    method = fm.fedavg(fm.classification(init, lambda p, tokens: p["table"][tokens], loss=criterion))
+    state = fm.federate(method, fm.Federation(cohort_size=1)).init(KEY, data)
+    logits = np.asarray(state.model["table"])[x]
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, y[..., None], -1)[..., 0]
+    for size in (1, 2, 4, 6):
+        found = fm.evaluate(method, KEY, state, data, metrics=("token_accuracy",), batch_size=size).loss
+        assert float(found[0]) == pytest.approx(np.average(losses, weights=real), rel=1e-9)

@@ -53,6 +53,13 @@ def test_macro_f1_is_scikit_learns():
     np.testing.assert_allclose(metrics.macro_f1(CONFUSION), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("score", [metrics.accuracy, metrics.macro_f1])
+def test_scores_of_weights_that_sum_to_less_than_one(score, rng):
+    """Confusion matrices of weighted samples, and of whole ones in the same proportions."""
+    counts = rng.integers(0, 9, (4, 3, 3)).astype(float)
+    np.testing.assert_allclose(score(0.004 * counts), score(counts), rtol=1e-12)
+
+
 def test_scores_of_a_client_without_samples_are_zero_and_not_nan():
     nothing = jnp.zeros((1, K, K), jnp.int32)
     assert metrics.accuracy(nothing) == metrics.macro_f1(nothing) == metrics.micro_accuracy(nothing) == 0

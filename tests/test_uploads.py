@@ -1,5 +1,6 @@
 """Upload transformations against closed forms, and what they do to a federation of clients with known uploads."""
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -94,6 +95,34 @@ def test_one_client_moves_the_server_by_no_more_than_its_share():
 
     moved = [float(jnp.linalg.norm(model(value) - model(jnp.nan))) for value in (-1e12, 0.5, 1e6)]
     assert max(moved) <= 2.0 / 4 * (1 + 1e-9) and max(moved) > 0.49
+
+
+def test_the_mean_of_16_bit_models_gets_its_noise_before_it_is_rounded():
+    """A rounded mean moves by a whole step of its type, which can be more than one client's clipped upload over C."""
+    seen = []
+
+    def server(key, average, context, kept, measured):
+        seen.extend(jax.tree.leaves(jax.tree.map(lambda leaf: leaf.dtype, average)))
+        return plain.server(key, average, context, kept, measured)
+
+    plain = uploads.noise(0.0, reproducible=True)
+    start = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), START)
+    options = {"init": lambda key: start, "client": _adds_in(jnp.bfloat16)}
+    chain = (uploads.clip(5.0), dataclasses.replace(plain, server=server))
+    state, _ = _run(_build(uploads=chain, **options))
+    assert set(seen) == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.model)} == {jnp.dtype("bfloat16")}
+
+
+def _adds_in(dtype):
+    """The rule of `_adds` in another type."""
+    client = _adds()
+
+    def rule(key, received, data):
+        trained = client(key, received, data)
+        return trained._replace(model=jax.tree.map(lambda leaf: leaf.astype(dtype), trained.model))
+
+    return rule
 
 
 def test_a_round_adds_noise_even_when_nobody_returns_and_another_in_every_round():
@@ -515,6 +544,19 @@ def test_several_processes_are_refused_unless_the_noise_is_reproducible(monkeypa
     with pytest.raises(ValueError, match="needs a run of one process"):
         _only_noise().init(KEY, DATA)
     assert _only_noise(reproducible=True).init(KEY, DATA).aggregation.uploads[1] == ()
+
+
+def test_a_sweep_may_be_over_the_noise_of_the_bits():
+    def build(bit_noise):
+        chain = (uploads.adaptive_clip(0.05, bit_noise=bit_noise, reproducible=True), uploads.noise(0.5, reproducible=True))
+        return fm.fedavg(problems.task()), fm.Federation(cohort_size=3, devices=1, uploads=chain)
+
+    members = fm.sweeps.members(fm.sweeps.grid(bit_noise=[2.0, 3.0]), [3])
+    state, _ = fm.sweeps.sweep(build, members, problems.data(), rounds=2, eval_every=2)
+    for place, rate in enumerate((2.0, 3.0)):
+        method, federation = build(rate)
+        alone, _ = fm.simulate(method, problems.data(), key=jax.random.key(3), rounds=2, federation=federation)
+        assert problems.distance(problems.at(state.model, place), alone.model) < 1e-9
 
 
 def test_members_of_a_sweep_have_noise_of_their_own():

@@ -64,14 +64,20 @@ def weigh(upload: PyTree, weight: PyTree) -> WeightedSum:
     return WeightedSum(jax.tree.map(scale, weight, upload), weight, dtypes)
 
 
-def mean(summed: WeightedSum) -> PyTree:
-    """The weighted mean; exactly 0 where the weights sum to 0, so that a round from which no client returns changes nothing."""
+def mean(summed: WeightedSum, *, as_summed: bool = False) -> PyTree:
+    """The weighted mean; exactly 0 where the weights sum to 0, so that a round from which no client returns changes nothing.
+
+    Its leaves have the types of the uploads, or with `as_summed` those in which they were summed.
+    """
 
     def divide(w: jax.Array, part: PyTree) -> PyTree:
         some = w > 0
         return jax.tree.map(lambda leaf: jnp.where(some, leaf / jnp.where(some, w, 1).astype(leaf.dtype), 0), part)
 
-    leaves, structure = jax.tree.flatten(jax.tree.map(divide, summed.weight, summed.total))
+    divided = jax.tree.map(divide, summed.weight, summed.total)
+    if as_summed:
+        return divided
+    leaves, structure = jax.tree.flatten(divided)
     return jax.tree.unflatten(structure, [leaf.astype(dtype) for leaf, dtype in zip(leaves, summed.dtypes, strict=True)])
 
 

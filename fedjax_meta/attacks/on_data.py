@@ -135,7 +135,7 @@ def backdoor_success(confusion: ArrayLike, target: int) -> float:
         raise ValueError(f"confusion must be matrices [N, K, K], not of shape {list(counts.shape)}")
     checks.indices("target", target, counts.shape[1])
     others = np.delete(counts.sum(0), target, 0)
-    return float(others[:, target].sum() / max(others.sum(), 1))
+    return float(others[:, target].sum() / (others.sum() or 1))
 
 
 def _needs_classes(name: str, num_classes: int) -> None:

@@ -25,7 +25,8 @@ def chunk_length() -> int:
     return CHUNK if runtime.on_cpu() else ACCELERATOR_CHUNK
 
 
-def _real_samples(batch: PyTree) -> jax.Array:
+def real_samples(batch: PyTree) -> jax.Array:
+    """How much a batch counts in a mean over batches: its samples without padding, or its real entries (tokens)."""
     if isinstance(getattr(batch, "y", None), Weighted):
         # A mean over entries: a chunk with few real tokens counts little in the mean of its step.
         return jnp.sum(entry_weights(batch, batch.y.weight))
@@ -56,7 +57,7 @@ class Batches:
     steps: Scalar
     max_steps: int
     chunks: Scalar = 1
-    samples: Callable[[PyTree], jax.Array] = _real_samples
+    samples: Callable[[PyTree], jax.Array] = real_samples
 
     def keyed(self, key: Key) -> "Batches":
         """The same batches as pairs (batch, key), with a separate key for each batch.

@@ -87,6 +87,8 @@ def new_clients(
 def validation_samples(data: FederatedData, share: float, *, support: float = 0.2, scored: str = "test") -> FederatedData:
     """The same clients without their test samples: the last `share` of each train view is what they are tested on.
 
+    Where a client has a single one of these, there are no views "test_support" and "test_query".
+
     Args:
       data: clients with the view "train".
       share: of a client's train samples, in (0, 1); at least one sample, and at least one stays for training.
@@ -106,4 +108,6 @@ def validation_samples(data: FederatedData, share: float, *, support: float = 0.
         )
     held = np.clip((size * share + 1e-9).astype(np.int64), least, size - 1)
     bounds = nested_views((size - held).astype(np.int64), held, support=support)
+    if held.min() < 2:  # a single sample cannot be adapted to and scored
+        bounds = {name: ends for name, ends in bounds.items() if name not in ("test_support", "test_query")}
     return with_views(data, {name: (start + begin, end - begin) for name, (begin, end) in bounds.items()})

@@ -27,10 +27,12 @@ def next_state(
 ) -> State:
     """The state after the server's step, with the clients' old rows; unchanged if no upload came."""
     chain = setting.chain
-    (average, statistics, measured), weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
+    (average, statistics, measured), forms, weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
     kept, divisor = state.aggregation.uploads, setting.divisor(data.drawn_from)
     context = ServerContext(divisor, chain.clip_norm(kept), ids, outputs.returned, chain.spent)
     (average, statistics), kept = chain.server(tagged(key, "server uploads"), (average, statistics), context, kept, measured)
+    # Noise comes before the rounding to 16 bits: a rounded mean could move further than one client's clipped upload.
+    average, statistics = jax.tree.map(lambda leaf, form: leaf.astype(form.dtype), (average, statistics), forms[:2])
     # Noise comes in every round: a round without it would tell that no client returned.
     some = jnp.any(outputs.returned) | chain.fixed_divisor
     if setting.method.sums_pseudo_gradients:
@@ -44,14 +46,15 @@ def next_state(
 
 def _aggregate(
     setting: Setting, key: Key, state: State, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
-) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, PyTree]:
-    """((average of the model's part, of the statistics, of what was measured), summed weight of the statistics, the memory
-    of the aggregation rule)."""
+) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, PyTree, PyTree]:
+    """((average of the model's part, of the statistics, of what was measured), the like in the types of uploads, summed weight of
+    the statistics, the memory of the aggregation rule)."""
     rule = setting.rule
     if rule is None:
         summed = _sum(*outputs.upload) if setting.stacks else summed
         summed = _total(setting, key, summed, outputs.returned, ids, data)
-        return mean(summed), summed.weight[1], state.aggregation.rule
+        forms = jax.eval_shape(mean, summed)
+        return mean(summed, as_summed=setting.chain.fixed_divisor), forms, summed.weight[1], state.aggregation.rule
     uploads, weights = outputs.upload
     split = partial(ratios.split, setting)
     separate, separate_weights = jax.vmap(split)(uploads, weights)
@@ -73,7 +76,8 @@ def _aggregate(
         result.append(combined)
         memory.append(renewed)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-    return ratios.joined(setting, jax.tree.unflatten(structure, result), uploads, weights), total, tuple(memory)
+    average = ratios.joined(setting, jax.tree.unflatten(structure, result), uploads, weights)
+    return average, average, total, tuple(memory)
 
 
 def _check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:

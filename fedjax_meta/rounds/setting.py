@@ -85,6 +85,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         refuse(self.method, self.federation)
+        _ = self.chain  # made here, since a round reads it first inside of programs, whose tracers it must not keep
 
     @property
     def asynchronous(self) -> Asynchronous | None:

@@ -20,7 +20,10 @@ def test_the_view_that_is_scored_is_never_empty():
     whole = np.asarray(data.sizes("train"))
     assert (np.asarray(held.sizes("train")) + np.asarray(held.sizes("test")) == whole).all()
     # Who tests on all held-back samples needs one.
-    assert np.asarray(holdout.validation_samples(data, 0.2).sizes("test")).tolist() == [1, 1, 1, 6]
+    held = holdout.validation_samples(data, 0.2)
+    assert np.asarray(held.sizes("test")).tolist() == [1, 1, 1, 6]
+    assert "test_query" not in held.views  # of one sample, nothing would be left to score
+    assert all(np.asarray(held.sizes(view)).min() > 0 for view in held.views if view.startswith("test"))
 
 
 def test_clients_that_are_too_small_are_named():

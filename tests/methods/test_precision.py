@@ -9,6 +9,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import runtime
+from fedjax_meta.clusters import cosines_of, similar_clients
 from tests import problems
 from tests.methods.common import KEY
 
@@ -101,3 +102,14 @@ def test_an_accelerator_multiplies_as_exactly_at_the_server_as_at_clients(name):
         state = jax.eval_shape(algorithm.init, KEY, data)
         found = list(products(jax.make_jaxpr(algorithm.round)(KEY, state, data).jaxpr))
     assert found and not [shapes for precision, shapes in found if precision is None]
+
+
+def test_models_of_16_bits_that_are_nearly_alike_have_a_similarity():
+    """In 16 bits 0.9999 is 1, whose logarithm pFedSim would take at 0."""
+    rows = jax.random.normal(jax.random.key(0), (1, 3, 8)) + 1e-3 * jax.random.normal(jax.random.key(1), (4, 3, 8))
+    exact = similar_clients(cosines_of(rows.astype(jnp.float32)), jnp.ones(4, bool))
+    for form in (jnp.bfloat16, jnp.float16):
+        found = similar_clients(cosines_of(rows.astype(form)), jnp.ones(4, bool))
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, exact, atol=0.02)
+        assert np.isfinite(similar_clients(jnp.ones((4, 4), form), jnp.ones(4, bool))).all()
