@@ -78,7 +78,7 @@ def _given(what: str, options: Mapping[str, Any], rule: Callable[..., Any]) -> d
 
 
 def class_counts(data: FederatedData, view: str) -> np.ndarray:
-    """int64 `[N, K]`: the number of samples of each class in each client's view; all samples are of one class without classes."""
+    """int64 `[N, K]`: the number of samples of each class in each client's view; `[N, 1]`, of all samples, without classes."""
     start, size = np.asarray(data.start[view], np.int64), np.asarray(data.sizes(view), np.int64)
     where = np.repeat(start - (np.cumsum(size) - size), size) + np.arange(size.sum())
     labels = np.asarray(data.y)[where] if data.labelled else 0

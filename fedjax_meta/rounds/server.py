@@ -47,8 +47,9 @@ def next_state(
 def _aggregate(
     setting: Setting, key: Key, state: State, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
 ) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, PyTree, PyTree]:
-    """((average of the model's part, of the statistics, of what was measured), the like in the types of uploads, summed weight of
-    the statistics, the memory of the aggregation rule)."""
+    """((average of the model's part, of the statistics, of what was measured), the same three with the types that uploads have,
+    summed weight of the statistics, the memory of the aggregation rule). Where noise follows, the averages are not yet rounded to
+    these types."""
     rule = setting.rule
     if rule is None:
         summed = _sum(*outputs.upload) if setting.stacks else summed

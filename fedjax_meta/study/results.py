@@ -85,8 +85,8 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     itself, has_new = system.method == LOCAL, clients.new is not None and trained(NEW, alone(study, outcome.system))
     behind = float("nan")
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
-        mine, alone_ = (draws.mean_over_seeds(values, len(study.data_seeds) or 1) for values in (known.values, base))
-        behind = 100 * float(np.mean(known.kind.gain(mine, alone_) < 0))
+        mine, by_local = (draws.mean_over_seeds(values, len(study.data_seeds) or 1) for values in (known.values, base))
+        behind = 100 * float(np.mean(known.kind.gain(mine, by_local) < 0))
     up = float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up)
     mean = report.over_seeds(known.values.mean(1))
     worse = ["worse than the untrained model"] if known.kind.gain(mean[0], start) < 0 else []

@@ -135,8 +135,8 @@ class Scenario:
       shift: name in `SHIFTS`, with `shift_options`; none when not given. It changes the clients that train: new clients keep
         their samples as they are.
       test: share of a client's samples for its test; papers, generators and natural clients with a test split have their own.
-      support: share of each part for adaptation; papers and generators have their own, and it is that of the new clients which
-        `new` holds out.
+      support: share of each part for adaptation. Papers and generators cut their own clients; there it is for the new clients
+        that `new` holds out.
       adapt_on: what a known client adapts on before its test: "train", and it is tested on all of its test samples; or
         "test_support", a share of them, and it is tested on the rest (FedMeta-Per).
       new: share of the clients that never train; a fifth when not given, and none where a paper or a generator draws them.
