@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.algorithm import Algorithm, Exchange
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
@@ -48,9 +48,13 @@ def size_in_bytes(tree: PyTree) -> int:
 def traffic(method: Method | Algorithm, data: FederatedData, *, federation: Federation | None = None) -> Traffic:
     """Bytes down and up of a client in a round, after the federation's upload transformations; nothing is computed."""
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
-    down, averaged, separate, message = as_algorithm(method, federation).exchange(data)
-    up = sum(message(leaf).bytes for leaf in jax.tree.leaves(averaged))
-    return Traffic(size_in_bytes(down), up + size_in_bytes(separate))
+    return traffic_of(as_algorithm(method, federation).exchange(data))
+
+
+def traffic_of(exchange: Exchange) -> Traffic:
+    """`traffic`, of what `Algorithm.exchange` says."""
+    up = sum(exchange.message(leaf).bytes for leaf in jax.tree.leaves(exchange.averaged))
+    return Traffic(size_in_bytes(exchange.down), up + size_in_bytes(exchange.separate))
 
 
 def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import sweeps
+from fedjax_meta import costs, sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.attacks import stamped
 from fedjax_meta.contract import Method
@@ -41,6 +41,7 @@ class Outcome(NamedTuple):
       final: a trial for each seed.
       draws: of several draws that are shown as one, the point of each, see `draws.pooled`.
       code_changed: whether a user's own code that it needs has changed since the run was begun.
+      traffic: of a client in a round, with the chosen point; `None` for central training.
     """
 
     scenario: str
@@ -51,6 +52,7 @@ class Outcome(NamedTuple):
     final: list[Trial]
     draws: tuple[Point, ...] = ()
     code_changed: bool = False
+    traffic: costs.Traffic | None = None
 
     @property
     def numbers(self) -> str:
@@ -101,7 +103,10 @@ class Job:
         edges = choice.at_edge(points, self._chosen)
         needed = (self._system.method, self._scenario.model, *self._study.metrics)
         changed = folders.changed_code(desk.folder, needed)
-        return Outcome(self._scenario_name, self._name, found, self._chosen, edges, final, code_changed=changed)
+        traffic = None
+        if not self._system.pooled:
+            traffic = costs.traffic(self._system.build(self._clients, **self._chosen), self._clients.train)
+        return Outcome(*self.where, found, self._chosen, edges, final, code_changed=changed, traffic=traffic)
 
     @staticmethod
     def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_meta import costs, disk, escape, report
+from fedjax_meta import disk, escape, report
 from fedjax_meta.study import baselines, figures, results, summary
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.job import Outcome
@@ -97,8 +97,8 @@ def write_all(
     """
     found = results.tables(study, built, outcomes) if found is None else found
     paths: list[Path] = []
-    for scenario, clients in built.items():
-        shown = systems(study, clients, [one for one in outcomes if one.scenario == scenario])
+    for scenario in built:
+        shown = systems(study, [one for one in outcomes if one.scenario == scenario])
         paths += figures.save(folder / "figures", f"{scenario}-", shown)
     names = [path.relative_to(folder).as_posix() for path in paths]
     text = results.markdown(study, built, outcomes, command, found=found, figures=names)
@@ -133,7 +133,7 @@ def _series(study: Study, outcomes: Sequence[Outcome]) -> list[report.Series]:
     ]
 
 
-def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list[Shown]:
+def systems(study: Study, outcomes: Sequence[Outcome]) -> list[Shown]:
     """The systems of one scenario as figures show them; each has the colour of its place in the study."""
     numbers = _numbers(study)
     return [
@@ -146,20 +146,12 @@ def systems(study: Study, clients: Clients, outcomes: Sequence[Outcome]) -> list
             chosen=one.chosen,
             score=study.score,
             tuned_by=study.tuned_by,
-            traffic=_traffic(study, one, clients),
+            traffic=float("nan") if one.traffic is None else float(sum(one.traffic)),
             alone=baselines.alone(study, one.system),
             draws=max(len(study.data_seeds), 1),
         )
         for one in outcomes
     ]
-
-
-def _traffic(study: Study, outcome: Outcome, clients: Clients) -> float:
-    """Bytes of a client in a round; NaN for central training."""
-    system = study.system(outcome.system, outcome.scenario)
-    if system.pooled:
-        return float("nan")
-    return float(sum(costs.traffic(system.build(clients, **outcome.chosen), clients.train)))
 
 
 def document(title: str, body: Sequence[str]) -> str:
@@ -214,7 +206,7 @@ def _scenario(
         kind = lines[0].kind
         part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]
         part += [table(report.Table(results.GAIN_HEADINGS, changes), _numbers(study)), "</details>"]
-    return part + drawn(systems(study, clients, outcomes))
+    return part + drawn(systems(study, outcomes))
 
 
 def _numbers(study: Study) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, escape, placement, report
+from fedjax_meta import escape, placement, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, guarantees, summary, targets, tuning
 from fedjax_meta.study.baselines import LOCAL, alone, trained
@@ -87,7 +87,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     if base is not None and not itself and np.isfinite(known.values).all() and np.isfinite(base).all():
         mine, by_local = (draws.mean_over_seeds(values, len(study.data_seeds) or 1) for values in (known.values, base))
         behind = 100 * float(np.mean(known.kind.gain(mine, by_local) < 0))
-    up = float("nan") if system.pooled else float(costs.traffic(algorithm, clients.train).up)
+    up = float("nan") if outcome.traffic is None else float(outcome.traffic.up)
     mean = report.over_seeds(known.values.mean(1))
     worse = ["worse than the untrained model"] if known.kind.gain(mean[0], start) < 0 else []
     shares_nothing = ["clients share nothing: all of the model is their own"] if up == 0 and not itself else []

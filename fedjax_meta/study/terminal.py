@@ -40,13 +40,13 @@ def announce(study: Study, built: Mapping[str, Clients]) -> None:
             with named(study, scenario, name):
                 points = points_of(system)
                 algorithm = system.build(clients, **points[0])
-                bytes_ = costs.traffic(algorithm, clients.train)
-                sent = sum(leaf.size for leaf in jax.tree.leaves(algorithm.exchange(clients.train)[0]))
+                exchange = algorithm.exchange(clients.train)
+                sent = sum(leaf.size for leaf in jax.tree.leaves(exchange.down))
                 state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
             model = sum(leaf.size for leaf in jax.tree.leaves(state.model))
             own = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // clients.train.num_clients
             total = rounds_of_trials(len(points), study) + study.rounds * len(study.seeds)
-            down, up = ("" if system.pooled else placement.amount(value) for value in bytes_)
+            down, up = ("" if system.pooled else placement.amount(value) for value in costs.traffic_of(exchange))
             if system.pooled:
                 total = round(total * passes(system, clients, clients.train))
             sizes = (f"{count:,}" for count in (model, 0 if system.pooled else sent, own))

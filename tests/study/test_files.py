@@ -124,7 +124,7 @@ def test_draws_are_trained_each_and_shown_together(tmp_path):
     assert joined[1].final == outcomes[1].final + outcomes[3].final
     assert len(joined[0].final) == 4
     # A client of one draw is another person than the client of the same number in the other.
-    shown = page.systems(chosen, clients["pairs"], joined)
+    shown = page.systems(chosen, joined)
     (gained,) = figures.gains(shown).panels[:1]
     canvas = Figure().subplots()
     gained.draw(canvas)

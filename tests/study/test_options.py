@@ -91,7 +91,7 @@ def test_a_run_that_diverges_is_stopped_and_the_others_go_on(tmp_path):
     assert known["gone"] == "diverged" != known["broken"]
     half = gone._replace(final=[gone.final[0], gone.final[1]._replace(diverged=None)])
     assert results.lines(chosen, "pairs", built["pairs"], [half])[0].remark.startswith("diverged at round 1 in 1 of 2 seeds")
-    shown = page.systems(chosen, built["pairs"], [broken, gone])
+    shown = page.systems(chosen, [broken, gone])
     assert figures.by_round(shown).panels
     with pytest.raises(ValueError, match="cannot resume: on_divergence was 'stop'"):
         run.run(study(systems=BROKEN, rounds=6, tuning={"rounds": 4, "seeds": [0]}), tmp_path, watcher=Silent())

@@ -6,6 +6,7 @@ import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_latex_has_a_row_for_each_system_and_escapes_titles(made):
 
 
 def test_figures_are_files_in_which_each_system_has_its_own_colour(made):
-    chosen, built, outcomes, folder = made
+    chosen, _, outcomes, folder = made
     names = {path.stem.removeprefix("pairs-") for path in (folder / "figures").glob("*.svg")}
     assert names == {"rounds", "clients", "gains", "costs", "tuning", "confusion"}
     for name in ("rounds", "clients", "costs"):
@@ -107,16 +108,24 @@ def test_figures_are_files_in_which_each_system_has_its_own_colour(made):
         assert all(color in text for color in COLORS[:3]) and "var(" not in text
         assert (folder / "report.md").read_text(encoding="utf-8").count(f"(figures/pairs-{name}.svg)") == 1
     # Without the first system, the others keep their colours, in a page too.
-    shown = page.systems(chosen, built["pairs"], outcomes)[1:]
+    shown = page.systems(chosen, outcomes)[1:]
     text = figures.svg(figures.by_round(shown).panels, "curves")
     assert "var(--s0)" not in text and "var(--s1)" in text and "var(--s2)" in text
     assert not any(color in text for color in COLORS)
 
 
+def test_traffic_is_that_of_the_models_that_travel(made):
+    chosen, built, outcomes, _ = made
+    model = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built["pairs"].task.init(jax.random.key(0))))
+    traffic = {one.title: one.traffic for one in page.systems(chosen, outcomes)}
+    # The linear model is its head.
+    assert traffic["fedavg"] == 2 * model and traffic["Own_heads & 100 %"] == 0 and len(traffic) == 3
+
+
 def test_a_page_of_many_systems_stays_small(made):
     """Each has a line in every figure, but only the first ones a picture; the page says where the others are."""
-    chosen, built, outcomes, _ = made
-    shown = page.systems(chosen, built["pairs"], outcomes)
+    chosen, _, outcomes, _ = made
+    shown = page.systems(chosen, outcomes)
     many = [shown[n % len(shown)]._replace(title=f"system {n}", color=n) for n in range(65)]
     few, all_of = ({one.name: one for one in figures.all_of(many, of_page=of_page)} for of_page in (True, False))
     assert len(few["confusion"].panels) == figures.ON_PAGE and len(all_of["confusion"].panels) == 65
@@ -139,8 +148,8 @@ def test_a_page_of_many_systems_stays_small(made):
 
 
 def test_a_line_is_the_mean_over_seeds_and_its_band_one_deviation(made):
-    chosen, built, outcomes, _ = made
-    shown = page.systems(chosen, built["pairs"], outcomes)
+    chosen, _, outcomes, _ = made
+    shown = page.systems(chosen, outcomes)
     axis = Figure().subplots()
     figures.by_round(shown).panels[1].draw(axis)
     scores = 100 * np.array([[row["tests"]["new"]["scores"]["accuracy_mean"] for row in t.rows] for t in outcomes[0].final])

@@ -278,7 +278,7 @@ def test_central_training_learns_from_all_clients_together(tmp_path):
     np.testing.assert_allclose(by_hand(one, "known", "rmse")[0], found.metrics["rmse"].values, rtol=1e-5)
     (line, *_) = results.lines(chosen, "pairs", built["pairs"], [one])
     assert np.isnan(line.up) and "central training" in line.remark
-    assert page.systems(chosen, built["pairs"], [one])[0].traffic != page.systems(chosen, built["pairs"], [one])[0].traffic
+    assert page.systems(chosen, [one])[0].traffic != page.systems(chosen, [one])[0].traffic
     keeps = {**central, "method": "fedper"}
     with pytest.raises(ValueError, match="pooled needs a method whose clients keep nothing"):
         run.run(study(systems={"central": keeps}), tmp_path / "no", watcher=Silent())
