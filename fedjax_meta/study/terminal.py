@@ -118,7 +118,7 @@ def lines(study: Study, built: Mapping[str, Clients]) -> runs.Watcher:
 
 
 class _Lines(runs.Watcher):
-    """One line for each sweep in progress, renewed in place on a terminal; one line for each evaluation elsewhere."""
+    """One line for each sweep in progress, renewed in place on a terminal; elsewhere one for each evaluation, and each minute."""
 
     def __init__(self, study: Study, built: Mapping[str, Clients]) -> None:
         self._study, self._built = study, built
@@ -129,6 +129,7 @@ class _Lines(runs.Watcher):
         self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} run{'' if members == 1 else 's'})"
         self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
         self._system, self._spent = (scenario, system) if phase == "final" else ("", ""), ""
+        self._shown = 0.0 if console.is_terminal else time.perf_counter()
         self._say(f"{self._what}: compiling")
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
@@ -141,6 +142,7 @@ class _Lines(runs.Watcher):
         said = guarantees.said(self._study, scenario, system, self._built[scenario], done) if system else ""
         self._spent = f"; after round {done}: {said}" if said else ""
         if not console.is_terminal:
+            self._shown = time.perf_counter()
             fewer = f", {len(records)} left" if len(records) < self._members else ""
             console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}{f'; {said}' if said else ''}"))
 
@@ -160,10 +162,14 @@ class _Lines(runs.Watcher):
 
     def _say(self, text: str) -> None:
         now = time.perf_counter()
-        if console.is_terminal and now - self._shown > 0.2:
-            self._shown = now
+        if now - self._shown < (0.2 if console.is_terminal else 60):
+            return
+        self._shown = now
+        if console.is_terminal:
             sys.stdout.write("\r\x1b[2K" + text[: console.width - 1])
             sys.stdout.flush()
+        else:
+            console.print(escape.console(text))
 
     def _clear(self) -> None:
         if console.is_terminal:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,9 @@ from fedjax_meta.study.tuning import Trial
 from fedjax_meta.sweeps import Member
 
 Json = Any
+
+SAVE_EVERY = 600.0
+"""Seconds after which a sweep is saved although no evaluation is due, so that a kill loses no more than these."""
 
 
 def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
@@ -151,14 +155,18 @@ def _train(
         raise Stopped(f"{where}: before the next round")
     done = wave.restore(on)
     desk.watcher.begin(*_where(phase), len(members), phase.rounds, done)
-    if done >= wave.until or wave.over:
-        return
     wave.programs = programs
-    state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, desk)
-    reached = int(np.asarray(state.round).max())
-    if reached < wave.until and not wave.over:
+    while done < wave.until and not wave.over:
+        state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, desk)
+        reached = int(np.asarray(state.round).max())
+        if reached >= wave.until or wave.over:
+            return
         wave.save_part(state, reached, records)
-        raise Stopped(f"{where}: round {reached} of {phase.rounds}")
+        if desk.should_stop():
+            raise Stopped(f"{where}: round {reached} of {phase.rounds}")
+        # Training goes on from the file, as it does after a stop. The states of large populations are not in memory twice.
+        del state, records
+        done = wave.restore()
 
 
 def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
@@ -176,7 +184,7 @@ def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -
         active=wave.active,
         on_record=wave.record,
         on_progress=desk.watcher.progress,
-        should_stop=lambda: wave.ends_here or desk.should_stop(),
+        should_stop=lambda: wave.ends_here or wave.unsaved_for > SAVE_EVERY or desk.should_stop(),
         prune=wave.prune if phase.prunes else None,
         programs=wave.programs,
     )
@@ -214,7 +222,7 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
         on_progress=lambda done, metrics: desk.watcher.progress(
             done, {name: values[None] for name, values in metrics.items()}
         ),
-        should_stop=lambda: wave.ends_here or desk.should_stop(),
+        should_stop=lambda: wave.ends_here or wave.unsaved_for > SAVE_EVERY or desk.should_stop(),
     )
     return lifted(state), [records]
 
@@ -249,12 +257,17 @@ class _Wave:
         self.state: State | None = None
         self.over = False
         self.programs: sweeps.Programs | None = None
-        self._done = 0
+        self._done, self._saved = 0, time.monotonic()
 
     @property
     def ends_here(self) -> bool:
         """Whether there is nothing left to train, or it waits for other waves."""
         return self.over or self._done >= self.until
+
+    @property
+    def unsaved_for(self) -> float:
+        """Seconds since it was saved, or read."""
+        return time.monotonic() - self._saved
 
     def named(self) -> dict[str, Trial]:
         """The trials by their members."""
@@ -282,6 +295,7 @@ class _Wave:
                 "more: give another folder"
             )
         self._desk.metrics.align(_where(self._phase), self.trials)
+        self._saved = time.monotonic()
         return done
 
     def prune(self, done: int, records: Sequence[Record | None]) -> list[bool]:
@@ -340,6 +354,7 @@ class _Wave:
     def _save(self, state: State, done: int) -> None:
         known = {"trials": [trial._asdict() for trial in self.trials], "parts": self.parts, "active": self.active}
         checkpoint.save(self._folder, Saved(state, np.int32(done)), report.strict(known), self._config, keep=1)
+        self._saved = time.monotonic()
 
 
 def _where(phase: Phase) -> tuple[str, str, str]:

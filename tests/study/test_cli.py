@@ -1,6 +1,7 @@
 """The command `fedjax-meta`."""
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, descriptions, from_tree, system, to_tree, tuning
+from fedjax_meta.study import catalogue, descriptions, from_tree, system, terminal, to_tree, tuning
 from fedjax_meta.study.scenario import SHIFTS
 from tests.study.common import TREE, study
 
@@ -65,6 +66,19 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     # A part of the study in the same folder.
     code, text = said("run", file, "--out", tmp_path / "run", "--set", "rounds=2", "--set", "seeds=[1]", "--systems", "fedavg")
     assert code == 0 and "This report leaves out local, although the folder has their results" in " ".join(text.split())
+
+
+def test_elsewhere_than_on_a_terminal_a_long_stretch_has_a_line_each_minute(monkeypatch):
+    clock, chosen = itertools.count(), study()
+    monkeypatch.setattr(terminal.time, "perf_counter", lambda: 20.0 * next(clock))  # 20 s pass at each look
+    lines = terminal.lines(chosen, {})
+    with terminal.console.capture() as printed:
+        lines.begin("pairs", "local", "final", 2, 1000, 0)
+        for done in range(1, 9):
+            lines.progress(done, {"loss": np.full((2, 1), 1 / done)})
+    (first, *more) = printed.get().splitlines()
+    assert re.fullmatch(r"pairs, Local only, final \(2 runs\): round \d/1000, loss \d\.\d{3}, \d+ s left", first)
+    assert 1 <= len(more) <= 4
 
 
 def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):

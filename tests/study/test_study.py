@@ -13,6 +13,7 @@ from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import Scenario, System, baselines, from_tree, load, results, run, to_tree, to_yaml
 from fedjax_meta.study.check import check
 from tests.study.common import TREE, Silent, study, tree
+from tests.test_kills import arrays_of
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,35 @@ def test_a_stopped_study_goes_on_to_the_same_end(finished, tmp_path):
     order = ["scenario", "system", "phase", "seed", "round", "lr", "clients"]
     first, second = (table.sort_values(order, ignore_index=True).drop(columns="seconds") for table in (frame, whole))
     assert first.equals(second)
+
+
+class Killed(Silent):
+    """Ends at a round of the final runs, with whatever is saved by then."""
+
+    def __init__(self, round_):
+        super().__init__()
+        self.round = round_
+
+    def progress(self, done, metrics):
+        if self.phase[2] == "final" and done == self.round:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("store", ["device", "disk"])
+def test_a_long_stretch_without_evaluations_is_saved_in_between(store, tmp_path, monkeypatch):
+    """Saved after every piece of work, it ends as without, and a kill loses what came after the last piece alone."""
+    one = {"scaffold": {"method": "scaffold", "options": {"epochs": 1, "batch_size": 20, "lr": 0.1}}}
+    chosen = study(systems=one, eval_every=5, rounds=5, **({} if store == "device" else {"store": store, "seeds": [1]}))
+    expected = run.run(chosen, tmp_path / "whole", watcher=Silent())
+    monkeypatch.setattr("fedjax_meta.study.train.SAVE_EVERY", -1)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(chosen, tmp_path / "killed", watcher=Killed(4))
+    (saved,) = (tmp_path / "killed" / "state").glob("*/*/*.ckpt")
+    assert saved.stem == "3"
+    again = run.run(chosen, tmp_path / "killed", watcher=Silent())
+    assert without_clocks(again) == without_clocks(expected)
+    states = [arrays_of(path) for name in ("whole", "killed") for path in (tmp_path / name / "state").glob("*/*/5.ckpt")]
+    assert len(states) == 2 and states[0] == states[1]
 
 
 def test_a_finished_study_takes_more_seeds_rounds_and_systems(finished, tmp_path):
