@@ -196,8 +196,9 @@ def starting_from(task: Task, variables: Variables, *, part: Mask | str = "all")
 def mixed_precision(task: Task, dtype: DTypeLike = jnp.bfloat16) -> Task:
     """The same task computed in another type, while variables, gradients, losses and outputs keep theirs.
 
-    Parameters and real inputs are rounded to `dtype` before each pass. Accelerators have faster products of bfloat16; most CPUs
-    do not. The criterion is computed in the type of the variables.
+    Trainable parameters and real inputs are rounded to `dtype` before each pass. Accelerators have faster products of bfloat16;
+    most CPUs do not. The criterion is computed in the type of the variables. Buffers stay as they are: running statistics that
+    were rounded would stop moving, and counters would stop counting.
 
     Args:
       task: what is learned, with a `LogitsLoss`.
@@ -213,6 +214,10 @@ def mixed_precision(task: Task, dtype: DTypeLike = jnp.bfloat16) -> Task:
     def narrow(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
+    def narrowed(variables: Variables) -> Variables:
+        parameters, buffers = masks.split(variables, task.trainable(variables))
+        return masks.merge(narrow(parameters), buffers)
+
     def like(tree: PyTree, old: PyTree) -> PyTree:
         return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, old)
 
@@ -220,14 +225,13 @@ def mixed_precision(task: Task, dtype: DTypeLike = jnp.bfloat16) -> Task:
         return outputs.astype(jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(variables))))
 
     def logits(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
-        outputs, updated = parts.logits(narrow(variables), batch._replace(x=narrow(batch.x)), key)
-        # Buffers are updated from rounded values; what is not updated keeps its own value.
+        outputs, updated = parts.logits(narrowed(variables), batch._replace(x=narrow(batch.x)), key)
         trainable = task.trainable(variables)
         buffers = like(masks.split(updated, trainable)[1], masks.split(variables, trainable)[1])
         return wide(outputs, variables), masks.merge(masks.split(variables, trainable)[0], buffers)
 
     def of_two(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda variables, x: wide(function(narrow(variables), narrow(x)), variables)
+        return lambda variables, x: wide(function(narrowed(variables), narrow(x)), variables)
 
     return task._replace(
         loss=dataclasses.replace(parts, logits=logits),

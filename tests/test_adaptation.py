@@ -262,6 +262,48 @@ def test_mixed_precision_keeps_the_buffers_of_a_batch_norm_in_their_type():
     assert problems.distance(after["batch_stats"], exact["batch_stats"]) < 0.05
 
 
+def test_mixed_precision_counts_and_averages_on_over_many_steps():
+    """A counter beyond 256, a table, and a mean that moves by a hundredth a step: bfloat16 has 8 bits."""
+
+    def init(key):
+        return {"w": jnp.zeros((4, 3)), "steps": jnp.zeros((), int), "table": jnp.arange(1000), "mean": jnp.zeros(4)}
+
+    def apply(variables, x, *, train, key, weight):
+        moved = variables["mean"] + 0.01 * train * (jnp.mean(x, 0) - variables["mean"])
+        return x @ variables["w"], {**variables, "steps": variables["steps"] + int(train), "mean": moved}
+
+    trainable = {"w": True, "steps": False, "table": False, "mean": False}
+    mixed = tasks.mixed_precision(fm.from_functions(init, apply, (4,), trainable=lambda variables: trainable))
+    batch = fm.Batch(jnp.full((2, 4), 8.0), jnp.zeros(2, int), jnp.ones(2))
+    step = jax.jit(lambda _, variables: mixed.loss(variables, batch, KEY)[1])
+    after = jax.lax.fori_loop(0, 1000, step, mixed.init(KEY))
+    assert after["steps"] == 1000 and np.array_equal(after["table"], np.arange(1000))
+    np.testing.assert_allclose(after["mean"], 8 * (1 - 0.99**1000), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["ema", "batch"])
+def test_mixed_precision_serves_the_batch_norm_of_equinox(mode):
+    eqx = pytest.importorskip("equinox")
+
+    class Net(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        head: eqx.nn.Linear
+
+        def __init__(self, key):
+            self.norm = eqx.nn.BatchNorm(5, axis_name="batch", mode=mode)
+            self.head = eqx.nn.Linear(5, 3, key=key)
+
+        def __call__(self, x, state):
+            x, state = self.norm(x, state)
+            return self.head(x), state
+
+    task = fm.from_equinox(eqx.nn.make_with_state(Net), (5,))
+    variables, batch = task.init(KEY), problems.data().client(2)["train"].in_order(16).get(0, 0)
+    after, exact = (one.loss(variables, batch, KEY)[1] for one in (tasks.mixed_precision(task), task))
+    assert problems.forms(after) == problems.forms(variables)
+    assert problems.distance(after["batch_stats"], exact["batch_stats"]) < 0.05
+
+
 def test_a_limited_view_keeps_the_first_samples_of_each_client():
     data = problems.data()
     some = data.limited("support", 4)

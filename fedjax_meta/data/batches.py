@@ -111,15 +111,21 @@ class Batches:
         return dataclasses.replace(self, steps=jnp.where(condition, self.steps, 0))
 
     def mean(self, function: Callable[[PyTree], PyTree], step: Scalar) -> PyTree:
-        """Mean of `function(batch)`, a pytree of floating-point arrays, over the chunks of one step."""
+        """Mean of `function(batch)`, a pytree of floats, over the chunks of one step; 16-bit leaves are added up in float32."""
         if isinstance(self.chunks, int) and self.chunks == 1:
             return function(self.get(step, 0))
 
         def term(chunk: Scalar) -> tuple[PyTree, jax.Array]:
             batch = self.get(step, chunk)
-            weight = self.samples(batch)
-            return jax.tree.map(lambda leaf: weight.astype(leaf.dtype) * leaf, function(batch)), weight
+            return function(batch), self.samples(batch)
 
-        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(term, 0))
-        total, weight = loops.fori_loop(self.chunks, lambda c, acc: jax.tree.map(jnp.add, acc, term(c)), zero)
-        return jax.tree.map(lambda leaf: leaf / jnp.where(weight > 0, weight, 1).astype(leaf.dtype), total)
+        def add(chunk: Scalar, sums: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            (values, weight), (total, weights) = term(chunk), sums
+            more = jax.tree.map(lambda leaf, one: leaf + weight.astype(leaf.dtype) * one.astype(leaf.dtype), total, values)
+            return more, weights + weight
+
+        shapes, whole = jax.eval_shape(term, 0)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), shapes)
+        total, weight = loops.fori_loop(self.chunks, add, (zero, jnp.zeros(whole.shape, whole.dtype)))
+        weight = jnp.where(weight > 0, weight, 1)
+        return jax.tree.map(lambda leaf, one: (leaf / weight.astype(leaf.dtype)).astype(one.dtype), total, shapes)

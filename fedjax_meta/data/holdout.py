@@ -87,11 +87,13 @@ def new_clients(
 def validation_samples(data: FederatedData, share: float, *, support: float = 0.2, scored: str = "test") -> FederatedData:
     """The same clients without their test samples: the last `share` of each train view is what they are tested on.
 
-    Where a client has a single one of these, there are no views "test_support" and "test_query".
+    Where a client has a single one of these, there are no views "test_support" and "test_query"; where a single sample is left
+    for its training, there are no views "support" and "query".
 
     Args:
       data: clients with the view "train".
-      share: of a client's train samples, in (0, 1); at least one sample, and at least one stays for training.
+      share: of a client's train samples, in (0, 1); at least one sample, and at least one stays for training, two if there are
+        enough.
       support: share of each part for adaptation.
       scored: the view that clients are scored on: "test", or "test_query", for which at least two samples are held back.
 
@@ -106,8 +108,11 @@ def validation_samples(data: FederatedData, share: float, *, support: float = 0.
         raise ValueError(
             f"client {int(size.argmin())} has {size.min()} train samples: validation on {scored!r} needs at least {least + 1}"
         )
-    held = np.clip((size * share + 1e-9).astype(np.int64), least, size - 1)
-    bounds = nested_views((size - held).astype(np.int64), held, support=support)
-    if held.min() < 2:  # a single sample cannot be adapted to and scored
-        bounds = {name: ends for name, ends in bounds.items() if name not in ("test_support", "test_query")}
+    held = np.clip((size * share + 1e-9).astype(np.int64), least, np.maximum(size - 2, least))
+    left = (size - held).astype(np.int64)
+    bounds = nested_views(left, held, support=support)
+    # A single sample cannot be adapted to and scored.
+    for count, halves in ((held, ("test_support", "test_query")), (left, ("support", "query"))):
+        if count.min() < 2:
+            bounds = {name: ends for name, ends in bounds.items() if name not in halves}
     return with_views(data, {name: (start + begin, end - begin) for name, (begin, end) in bounds.items()})

@@ -21,6 +21,7 @@ from fedjax_meta.data.holdout import with_views
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.scaling import Scaling, pixel_scaling
 from fedjax_meta.data.sources import Source
+from fedjax_meta.data.views import check_view
 
 PAIRINGS = {"2u+j": 2, "u+j": 1}
 """The pairings of FedMeta-Per, as strides of `slots.class_slots`."""
@@ -490,10 +491,14 @@ def pooled(data: FederatedData) -> FederatedData:
     """All clients' samples as those of one client, view by view, for training and testing a centralised system.
 
     Args:
-      data: clients with the views of `train_test_views`.
+      data: clients with the view "train", and perhaps "test".
 
     Returns:
-      One client with the same views, each the union of the clients' views.
+      One client with the views "train" and "test" that are the unions of those of the clients, and, where the clients have them
+      as parts of these, "support" and "query", "test_support" and "test_query".
+
+    Raises:
+      ValueError: there is no view "train".
 
     Example:
       >>> from fedjax_meta.data import from_clients
@@ -502,17 +507,25 @@ def pooled(data: FederatedData) -> FederatedData:
       (1, [45], [12])
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
-    parts = ("support", "query", "test_support", "test_query")
-    pieces, ends, end = [], {}, 0
-    for name in parts:
-        pieces.append(runs.positions(np.asarray(data.start[name], np.int64), np.asarray(data.sizes(name), np.int64)))
-        ends[name] = (end, end := end + len(pieces[-1]))
-    views = {"train": (0, ends["query"][1]), "test": (ends["test_support"][0], end), **ends}
+    check_view("train", data.views)
+    pieces: list[np.ndarray] = []
+    found: dict[str, tuple[int, int]] = {}
+    end = 0
+    for whole, parts in (("train", ("support", "query")), ("test", ("test_support", "test_query"))):
+        if whole not in data.views:
+            continue
+        size = {name: np.asarray(data.sizes(name), np.int64) for name in (whole, *parts) if name in data.views}
+        nested = len(size) == 3 and np.array_equal(size[whole], size[parts[0]] + size[parts[1]])
+        begin = end
+        for name in parts if nested else (whole,):
+            pieces.append(runs.positions(np.asarray(data.start[name], np.int64), size[name]))
+            found[name] = (end, end := end + len(pieces[-1]))
+        found[whole] = (begin, end)
     rows = np.concatenate(pieces)
     # The samples stay as they are stored: their types, shapes and scale, and weights of targets.
     x, y = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], (data.x, data.y))
-    whole = {name: (np.array([views[name][0]]), np.array([views[name][1] - views[name][0]])) for name in data.views}
-    return on_device(dataclasses.replace(with_views(data, whole), x=x, y=y, ids=None, population=None))
+    views = {name: (np.array([found[name][0]]), np.array([np.diff(found[name])[0]])) for name in data.views if name in found}
+    return on_device(dataclasses.replace(with_views(data, views), x=x, y=y, ids=None, population=None))
 
 
 def on_device(data: FederatedData) -> FederatedData:

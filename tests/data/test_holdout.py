@@ -26,6 +26,15 @@ def test_the_view_that_is_scored_is_never_empty():
     assert all(np.asarray(held.sizes(view)).min() > 0 for view in held.views if view.startswith("test"))
 
 
+@pytest.mark.parametrize("scored", ["test", "test_query"])
+@pytest.mark.parametrize("smallest", [3, 4, 5, 6])
+def test_no_view_is_without_samples(smallest, scored):
+    held = holdout.validation_samples(clients(smallest, 20, 21), 0.2, scored=scored)
+    assert all(np.asarray(held.sizes(view)).min() > 0 for view in held.views)
+    two = smallest > (3 if scored == "test_query" else 2)
+    assert ("query" in held.views) == two and int(np.asarray(held.sizes("train"))[0]) >= 1 + two
+
+
 def test_clients_that_are_too_small_are_named():
     with pytest.raises(ValueError, match="client 1 has 2 train samples: validation on 'test_query' needs at least 3"):
         holdout.validation_samples(clients(9, 2), 0.2, scored="test_query")

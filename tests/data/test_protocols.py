@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_meta.data import Source, from_arrays, from_partition, pixel_scaling, protocols
+from fedjax_meta.data import Source, from_arrays, from_clients, from_partition, holdout, pixel_scaling, protocols
 from fedjax_meta.data.builders import train_test_views
 from fedjax_meta.task import Weighted
 
@@ -256,6 +256,29 @@ def test_pooled_is_the_union_of_every_view(mnist):
         assert np.array_equal(np.sort(_numbers(one, view, 0)), together)
     assert np.array_equal(one.scale, train.scale)
 
+
+def test_clients_that_have_only_some_views_are_pooled_too():
+    """A client with a single held-out sample has no halves of it; views that are no halves of others are left out."""
+    data = from_clients([(np.full((n, 2), n), np.arange(n) % 2) for n in (5, 20, 30)], num_classes=2)
+    some = holdout.validation_samples(data, 0.2)
+    one = protocols.pooled(some)
+    assert one.views == some.views and "test_support" not in one.views
+
+    def held(view):
+        batch = view.full(chunk_size=60).get(0, 0)
+        return np.asarray(batch.x)[np.asarray(batch.weight) > 0, 0].tolist()
+
+    for view in one.views:
+        assert sorted(held(one.client(0)[view])) == sorted(x for c in range(3) for x in held(some.client(c)[view]))
+    bounds = {name: (np.asarray(data.start[name]), np.asarray(data.sizes(name))) for name in data.views}
+    start, size = bounds["query"]
+    odd = holdout.with_views(data, {name: bounds[name] for name in ("train", "support")} | {"query": (start, size + 1)})
+    assert protocols.pooled(odd).views == ("train",)
+    with pytest.raises(ValueError, match="the data have no view 'train'"):
+        protocols.pooled(holdout.with_views(data, {"test": bounds["test"]}))
+
+
+# Scaling.
 
 # Scaling.
 

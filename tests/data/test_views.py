@@ -162,3 +162,11 @@ def test_a_round_with_flat_samples_is_the_same(rng):
     found = [algorithm.round(jax.random.key(1), state, of)[0].model for of in (data, placement.laid_out(data, "tpu"))]
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert placement.laid_out(data, "cuda") is data
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_mean_over_many_chunks_of_16_bits_is_the_mean(dtype):
+    data = fm.from_clients([(np.ones((60_000, 1), np.float32), np.arange(60_000) % 2)], num_classes=2)
+    batches = data.client(0)["train"].full()
+    found = jax.jit(lambda: batches.mean(lambda batch: {"a": jnp.asarray(100, dtype), "b": jnp.mean(batch.x)}, 0))()
+    assert found["a"].dtype == dtype and found["a"] == 100 and found["b"] == 1
