@@ -76,7 +76,7 @@ def _gru(kernel: jax.Array, bias: jax.Array, h: jax.Array, x: jax.Array) -> tupl
 
 
 class CharacterNetwork(nn.Module):
-    """Embedding, recurrent layers `rnn1, rnn2, ...` and a dense head over the vocabulary.
+    """Embedding, recurrent layers `rnn1, rnn2, ...` and a dense head over the vocabulary, or over classes of texts.
 
     Attributes:
       vocabulary: V, number of tokens.
@@ -86,6 +86,7 @@ class CharacterNetwork(nn.Module):
       cell: see `Recurrent`.
       every: whether there are outputs at every time, or at the last alone.
       start: see `layers.Dense`.
+      classes: number of outputs; V by default.
     """
 
     vocabulary: int
@@ -95,6 +96,7 @@ class CharacterNetwork(nn.Module):
     cell: str = "lstm"
     every: bool = True
     start: str = "torch"
+    classes: int | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -106,10 +108,10 @@ class CharacterNetwork(nn.Module):
         self.embed = Embed(self.vocabulary, self.embedding, param_dtype=jnp.result_type(float))
         for name in self.layers[1:-1]:
             setattr(self, name, Recurrent(self.hidden, self.cell, forget=1.0))
-        self.head = Dense(self.vocabulary, start=self.start)
+        self.head = Dense(self.classes or self.vocabulary, start=self.start)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits of the next tokens of `x [B, T]`: `[B, T, V]`, or `[B, V]` of the last one alone."""
+        """Logits after each token of `x [B, T]`: `[B, T, V]`, or `[B, V]` after the last one alone."""
         return self.head(self.features(x))
 
     def features(self, x: jax.Array) -> jax.Array:
@@ -121,14 +123,25 @@ class CharacterNetwork(nn.Module):
 
 
 def _characters(
-    cell: str, vocabulary: int, length: int, embedding: int, hidden: int, depth: int, every: bool, init: str, loss: Any
+    cell: str,
+    vocabulary: int,
+    length: int,
+    embedding: int,
+    hidden: int,
+    depth: int,
+    every: bool,
+    classes: int | None,
+    init: str,
+    loss: Any,
 ) -> Task:
     for name, value in (("length", length), ("embedding", embedding), ("hidden", hidden), ("depth", depth)):
         checks.count(name, value)
     checks.count("vocabulary", vocabulary, least=2)
+    if classes is not None:
+        checks.count("classes", classes, least=2)
     checks.flag("every", every)
     checks.one_of("init", init, INITS)
-    module = CharacterNetwork(vocabulary, embedding, hidden, depth, cell, every, init)
+    module = CharacterNetwork(vocabulary, embedding, hidden, depth, cell, every, init, classes)
     return from_linen(
         module,
         (length,),
@@ -149,6 +162,7 @@ def char_lstm(
     hidden: int = 256,
     depth: int = 2,
     every: bool = True,
+    classes: int | None = None,
     init: str = "torch",
     loss: functional.Criterion = cross_entropy,
 ) -> Task:
@@ -162,13 +176,14 @@ def char_lstm(
       length: T of the sequences that the task is checked with; it learns from any length.
       embedding, hidden, depth: sizes, see `CharacterNetwork`.
       every: whether to predict at every time, logits `[B, T, V]`, or after the last, `[B, V]`.
+      classes: number of outputs where what is predicted is no token, e.g. 2 for the mood of a text; V by default.
       init: initial values of the head, see `models.mlp`.
       loss: `(logits, batch) -> scalar`; softmax cross-entropy by default.
 
     Raises:
       ValueError: sizes below 1, an unknown `init`.
     """
-    return _characters("lstm", vocabulary, length, embedding, hidden, depth, every, init, loss)
+    return _characters("lstm", vocabulary, length, embedding, hidden, depth, every, classes, init, loss)
 
 
 def char_gru(
@@ -179,8 +194,9 @@ def char_gru(
     hidden: int = 128,
     depth: int = 1,
     every: bool = True,
+    classes: int | None = None,
     init: str = "torch",
     loss: functional.Criterion = cross_entropy,
 ) -> Task:
     """Next-character GRU; arguments as for `char_lstm`."""
-    return _characters("gru", vocabulary, length, embedding, hidden, depth, every, init, loss)
+    return _characters("gru", vocabulary, length, embedding, hidden, depth, every, classes, init, loss)

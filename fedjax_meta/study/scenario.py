@@ -382,8 +382,16 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any],
     build = lookup.model(name)
     takes = inspect.signature(build).parameters
     if "vocabulary" in takes:
-        every = {"every": data.y.ndim == 2} if "every" in takes else {}  # a label for each token, or one for the whole text
-        return _made(name, {"vocabulary": data.num_classes, "length": shape[0], **every, **options})
+        if data.x.ndim != 2 or not np.issubdtype(data.x.dtype, np.integer):
+            given = f"{data.x.dtype}[S{''.join(f', {side}' for side in shape)}]"
+            raise ValueError(f"model={name!r} reads tokens, integers [S, T], but the inputs are {given}")
+        if not data.num_classes:
+            raise ValueError(f"model={name!r} predicts tokens or classes, but the targets are none")
+        each = data.y.ndim == 2  # a label for each token, or one for the whole text
+        form: dict[str, Any] = {"vocabulary": max(int(np.max(data.x)) + 1, data.num_classes), "length": shape[0]}
+        form |= {"every": each} if "every" in takes else {}
+        form |= {"classes": data.num_classes} if "classes" in takes and not each else {}
+        return _made(name, {**form, **options})
     if not data.num_classes:
         return _of_targets(name, data, options, kind)
     return _made(name, {**_form(takes, shape), "classes": data.num_classes, **options})

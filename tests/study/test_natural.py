@@ -122,6 +122,27 @@ def test_text_needs_a_model_of_text_which_predicts_what_the_data_ask_for(tmp_pat
     assert clients.task.predict(model, clients.train.x[:2]).shape == (2, clients.train.num_classes)  # one label a line
 
 
+@pytest.mark.parametrize("model", ["char_lstm", "char_gru"])
+def test_a_model_of_text_has_a_vector_for_each_token_and_an_output_for_each_class(tmp_path, model):
+    """As in Sent140: two moods, thousands of words."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 30, (200, 12))
+    x[0, 0] = 29
+    np.savez(tmp_path / "moods.npz", x=x, y=rng.integers(0, 2, 200))
+    clients = Scenario(dataset=str(tmp_path / "moods.npz"), partition="iid", clients=5, model=model).build()
+    variables = clients.task.init(jax.random.key(0))
+    assert variables["params"]["embed"]["embedding"].shape[0] == 30
+    found = clients.task.predict(variables, clients.train.x)
+    assert found.shape == (len(clients.train.x), 2) and np.isfinite(found).all()
+
+
+def test_a_model_of_text_refuses_numbers_that_are_no_tokens():
+    with pytest.raises(
+        ValueError, match=r"model='char_lstm' reads tokens, integers \[S, T\], but the inputs are \w+\[S, 8, 8, 1\]"
+    ):
+        Scenario(dataset="digits", partition="iid", clients=5, model="char_lstm").build()
+
+
 def test_a_share_of_test_samples_is_refused_where_the_clients_have_tests(tmp_path):
     leaf(tmp_path)
     with pytest.raises(ValueError, match="test=0.4, but leaf_shakespeare has test samples of its own: leave test out"):

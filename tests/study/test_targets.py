@@ -152,7 +152,11 @@ NAN[7] = np.nan
         ({"y": X[:90, 0]}, {"partition": "iid"}, r"not \[120, 4\] and \[90\]"),
         ({"y": X[:, 0], "x": X.astype(str)}, {"partition": "iid"}, "has x of type <U32: give numbers"),
         ({"y": X[:, :2].astype(str)}, {"partition": "iid"}, "has y of type <U32: give numbers"),
-        ({"y": X[:, 0]}, {"partition": "iid", "model": "char_lstm"}, "vocabulary=0"),
+        (
+            {"y": X[:, 0]},
+            {"partition": "iid", "model": "char_lstm"},
+            r"reads tokens, integers \[S, T\], but the inputs are float",
+        ),
         (
             {"y": OWNERS},
             {"partition": "iid", "augment": "crop_and_flip"},
