@@ -36,7 +36,8 @@ def as_population(data: FederatedData, clients: np.ndarray) -> FederatedData:
 
 def held_out(num_clients: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(the clients that `new_clients` holds out, those that train), int `[...]` each, in their order."""
-    order = np.random.default_rng(seed).permutation(num_clients)
+    # Partitions draw from the same seed, and a deck of as few cards would be dealt in the same order.
+    order = np.random.default_rng(seed if num_clients >= 20 else [seed, num_clients]).permutation(num_clients)
     count = round(share * num_clients)
     return np.sort(order[:count]), np.sort(order[count:])
 

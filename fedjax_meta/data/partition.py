@@ -161,7 +161,10 @@ def dirichlet_classes(
     rng = np.random.default_rng(seed)
     counts = np.bincount(labels)
     shares = rng.dirichlet(np.full(num_clients, concentration), len(counts))
-    parts = _split(shares, counts)
+    # A class of few samples a client would give its samples to the same clients as every other such class.
+    small, offset = counts < 10 * num_clients, np.full(len(counts), 0.5)
+    offset[small] = rng.random(small.sum())
+    parts = _split(shares, counts, offset)
     owner = np.repeat(np.tile(np.arange(num_clients), len(counts)), parts.ravel())
     samples = _random_within_groups(labels, rng)
     owner = _filled_up(owner, num_clients, min_samples, rng)
@@ -240,8 +243,8 @@ def dominant_groups(
       size: number of samples of each client.
       uniform: share that is spread over all classes, between 0 and 1.
       first: position of the first sample taken from each class; after the last sample of a class comes its first.
-      share: whether several clients may get the same samples of a class that is too small. The authors' code does this
-        without notice.
+      share: whether several clients may get the same samples of a class that is too small, and a client that asks for more
+        than all of them the same ones several times. The authors' code does this without notice.
       num_classes: K; `max(labels) + 1` if not given.
 
     Raises:
@@ -273,12 +276,13 @@ def dominant_groups(
             request[among[-1]] += amount % len(among)
     parts = requests[np.arange(num_clients) % len(groups)]
     asked = parts.sum(0)
-    short = int(np.argmax(asked - counts))
-    if asked[short] > counts[short] and (not share or counts[short] == 0):
-        raise ValueError(
-            f"class {short} has {counts[short]} samples, but the clients ask for {asked[short]}; "
-            "take fewer or smaller clients, or let them share samples with share=True (--share)"
-        )
+    missing = np.where(share & (counts > 0), 0, asked - counts)
+    short = int(np.argmax(missing))
+    if missing[short] > 0:
+        remedy = "take fewer or smaller clients, or let them share samples with share=True (--share)"
+        if counts[short] == 0:
+            remedy = "leave it out of groups, with uniform=0"
+        raise ValueError(f"class {short} has {counts[short]} samples, but the clients ask for {asked[short]}; {remedy}")
     begin = np.cumsum(counts) - counts
     offset = first + np.cumsum(parts, 0) - parts
     within = runs.positions(offset.ravel(), parts.ravel())
@@ -356,9 +360,12 @@ def _even(total: int, parts: int) -> np.ndarray:
     return total // parts + (np.arange(parts) < total % parts).astype(np.int64)
 
 
-def _split(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Int64 `[K, N]`: `totals [K]` split in the `shares [K, N]`, rounded so that each row sums to its total."""
-    ends = np.rint(np.cumsum(shares, 1) * totals[:, None]).astype(np.int64)
+def _split(shares: np.ndarray, totals: np.ndarray, offset: ArrayLike = 0.5) -> np.ndarray:
+    """Int64 `[K, N]`: `totals [K]` split in the `shares [K, N]`, rounded so that each row sums to its total.
+
+    With a random `offset [K]` in [0, 1), each part is its share on average.
+    """
+    ends = np.floor(np.cumsum(shares, 1) * totals[:, None] + np.reshape(offset, (-1, 1))).astype(np.int64)
     ends[:, -1] = totals
     return np.diff(np.minimum(ends, totals[:, None]), axis=1, prepend=0)
 

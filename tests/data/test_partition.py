@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fedjax_meta.data import holdout, slots
 from fedjax_meta.data import partition as part
-from fedjax_meta.data import slots
 from fedjax_meta.data.registry import PARTITIONS
 
 # For each partitioner: a call with (labels, clients, seed), and whether every sample is assigned.
@@ -199,6 +199,34 @@ def test_dominant_groups_shares_samples_only_if_allowed():
     # No client holds a sample twice, and all samples are used before any is used again.
     for mine in np.split(shared.order, 3):
         assert len(np.unique(mine)) == 60
+
+
+@pytest.mark.parametrize("labels", [np.repeat([0, 1, 3], 10), np.repeat([0, 1], 10)])
+def test_dominant_groups_has_no_samples_of_a_class_without_any(labels):
+    """Also where another class is shorter, and where the class is the last one."""
+    options = {"groups": [[0, 1]], "size": 20, "uniform": 0.4, "share": True, "num_classes": 4}
+    with pytest.raises(ValueError, match=r"class [23] has 0 samples, but the clients ask for .*; leave it out of groups"):
+        part.dominant_groups(labels, 4, **options)
+
+
+def test_small_classes_are_dealt_without_favour():
+    """A hundred classes of ten samples and twenty clients of equal shares: about 50 each."""
+    labels = np.repeat(np.arange(100), 10)
+    sizes = part.dirichlet_classes(labels, 20, concentration=1000.0, seed=0).sizes
+    assert sizes.min() > 30 and sizes.max() < 70
+    drawn = [part.dirichlet_classes(labels, 20, concentration=1.0, seed=seed).sizes for seed in range(100)]
+    np.testing.assert_allclose(np.mean(drawn, 0), 50, atol=5)  # standard error 1
+
+
+def test_who_is_new_does_not_follow_from_the_classes():
+    """As many clients as classes: the deck of classes and the order of clients are drawn from one seed."""
+    labels = np.arange(1000) % 10
+    classes = []
+    for seed in range(400):
+        held = PARTITIONS["classes"](labels, 10, seed=seed).class_counts(labels, 10) > 0
+        classes.append(held[holdout.held_out(10, 0.2, seed)[0]].mean(0))
+    share = np.mean(classes, 0)
+    np.testing.assert_allclose(share, share.mean(), atol=0.06)  # standard error 0.013
 
 
 def test_quantity_skew_sizes_have_the_moments_of_its_shares():
