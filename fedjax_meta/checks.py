@@ -178,7 +178,8 @@ def numeric(name: str, values: Any, *, integers: bool = False) -> np.ndarray:
     """
     array = _numbers(values)
     if array is not None and (not integers or np.issubdtype(array.dtype, np.integer) or not array.size):
-        return array.astype(np.int64) if integers and not array.size else array
+        # NumPy turns sums of uint64 and int64 into floats.
+        return array.astype(np.int64) if integers and (not array.size or array.dtype.kind == "u") else array
     form = _shown(values) if isinstance(values, (np.ndarray, jax.Array)) else shown(values)
     raise ValueError(f"{name} must be one array of {'integers' if integers else 'real numbers'}, not {form}")
 

@@ -347,7 +347,8 @@ class Embed(nn.Embed):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """The vectors `[..., features]` of tokens `[...]`; NaN for a token that is none."""
         if runtime.on_cpu() or self.num_embeddings > _VOCABULARY:
-            return super().__call__(inputs)
+            # A gather counts negative places from the end.
+            return jnp.where((inputs >= 0)[..., None], super().__call__(inputs), jnp.nan)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, not {inputs.dtype}")
         chosen = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.embedding.dtype)

@@ -213,14 +213,15 @@ def train_test_views(sizes: ArrayLike, *, train: float = 0.75, support: float = 
     return nested_views(train_sizes, sizes - train_sizes, support=support)
 
 
-def nested_views(train_sizes: np.ndarray, test_sizes: np.ndarray, *, support: float = 0.2) -> dict[str, Bounds]:
+def nested_views(train_sizes: ArrayLike, test_sizes: ArrayLike, *, support: float = 0.2) -> dict[str, Bounds]:
     """The views of `train_test_views` for clients whose training samples come first and test samples second.
 
     Args:
-      train_sizes, test_sizes: int64 `[N]`.
+      train_sizes, test_sizes: int `[N]`.
       support: share of each part for adaptation.
     """
     checks.fraction("support", support)
+    train_sizes, test_sizes = (np.asarray(sizes, np.int64) for sizes in (train_sizes, test_sizes))
     zero, sizes = np.zeros_like(train_sizes), train_sizes + test_sizes
     train_support = np.maximum(_share(train_sizes, support), 1)
     test_support = train_sizes + np.maximum(_share(test_sizes, support), 1)

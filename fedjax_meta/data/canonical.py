@@ -18,7 +18,7 @@ def canonical_order(x: np.ndarray, y: np.ndarray) -> np.ndarray:
       >>> bool((x[first] == x[::-1][other]).all())
       True
     """
-    rows = np.ascontiguousarray(x).data.cast("B")
+    rows = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
     width = len(rows) // len(x)
     labels = np.ascontiguousarray(y, "<i8").tobytes()
     blake = hashlib.blake2b

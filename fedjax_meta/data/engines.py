@@ -105,7 +105,8 @@ def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, l
         x, y = (np.asarray(arrays[key]) for key in pair)
         if not np.issubdtype(y.dtype, np.integer) and (np.asarray(y, float) % 1 != 0).any():
             raise ValueError(f"client {client!r} of {shown} has targets that are no class labels: {pair[1]} is {y.dtype}")
-        rows.append((client, x[..., None] if x.ndim == 3 else x, y.astype(np.int32)))
+        grey = pair[0] != "x" and x.ndim == 3  # images without a channel
+        rows.append((client, x[..., None] if grey else x, y.astype(np.int32)))
     classes = int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1
     return of_clients(rows, where=shown, num_classes=classes, name=name, published=published)
 

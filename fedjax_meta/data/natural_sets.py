@@ -49,9 +49,10 @@ def tiny_shakespeare(
     spoken = text.speakers(play)
     vocabulary = text.characters([play])
     # A client needs a sample in each of four views.
-    enough = {name: words for name, words in spoken.items() if len(words) >= max(least, 4 * length + 1)}
+    least = max(least, 4 * length + 1)
+    enough = {name: words for name, words in spoken.items() if len(words) >= least}
     if not enough:
-        raise ValueError(f"no speaker of tiny_shakespeare has {max(least, 4 * length + 1)} characters")
+        raise ValueError(f"no speaker of tiny_shakespeare has {least} characters")
     clients = {name: text.shifted_by_one(text.encode(words, vocabulary), length) for name, words in enough.items()}
     return of_clients(
         clients,
@@ -170,7 +171,7 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
         split = "::" if "::" in first else "\t" if "\t" in first else ","
         lines = ([*line.rstrip("\r\n").split(split)] for line in file) if split == "::" else csv.reader(file, delimiter=split)
         for number, fields in enumerate(lines, 1):
-            if not fields or (number == 1 and not _is_number(fields[-1])):
+            if not any(fields) or (number == 1 and not _is_number(fields[-1])):
                 continue
             if len(fields) < 3 or not all(map(_is_number, fields[2:4])):
                 raise ValueError(

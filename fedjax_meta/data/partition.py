@@ -40,7 +40,7 @@ class Partition(NamedTuple):
         """Int64 `[N, K]`: the number of samples of each class that each client holds, for the `labels [M]`."""
         labels = np.asarray(labels)
         checks.indices("labels", labels, num_classes)
-        cell = self.owner() * num_classes + labels[self.order]
+        cell = self.owner() * num_classes + labels[self.order].astype(np.int64)
         return np.bincount(cell, minlength=len(self.sizes) * num_classes).reshape(-1, num_classes)
 
     def shuffled(self, seed: Seed) -> "Partition":

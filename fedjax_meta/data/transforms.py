@@ -125,7 +125,7 @@ def add_noise(
             continue
         noisy = inputs[where] / unit + std[client] * rng.standard_normal(inputs[where].shape, np.float32)
         noisy = noisy if clip is None else np.clip(noisy, *clip)
-        inputs[where] = np.rint(noisy * unit) if data.x.dtype == np.uint8 else noisy
+        inputs[where] = np.rint(np.clip(noisy, 0, 1) * unit) if data.x.dtype == np.uint8 else noisy
     return dataclasses.replace(data, x=_like(data.x, inputs))
 
 

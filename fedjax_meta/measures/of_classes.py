@@ -13,7 +13,7 @@ from fedjax_meta.task import Batch, Weighted, check_alike, check_labels, cross_e
 
 def accuracy(name: str = "accuracy") -> Metric:
     """The share of samples, or of tokens, whose largest logit is that of their label."""
-    return mean(name, partial(_among_first, 1), share=True)
+    return mean(name, partial(_among_first, 1, name), share=True)
 
 
 def token_accuracy() -> Metric:
@@ -24,11 +24,11 @@ def token_accuracy() -> Metric:
 def top_k(k: int) -> Metric:
     """The share of samples or tokens whose label is among the k largest logits; of equal logits the first count as larger."""
     checks.count("k", k)
-    return mean(f"top_{k}", partial(_among_first, k), share=True)
+    return mean(f"top_{k}", partial(_among_first, k, f"top_{k}"), share=True)
 
 
-def _among_first(k: int, logits: jax.Array, labels: jax.Array) -> jax.Array:
-    check_labels("this metric", logits, labels)
+def _among_first(k: int, name: str, logits: jax.Array, labels: jax.Array) -> jax.Array:
+    check_labels(name, logits, labels)
     if k == 1:
         return jnp.argmax(logits, -1) == labels
     if k > logits.shape[-1]:
@@ -167,7 +167,7 @@ def calibration_error(*, bins: int = 15) -> Metric:
     checks.count("bins", bins)
 
     def update(sums: Any, logits: jax.Array, batch: Batch) -> Any:
-        right = _among_first(1, logits, targets(batch))
+        right = _among_first(1, "calibration_error", logits, targets(batch))
         confidence = jnp.max(jax.nn.softmax(logits), -1)
         weight = entry_weights(batch, confidence)
         confidence = jnp.where(weight > 0, confidence, 0)  # what does not count may hold anything

@@ -31,7 +31,7 @@ class _Strided(nn.Module):
     stride: int = 1
     padding: int = 0
     bias: bool = False
-    start: str = "lecun"
+    start: str = "he"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -40,11 +40,12 @@ class _Strided(nn.Module):
         shape = (self.features, *(self.size,) * spatial, x.shape[-1])
         fan_in = self.size**spatial * x.shape[-1]
         axes = tuple(range(1, len(shape)))
-        if self.start == "torch":
-            uniform = _within(fan_in**-0.5)
-            kernel = self.param("kernel", uniform, shape, real)
-        else:
-            kernel = self.param("kernel", nn.initializers.he_normal(in_axis=axes, out_axis=0), shape, real)
+        starts = {
+            "torch": _within(fan_in**-0.5),
+            "lecun": nn.initializers.lecun_normal(in_axis=axes, out_axis=0),
+            "he": nn.initializers.he_normal(in_axis=axes, out_axis=0),
+        }
+        kernel = self.param("kernel", starts[self.start], shape, real)
         x = jnp.pad(x, [(0, 0), *[(self.padding, self.padding)] * spatial, (0, 0)])
         for axis in range(1, 1 + spatial):
             x = _windows(x, axis, self.size, self.stride, spatial)

@@ -71,7 +71,10 @@ def from_linen(
     )
     flags = functional.flags(type(module).__call__)
     init = partial(_init, module, flags, one)
-    _check_module(module, layers, flags, jax.eval_shape(init, jax.random.key(0)))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    _check_module(module, layers, flags, shapes)
+    if head is not None and not callable(getattr(module.bind(shapes), head, None)):
+        raise ValueError(f"head={head!r} is not a method or submodule of {type(module).__name__}")
 
     def apply(
         variables: Variables, x: PyTree, *, train: bool, key: Key | None, weight: jax.Array | None

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_meta.data import from_clients, from_partition, train_test_views
+from fedjax_meta.data.builders import nested_views
 from tests.data.common import SIZES, seen
 
 
@@ -144,3 +145,20 @@ def test_an_error_is_one_line_and_names_the_argument(case):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_arrays_of_another_byte_order_and_type_are_taken():
+    """As files of NetCDF and MATLAB have them."""
+    x, y, order = np.arange(12, dtype=">f4").reshape(6, 2), np.arange(6, dtype=">i2") % 2, np.arange(6)
+    data = from_partition(x, y, order, [4, 2])
+    batch = data.client(0)["train"].in_order(4).get(0)
+    assert np.array_equal(batch.x, x[:4].astype(np.float32)) and np.array_equal(batch.y, y[:4])
+    # 8 bits would wrap around.
+    assert nested_views(np.array([200], np.uint8), np.array([100], np.uint8))["test"][1] == 300
+    assert nested_views([3, 4], [5, 6])["train"][1].tolist() == [3, 4]
+
+
+def test_more_scales_than_inputs_are_an_error():
+    x = (np.zeros((6, 2), np.float32), np.zeros((6, 3), np.float32))
+    with pytest.raises(ValueError, match="scale=.* must name leaves of the inputs"):
+        from_partition(x, np.arange(6) % 2, np.arange(6), [4, 2], scale=(0.5, 0.5, 0.5))

@@ -301,6 +301,12 @@ def test_fedjax_databases_are_read(tmp_path):
     assert data.y.tolist() == [0, 1, 2, 0, 1]
 
 
+def test_windows_of_a_fedjax_database_get_no_channel(tmp_path):
+    x = np.random.default_rng(0).random((6, 8, 3)).astype(np.float32)
+    fedjax_file(tmp_path / "sensors.sqlite", {"a": packed({"x": x, "y": np.arange(6, dtype=np.int32) % 2})})
+    np.testing.assert_array_equal(read_fedjax_sqlite(tmp_path / "sensors.sqlite").x, x)
+
+
 def test_snippets_of_both_engines_become_the_same_sequences(tmp_path):
     spoken = {"ROMEO": [b"But soft, what light", b"It is the east"], "PARIS": [b"O"], "JULIET": [b"Ay me! " * 3]}
     fedjax_file(
@@ -488,7 +494,7 @@ def test_ratings_are_read_by_user_in_the_order_of_time(join, header, tmp_path):
         (1, 4, 3, 1),
     ]
     rows = ([header] if header else []) + [join.join(map(str, line)) for line in lines]
-    (tmp_path / "r").write_text("\n".join(rows) + "\n")
+    (tmp_path / "r").write_text("\n".join(rows) + "\n\n")  # a blank line at the end
     data = ratings(tmp_path / "r", least=4)
     assert data.clients == ("user 7", "user 9")
     assert data.vocabulary == ("1", "2", "3", "4", "5", "31")

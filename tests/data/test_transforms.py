@@ -68,6 +68,11 @@ def test_noise_on_floats_is_clipped_only_if_clip_is_given():
     assert np.clip(free.x, 0, 1) == pytest.approx(clipped.x)
 
 
+def test_noise_on_white_pixels_stays_white_whatever_the_bounds():
+    data = from_partition(np.full((500, 3), 255, np.uint8), np.zeros(500, int), np.arange(500), [500], scale=1 / 255)
+    assert transforms.add_noise(data, 0.05, seed=0, clip=(0.0, 1.5)).x.min() > 180
+
+
 def test_device_arrays_stay_device_arrays(images):
     on_device = jax.tree.map(jnp.asarray, images)
     assert isinstance(transforms.add_noise(on_device, 0.5, seed=0).x, jax.Array)

@@ -233,6 +233,10 @@ BAD = {
         lambda: fm.from_nnx(lambda rngs: frameworks.NNX(rngs, False), (5,), features="body", head="head"),
         "features='body' is not a method of NNX",
     ),
+    "an unknown head": (
+        lambda: fm.from_linen(frameworks.Linen(False), (5,), features="features", head="nope"),
+        "head='nope' is not a method or submodule of Linen",
+    ),
     "features without head": (
         lambda: fm.from_equinox(frameworks.Equinox, (5,), features="features"),
         "features='features' and head=None must be given together",

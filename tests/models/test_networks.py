@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import masks, models
+from fedjax_meta import layers, masks, models
 from fedjax_meta.models.convolutional import _Strided
 from fedjax_meta.models.recurrent import Recurrent
 
@@ -110,6 +110,21 @@ def test_an_output_depends_on_its_token_and_earlier_ones_alone(model):
     assert (np.abs(before[:, 4:] - after[:, 4:]).max((0, 2)) > 1e-6).all()
     # A shorter sequence gives the same outputs: nothing depends on padding at the end.
     np.testing.assert_allclose(task.predict(variables, jnp.asarray(tokens[:, :3])), before[:, :3], atol=1e-12)
+
+
+@pytest.mark.parametrize(("init", "factor"), [("lecun", 1), ("torch", 3)])
+def test_strided_convolutions_start_as_dense_layers_do(init, factor):
+    """Variance 1 / fan in, or a third of it for the uniform start."""
+    params = models.sensor_cnn((128, 9), 6, convs=((256, 9),), init=init).init(jax.random.key(0))["params"]
+    for name, fan_in in (("conv1", 81), ("fc1", params["fc1"]["kernel"].shape[-1])):
+        np.testing.assert_allclose(np.var(params[name]["kernel"]) * fan_in * factor, 1, rtol=0.05)
+
+
+def test_a_token_that_is_none_has_no_vector():
+    embed = layers.Embed(5, 3)
+    variables = embed.init(jax.random.key(0), jnp.zeros(2, int))
+    found = np.asarray(embed.apply(variables, jnp.array([-1, 5, 2])))
+    assert np.isnan(found[:2]).all() and np.array_equal(found[2], variables["params"]["embedding"][2])
 
 
 def test_predicting_after_the_last_token_alone_is_the_last_of_all_predictions():

@@ -239,7 +239,7 @@ def test_natural_clients_keep_their_names(tmp_path):
     names = [f"site{i}" for i in range(10)]
     rng = np.random.default_rng(1)
     y = np.arange(200) % 2
-    np.savez(tmp_path / "own.npz", x=rng.normal(size=(200, 3)) + y[:, None], y=y, client=np.repeat(names, 20))
+    np.savez(tmp_path / "own.npz", x=rng.normal(size=(200, 3)) + y[:, None], y=y, client=np.repeat(names, 20).astype("S"))
     scenario = {"dataset": str(tmp_path / "own.npz"), "partition": "natural", "model": "mlp", "new": 0.2}
     systems = {"fedper": {"method": "fedper"}, "alone": {"method": "local_only"}}
     study = from_tree({"title": "T", "scenarios": {"s": scenario}, "systems": systems, "rounds": 2, "seeds": [1, 2]})
