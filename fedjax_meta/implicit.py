@@ -42,7 +42,8 @@ class ImplicitInfo(NamedTuple):
       support_loss, first_support_loss, last_support_loss: losses of the inner steps, with the proximal term.
       query_loss: query loss at the adapted parameters.
       cg_steps: number of conjugate-gradient steps taken, int32.
-      residual: norm of the residual of the linear system, relative to its right side; 0 if the right side is 0.
+      residual: norm of the residual of the linear system, relative to its right side; 0 if the right side is 0. The solver
+        updates it in each step; in float32, that of an ill-conditioned system is larger than it says.
       negative_curvature: whether the solver met a direction in which the operator is not positive.
     """
 

@@ -128,7 +128,7 @@ class MLflow:
         self._client = self._package.MlflowClient(tracking_uri=where)
         self._id = self._client.create_run(self._experiment("fedjax_meta"), run_name=self._name).info.run_id
         for name, value in flat(config).items():
-            self._client.log_param(self._id, re.sub(r"[^\w./ -]", "_", name), value)
+            self._client.log_param(self._id, self._allowed(name), value)
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
@@ -145,9 +145,15 @@ class MLflow:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values at a step."""
         now = int(1000 * time.time())
+        metric = self._package.entities.Metric
         self._client.log_batch(
-            self._id, metrics=[self._package.entities.Metric(name, value, now, step) for name, value in values.items()]
+            self._id, metrics=[metric(self._allowed(name), value, now, step) for name, value in values.items()]
         )
+
+    @staticmethod
+    def _allowed(name: str) -> str:
+        """A name of which MLflow takes every character."""
+        return re.sub(r"[^\w./ -]", "_", name)
 
     def finish(self, status: str) -> None:
         """Writes the status and closes the run."""
@@ -203,7 +209,7 @@ def made(names: str) -> dict[str, Make]:
 
 @contextlib.contextmanager
 def logged(
-    logger: Logger, config: Mapping[str, Json] | None = None, *, rounds: int | None = None
+    logger: Logger, config: Mapping[str, Json] | None = None, *, rounds: int | None = None, done: int = 0
 ) -> Iterator[Callable[[State, Record], None]]:
     """Lets a logger watch `simulate`.
 
@@ -212,6 +218,7 @@ def logged(
         whatever else is a scalar.
       config: the hyper-parameters, e.g. `algorithm.config`.
       rounds: of the run; with it, a run that ends before (`should_stop`) is "stopped", else "finished".
+      done: the finished rounds of the state that the run goes on from.
 
     Yields:
       What `simulate` takes as `on_record`.
@@ -222,7 +229,7 @@ def logged(
           fm.simulate(method, data, key=key, rounds=100, on_record=on_record)
       ```
     """
-    status, done = FINISHED, 0
+    status = FINISHED
     logger.start({} if config is None else config)
 
     def on_record(state: State, record: Record) -> None:

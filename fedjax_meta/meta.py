@@ -130,7 +130,12 @@ def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
         scaled = jax.tree.map(lambda r, part: jax.tree.map(lambda g: r * g, part), rate, gradient)
         return jax.tree.map(lambda p, g: p - g.astype(p.dtype), phi, scaled), state
 
-    return InnerOptimizer(partial(_start_fixed, "sgd(rate)"), lambda meta, phi: (), update, mask=mask)
+    def start(meta: Params) -> Params:
+        params = _start_fixed("sgd(rate)", meta)
+        jax.tree.map(lambda r, part: jax.tree.map(partial(_check_rate, "rate", r), part), rate, params)
+        return params
+
+    return InnerOptimizer(start, lambda meta, phi: (), update, mask=mask)
 
 
 def learned_sgd(*, mask: Mask | None = None, per_step: bool = False) -> InnerOptimizer:
@@ -156,6 +161,10 @@ def learned_sgd(*, mask: Mask | None = None, per_step: bool = False) -> InnerOpt
             raise ValueError(
                 "MetaSGD.rates must be a tree like MetaSGD.params, e.g. jax.tree.map(lambda p: jnp.full_like(p, 0.01), params)"
             )
+        if not per_step:
+            jax.tree.map(partial(_check_rate, "MetaSGD.rates"), meta.rates, meta.params)
+        elif any(jnp.ndim(rates) != 1 for rates in jax.tree.leaves(meta.rates)):
+            raise ValueError("learned_sgd(per_step=True) needs rates [S] for each leaf, one for each step")
         return meta.params
 
     def update(meta: MetaSGD, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
@@ -273,6 +282,12 @@ def _start_fixed(name: str, meta: Params) -> Params:
     return meta
 
 
+def _check_rate(what: str, rate: Any, leaf: Any) -> None:
+    """Refuses a rate that is neither one for its leaf nor one for each entry: a row of them would be broadcast."""
+    if jnp.ndim(rate) and jnp.shape(rate) != jnp.shape(leaf):
+        raise ValueError(f"{what} has a leaf of shape {jnp.shape(rate)} for a parameter of shape {jnp.shape(leaf)}")
+
+
 def _masked(gradient: Updates, mask: Mask | None) -> Updates:
     return gradient if mask is None else jax.tree.map(lambda keep, g: g if keep else jnp.zeros_like(g), mask, gradient)
 
@@ -379,8 +394,10 @@ def _second_order(
     own_hessian: bool,
 ) -> Estimator:
     checks.count("steps", steps)
+    steps = int(steps)  # of NumPy's integers, loops have no reverse derivative
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
+        checkpoint_every = int(checkpoint_every)
 
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         require_query(query)

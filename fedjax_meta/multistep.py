@@ -8,15 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.meta import (
-    Estimator,
-    Info,
-    MetaGradient,
-    MetaSGD,
-    check_problem,
-    require_inner,
-    require_second_order,
-)
+from fedjax_meta.data import Batches
+from fedjax_meta.meta import Estimator, Info, MetaGradient, prepared, require_inner, require_second_order
 from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, exact_product, second_order_vjp, value_and_gradient
 from fedjax_meta.types import Params, PyTree, Scalar
 
@@ -37,13 +30,13 @@ def multi_step(inner: InnerOptimizer) -> Estimator:
     """The exact gradient of sum_t weights_t loss(phi_t; query), t = 1..S, for an `EveryStep` query.
 
     Args:
-      inner: `meta.sgd` or `meta.learned_sgd`, which keep no state but the number of the step.
+      inner: an inner optimiser whose state has no floats, e.g. `meta.sgd` or `meta.learned_sgd`.
 
     Cost: S gradients and S Hessian-vector products of the support, S gradients of the query. Every step is a part of the program
     and stores its linearisation.
 
     Raises:
-      ValueError: `inner` is no such optimiser; from the estimator: a query of another kind, weights that are not `[S]`.
+      ValueError: from the estimator: an optimiser with momentum or the like, a query of another kind, weights that are not `[S]`.
     """
     require_inner("multi_step", inner)
 
@@ -51,42 +44,49 @@ def multi_step(inner: InnerOptimizer) -> Estimator:
         if not isinstance(query, EveryStep):
             raise ValueError("multi_step needs an EveryStep(query, weights), which step_weights of fedmeta makes")
         require_second_order(loss)
-        phi = inner.start(meta)
+        meta, support, batches, _ = prepared(inner, loss, meta, support, query.query, 1)
+        phi, to_meta = jax.vjp(inner.start, meta)
+        state = inner.init(meta, phi)
         if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(jax.eval_shape(inner.init, meta, phi))):
             raise ValueError("multi_step takes inner gradient descent: an optimiser with a state of its own has no such steps")
-        support, batches = check_problem(loss, phi, support, query.query, 1)
         count = support.max_steps
         if jnp.shape(query.weights) != (count,):
             raise ValueError(f"weights must be one for each of the {count} inner steps, not {list(jnp.shape(query.weights))}")
         values, total, pulls = [], Losses.none(), []
         for t in range(count):
-            here = meta._replace(params=phi) if isinstance(meta, MetaSGD) else phi
-            one = inner._replace(init=partial(_number, t))
+            before = phi
             phi, losses, pull = second_order_vjp(
                 loss,
-                here,
+                (meta, before),
                 _only(support, t),
-                one,
+                _one_step(inner, state),
                 linearise=partial(exact_product, loss, None, mask=inner.mask),
                 keep="smaller",
                 checkpoint_every=None,
             )
-            total = total.add(t, losses.total)
+            # Counters of steps do not depend on gradients.
+            state = inner.update(meta, jax.tree.map(jnp.zeros_like, before), state, before)[1]
+            total = jax.tree.map(partial(jnp.where, t < support.steps), total.add(t, losses.total), total)
             value, outer = value_and_gradient(loss, phi, batches, 0)
             values.append(query.weights[t] * value)
             pulls.append((pull, outer))
-        descent = _unwind(pulls, query.weights, phi, meta)
+        updates, start = _unwind(pulls, query.weights, meta, phi)
+        descent = jax.tree.map(jnp.add, updates, *to_meta(start))
         return MetaGradient(phi, descent, Info.of(total, sum(values[1:], values[0]), support.steps))
 
     return estimate
 
 
-def _number(t: int, meta: Params, phi: Params) -> jax.Array:
-    del meta, phi
-    return jnp.full((), t, jnp.int32)
+def _one_step(inner: InnerOptimizer, state: PyTree) -> InnerOptimizer:
+    """One step of an optimiser that is in this state, of the meta-parameters (meta, phi before the step)."""
+
+    def update(both: Params, gradient: Params, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
+        return inner.update(both[0], gradient, state, phi)
+
+    return inner._replace(start=lambda both: both[1], init=lambda both, phi: state, update=update)
 
 
-def _only(support: Any, t: int) -> Any:
+def _only(support: Batches, t: int) -> Batches:
     """Step t of the support alone; no step if the client stops before it."""
     steps = 1 if isinstance(support.steps, int) else jnp.where(t < support.steps, 1, 0)
 
@@ -97,18 +97,17 @@ def _only(support: Any, t: int) -> Any:
     return dataclasses.replace(support, get=get, steps=steps, max_steps=1)
 
 
-def _unwind(pulls: list[Any], weights: jax.Array, phi: Params, meta: Params) -> Params:
-    """From the last step to the first: the cotangent of phi_t, with that of the query loss there added."""
-    cotangent = jax.tree.map(jnp.zeros_like, phi)
-    rates = jax.tree.map(jnp.zeros_like, meta.rates) if isinstance(meta, MetaSGD) else None
+def _unwind(pulls: list[Any], weights: jax.Array, meta: Params, phi: Params) -> tuple[Params, Params]:
+    """From the last step to the first: (the cotangent of meta by the updates, that of phi_0).
+
+    To the cotangent of each phi_t, that of the query loss there is added.
+    """
+    total, cotangent = jax.tree.map(jnp.zeros_like, (meta, phi))
     for (pull, outer), weight in zip(reversed(pulls), weights[::-1], strict=True):
         cotangent = jax.tree.map(lambda c, g, weight=weight: c + weight.astype(g.dtype) * g, cotangent, outer)
-        result = pull(cotangent)
-        if rates is None:
-            cotangent = result
-        else:
-            cotangent, rates = result.params, jax.tree.map(jnp.add, rates, result.rates)
-    return cotangent if rates is None else MetaSGD(cotangent, rates)
+        here, cotangent = pull(cotangent)
+        total = jax.tree.map(jnp.add, total, here)
+    return total, cotangent
 
 
 def annealed(rounds: int) -> Any:

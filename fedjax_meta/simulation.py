@@ -34,6 +34,9 @@ _log = logging.getLogger("fedjax_meta")
 _DRAWN_AHEAD = 64
 """Rounds whose cohorts are drawn in advance with a host store."""
 
+_MOST_AT_ONCE = 512
+"""Rounds of one block at most, whose metrics are kept until it ends."""
+
 _MOST_WARNINGS = 3
 """Faults that are logged one by one for each stretch of rounds."""
 
@@ -230,8 +233,9 @@ def simulate(  # over 80 lines: half of them explain the arguments
         if not isinstance(test, Evaluator):
             example = "fm.Evaluator(lambda key, state, data: fm.evaluate(method, key, state, data), data)"
             raise TypeError(f"evaluators[{name!r}] must be an Evaluator, e.g. {example}, not {checks.shown(test)}")
+    most = min(eval_every, _MOST_AT_ONCE)
     if store is None:
-        run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=eval_every)
+        run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=most)
     else:
         run = _OnHost(algorithm, key, data, tests, state, store)
     if run.done > rounds:
@@ -246,7 +250,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
 
     stops = schedule(rounds, eval_every)
     in_pieces = on_progress is not None or should_stop is not None
-    for found in stretches(run, stops, most=eval_every, in_pieces=in_pieces, on_log=on_log, should_stop=should_stop):
+    for found in stretches(run, stops, most=most, in_pieces=in_pieces, on_log=on_log, should_stop=should_stop):
         names = found.logs[0].metrics
         metrics = {name: np.concatenate([log.metrics[name] for log in found.logs]) for name in names}
         seconds = found.seconds, found.compile_seconds

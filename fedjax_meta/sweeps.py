@@ -215,7 +215,7 @@ def _check_members(members: Sequence[Member]) -> None:
     labels = [str(member) for member in members]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"a sweep has the member {label} twice")
+            raise ValueError(f"a sweep has the member {label} twice; members must differ in the first six digits of a number")
 
 
 def _check_points(build: Build, members: Sequence[Member], federation: Federation | None) -> None:

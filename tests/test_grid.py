@@ -166,6 +166,10 @@ def test_programs_compiled_on_another_thread_are_those_of_the_sweep():
 BAD = {
     "no points": ({"points": []}, "at least one point and one seed"),
     "no seeds": ({"seeds": []}, "at least one point and one seed"),
+    "points that are told apart by a seventh digit": (
+        {"points": grid(lr=[0.1, 0.1000001], prox_weight=[0.1])},
+        "members must differ in the first six digits of a number",
+    ),
     "a seed twice": ({"seeds": [1, 1]}, "a sweep has the member lr=0.05, prox_weight=0.1, seed 1 twice"),
     "points of other names": (
         {"points": [{"lr": 0.1, "prox_weight": 1.0}, {"lr": 0.1}]},

@@ -101,6 +101,13 @@ def test_a_run_that_ends_before_its_rounds_was_stopped(done, status):
     assert memory.status == status
 
 
+def test_a_run_that_was_complete_when_it_went_on_is_finished():
+    memory = Memory()
+    with loggers.logged(memory, rounds=4, done=4):
+        pass
+    assert memory.status == "finished"
+
+
 def test_tensorboard_reads_what_was_logged_also_while_the_run_goes_on(tmp_path):
     logger = loggers.TensorBoard(tmp_path, "a/b")
     logger.start({"lr": 0.1})
@@ -240,7 +247,7 @@ def test_the_other_loggers_keep_what_they_are_told(name, tmp_path, monkeypatch):
         logger.start({"lr": 0.1, "options": {"epochs": 2}})
     for step in (1, 2):
         for number, logger in enumerate(both):
-            logger.log(step, {"train/loss": 10.0 * step + number})
+            logger.log(step, {"train/loss": 10.0 * step + number, "new clients (5%)/recall@5": 0.5})
     for logger in both:
         logger.finish("finished")
     if name == "mlflow":

@@ -17,6 +17,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp, numpy as np, optax
+from functools import partial
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import fedjax_meta as fm
 
@@ -38,6 +39,11 @@ def estimators(steps):
     yield "first_order", fm.meta.first_order(sgd, steps=steps)
     yield "reptile", fm.meta.reptile_gradient(sgd, steps=steps)
     yield "implicit", fm.implicit.implicit_gradient(sgd, steps=steps, prox_weight=2.0)
+    yield "multi_step", partial(every_step, steps)
+
+def every_step(steps, loss, params, support, query):
+    batches = fm.data.Batches(lambda step, chunk=0: support, steps, steps)
+    return fm.multistep.multi_step(sgd)(loss, params, batches, fm.multistep.EveryStep(query, 1 / (1 + jnp.arange(steps))))
 
 def all_clients(estimate, params, x, y):
     def one(x, y):

@@ -147,6 +147,24 @@ def test_exact_is_the_gradient_of_the_unrolled_loop(name: str) -> None:
         np.testing.assert_allclose(product, derivative, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_root_in_a_branch_that_is_not_selected_spreads_no_nan(steps: int) -> None:
+    """RAdam's, whose rectification begins at step 6. Plain autodiff gives NaN, so that finite differences are the reference."""
+    inner = meta.optimizer(partial(optax.radam, eps=1e-2), 0.1)
+    theta, support, query = parameters(), several(10, steps, steps), batch(99, 9)
+    direction = jax.tree.map(lambda p: np.cos(7 * p + 1), theta)
+    target = jax.jit(lambda theta: network(meta.adapt(network, theta, support, inner)[0], query))
+    found = meta.exact(inner)(network, theta, support, query).gradient
+    np.testing.assert_allclose(flat(found) @ flat(direction), along(target, theta, direction), rtol=1e-8, atol=1e-10)
+
+
+def test_the_first_power_has_the_slope_one_at_zero() -> None:
+    inner = meta.InnerOptimizer(lambda m: m, lambda m, p: (), lambda m, g, s, p: (p - 0.1 * g**1.0, s))
+    quadratic = lambda w, target: jnp.sum((w - target) ** 2) / 2  # noqa: E731
+    found = meta.exact(inner)(quadratic, jnp.array([0.0, 1.0]), jnp.zeros(2), jnp.full(2, 2.0)).gradient
+    np.testing.assert_allclose(found, [0.9 * -2.0, 0.9 * (0.9 - 2)], rtol=1e-12)
+
+
 @pytest.mark.parametrize("estimator", [meta.exact, partial(meta.hessian_free, method="product"), meta.first_order])
 def test_chunks_of_support_and_query_equal_one_batch(estimator: Any) -> None:
     """Full-batch steps over chunks of 4, the last one partial, equal the same steps over one batch; so do the losses."""
@@ -514,3 +532,24 @@ def test_differences_of_coarse_parameters_are_refused():
         for build in (meta.exact, partial(meta.hessian_free, method="product"))
     )
     assert float(product) == pytest.approx(float(exact), rel=0.02)
+
+
+@pytest.mark.parametrize("integer", [int, np.int64])
+def test_any_kind_of_integer_is_a_number_of_steps(integer: Any) -> None:
+    loss = lambda w, batch: jnp.mean(jnp.tanh(batch @ w) ** 2)  # noqa: E731
+    estimate = meta.exact(meta.sgd(0.1), steps=integer(3), checkpoint_every=integer(2))
+    found = jax.jacrev(lambda w: estimate(loss, w, jnp.eye(2), jnp.eye(2)).gradient)(jnp.array([1.0, 2.0]))
+    assert np.isfinite(found).all() and np.any(found)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1, 1)])
+def test_rates_that_would_be_broadcast_are_refused(shape: tuple[int, ...]) -> None:
+    params, samples = jnp.ones((4, 3)), jnp.ones((5, 4))
+    loss = lambda w, batch: jnp.mean((batch @ w) ** 2)  # noqa: E731
+    words = re.escape(f"has a leaf of shape {shape} for a parameter of shape (4, 3)")
+    with pytest.raises(ValueError, match=f"MetaSGD.rates {words}"):
+        meta.exact(meta.learned_sgd())(loss, meta.MetaSGD(params, jnp.ones(shape)), samples, samples)
+    with pytest.raises(ValueError, match=f"rate {words}"):
+        meta.adapt(loss, params, samples, meta.sgd(jnp.ones(shape)))
+    with pytest.raises(ValueError, match=r"needs rates \[S\] for each leaf"):
+        meta.exact(meta.learned_sgd(per_step=True))(loss, meta.MetaSGD(params, jnp.ones(())), samples, samples)

@@ -142,6 +142,12 @@ def test_the_state_at_a_stop_is_intact():
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(kept[-1].model))
 
 
+def test_rounds_without_evaluations_take_no_memory_for_each_of_them():
+    """A log of 10^9 rounds would not fit anywhere."""
+    _, records = _simulate(rounds=2, eval_every=10**9)
+    assert [record.round for record in records] == [1, 2]
+
+
 def test_a_finished_run_has_nothing_to_add(whole):
     state, records = _simulate(state=whole[0])
     assert problems.leaves_equal(state, whole[0]) and records == []

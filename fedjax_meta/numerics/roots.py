@@ -2,6 +2,9 @@
 
 An optimiser like Adam divides by the root of a mean of squares. Where a gradient is exactly 0 (a pixel that is always black, a
 dead unit), reverse mode takes the infinite derivative of the root times that of the square, 0, which is NaN. The limit is 0.
+
+RAdam also takes the root of a negative number, in a branch that it does not select. Reverse mode multiplies that NaN by 0, so
+that the root is 0 here.
 """
 
 from collections.abc import Callable
@@ -15,22 +18,24 @@ from jax.extend.core import Jaxpr, Literal
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def root(x: jax.Array, power: float) -> jax.Array:
-    """x to a power, with the derivative 0 where that is not finite.
+    """x to a power, with the derivative 0 where that is not finite; 0 where x is negative and has no such power.
 
     Example:
       >>> jax.grad(lambda x: root(x * x, 0.5))(0.0).item()
       0.0
     """
-    if abs(power) == 0.5:
-        return jax.lax.sqrt(x) if power > 0 else jax.lax.rsqrt(x)
-    return x**power
+    if power % 1 == 0:
+        return x**power
+    known: dict[float, Callable[[jax.Array], jax.Array]] = {0.5: jax.lax.sqrt, -0.5: jax.lax.rsqrt}
+    taken = known.get(power, lambda x: x**power)
+    return jnp.where(x < 0, 0, taken(jnp.where(x < 0, 1, x)))
 
 
 @root.defjvp
 def _root_jvp(power: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     value = root(primals[0], power)
     slope = power * (value / primals[0])
-    return value, jnp.where(jnp.isfinite(slope), slope, 0) * tangents[0]
+    return value, jnp.where(jnp.isfinite(slope), slope, 1 if power == 1 else 0) * tangents[0]
 
 
 def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -150,3 +150,65 @@ def test_each_step_descends_on_its_own_batch():
     (_, adapted), gradient = jax.value_and_grad(unrolled, has_aux=True)(w)
     near(result.adapted, adapted)
     near(result.gradient, gradient, 1e-9)
+
+
+def pulled(strength):
+    """Inner gradient descent that is pulled towards theta, as in docs/meta_gradients.md."""
+
+    def update(meta, gradient, state, phi):
+        return phi - 0.05 * (gradient + strength * (phi - meta)), state
+
+    return fm.meta.InnerOptimizer(lambda meta: meta, lambda meta, phi: (), update, learned=True)
+
+
+def decaying():
+    return fm.meta.optimizer(lambda rate: optax.sgd(lambda step: rate / (1 + step)), 0.05)
+
+
+STEPS_OF = {
+    "pulled towards theta": (pulled(0.7), lambda w, g, t, theta: w - 0.05 * (g + 0.7 * (w - theta))),
+    "a schedule": (decaying(), lambda w, g, t, theta: w - 0.05 / (1 + t) * g),
+    "optax": (fm.meta.optimizer(optax.sgd, 0.05), lambda w, g, t, theta: w - 0.05 * g),
+}
+
+
+@pytest.mark.parametrize("steps", [3, 2])
+@pytest.mark.parametrize("name", STEPS_OF)
+def test_each_optimizer_without_floats_descends_on_every_step(name, steps):
+    """Against the derivative of the unrolled loop; also of a client that has fewer steps than others."""
+    inner, step = STEPS_OF[name]
+    rng = np.random.default_rng(6)
+    batches, query = (jnp.asarray(rng.normal(size=shape)) for shape in ((3, 4), (4,)))
+    weights, theta = jnp.array([0.2, 0.3, 0.5]), jnp.asarray(rng.normal(size=4))
+    loss = lambda w, batch: jnp.sum((w - batch) ** 4) / 9 + jnp.prod(w)  # noqa: E731
+
+    def unrolled(theta):
+        total, w, losses = 0, theta, []
+        for t, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
+            value, slope = jax.value_and_grad(loss)(w, batch)
+            if t < steps:
+                w, losses = step(w, slope, t, theta), [*losses, value]
+            total += weight * loss(w, query)
+        return total, (w, losses)
+
+    def estimated(steps):
+        support = fm.data.Batches(lambda step, chunk: batches[step], steps, 3)
+        return multistep.multi_step(inner)(loss, theta, support, multistep.EveryStep(query, weights))
+
+    result = jax.jit(estimated)(steps)
+    (total, (adapted, losses)), gradient = jax.value_and_grad(unrolled, has_aux=True)(theta)
+    for found, expected in ((result.adapted, adapted), (result.gradient, gradient), (result.info.query_loss, total)):
+        near(found, expected, 1e-9)
+    near(jnp.array([result.info.first_support_loss, result.info.last_support_loss]), jnp.array([losses[0], losses[-1]]), 1e-9)
+    near(result.info.support_loss, sum(losses) / steps, 1e-9)
+
+
+def test_batches_for_a_hessian_are_left_alone():
+    batch, query, w = jnp.ones(4), jnp.zeros(4), jnp.arange(4.0)
+    loss = lambda w, batch: jnp.sum((w - batch) ** 4)  # noqa: E731
+    estimate = multistep.multi_step(fm.meta.sgd(0.01))
+    one, other = (
+        estimate(loss, w, support, multistep.EveryStep(query, jnp.ones(1))).gradient
+        for support in (batch, fm.meta.WithHessian(batch, batch))
+    )
+    assert np.array_equal(one, other)
