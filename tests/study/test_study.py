@@ -330,7 +330,7 @@ def test_an_entry_that_is_overridden_by_null_is_left_out(tmp_path):
 def test_every_partition_yields_clients_with_all_views(partition):
     options = {"concentration": 1.0} if partition in ("dirichlet_classes", "dirichlet_clients", "quantity_skew") else {}
     if partition in ("dirichlet_classes", "quantity_skew"):
-        options["min_samples"] = 8
+        options["min_samples"] = 16  # 12 to train with, of which 2 are held back
     scenario = Scenario(dataset="digits", partition=partition, clients=12, options=options)
     clients, again = scenario.build(), scenario.build()
     assert (
