@@ -133,7 +133,7 @@ def fedbuff(
     checks.one_of("staleness_weight", staleness_weight, WEIGHTS)
     checks.positive("exponent", exponent)
     checks.count("grace", grace, least=0)
-    checks.seed("seed", seed)
+    checks.seed("seed", seed, generator=False)
     cohorts, lags, when = _simulate(times, rounds, buffer_size, concurrency, np.random.default_rng(seed))
     if lags.max() > most_stale:
         raise ValueError(

@@ -134,16 +134,18 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
         raise ValueError(f"{name}={shown(value)} must be at most {LARGEST_COUNT}")
 
 
-def seed(name: str, value: Any, *, bits: int = 63) -> None:
+def seed(name: str, value: Any, *, bits: int = 63, generator: bool = True) -> None:
     """Raises `ValueError` unless `value` is an integer of at least 0 with at most this many bits, or a NumPy generator.
 
-    JAX's keys take 63 bits, and NumPy's legacy generator 32, for which a generator is no seed.
+    JAX's keys take 63 bits, and NumPy's legacy generator 32, for which a generator is no seed; nor is it where `generator` is
+    false, because the seed is kept, or is that of a key.
     """
-    if isinstance(value, np.random.Generator) and bits > 32:
+    generator = generator and bits > 32
+    if isinstance(value, np.random.Generator) and generator:
         return
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or not 0 <= value < 2**bits:
-        either = " or a NumPy generator" if bits > 32 else ""
+        either = " or a NumPy generator" if generator else ""
         raise ValueError(f"{name}={shown(value)} must be an integer of at least 0 and below 2**{bits}{either}")
 
 

@@ -194,7 +194,7 @@ def members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list
       ValueError: no points or seeds, a seed twice, points of different names, a value that is no number, a seed out of range.
     """
     for seed in seeds:
-        checks.seed("seed", seed)
+        checks.seed("seed", seed, generator=False)
     for point in points:
         if not isinstance(point, Mapping):
             raise ValueError(f"points must be numbers by name, e.g. sweeps.grid(lr=[0.1, 0.3]), not {checks.shown(point)}")

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_meta import checks
+from fedjax_meta import checks, schedules
 
 REFUSED = {
     "zero": (lambda: checks.positive("lr", 0.0), "lr=0.0 must be finite and above 0"),
@@ -41,6 +41,10 @@ REFUSED = {
     "a seed beyond 64 bits": (lambda: checks.seed("seed", 2**64), "seed=18446744073709551616 must be an integer"),
     "a seed beyond 32 bits": (lambda: checks.seed("seed", 2**32, bits=32), r"below 2\*\*32$"),
     "a generator where none can be": (lambda: checks.seed("seed", np.random.default_rng(0), bits=32), r"below 2\*\*32$"),
+    "a generator whose seed is kept": (
+        lambda: schedules.passes(np.random.default_rng(0)),
+        r"^seed=.* must be an integer of at least 0 and below 2\*\*63$",
+    ),
     "no seed": (lambda: checks.seed("seed", None), "seed=None must be an integer"),
     "a word for a flag": (lambda: checks.flag("partial", "no"), "partial='no' must be True or False"),
     "ids of several lengths": (

@@ -34,16 +34,19 @@ def as_population(data: FederatedData, clients: np.ndarray) -> FederatedData:
     return dataclasses.replace(with_views(data, views), ids=None, population=None)
 
 
-def held_out(num_clients: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def held_out(num_clients: int, share: float, seed: int | np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(the clients that `new_clients` holds out, those that train), int `[...]` each, in their order."""
-    # Partitions draw from the same seed, and a deck of as few cards would be dealt in the same order.
-    order = np.random.default_rng(seed if num_clients >= 20 else [seed, num_clients]).permutation(num_clients)
+    rng = np.random.default_rng(seed)
+    if num_clients < 20 and not isinstance(seed, np.random.Generator):
+        # Partitions draw from the same seed, and a deck of as few cards would be dealt in the same order.
+        rng = np.random.default_rng([seed, num_clients])
+    order = rng.permutation(num_clients)
     count = round(share * num_clients)
     return np.sort(order[:count]), np.sort(order[count:])
 
 
 def new_clients(
-    data: FederatedData, share: float, *, support: float = 0.2, seed: int
+    data: FederatedData, share: float, *, support: float = 0.2, seed: int | np.random.Generator
 ) -> tuple[FederatedData, FederatedData | None]:
     """Holds out a random share of the clients, who never train.
 
@@ -51,7 +54,7 @@ def new_clients(
       data: clients with the views of `train_test_views`.
       share: of the clients, in [0, 1), rounded to a whole number.
       support: share of a new client's samples to adapt on.
-      seed: of the draw.
+      seed: of the draw, or a NumPy generator.
 
     Returns:
       (the clients that train, the new ones with the views "support" and "query"; `None` if there are none).

@@ -73,3 +73,13 @@ def test_clients_that_stay_have_ids_of_their_own():
     for data in (rest, new):
         assert data.ids is None and data.total_clients == data.num_clients
         assert data.ids_of(np.arange(data.num_clients)).tolist() == list(range(data.num_clients))
+
+
+@pytest.mark.parametrize("count", [10, 30])
+def test_a_generator_draws_other_new_clients_each_time(count):
+    data = from_clients([(np.full((8, 1), i), np.arange(8) % 2) for i in range(count)], num_classes=2)
+    rng = np.random.default_rng(0)
+    drawn = [np.asarray(holdout.new_clients(data, 0.3, seed=rng)[1].x)[:, 0].size for _ in range(2)]
+    assert drawn[0] == drawn[1] == 8 * count
+    first, second = (holdout.held_out(count, 0.3, rng)[0].tolist() for _ in range(2))
+    assert first != second and len(first) == len(second) == 0.3 * count
