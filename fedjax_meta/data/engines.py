@@ -54,7 +54,7 @@ def read_fedjax_sqlite(path: str | os.PathLike, *, length: int = 80, published: 
         raise ValueError(f"{shown} is no database of FedJAX: {checks.first_line(error)}") from None
     finally:
         connection.close()
-    clients = [(_name(client), _unpacked(_name(client), shown, data)) for client, data in rows]
+    clients = [(text.decoded(client), _unpacked(text.decoded(client), shown, data)) for client, data in rows]
     return _natural(clients, shown, Path(path).stem, length, published)
 
 
@@ -83,10 +83,6 @@ def read_tff_hdf5(path: str | os.PathLike, *, length: int = 80, published: str =
     return _natural(clients, shown, Path(path).stem, length, published)
 
 
-def _name(client: Any) -> str:
-    return client.decode(errors="replace") if isinstance(client, bytes) else str(client)
-
-
 def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
     if not clients:
         raise ValueError(f"{shown} has no clients")
@@ -112,7 +108,7 @@ def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, l
 
 
 def _of_snippets(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
-    texts = {client: "\n".join(_name(snippet) for snippet in arrays[SNIPPETS]) for client, arrays in clients}
+    texts = {client: "\n".join(text.decoded(snippet) for snippet in arrays[SNIPPETS]) for client, arrays in clients}
     for client, arrays in clients:
         if not len(arrays[SNIPPETS]):
             raise ValueError(f"client {client!r} of {shown} has no samples")

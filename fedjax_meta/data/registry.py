@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.data import npz, partition, protocols, samples, sources, synthetic, targets
+from fedjax_meta.data import npz, partition, protocols, samples, sources, synthetic, targets, text
 from fedjax_meta.data.natural import LEAST, left_out
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
@@ -188,6 +188,6 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
     return Named(
         source,
         held,
-        tuple(name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names[~few]),
+        tuple(map(text.decoded, names[~few])),
         left_out(int(few.sum()), len(names), f"{min_samples} samples"),
     )

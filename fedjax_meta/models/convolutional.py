@@ -24,6 +24,7 @@ class _Strided(nn.Module):
       stride: step of the windows.
       padding: zeros on each side.
       bias: whether to add one.
+      start: initial values, `"torch"` or `"lecun"` as in `layers.Dense`, or `"he"`: normal, of variance 2 / fan in.
     """
 
     features: int

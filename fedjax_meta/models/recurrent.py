@@ -122,26 +122,15 @@ class CharacterNetwork(nn.Module):
         return h if self.every else h[:, -1]
 
 
-def _characters(
-    cell: str,
-    vocabulary: int,
-    length: int,
-    embedding: int,
-    hidden: int,
-    depth: int,
-    every: bool,
-    classes: int | None,
-    init: str,
-    loss: Any,
-) -> Task:
-    for name, value in (("length", length), ("embedding", embedding), ("hidden", hidden), ("depth", depth)):
+def _characters(module: CharacterNetwork, length: int, loss: functional.Criterion) -> Task:
+    sizes = {"length": length, "embedding": module.embedding, "hidden": module.hidden, "depth": module.depth}
+    for name, value in sizes.items():
         checks.count(name, value)
-    checks.count("vocabulary", vocabulary, least=2)
-    if classes is not None:
-        checks.count("classes", classes, least=2)
-    checks.flag("every", every)
-    checks.one_of("init", init, INITS)
-    module = CharacterNetwork(vocabulary, embedding, hidden, depth, cell, every, init, classes)
+    checks.count("vocabulary", module.vocabulary, least=2)
+    if module.classes is not None:
+        checks.count("classes", module.classes, least=2)
+    checks.flag("every", module.every)
+    checks.one_of("init", module.start, INITS)
     return from_linen(
         module,
         (length,),
@@ -149,7 +138,7 @@ def _characters(
         features="features",
         head="head",
         loss=loss,
-        metrics=TOKEN_METRICS if every else None,
+        metrics=TOKEN_METRICS if module.every else None,
         sample_dtype=jnp.int32,
     )
 
@@ -183,7 +172,7 @@ def char_lstm(
     Raises:
       ValueError: sizes below 1, an unknown `init`.
     """
-    return _characters("lstm", vocabulary, length, embedding, hidden, depth, every, classes, init, loss)
+    return _characters(CharacterNetwork(vocabulary, embedding, hidden, depth, "lstm", every, init, classes), length, loss)
 
 
 def char_gru(
@@ -199,4 +188,4 @@ def char_gru(
     loss: functional.Criterion = cross_entropy,
 ) -> Task:
     """Next-character GRU; arguments as for `char_lstm`."""
-    return _characters("gru", vocabulary, length, embedding, hidden, depth, every, classes, init, loss)
+    return _characters(CharacterNetwork(vocabulary, embedding, hidden, depth, "gru", every, init, classes), length, loss)
