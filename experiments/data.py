@@ -237,7 +237,7 @@ def main(  # long because every option brings its help text
     per_client: Annotated[int | None, typer.Option(help="classes, shards: number per client.", min=1)] = None,
     size: Annotated[int | None, typer.Option(help="fedpac: training samples of a client.", min=1)] = None,
     share: Annotated[
-        bool | None, typer.Option("--share", help="fedpac: clients may share samples when a class runs out.")
+        bool | None, typer.Option("--share", help="fedpac: clients may share training samples of a class that runs out.")
     ] = None,
     noisy: Annotated[float | None, typer.Option(help="mtfl: share of clients with noisy training images.")] = None,
     model_spread: Annotated[

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.data import text
-from fedjax_meta.data.natural import Natural, of_clients
+from fedjax_meta.data.natural import Natural, decoded, of_clients
 
 PAIRS = (("pixels", "label"), ("x", "y"), ("image", "label"))
 """Names of inputs and targets in the data sets of FedJAX and TensorFlow Federated."""
@@ -54,7 +54,7 @@ def read_fedjax_sqlite(path: str | os.PathLike, *, length: int = 80, published: 
         raise ValueError(f"{shown} is no database of FedJAX: {checks.first_line(error)}") from None
     finally:
         connection.close()
-    clients = [(text.decoded(client), _unpacked(text.decoded(client), shown, data)) for client, data in rows]
+    clients = [(decoded(client), _unpacked(decoded(client), shown, data)) for client, data in rows]
     return _natural(clients, shown, Path(path).stem, length, published)
 
 
@@ -108,7 +108,7 @@ def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, l
 
 
 def _of_snippets(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
-    texts = {client: "\n".join(text.decoded(snippet) for snippet in arrays[SNIPPETS]) for client, arrays in clients}
+    texts = {client: "\n".join(decoded(snippet) for snippet in arrays[SNIPPETS]) for client, arrays in clients}
     for client, arrays in clients:
         if not len(arrays[SNIPPETS]):
             raise ValueError(f"client {client!r} of {shown} has no samples")

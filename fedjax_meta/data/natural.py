@@ -19,6 +19,11 @@ LEAST = 5
 """Fewest samples of a natural client in a study: 3 of them train and 2 are for tests, so that each view has one."""
 
 
+def decoded(words: Any) -> str:
+    """Words, or their bytes in UTF-8, as text."""
+    return words.decode(errors="replace") if isinstance(words, bytes) else str(words)
+
+
 def left_out(clients: int, of: int, fewer_than: str) -> str:
     """Says how many clients are left out; empty if none are."""
     if not clients:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.data import npz, partition, protocols, samples, sources, synthetic, targets, text
-from fedjax_meta.data.natural import LEAST, left_out
+from fedjax_meta.data import npz, partition, protocols, samples, sources, synthetic, targets
+from fedjax_meta.data.natural import LEAST, decoded, left_out
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.sources import Source
@@ -188,6 +188,6 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
     return Named(
         source,
         held,
-        tuple(map(text.decoded, names[~few])),
+        tuple(map(decoded, names[~few])),
         left_out(int(few.sum()), len(names), f"{min_samples} samples"),
     )

@@ -12,11 +12,6 @@ LEAF_CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdef
 """The characters of LEAF's Shakespeare, in its order; 80 of them."""
 
 
-def decoded(words: Any) -> str:
-    """Words, or their bytes in UTF-8, as text."""
-    return words.decode(errors="replace") if isinstance(words, bytes) else str(words)
-
-
 def characters(texts: Iterable[str]) -> tuple[str, ...]:
     """All characters that occur, sorted.
 

@@ -342,12 +342,17 @@ def test_fedpac_on_emnist_has_three_groups_and_1000_samples_per_client():
     assert (counts[0, :10] == 83).all() and (counts[1, 10:35] == 33).all() and counts[1, 35] == 53 and counts[2, 61] == 67
 
 
-def test_fedpac_on_fashion_mnist_shares_test_samples_only_if_allowed():
+def test_fedpac_on_fashion_mnist_shares_test_samples_and_says_so():
     fashion = _source("fashion_mnist", (6000,) * 10, (1000,) * 10, (2, 2, 1))
-    with pytest.raises(ValueError, match=r"class 0 has 1000 samples, but the clients ask for 1520.*share=True"):
-        protocols.fedpac_clients(fashion)
-    p = protocols.fedpac_clients(fashion, share=True)
+    p = protocols.fedpac_clients(fashion)
     assert (np.asarray(p.train.sizes("test")) == 600).all()
+    tested = [_numbers(p.train, "test", u) for u in range(20)]
+    assert all(len(np.unique(one)) == 600 for one in tested)
+    different = len(np.unique(np.concatenate(tested)))
+    assert different < 10_000 and f"12,000 tests: clients share its samples, {different:,} different ones" in p.note
+    assert "share" not in protocols.fedpac_clients(fashion, test_size=300).note
+    with pytest.raises(ValueError, match=r"class 0 has 6000 samples, but the clients ask for 7600.*share=True"):
+        protocols.fedpac_clients(fashion, size=3000, test_size=300)
     trained = np.concatenate([_numbers(p.train, "train", u) for u in range(20)])
     assert len(np.unique(trained)) == 12_000
 
@@ -477,7 +482,7 @@ BAD = {
         lambda s: protocols.fedmeta_per_clients(s._replace(x_train=s.x_train / 255, x_test=s.x_test / 255)),
         "for uint8 images",
     ),
-    "colours": (lambda s: protocols.fedpac_clients(s, scaling="cifar", share=True), "3 channels, not 1"),
+    "colours": (lambda s: protocols.fedpac_clients(s, scaling="cifar", size=10), "3 channels, not 1"),
 }
 
 
