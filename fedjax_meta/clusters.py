@@ -12,7 +12,10 @@ from fedjax_meta.types import Key, PyTree, Rate
 
 
 def losses(task: Task, key: Key, models: PyTree, view: ClientView, needed: Any = True) -> jax.Array:
-    """The loss of each model on all samples of a view, `[M]`; 0 where it is not needed."""
+    """The loss of each model on all samples of a view, `[M]`; 0 where it is not needed, and infinite where it is no number.
+
+    A client chooses the least, and `argmin` alone would choose NaN first.
+    """
     whole = view.in_chunks().as_one_step().keyed(key)
     whole = whole if needed is True else whole.only_if(needed)
 
@@ -20,7 +23,8 @@ def losses(task: Task, key: Key, models: PyTree, view: ClientView, needed: Any =
         of_one = lambda model, pair: task.loss(model, *pair)[0].astype(total.dtype)  # noqa: E731
         return total + whole.mean(lambda pair: jax.vmap(of_one, (0, None))(models, pair), t)
 
-    return loops.fori_loop(whole.steps, step, jnp.zeros(len(jax.tree.leaves(models)[0])))
+    each = loops.fori_loop(whole.steps, step, jnp.zeros(len(jax.tree.leaves(models)[0])))
+    return jnp.where(jnp.isnan(each), jnp.inf, each)
 
 
 def bipartition(similarity: jax.Array, members: jax.Array) -> jax.Array:

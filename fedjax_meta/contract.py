@@ -148,6 +148,7 @@ REFUSABLE = {
     "server_optimizer": "any",
     "aggregator": "any but the mean",
     "an aggregator with a memory": "one whose result follows from earlier rounds, too",
+    "feedback": "transformations that add what they left out to the next upload",
     "participation": "clients that crash, are late or do less work",
     "attack": "any",
     "a part of the clients": "a cohort that may lack some of them",

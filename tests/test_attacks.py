@@ -502,3 +502,18 @@ def test_every_registered_attack_can_be_made_from_text_and_is_in_the_record():
 def test_label_flips_and_backdoors_go_with_noise_and_masks():
     for attack in (attacks.label_flip(0.3), attacks.backdoor(0.3)):
         fm.Federation(attack=attack, uploads=(clip(1.0), fm.uploads.noise(1.0), fm.uploads.mask(16)))
+
+
+@pytest.mark.parametrize("make", [lambda: attacks.sign_flip((0,), scale=2.0), lambda: attacks.ipm((0,), scale=2.0)])
+def test_a_lie_about_own_leaves_is_one_about_how_they_moved(make):
+    """Averaged personal leaves: an attacker's are compared with its own from before the round, by hand."""
+    both = fm.schedules.given([[0, 1]])
+    options = {"average_personal": True, "weighting": "uniform", "lr": 0.2}
+    run = problems.build("fedper", cohort_size=2, devices=1, schedule=both, attack=make(), **options)
+    data = problems.data()
+    first, _ = run.round(jax.random.key(1), run.init(jax.random.key(3), data), data)
+    second, _ = run.round(jax.random.key(2), first, data)
+    old, new = (np.asarray(state.personal["head"]["w"])[:2] for state in (first, second))
+    assert np.abs(old[0] - old[1]).max() > 1e-3
+    moved = new[0] - old[0] if make().name == "sign_flip" else new[1] - old[1]
+    np.testing.assert_allclose(second.model["head"]["w"], (old[0] - 2 * moved + new[1]) / 2, rtol=1e-9)

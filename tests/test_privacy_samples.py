@@ -245,3 +245,31 @@ def test_what_a_private_task_cannot_be_is_refused():
         with pytest.raises(ValueError, match=message):
             build()
     assert not all(jax.tree.leaves(problems.normed_task().trainable(masks.variables_shape(problems.normed_task()))))
+
+
+REPEATS = {
+    "mtfl": {"private": "none", "steps": 3, "batch_size": 40, "lr": 1.0},
+    "pfedme": {"local_rounds": 3, "inner_steps": 1, "batch_size": 40, "lr": 1.0, "outer_lr": 0.1, "prox_weight": 10.0},
+    "perfedavg_fo": {"inner_lr": 0.0, "outer_lr": 1.0, "local_steps": 3, "batch_size": 40},
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_batches_that_repeat_samples_count_each_once(name):
+    """A client of fewer samples than its batches hold: one replaced sample moves each sum by 2 S at most.
+
+    The model is linear with a loss that is linear in it, so that a gradient depends on nothing but its sample.
+    """
+    loss = lambda variables, batch, key: jnp.sum(batch.weight * (2 * batch.y - 1) * (batch.x @ variables["w"]))  # noqa: E731
+    task = fm.from_loss(lambda key: {"w": jnp.zeros(2)}, loss, predict=lambda variables, x: x @ variables["w"])
+    private = privacy.private_task(task, clip=CLIP, noise=0.0, batch_size=1)
+    found = []
+    for label in (0, 1):
+        x = np.array([[100.0, 0], [0, 100], [0, 100], [0, 100], [0, 100]])
+        client = (x, np.array([label, 0, 1, 0, 1]))
+        data = fm.from_clients([client, client], num_classes=2)
+        assert int(data.sizes("train")[0]) == 3
+        run = fm.federate(fm.METHODS[name](private, **REPEATS[name]), fm.Federation(cohort_size=2))
+        state, _ = run.round(KEY, run.init(KEY, data), data)
+        found.append(_flat(state.model))
+    assert np.abs(found[0] - found[1]).max() == pytest.approx(3 * 2 * CLIP, rel=1e-6)  # three gradients

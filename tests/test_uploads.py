@@ -762,3 +762,48 @@ def test_a_lost_upload_is_kept_once_by_two_sparsifications():
     # Nothing is created or lost, whether the upload arrives or not.
     assert np.allclose(sent["a"] + memory[0]["a"] + memory[1]["a"], total)
     assert np.allclose(lost[0]["a"] + lost[1]["a"], total)
+
+
+def _rounds(name, count, of=None, **options):
+    algorithm, state = problems.build(name, of=of, cohort_size=7, devices=1, **options), None
+    state, step = algorithm.init(jax.random.key(3), problems.data()), jax.jit(algorithm.round)
+    for number in range(count):
+        state, _ = step(jax.random.fold_in(KEY, number), state, problems.data())
+    return state
+
+
+def test_error_feedback_does_not_add_up_values():
+    """What was left out of a buffer, a renewed statistic or an averaged own leaf is in its next value."""
+    sparse = (uploads.sparsify(0.1),)
+    state = _rounds("fedavg", 10, problems.normed_task(), uploads=sparse, lr=0.05, batch_size=10)
+    residual, _ = state.residual[0]
+    assert not np.any(jax.tree.leaves(residual["batch_stats"])[0]) and np.any(jax.tree.leaves(residual["params"])[0])
+    assert all(np.all(np.asarray(leaf) > 0) for leaf in jax.tree.leaves(state.model["batch_stats"]["bn1"]["var"]))
+    own = _rounds("fedper", 60, average_personal=True, weighting="uniform", lr=0.02, uploads=sparse)
+    mean = jax.tree.map(lambda leaf: leaf.mean(0), own.personal["head"])
+    assert problems.distance(own.model["head"], mean) < 0.5 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(mean))
+    kept = _rounds("l2gd", 3, uploads=sparse)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(kept.residual[0][1]))
+    # Changes are increments, and are carried over.
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(_rounds("scaffold", 3, uploads=sparse).residual[0][1]))
+
+
+def test_a_method_whose_clients_keep_their_models_refuses_error_feedback():
+    with pytest.raises(ValueError, match="pfedme cannot go with feedback: with keep_local, w_i holds what was left out"):
+        problems.build("pfedme", keep_local=True, uploads=(uploads.sparsify(0.1),))
+    problems.build("pfedme", keep_local=True, uploads=(uploads.sparsify(0.1, feedback=False),))
+    problems.build("pfedme", uploads=(uploads.sparsify(0.1),))
+
+
+@pytest.mark.parametrize("name", ["fedamp", "heur_fedamp", "fedcac"])
+def test_a_method_that_sends_nothing_to_be_averaged_refuses_uploads(name):
+    with pytest.raises(ValueError, match=f"{name} sends nothing that is averaged, so that uploads= would change nothing"):
+        problems.build(name, uploads=(uploads.clip(1.0),))
+
+
+def test_statistics_that_the_server_computes_itself_are_not_transformed():
+    """FedAMP's server takes the mean of the models that it reads; averaged own leaves are clipped beside it."""
+    state = _rounds("fedamp", 3, average_personal=True, uploads=(uploads.clip(1e-3),))
+    weight = np.asarray(problems.data().sizes("train"), float)
+    mean = jax.tree.map(lambda leaf: np.tensordot(weight / weight.sum(), leaf, 1), state.personal)
+    assert problems.distance(state.extra, mean) < 1e-12 < problems.distance(state.model, mean)

@@ -33,6 +33,8 @@ class ClientView:
       order: `positions -> positions`, which sample stands where; as stored when `None`. With a smaller `size` it picks some.
       change: `(batch, positions) -> batch`, what becomes of samples when they are taken; nothing when `None`.
       shapes: of one sample, for each leaf of `x`, where `x` holds rows of numbers; see `FederatedData.flat`.
+      once: whether a sample counts once in a batch, whatever asks for it twice: its other rows get weight 0. Training on private
+        gradients needs it, whose noise covers one clipped gradient of each sample.
     """
 
     x: PyTree
@@ -46,6 +48,7 @@ class ClientView:
     order: Callable[[jax.Array], jax.Array] | None = None
     change: Callable[[Batch, jax.Array], Batch] | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
+    once: bool = False
 
     def _size(self) -> Scalar:
         """The number of samples; a Python int, if it is one, makes numbers of steps static."""
@@ -73,6 +76,8 @@ class ClientView:
         """
         index = jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
         index = index if self.order is None else self.order(index)
+        if self.once:
+            weight = jnp.where(_is_first(jnp.where(weight > 0, index, -1)), weight, 0)
         where = self.start + index
 
         def rows(values: jax.Array | np.ndarray) -> jax.Array:
@@ -198,6 +203,13 @@ class ClientView:
         return dataclasses.replace(batches, steps=self._performed(steps))
 
 
+def _is_first(values: jax.Array) -> jax.Array:
+    """Bool `[B]`: whether a value is the first of its kind, int `[B]`."""
+    order = jnp.argsort(values, stable=True)
+    ordered = values[order]
+    return jnp.ones(values.shape, bool).at[order[1:]].set(ordered[1:] != ordered[:-1])
+
+
 def check_view(name: str, views: Collection[str]) -> None:
     """Raises `ValueError` unless clients have a view of that name."""
     if not isinstance(name, str) or name not in views:
@@ -219,3 +231,7 @@ class ClientData:
     def working(self, share: Scalar) -> "ClientData":
         """The same data for a client that performs only this share of its training steps; see `ClientView.work`."""
         return ClientData({name: dataclasses.replace(view, work=share) for name, view in self.views.items()})
+
+    def counting_once(self) -> "ClientData":
+        """The same data, of which a batch counts each sample once; see `ClientView.once`."""
+        return ClientData({name: dataclasses.replace(view, once=True) for name, view in self.views.items()})

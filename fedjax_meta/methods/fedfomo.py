@@ -184,7 +184,8 @@ def fedfomo(
 
     Args:
       task, lr, epochs, batch_size, optimizer: as in `fedavg`.
-      downloads: M, how many models a client downloads in a round; those of the whole cohort when not given.
+      downloads: M, how many models a client downloads in a round; those of the whole cohort when not given. `costs.traffic`
+        counts the mixture alone, because it is what the simulation hands to a client.
       exploration: epsilon, the probability that a download is drawn at random instead of by the client's preferences.
       exploration_decay: by how much that falls each round.
       reference: what a client weighs models against: its own "before" the round's training (the paper), which it keeps from then

@@ -11,7 +11,7 @@ model averaging; the steps are those of the authors' code, jichan3751/ifca, mnis
 | gamma, tau | `lr`, `epochs` | |
 
 Differs from the paper: a cluster from which no client came keeps its model; models start from independent draws of `task.init`;
-each cluster has a server optimiser of its own.
+each cluster has a server optimiser of its own. `costs.traffic` counts M models up; the paper's client sends one with its s_i.
 Differs from the code: a known client tests with the cluster of its train samples, a new one with that of its support set (there
 by the loss on the test samples, line 401).
 """

@@ -132,4 +132,5 @@ def pfedme(
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
         init_memory=lambda key, model, num_clients: model if remembers else (),
+        refuses={"feedback": "with keep_local, w_i holds what was left out of its last upload"} if keep_local else {},
     )

@@ -11,7 +11,8 @@ meta-gradients) is post-processing.
 What is protected: neighbours differ in ONE sample of one client, which is replaced; how many samples a client holds is public
 (it decides about steps, weights and B). A replaced sample moves a clipped sum by at most 2 S. Batches are shuffled passes, not
 Poisson samples, so that no credit is given for sampling or shuffling: the positions at which a sample is seen do not depend on
-data, and n noisy gradients that see it are together one Gaussian mechanism of noise multiplier `z / (2 sqrt(n))`.
+data, and n noisy gradients that see it are together one Gaussian mechanism of noise multiplier `z / (2 sqrt(n))`. A batch counts
+a sample once, also where a method fills its batches with repeated samples (`ClientView.once`).
 
 What is not: predictions, metrics, and what a client computes of its samples in another way. `rounds.leaks.refuse_leaks` finds
 whatever of that reaches the server.
@@ -185,7 +186,8 @@ def sample_epsilon(noise: float, passes: int, delta: float) -> Guarantee:
       noise: z of `private_task`.
       passes: how many noisy gradients see a sample in the whole run: the number of rounds that a client takes part in, times the
         passes over its data in one (the epochs of FedAvg; those of head and body together of FedRep; 1 for each of support and
-        query if these are disjoint).
+        query if these are disjoint). Where each gradient takes a full batch, whatever a client has (`ClientView.endless`,
+        Per-FedAvg), no more than all gradients of the client.
       delta: in (0, 1).
 
     Raises:

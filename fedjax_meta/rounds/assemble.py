@@ -97,7 +97,7 @@ class _Rounds:
         own = masks.split(model, setting.personal)[0]
         fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
         upload, weight = self._upload_shape(model, data)
-        residual = jax.eval_shape(setting.chain.init_memory, upload)
+        residual = jax.eval_shape(setting.chain.init_memory, setting.sent(upload))
 
         def begin(id_: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
             del id_
@@ -192,7 +192,7 @@ class _Rounds:
     def _upload_shape(self, model: PyTree, data: FederatedData) -> tuple[PyTree, PyTree]:
         """`_sent_shapes`, or nothing where no transformation and no rule asks for them: training is traced for it."""
         needed = self.setting.federation.uploads or self.setting.rule is not None
-        return self._sent_shapes(model, data) if needed else ((), ())
+        return self._sent_shapes(model, data) if needed else (((), ()), ())
 
     def _sent_shapes(self, model: PyTree, data: FederatedData) -> tuple[PyTree, PyTree]:
         """Shapes of what a client sends to be averaged, and of its weights."""
@@ -207,11 +207,12 @@ class _Rounds:
 
     def _init_aggregation(self, key: Key, model: PyTree, upload: PyTree, weight: PyTree) -> Aggregation:
         chain, rule, past = self.setting.chain, self.setting.rule, stale.begin(self.setting, model)
-        kept = chain.init_server(tagged(key, "uploads"), upload)
+        sent = self.setting.sent(upload)
+        kept = chain.init_server(tagged(key, "uploads"), sent)
         if rule is None:
             return Aggregation(kept, (), past)
-        residual = jax.eval_shape(chain.init_memory, upload)
-        measured = jax.eval_shape(chain.client, key, upload, residual, kept)[1]
+        residual, carries = jax.eval_shape(chain.init_memory, sent), self.setting.carries(upload)
+        measured = jax.eval_shape(partial(chain.client, carries=carries), key, sent, residual, kept)[1]
         weight = (*weight, jax.ShapeDtypeStruct((), jnp.result_type(float)))
         parts, weights = jax.eval_shape(partial(ratios.split, self.setting), (*upload, measured), weight)
         shapes = cast(Any, jax.tree.structure(weights)).flatten_up_to(parts)

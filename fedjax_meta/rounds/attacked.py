@@ -56,9 +56,10 @@ def by_client(
     attack, members = found
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
-        reference = _before(setting, message, before, given.model, given.extra)
+        reference = _before(setting, message, before, received.model, given.extra)
         message = _consistent(setting, attack.alone(tagged(key, "attack"), _of(members, id_), message, reference))
-    return message, message.read if attack.conspire is None else (message.read, before)
+    own = masks.split(received.model, setting.personal)[0] if setting.federation.average_personal else ()
+    return message, message.read if attack.conspire is None else (message.read, before, own)
 
 
 def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
@@ -69,10 +70,13 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
         return outputs
     attack, members = found
     (*upload, measured), weights = outputs.upload
-    read, before = outputs.read
+    read, before, own = outputs.read
     message = Message(tuple(upload), measured, outputs.stacked, read)
     common = partial(_before, setting, jax.tree.map(lambda leaf: leaf[0], message._replace(read=())), (), extra=state.extra)
-    if setting.asynchronous is None:
+    if setting.federation.average_personal:
+        rest = masks.split(state.model, setting.personal)[1]
+        reference = jax.vmap(lambda mine: common(masks.merge(mine, rest)))(own)
+    elif setting.asynchronous is None:
         reference = jax.tree.map(lambda leaf: leaf[None], common(state.model))
     else:
         reference = jax.vmap(lambda id_: common(stale.given(setting, context, id_)[0].model))(ids)

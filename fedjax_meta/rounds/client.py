@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from fedjax_meta import checks, masks
 from fedjax_meta.aggregate import WEIGHTINGS, Ratio, client_weight, weigh
 from fedjax_meta.algorithm import State
+from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Received, Trained, no_memory
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.engine import ClientUpdate
@@ -41,9 +42,10 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, member: Member, kep
     weights = _within_masks(setting, trained, weights, data)
     base = state.model if setting.mixes_models(trained) else given.model
     upload = stale.scaled(setting, upload_of(setting, base, state.extra, trained), stale_weight)
-    upload, measured, residual, residual_if_lost = setting.chain.client(
-        tagged(key, "uploads"), upload, kept.residual, state.aggregation.uploads
+    sent, measured, residual, residual_if_lost = setting.chain.client(
+        tagged(key, "uploads"), setting.sent(upload), kept.residual, state.aggregation.uploads, setting.carries(upload)
     )
+    upload = setting.with_unsent(sent, upload)
     broken = jnp.where(works, _broken(setting, trained, weights, upload), -1)
     took_part = works & (broken < 0)
     returned = took_part & arrives
@@ -64,6 +66,8 @@ def _fate(setting: Setting, key: Key, id_: jax.Array, position: jax.Array, data:
         part = setting.federation.participation(tagged(key, "participation"), id_)
         client, arrives = client.working(part.work), part.returned
         works = jnp.logical_not(part.crashed) & (part.work > 0) & works
+    if PRIVATE in setting.method.config:
+        client = client.counting_once()
     return attacked.poisoned(setting, client, id_, data), works, arrives
 
 

@@ -34,6 +34,9 @@ def refuse(method: Method, federation: Federation) -> None:
         raise ValueError(
             f"{method.name} sends other numbers than those that the simulation averages: uploads= cannot change them"
         )
+    averaged = {Role.SHARED, Role.BUFFER} & {*jax.tree.leaves(method.roles)} or federation.average_personal
+    if federation.uploads and not averaged and not method.sends_statistics:
+        raise ValueError(f"{method.name} sends nothing that is averaged, so that uploads= would change nothing: leave it out")
     own, rate = method.server_optimizer is not None, federation.server_lr
     if own and rate is not None and federation.server_optimizer is None:
         raise ValueError(
@@ -59,6 +62,7 @@ def _refuse_what_the_method_does(method: Method, federation: Federation) -> None
     """Raises `ValueError` for what `Method.refuses` names."""
     f = federation
     given = {transform.name for transform in f.uploads}
+    given |= {"feedback"} if any(transform.has_feedback for transform in f.uploads) else set()
     given |= {"weighting"} if f.weighting not in (None, method.weighting) else set()
     given |= {"server_optimizer"} if f.server_optimizer is not None else set()
     remembers = isinstance(f.aggregator, Rule) and jax.tree.leaves(f.aggregator.init(jnp.zeros(1)))

@@ -30,7 +30,9 @@ def next_state(
     (average, statistics, measured), forms, weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
     kept, divisor = state.aggregation.uploads, setting.divisor(data.drawn_from)
     context = ServerContext(divisor, chain.clip_norm(kept), ids, outputs.returned, chain.spent)
-    (average, statistics), kept = chain.server(tagged(key, "server uploads"), (average, statistics), context, kept, measured)
+    whole = (average, statistics)
+    sent, kept = chain.server(tagged(key, "server uploads"), setting.sent(whole), context, kept, measured)
+    average, statistics = setting.with_unsent(sent, whole)
     # Noise comes before the rounding to 16 bits: a rounded mean could move further than one client's clipped upload.
     average, statistics = jax.tree.map(lambda leaf, form: leaf.astype(form.dtype), (average, statistics), forms[:2])
     # Noise comes in every round: a round without it would tell that no client returned.

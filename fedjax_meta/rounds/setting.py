@@ -164,6 +164,26 @@ class Setting:
         """Whether uploads are noised for differential privacy, which does not cover what clients keep."""
         return self.chain.fixed_divisor
 
+    def sent(self, upload: PyTree) -> PyTree:
+        """What upload transformations change of (the model's part, statistics): no statistics that the server computes itself."""
+        return upload if self.method.sends_statistics else (upload[0], ())
+
+    def with_unsent(self, sent: PyTree, upload: PyTree) -> PyTree:
+        """A transformed upload, with the statistics that are not sent as they are in `upload`."""
+        return sent if self.method.sends_statistics else (sent[0], upload[1])
+
+    def carries(self, upload: PyTree) -> PyTree:
+        """Which numbers of `sent` are increments, bools: what is left out of them is lost unless the next upload has it.
+
+        Buffers, own leaves that are averaged and renewed statistics are values: the next upload has what was left out anyway.
+        """
+        part, statistics = self.sent(upload)
+        increments = masks.merge(
+            jax.tree.map(lambda leaf: True, masks.split(part, self.shared)[0]),
+            jax.tree.map(lambda leaf: False, masks.split(part, self.buffers)[0]),
+        )
+        return increments, jax.tree.map(lambda leaf: not self.method.statistics_renew_extra, statistics)
+
     def read(self, personal: PyTree, memory: PyTree) -> PyTree:
         """What the server reads of a client for `collaborate`."""
         collaborate = self.method.collaborate

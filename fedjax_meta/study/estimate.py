@@ -25,6 +25,9 @@ _INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_c
 _INNER |= {"custom_vmap_call": "call"}
 """Primitives that call a program, and the name of its parameter."""
 
+LONG = 2.0
+"""Seconds from which one call is enough to time a round."""
+
 
 class Estimate(NamedTuple):
     """What a system costs on a scenario.
@@ -109,10 +112,13 @@ def measured_round(algorithm: Algorithm, data: FederatedData) -> tuple[float, fl
     started = time.perf_counter()
     program: Any = jax.jit(counted(algorithm.round)).lower(key, state, data).compile()
     compiled = time.perf_counter() - started
-    (state, _), flops = jax.block_until_ready(program(key, state, data))
     started = time.perf_counter()
-    jax.block_until_ready(program(key, state, data))
+    (state, _), flops = jax.block_until_ready(program(key, state, data))
     seconds = time.perf_counter() - started
+    if seconds < LONG:  # the first call of a short round is no measure
+        started = time.perf_counter()
+        jax.block_until_ready(program(key, state, data))
+        seconds = time.perf_counter() - started
     found = program.memory_analysis()
     return float(flops), seconds, compiled, 0 if found is None else int(found.temp_size_in_bytes)
 

@@ -22,7 +22,8 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
     Args:
       share: of the numbers of each leaf, in (0, 1]; at least one number of a leaf is sent.
       feedback: whether a client keeps what it left out, or all of an upload that was lost, and adds it to its next upload. It
-        takes memory for one upload a client.
+        takes memory for one upload a client. Only increments are added up: the next value of a buffer, of a personal leaf that is
+        averaged or of a renewed statistic contains what was left out of the last one.
 
     Raises:
       ValueError: a share outside (0, 1].

@@ -93,7 +93,8 @@ class UploadTransform:
       clip_norm: the bound on an upload's norm that this transformation guarantees, if it does: a number, or `kept -> number`.
       spends: for a transformation that releases a noisy measurement of its own, 1 / (its deviation over its sensitivity)^2.
         `noise` then adds so much more that both together are as private as its multiplier says.
-      has_feedback: whether `memory` carries what was left out of one upload into the next.
+      has_feedback: whether `memory`, a tree like the upload, carries what was left out of one upload into the next. It does so
+        for increments. Of what is sent as a value (buffers, renewed statistics), the next upload has it anyway: it is set to 0.
       sends_differences: whether clients then send by how much buffers moved instead of their values.
       fixed_divisor: whether the sum is divided by `ServerContext.divisor` even if some clients do not return, and all count
         equally.
@@ -204,17 +205,26 @@ class Chain:
         return tuple(transform.init_server(tagged(key, transform.name, number), upload) for transform, number in named)
 
     def client(
-        self, key: Key, upload: PyTree, memory: tuple[PyTree, ...], kept: tuple[PyTree, ...]
+        self, key: Key, upload: PyTree, memory: tuple[PyTree, ...], kept: tuple[PyTree, ...], carries: PyTree = None
     ) -> tuple[PyTree, tuple[PyTree, ...], tuple[PyTree, ...], tuple[PyTree, ...]]:
-        """All client halves, first to last: (upload, what was measured, memory, memory if the upload is lost)."""
+        """All client halves, first to last: (upload, what was measured, memory, memory if the upload is lost).
+
+        `carries` is like `upload`: of which leaves error feedback carries over what was left out; all when not given.
+        """
         sent, lost, measured, is_kept = [], [], [], False
+
+        def carried(transform: UploadTransform, memory: PyTree) -> PyTree:
+            if carries is None or not transform.has_feedback or not jax.tree.leaves(memory):
+                return memory
+            return jax.tree.map(lambda leaf, on: leaf if on else jnp.zeros_like(leaf), memory, carries)
+
         for transform, number, mine, its in zip(self.transforms, self._numbers, memory, kept, strict=True):
             # The first one with error feedback keeps a lost upload as a whole: what it passes on is a part of it.
-            lost.append(mine if is_kept else transform.lost(upload, mine))
+            lost.append(mine if is_kept else carried(transform, transform.lost(upload, mine)))
             is_kept |= transform.has_feedback
             measured.append(transform.measure(upload, its))
             upload, renewed = transform.client(tagged(key, transform.name, number), upload, mine, its)
-            sent.append(renewed)
+            sent.append(carried(transform, renewed))
         return upload, tuple(measured), tuple(sent), tuple(lost)
 
     def server(

@@ -170,3 +170,17 @@ def test_a_mean_over_many_chunks_of_16_bits_is_the_mean(dtype):
     batches = data.client(0)["train"].full()
     found = jax.jit(lambda: batches.mean(lambda batch: {"a": jnp.asarray(100, dtype), "b": jnp.mean(batch.x)}, 0))()
     assert found["a"].dtype == dtype and found["a"] == 100 and found["b"] == 1
+
+
+@pytest.mark.parametrize("size", [3, 10, 60])
+def test_a_view_that_counts_once_gives_weight_to_each_sample_of_a_batch_once(size):
+    data = from_partition(np.arange(size, dtype=float)[:, None], np.zeros(size, int), np.arange(size), [size])
+    plain = data.client(0)
+    for t in range(6):
+        batch, once = (one["train"].endless(jax.random.key(3), 16, 6).get(t, 0) for one in (plain, plain.counting_once()))
+        x, weight = np.asarray(once.x)[:, 0].astype(int), np.asarray(once.weight)
+        assert np.array_equal(x, np.asarray(batch.x)[:, 0]) and np.all(np.asarray(batch.weight) == 1)
+        assert sorted(x[weight == 1]) == sorted(set(x)) and set(weight) <= {0, 1}
+    passes = plain.counting_once()["train"].epochs(jax.random.key(3), 16)
+    weights = [np.asarray(passes.get(t, 0).weight) for t in range(int(passes.steps))]
+    assert sum(map(np.sum, weights)) == size  # padding hides no sample
