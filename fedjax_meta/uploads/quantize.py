@@ -43,7 +43,7 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
 
     A number is rounded at random to one of the two nearest of `2^bits` evenly spaced levels between the smallest and the largest
     number of its leaf, such that its expectation is the number itself, up to the rounding of its type. No number leaves the range
-    of its leaf, so variances that are sent as values stay positive. Those sent as differences (beside `clip` or `sparsify`, or for
+    of its leaf, so variances that are sent as values stay positive. Those sent as differences (beside `clip` or `sparsify`, or to
     a rule that compares clients) may not. Zeros stay zeros, so that sparse uploads stay sparse. Integers are sent as they are.
 
     Args:
