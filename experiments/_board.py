@@ -142,10 +142,14 @@ class Cell(NamedTuple):
     found: compare.Finished
 
     @property
+    def final(self) -> Path:
+        """The file of its final runs."""
+        return self.folder / "results" / self.found.scenario / f"{self.system}.final.json"
+
+    @property
     def makers(self) -> list[dict[str, Any]]:
         """By what it was trained, see `fedjax_meta.study.made`; several if it went on with other code."""
-        path = self.folder / "results" / self.found.scenario / f"{self.system}.final.json"
-        return json.loads(path.read_text(encoding="utf-8"))["made"]
+        return json.loads(self.final.read_text(encoding="utf-8"))["made"]
 
     @property
     def points(self) -> list[tuning.Point]:
@@ -205,11 +209,13 @@ def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
     names = [
         name
         for scenario in study.scenarios
-        for name in study.systems
-        if (folder / "results" / scenario / f"{name}.final.json").is_file()
+        for name in study.systems_on(scenario)
+        if folders.read_final(folder, study, scenario, name)[0]
     ]
     found = compare.finished([folder]) if names else []
-    return [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
+    cells = [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
+    whole = lambda cell: standing.is_finished(cell.final, study, cell.system)  # noqa: E731
+    return [cell for cell in cells if whole(cell)]
 
 
 def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:

@@ -124,6 +124,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
     """
     study = run.load()
     check_same(run, folder)
+    held = load(folder / "study.yaml")
     content = folders.read_run(folder)
     commits = content["git"]["package"] or {"commit": "unknown", "dirty": False}
     rows: list[dict[str, Any]] = []
@@ -131,7 +132,8 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
     for scenario in study.scenarios:
         for system in study.systems_on(scenario):
             path = folder / "results" / scenario / f"{system}.final.json"
-            if not path.is_file():
+            # What the folder's own study does not have was made with other settings, or by an earlier list.
+            if scenario not in held.scenarios or system not in held.systems or not is_finished(path, study, system):
                 continue
             row, spent = _row(path, study, _orders(study, scenario), run.targets)
             rows.append({"scenario": scenario, "system": system, **row})
@@ -153,6 +155,16 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
+def is_finished(path: Path, study: Study, system: str) -> bool:
+    """Whether a file holds the final runs of a system with all seeds and rounds of a study; one that was extended may not yet."""
+    if not path.is_file():
+        return False
+    content = json.loads(path.read_text(encoding="utf-8"))
+    # Central training counts passes of its own.
+    whole = study.systems[system].pooled or content["rounds"] == study.rounds
+    return whole and {*study.seeds} <= {trial["seed"] for trial in content["trials"].values()}
+
+
 PART = ("commit", "config", "versions", "device", "hours")
 """What is told of the folder that rows are from."""
 
@@ -162,10 +174,11 @@ def joined(run: Run, found: dict[str, Any], before: Mapping[str, Any] | None) ->
 
     The entry "before" says from which folders these rows are.
     """
-    if before is None or any(found["data"].get(name, of) != of for name, of in before["data"].items()):
+    if before is None:
         return found
     study = run.load()
-    kept = {_place(row): row for row in _valid(run, study, before)}
+    other = {name.partition(DRAW)[0] for name, of in before["data"].items() if found["data"].get(name, of) != of}
+    kept = {_place(row): row for row in _valid(run, study, before) if row["scenario"] not in other}
     rows = kept | {_place(row): row for row in found["rows"]}
     parts = [*before.get("before", ()), {**{name: before[name] for name in PART}, "rows": _of_its_folder(before)}]
     left = {_place(row) for row in kept.values()} - {_place(row) for row in found["rows"]}
@@ -173,7 +186,7 @@ def joined(run: Run, found: dict[str, Any], before: Mapping[str, Any] | None) ->
     in_order = [(scenario, system) for scenario, systems in places_of(study).items() for system in systems]
     return {
         **found,
-        "data": {**before["data"], **found["data"]},
+        "data": {**{name: of for name, of in before["data"].items() if name.partition(DRAW)[0] not in other}, **found["data"]},
         **({"before": told} if (told := [part for part in parts if part["rows"]]) else {}),
         "rows": [rows[place] for place in in_order if place in rows],
     }

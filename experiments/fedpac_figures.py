@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-import yaml
 
 import fedjax_meta as fm
 from fedjax_meta import process, report
-from fedjax_meta.study import load
+from fedjax_meta.study import Study, load, tuning
+from fedjax_meta.study.folder import read_final
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -47,22 +47,30 @@ def curves(
     `python -m experiments.fedpac --variant share --out runs/share` makes such a run.
     """
     with process.one_line_errors(debug):
-        study = yaml.safe_load((run / "study.yaml").read_text(encoding="utf-8"))
-        axis, places = differing({name: one["options"] for name, one in study["scenarios"].items()})
-        found = last_round(run)
-        groups = [group for group in ("known", "new") if (found["clients"] == group).any()]
+        study = load(run / "study.yaml")
+        axis, places = differing({name: dict(one.options) for name, one in study.scenarios.items()})
+        found = {
+            group: {name: mine for name in study.systems if (mine := last_scores(run, study, name, group))}
+            for group in (tuning.KNOWN, tuning.NEW)
+        }
+        groups = [group for group, systems in found.items() if systems]
+        if not groups:
+            raise ValueError(f"{run} has no finished results yet")
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5.5 * len(groups), 4.2), layout="constrained")
         panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
         for panel, group in zip(panels, groups, strict=True):
-            for number, (name, system) in enumerate(study["systems"].items()):
-                mine = found[(found["clients"] == group) & (found["system"] == name)].groupby("scenario")["accuracy_mean"]
-                at = [scenario for scenario in places if scenario in mine.groups]
-                means = [100 * mine.mean()[scenario] for scenario in at]
-                spreads = [100 * float(np.nan_to_num(mine.std()[scenario])) for scenario in at]
+            for number, name in enumerate(study.systems):
+                mine = found[group].get(name, {})
+                at = [scenario for scenario in places if scenario in mine]
+                means, deviations = (
+                    zip(*(report.over_seeds(mine[scenario]) for scenario in at), strict=True) if at else ((), ())
+                )
+                spreads = np.nan_to_num(deviations)
                 style = {"color": report.COLORS[number % len(report.COLORS)], "marker": "o", "markersize": 3, "capsize": 2}
-                panel.errorbar([places[one] for one in at], means, spreads, label=system["title"] or name, **style)
+                label = study.title_of(name) + ("" if np.isfinite(means).any() else " (diverged)")
+                panel.errorbar([places[one] for one in at], means, spreads, label=label, **style)
             panel.set(xlabel=AXES[axis], title=f"{group} clients")
             panel.grid(axis="y", color=report.GRID)
         panels[0].set_ylabel("mean accuracy of clients, %")
@@ -71,11 +79,16 @@ def curves(
         process.console.print(f"figure: {run / 'scenarios.png'}", soft_wrap=True, markup=False)
 
 
-def last_round(run: Path) -> Any:
-    """The rows of `report.load` of each final run's last round."""
-    found = report.load(run)
-    found = found[found["phase"] == "final"]
-    return found[found["round"] == found.groupby(["scenario", "system", "seed"])["round"].transform("max")]
+def last_scores(run: Path, study: Study, name: str, group: str) -> dict[str, np.ndarray]:
+    """By scenario the mean over clients for each seed of a system, in percent; NaN for one that diverged, which is not drawn."""
+    found = {}
+    for scenario in study.scenarios:
+        trials, _ = read_final(run, study, scenario, name)
+        tests = [trial.rows[-1]["tests"].get(group) for trial in trials]
+        if trials and tests[0] is not None:
+            scores = [tuning.last_scores(trial, test, study.score) for trial, test in zip(trials, tests, strict=True)]
+            found[scenario] = np.array([one.mean() for one in scores])
+    return found
 
 
 def differing(options: dict[str, dict[str, Any]]) -> tuple[str, dict[str, float]]:

@@ -105,10 +105,13 @@ def by_share(study: Study, found: Sequence[Finished]) -> dict[str, list[tuple[fl
         share = 0.0 if attack is None else 100 * attack["attackers"]
         points = lines.setdefault(one.title, {})
         if share in points:
-            raise ValueError(f"{one.title} has several scenarios with {share:g} % attackers: give a run of --variant shares")
+            raise ValueError(
+                f"{one.title} has several scenarios with {share:g} % attackers: give a run of one partition, "
+                "--variant shares --variant dirichlet"
+            )
         points[share] = float(known(one).mean())
     if any(len(points) < 2 for points in lines.values()) or not lines:
-        raise ValueError("this run has one share of attackers: give a run of --variant shares")
+        raise ValueError("this run has one share of attackers: give a run of --variant shares --variant dirichlet")
     return {title: sorted(points.items()) for title, points in lines.items()}
 
 

@@ -88,7 +88,7 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
     """
     if only is None:
         return listed
-    names = only.split(",")
+    names = [name.strip() for name in only.split(",")]
     known = {run.name for run in listed}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -120,7 +120,8 @@ def state(run: standing.Run, root: Path) -> str:
         return "not run"
     study = run.load()
     wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
-    done = sum((folder / "results" / scenario / f"{system}.final.json").is_file() for scenario, system in wanted)
+    paths = {(scenario, system): folder / "results" / scenario / f"{system}.final.json" for scenario, system in wanted}
+    done = sum(standing.is_finished(path, study, system) for (_, system), path in paths.items())
     finished = folders.read_run(folder).get("finished") is not None
     if not finished or done < len(wanted):
         return f"partly ({done} of {len(wanted)})"

@@ -242,7 +242,7 @@ def run(
     if dry_run:
         check(chosen, built)
         if out is not None:
-            folders.check_run(chosen, out, built)
+            runs.check_folder(chosen, out, built)
     terminal.announce(chosen, built)
     if dry_run:
         terminal.estimates(chosen, built)

@@ -30,6 +30,7 @@ from fedjax_meta.study.tuning import NEW, points_of
 
 def check(study: Study, built: Mapping[str, Clients]) -> None:
     """Raises `ValueError` where a scenario refuses a score, a system or a point of its grid; trains and writes nothing."""
+    _check_draws(study, built)
     for scenario, clients in built.items():
         _check_metrics(study, scenario, clients)
         for name in study.systems_on(scenario):
@@ -38,6 +39,23 @@ def check(study: Study, built: Mapping[str, Clients]) -> None:
         for name in study.systems_on(scenario):
             with named(study, scenario, name):
                 _check_system(study, scenario, name, clients)
+
+
+def _check_draws(study: Study, built: Mapping[str, Clients]) -> None:
+    """Raises where draws of a scenario, which a report shows as one, score different numbers of clients."""
+    sizes: dict[str, dict[tuple[int, int], str]] = {}
+    for name, clients in built.items() if study.data_seeds else ():
+        ids = counted(study, name, clients, clients.train)
+        known = clients.train.num_clients if ids is None else len(ids)
+        new = 0 if clients.new is None else clients.new.num_clients
+        sizes.setdefault(name.partition(DRAW)[0], {})[known, new] = name
+    for of_draws in sizes.values():
+        if len(of_draws) > 1:
+            ((one, first), (other, second), *_) = of_draws.items()
+            raise ValueError(
+                f"{first} scores {one[0]} known and {one[1]} new clients, but {second} {other[0]} and {other[1]}: draws that are "
+                "shown as one need equally many; leave data_seeds out, or take other ones"
+            )
 
 
 @contextlib.contextmanager

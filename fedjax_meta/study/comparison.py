@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_meta import disk, metrics, report
+from fedjax_meta import disk, escape, metrics, report
+from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import page, results
 from fedjax_meta.study.compare import NAN, Difference, Row, holm
 from fedjax_meta.study.figures import Shown
@@ -105,10 +106,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
             said.append(f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged.")
     reached = next((row.reached for row in rows if row.reached is not None), None)
     if reached is not None:
+        central = [row.system.title for row in rows if row.reached is not None and row.system.pooled]
+        said += [
+            f"Rounds of {title} are passes of central training, which are not those of a federation." for title in central
+        ]
         if reached.kind.share and 0 < reached.target.value <= 1:
             said.append(f"Targets of shares are in percent: the one here is {reached.target.value:g} %.")
+        if reached.target.name != USER_ACCURACY:  # which is known of every round
+            said.append("Rounds are those of tests, so that they are as fine as the tests are close.")
         said.append(
-            "Rounds are those of tests, so that they are as fine as the tests are close. "
             "MB: of a client in every round, down and up. Seconds: training and testing, without compilation; seeds that trained "
             "side by side share their wall-clock, so compare systems with equally many."
         )
@@ -120,8 +126,8 @@ def markdown(groups: Sequence[Sequence[Row]]) -> str:
     text = ["# Comparison", ""]
     for rows in groups:
         for table in tables(rows):
-            text += [f"## {table.title}", "", report.markdown_table(table.headings, table.rows), ""]
-        text += [" ".join(notes(rows)), ""]
+            text += [f"## {escape.markdown(table.title)}", "", report.markdown_table(table.headings, table.rows), ""]
+        text += [escape.markdown(" ".join(notes(rows))), ""]
     return "\n".join(text)
 
 
@@ -142,7 +148,7 @@ def html(groups: Sequence[Sequence[Row]]) -> str:
 
 def comma_separated(groups: Sequence[Sequence[Row]]) -> str:
     """Every number of the comparison, one line for each system; empty where it is not known."""
-    lines = [_numbers(row) for rows in groups for row in rows]
+    lines = [line for rows in groups for line in _adjusted([_numbers(row) for row in rows])]
     names = list(dict.fromkeys(name for line in lines for name in line))
     file = io.StringIO()
     writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -150,6 +156,16 @@ def comma_separated(groups: Sequence[Sequence[Row]]) -> str:
     for line in lines:
         writer.writerow({key: "" if isinstance(value, float) and np.isnan(value) else value for key, value in line.items()})
     return file.getvalue()
+
+
+def _adjusted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers of a scenario with p-values adjusted for the number of rows, as in the tables, and without."""
+    for group in ("known", "new"):
+        for test in ("p_seeds", "p_clients"):
+            name = f"{group}_difference_{test}"
+            for line, value in zip(lines, holm([line[name] for line in lines]), strict=True):
+                line[f"{name}_unadjusted"], line[name] = line[name], value
+    return lines
 
 
 WRITERS = {".md": markdown, ".csv": comma_separated, ".html": html}

@@ -38,13 +38,14 @@ def pooled(
         key = outcome.scenario.partition(DRAW)[0], outcome.system
         had = joined.get(key)
         if had is None:
-            joined[key] = outcome._replace(scenario=key[0], draws=(outcome.chosen,))
+            joined[key] = outcome._replace(scenario=key[0], draws=(outcome.chosen,), draw_tunings=(outcome.tuning,))
         else:
             joined[key] = had._replace(
                 tuning=had.tuning + outcome.tuning,
                 final=had.final + outcome.final,
                 at_edge=had.at_edge + outcome.at_edge,
                 draws=(*had.draws, outcome.chosen),
+                draw_tunings=(*had.draw_tunings, outcome.tuning),
             )
     return clients, list(joined.values())
 

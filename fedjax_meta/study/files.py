@@ -208,6 +208,13 @@ def override(tree: Tree, text: str) -> None:
     if kind in MAKES and field and entry not in known and (field != MAKES[kind] or checks.nearest(entry, known)):
         begin = f"; --set {kind}.{entry}.{MAKES[kind]}=... makes one"
         raise ValueError(f"{kind} has no {entry!r}{checks.nearest(entry, known) or begin}")
+    if kind in MAKES and field.startswith("each."):
+        # What follows is one key of `each`, dots and all.
+        entries = tree[kind][entry]
+        entries["each"] = {**(entries.get("each") or {}), field.removeprefix("each."): read}
+        return
+    if kind in MAKES:
+        refuse_each(kind, entry, known.get(entry), field)
     put(tree, path, read)
 
 
@@ -234,6 +241,16 @@ def _key(path: str, node: Any, name: str) -> Any:
     if not name.isdecimal() or int(name) >= len(node):
         raise ValueError(f"{path!r}: {name} must be a place in a list, from 0 to {len(node) - 1}")
     return int(name)
+
+
+def refuse_each(kind: str, name: str, entry: Any, field: str) -> None:
+    """Raises `ValueError` for a field to which `each` gives several values, so that one more would do nothing."""
+    each = entry.get("each") if isinstance(entry, Mapping) else None
+    for path in each if isinstance(each, Mapping) else ():
+        if field == path or field.startswith(f"{path}."):
+            raise ValueError(
+                f"{kind}.{name} has several values of {path}, under each: --set {kind}.{name}.each.{path}=[...] changes them"
+            )
 
 
 def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:

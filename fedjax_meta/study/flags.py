@@ -86,7 +86,15 @@ def study(text: str) -> Tree:
         systems[f"{name}-{len(alike) + 1}" if alike else name] = _system(method, title, takes, options)
     if not systems:
         raise ValueError("give a study, or --systems with methods to compare, e.g. --systems fedper,fedavg")
-    titles = [one["title"] for one in systems.values()]
+    titles: list[str] = []
+    grids: dict[str, list[Any]] = {}
+    for one in systems.values():
+        # Grids are no part of a title, so that systems with others may have the same.
+        title, before = one["title"], grids.setdefault(one["title"], [])
+        if before and one["grid"] not in before:
+            one["title"] += f" ({len(before) + 1})"
+        titles.append(title)
+        before.append(one["grid"])
     return {"title": ", ".join(titles), "scenarios": {"clients": {}}, "systems": systems, "rounds": ROUNDS}
 
 
@@ -132,6 +140,8 @@ def everywhere(tree: Tree, fields: Mapping[str, Any]) -> None:
     """Sets fields of all scenarios of a study. Another data set drops how images of the old one were augmented."""
     for name, scenario in (tree.get("scenarios") or {}).items():
         if scenario is not None:
+            for field in fields:
+                files.refuse_each("scenarios", name, scenario, field)
             changed = {**scenario, **fields}
             if changed.get("dataset") != scenario.get("dataset"):
                 changed.pop("augment", None)

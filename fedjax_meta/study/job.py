@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from fedjax_meta.study.phase import Desk, Phase, results_path
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System, part
-from fedjax_meta.study.train import trials
+from fedjax_meta.study.train import check_phase, trials
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Point, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator
 
@@ -40,6 +41,7 @@ class Outcome(NamedTuple):
       at_edge: names of the numbers that were chosen at the end of their grid; once for each draw of the clients.
       final: a trial for each seed.
       draws: of several draws that are shown as one, the point of each, see `draws.pooled`.
+      draw_tunings: the trials of each.
       code_changed: whether a user's own code that it needs has changed since the run was begun.
       traffic: of a client in a round, with the chosen point; `None` for central training.
     """
@@ -51,6 +53,7 @@ class Outcome(NamedTuple):
     at_edge: list[str]
     final: list[Trial]
     draws: tuple[Point, ...] = ()
+    draw_tunings: tuple[list[Trial], ...] = ()
     code_changed: bool = False
     traffic: costs.Traffic | None = None
 
@@ -81,6 +84,11 @@ class Job:
         self._system, self._scenario = study.system(name, scenario), study.scenarios[scenario]
         self._points = points_of(self._system)
         self._chosen = self._points[0]
+
+    def check(self, folder: Path) -> None:
+        """Raises `ValueError` if a folder holds results or states of this job that were made with other options."""
+        for phase in (self.tuning(), self.final()) if len(self._points) > 1 else (self.final(),):
+            check_phase(phase, folder)
 
     def run(self, later: Sequence["Job"], desk: Desk) -> Outcome:
         """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""

@@ -298,6 +298,30 @@ def placed(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[st
     return found
 
 
+def filled(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """As `placed`, but for parts that are there alone, and for options of theirs that have no value.
+
+    Example:
+      >>> filled({"uploads": [{"name": "clip", "norm": 3}, "noise"]}, {"uploads.noise.multiplier": 2.0, "uploads.clip.norm": 1.0})
+      {'uploads': [{'name': 'clip', 'norm': 3}, {'name': 'noise', 'multiplier': 2.0}]}
+    """
+    lacking = {}
+    for path, value in numbers.items():
+        option, *words = path.split(".")
+        chain = federation.get(option) or () if option == "uploads" else filter(None, [federation.get(option)])
+        parts = [_mapping(one) for one in chain]
+        if any(words[-1] not in one and (len(words) == 1 or one.get("name") == words[0]) for one in parts):
+            lacking[path] = value
+    return placed(federation, lacking)
+
+
+def option_at(federation: Mapping[str, Any], path: str) -> inspect.Parameter | None:
+    """The option of a part that a name in a grid means, see `placed`; `None` if it has none of this name."""
+    option, *words = path.split(".")
+    registry, name = (UPLOADS, words[0]) if option == "uploads" else (PARTS[option][0], _named(federation[option]))
+    return inspect.signature(registry[name]).parameters.get(words[-1]) if name in registry else None
+
+
 def with_clients(federation: Mapping[str, Any], clients: Clients | None) -> dict[str, Any]:
     """The options of `Federation`, every part made.
 

@@ -111,12 +111,20 @@ def _number(value: Any) -> float:
     return value
 
 
-def write(path: Path, tree: Mapping[str, Json]) -> None:
+def write(path: Path, tree: Mapping[str, Json], *, keep: bool = False) -> None:
     """Writes a file of presets.
+
+    Args:
+      path: of the file.
+      tree: what it says.
+      keep: whether systems that an earlier file has, and `tree` has not, stay.
 
     Raises:
       OSError: it cannot be written.
     """
+    if keep and path.is_file():
+        before = files.parsed(path.read_text(encoding="utf-8"))
+        tree = {**tree, "systems": {**before["systems"], **tree["systems"]}}
     disk.write_text(path, files.text_of(json.loads(json.dumps(tree))))
 
 

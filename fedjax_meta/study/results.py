@@ -129,8 +129,9 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
             f"best {name} at the end of its grid{_why_there(study, outcome, clients, name)}"
             for name in dict.fromkeys(outcome.at_edge)
         ]
-    loss = tuning.exploded(outcome.tuning, outcome.draws or (outcome.chosen,), study.tuned_by)
-    remarks += [] if loss is None else [f"validation loss of {loss:.2g} at the chosen point"]
+    searches = zip(outcome.draw_tunings or (outcome.tuning,), outcome.draws or (outcome.chosen,), strict=True)
+    losses = [loss for trials, point in searches if (loss := tuning.exploded(trials, point, study.tuned_by)) is not None]
+    remarks += [f"validation loss of {max(losses):.2g} at the chosen point"] if losses else []
     idle = clients.new is not None and not trained(NEW, alone(study, outcome.system))
     remarks += ["new clients do not train"] * idle
     if system.pooled:
@@ -313,7 +314,8 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         found = [one for one in outcomes if (one.system, one.scenario) == (row.system, row.scenario)]
         tests = [trial.rows[-1]["tests"].get(row.clients, {}) for one in found for trial in one.final]
         kind = _kind_of(row.score, tests)
-        values = np.array([test.get("scores", {}).get(row.score, np.nan) for test in tests], float)
+        scores = [test.get("scores", {}) for test in tests]  # a metric of one's own has a mean over clients alone
+        values = np.array([one.get(row.score, one.get(f"{row.score}_mean", np.nan)) for one in scores], float)
         diverged = [trial.diverged is not None for one in found for trial in one.final]
         values[diverged] = np.nan
         values *= 100 if kind.share else 1

@@ -26,7 +26,7 @@ from fedjax_meta.study.study import Study
 _PAUSE = 1.0
 """Seconds between two looks at what other processes have finished."""
 
-__all__ = ["Outcome", "Stopped", "Watcher", "build", "run", "shared"]
+__all__ = ["Outcome", "Stopped", "Watcher", "build", "check_folder", "run", "shared"]
 
 
 def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
@@ -65,8 +65,9 @@ def run(
     built = build(study) if clients is None else clients
     _check_start(study, built)
     disk.lock(folder)
+    jobs = check_folder(study, folder, built)
     folders.open_run(study, folder, built, command)
-    jobs, outcomes = _jobs(study, built), []
+    outcomes = []
     with _desk(folder, watcher, should_stop) as desk:
         for number, job in enumerate(jobs):
             outcomes.append(_of(job, jobs[number + 1 :], desk))
@@ -114,6 +115,7 @@ def shared(
             if at_work or folders.ending(folder) not in (None, earlier):
                 folders.join_run(study, folder, built)
             else:
+                check_folder(study, folder, built)
                 folders.open_run(study, folder, built, command)
         _train_free(jobs, desk)
         with _turn(common, desk.should_stop):
@@ -125,6 +127,19 @@ def shared(
             _save_presets(study, folder, outcomes)
             yield outcomes
             folders.close_run(folder)
+
+
+def check_folder(study: Study, folder: Path, built: Mapping[str, Clients]) -> list[Job]:
+    """The jobs of a study, of which a folder holds none of other options; nothing is written.
+
+    Raises:
+      ValueError: the folder holds another study; the message has what differs, with both values.
+    """
+    folders.check_run(study, folder, built)
+    jobs = _jobs(study, built)
+    for job in jobs:
+        job.check(folder)
+    return jobs
 
 
 def _of(job: Job, ahead: Sequence[Job], desk: Desk) -> Outcome:
@@ -216,4 +231,4 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
         facts = {"study": study.title, "command": content["command"], "versions": content["versions"], "git": content["git"]}
         tuning = {**dataclasses.asdict(study.tuning), "rounds": study.tuning.rounds or study.rounds}
         tree = {"scenario": dataclasses.asdict(scenario), **facts, "tuning": tuning, "systems": systems}
-        presets.write(folder / "presets" / f"{name}.yaml", tree)
+        presets.write(folder / "presets" / f"{name}.yaml", tree, keep=True)

@@ -359,6 +359,9 @@ def _object(where: str, of: type, given: Any) -> Any:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} must be a mapping, not {given!r}")
     fields = {field.name: field for field in dataclasses.fields(of)}
+    # A field of mappings that stands there without any, as `options:`, is an empty one.
+    blank = [f.name for f in fields.values() if f.default_factory is dict and f.name in given and given[f.name] is None]
+    given = {name: value for name, value in given.items() if name not in blank}
     for name in given:
         if name not in fields:
             raise ValueError(f"{where} has no field {name!r}{checks.nearest(name, fields)}; allowed are {', '.join(fields)}")
@@ -373,13 +376,13 @@ def _object(where: str, of: type, given: Any) -> Any:
 
 
 def _drawn(scenarios: Mapping[str, Scenario], seeds: Sequence[int]) -> dict[str, Scenario]:
-    """Every scenario once for each seed; those that are draws already stay."""
+    """Every scenario once for each seed. Draws of these seeds that are there already stay, and those of others are left out."""
     drawn: dict[str, Scenario] = {}
     for name, scenario in scenarios.items():
-        if DRAW in name:
-            drawn[name] = scenario
-        else:
-            drawn |= {f"{name}{DRAW}{seed}": dataclasses.replace(scenario, seed=seed) for seed in seeds}
+        base = name.partition(DRAW)[0]
+        for label, seed in ((f"{base}{DRAW}{seed}", seed) for seed in seeds):
+            if label not in drawn:
+                drawn[label] = scenarios.get(label) or dataclasses.replace(scenario, seed=seed)
     return drawn
 
 

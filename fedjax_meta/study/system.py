@@ -25,6 +25,7 @@ from fedjax_meta.study.parts import (
     PARTS,
     SCHEDULES,
     UPLOADS,
+    filled,
     made,
     part,
     placed,
@@ -133,6 +134,9 @@ class System:
         for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
             tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
+        # Options of parts, where the system has the part and does not say them itself.
+        of_parts = {name: value for name, value in free.items() if "." in name and name not in self.grid}
+        object.__setattr__(self, "federation", filled(self.federation, of_parts))
 
     def build(self, clients_or_task: Clients | Task, **numbers: Any) -> Algorithm:
         """The algorithm, see `parts`."""

@@ -21,7 +21,7 @@ from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
 from fedjax_meta.study import made
 from fedjax_meta.study import tuning as choice
-from fedjax_meta.study.folder import read_trials, save_clients
+from fedjax_meta.study.folder import read_json, read_trials, save_clients
 from fedjax_meta.study.phase import Desk, Phase, Saved, Stopped, results_path, saved_shapes, waves
 from fedjax_meta.study.tuning import Trial
 from fedjax_meta.sweeps import Member
@@ -368,6 +368,30 @@ def _makers(path: Path, phase: Phase) -> list[Json]:
     return [*(one for one in before if one != now), now]
 
 
+def check_phase(phase: Phase, folder: Path) -> None:
+    """Raises `ValueError` if a folder holds results or checkpoints of a phase that were made with other options."""
+    path = results_path(phase, folder)
+    if path.is_file():
+        _check_config(read_json(path, ("trials", "config"))["config"], phase, path)
+    for state in sorted((folder / "state" / phase.scenario).glob(f"{phase.system}.{phase.name}.*")):
+        config = checkpoint.saved_config(state)
+        if config is not None:
+            _check_config({name: value for name, value in config.items() if name != "members"}, phase, state)
+
+
+def _check_config(before: Json, phase: Phase, path: Path) -> None:
+    odd = checkpoint.first_difference(before, json.loads(json.dumps(phase.config)))
+    if odd is None:
+        return
+    name, old, new = odd
+    change = f"{name} was {old!r} when {path} was written and is {new!r} now"
+    if name == "scored":
+        change = (
+            f"other systems of scenario {phase.scenario} attack than when {path} was written, so that other clients are scored"
+        )
+    raise ValueError(f"cannot resume: {change}; give another folder")
+
+
 def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
     """The trials that an earlier run saved.
 
@@ -377,10 +401,6 @@ def _finished(path: Path, phase: Phase) -> dict[str, Trial]:
     if not path.is_file():
         return {}
     trials, content = read_trials(path)
-    odd = checkpoint.first_difference(content["config"], json.loads(json.dumps(phase.config)))
-    if odd is not None:
-        raise ValueError(
-            f"cannot resume: {odd[0]} was {odd[1]!r} when {path} was written and is {odd[2]!r} now; give another folder"
-        )
+    _check_config(content["config"], phase, path)
     # A run of other rounds is continued from its last state.
     return trials if content["rounds"] == phase.rounds else {}

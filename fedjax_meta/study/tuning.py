@@ -12,6 +12,7 @@ from fedjax_meta import report, sweeps
 from fedjax_meta.data import FederatedData, holdout
 from fedjax_meta.federation import Federation
 from fedjax_meta.study import lookup
+from fedjax_meta.study.parts import option_at
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, Tuning
 from fedjax_meta.study.system import System
@@ -70,8 +71,9 @@ def shaping(system: System) -> tuple[str, ...]:
 def _of_type(system: System, *types: type) -> tuple[str, ...]:
     own = inspect.signature(lookup.method(system.method)).parameters
     kinds = {field.name: field.type for field in dataclasses.fields(Federation)}
-    kinds |= {name: _kind(own[name], values) for name, values in system.grid.items() if name in own}
-    return tuple(name for name in system.grid if set(types) & {kinds[name], *get_args(kinds[name])})
+    given = {name: option_at(system.federation, name) if "." in name else own.get(name) for name in system.grid}
+    kinds |= {name: _kind(option, system.grid[name]) for name, option in given.items() if option is not None}
+    return tuple(name for name in system.grid if set(types) & {kinds.get(name), *get_args(kinds.get(name))})
 
 
 def _kind(option: inspect.Parameter, values: Sequence[float]) -> Any:
@@ -229,19 +231,19 @@ EXPLODED = 10
 """Tables flag a validation loss above this multiple of the smallest loss at the first evaluation."""
 
 
-def exploded(trials: Sequence[Trial], chosen: Sequence[Point], tuning: Tuning) -> float | None:
-    """The validation loss of points that were chosen by another score, if it has grown beyond all measure, see `EXPLODED`.
+def exploded(trials: Sequence[Trial], chosen: Point, tuning: Tuning) -> float | None:
+    """The validation loss of a point that was chosen by another score, if it has grown beyond all measure, see `EXPLODED`.
 
     Args:
       trials: of a grid.
-      chosen: the points that were chosen, one or one for each draw of the clients.
+      chosen: the point that was chosen.
       tuning: how, see `Study.tuned_by`.
     """
     (group, *_), losses, first = _GROUPS[tuning.validation], [], math.inf
     for trial in trials:
         ends = [trial.rows[row]["tests"][group]["scores"].get("loss", math.nan) for row in (0, -1)]
         first = min(first, ends[0]) if math.isfinite(ends[0]) else first
-        losses += ends[1:] if trial.numbers in chosen and trial.diverged is None else []
+        losses += ends[1:] if trial.numbers == chosen and trial.diverged is None else []
     most = max(losses, default=math.nan)
     return most if most > EXPLODED * first > 0 else None
 
@@ -306,7 +308,7 @@ def words(study: Study, main: Sequence[str]) -> str:
     else:
         samples = metric == "accuracy" and "accuracy" not in study.metrics  # of the confusion matrix
         by = f"{metric.replace('_', ' ')} ({'over all samples' if samples else 'mean over clients'})"
-    text = f"Grids were searched by {by} on {where[tuning.validation]}, after {rounds} rounds."
+    text = f"Grids were searched by {by} on {where[tuning.validation]}, after {rounds} round{'s' * (rounds != 1)}."
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."
     if tuning.extend:

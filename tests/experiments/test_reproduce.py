@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -248,6 +249,50 @@ def test_the_list_has_measured_hours_and_what_is_in_the_docs(folder):
     assert reproduce.line(listed, root, None) == [name, *rest]
     found = {"hours": 1.234, "seeds": [1], "rows": [{}]}
     assert reproduce.line(listed, root, found) == [name, "1.23", "measured", "done", "1 of 2 rows, 1 seed", "Digits"]
+
+
+def test_what_lacks_seeds_or_rounds_is_not_done(folder, tmp_path):
+    """A run that was extended, and stopped after its first system: the second has the old seeds."""
+    listed, root = folder
+    shutil.copytree(root / "digits", tmp_path / "digits")
+    path = tmp_path / "digits/results/pairs/local.final.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    for changed in (
+        {**whole, "trials": {name: trial for name, trial in whole["trials"].items() if trial["seed"] == 1}},
+        {**whole, "rounds": 1},
+    ):
+        path.write_text(json.dumps(changed), encoding="utf-8")
+        found = standing.extract(listed, tmp_path / "digits")
+        assert [row["system"] for row in found["rows"]] == ["fedavg"] and standing.missing(listed, found) == ["local"]
+        assert reproduce.state(listed, tmp_path) == "partly (1 of 2)"
+    for more in (replace(listed, seeds=[1, 2, 3]), replace(listed, settings=["rounds=3"])):
+        assert reproduce.state(more, root) == "partly (0 of 2)"
+
+
+def test_results_of_a_system_that_the_folders_study_lacks_are_not_taken(folder, tmp_path):
+    """They may be of other settings: `--missing` ran other systems in this folder."""
+    listed, root = folder
+    shutil.copytree(root / "digits", tmp_path / "digits")
+    run.run(replace(listed, systems=["fedavg"]).load(), tmp_path / "digits", watcher=Silent())
+    other = replace(listed, settings=["systems.local.options.lr=0.3"])
+    assert [row["system"] for row in standing.extract(other, tmp_path / "digits")["rows"]] == ["fedavg"]
+
+
+def test_rows_of_a_scenario_whose_data_changed_are_dropped_and_others_stay():
+    listed = next(one for one in LISTED if one.name == "fedpac_concepts")
+    study = listed.load()
+    (first, second, *_), name = study.scenarios, next(iter(study.systems))
+
+    def extract(data, *scenarios):
+        rows = [{"scenario": s, "system": name, "settings": standing.settings_of(study, s, name)} for s in scenarios]
+        about = {"versions": {}, "device": "cpu", "config": "", "hours": 1.0, "command": "", "rounds": 0, "seeds": [1]}
+        return {**about, "commit": "a", "data": data, "rows": rows}
+
+    before = extract({first: "x", second: "y"}, first, second)
+    found = standing.joined(listed, extract({first: "z"}, first), before)
+    assert [row["scenario"] for row in found["rows"]] == [first, second] and found["data"] == {first: "z", second: "y"}
+    without = standing.joined(listed, {**extract({first: "z"}), "rows": []}, before)
+    assert [row["scenario"] for row in without["rows"]] == [second]
 
 
 def test_scores_of_orders_are_those_of_each_part():

@@ -264,3 +264,28 @@ def test_intervals_of_levels_stay_within_the_score_and_those_of_differences_need
 def test_the_ranges_of_scores_that_are_no_shares(name, mean, shown):
     kind = report.Kind(name, False, False)
     assert comparison._interval(mean, 2.0, kind, ends=comparison._range(kind)) == shown
+
+
+def test_p_values_are_adjusted_in_every_form_and_words_stay_words():
+    rng = np.random.default_rng(3)
+
+    def some(title, gain):
+        scores = rng.uniform(size=(3, 6)) * 0.2
+        return compare.Finished(
+            title,
+            "<script>",
+            "abc",
+            [Trial({}, seed, [{"round": 1, "tests": {"known": known(row + gain)}}], None) for seed, row in enumerate(scores)],
+        )
+
+    def known(values):
+        return {"accuracy": values, "scores": {"accuracy_mean": values.mean()}}
+
+    rows = compare.compared([some("a", 0.1), some("b", 0.2), some("c", 0.5)], reference="a")
+    lines = list(csv.DictReader(io.StringIO(comparison.comma_separated([rows]))))
+    for test in ("p_seeds", "p_clients"):
+        raw = [float(line[f"known_difference_{test}_unadjusted"] or "nan") for line in lines]
+        adjusted = [float(line[f"known_difference_{test}"] or "nan") for line in lines]
+        np.testing.assert_allclose(adjusted, compare.holm(raw))
+        assert np.isnan(raw[0]) and min(adjusted[1:]) > min(raw[1:])
+    assert "<script>" not in comparison.markdown([rows])

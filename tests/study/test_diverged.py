@@ -123,15 +123,20 @@ def test_a_loss_that_exploded_is_told_though_its_point_wins_by_accuracy():
         return Trial({"lr": lr}, 0, [{"round": 5 * i, "tests": {"validation": t}} for i, t in enumerate(tests, 1)], None)
 
     trials = [some(0.1, 2.0, 0.5), some(1.0, 90.0, 7.7e9), some(0.2, 1.9, 4.0)]
-    assert tuning.exploded(trials, [{"lr": 1.0}], Tuning()) == 7.7e9
-    assert tuning.exploded(trials, [{"lr": 0.2}], Tuning()) is None
-    assert tuning.exploded([], [{}], Tuning()) is None
+    assert tuning.exploded(trials, {"lr": 1.0}, Tuning()) == 7.7e9
+    assert tuning.exploded(trials, {"lr": 0.2}, Tuning()) is None
+    assert tuning.exploded([], {}, Tuning()) is None
     clients = type("Clients", (), {"orders": 1, "new": None})()
     for lr, told in ((1.0, True), (0.2, False)):
         one = outcome("fedavg", [ended([0.9])])._replace(tuning=trials, chosen={"lr": lr})
         assert ("validation loss of 7.7e+09 at the chosen point" in results._remarks(study(), one, clients)) == told
+    # A trial of one draw of the clients is none of another draw, which chose the same number.
+    apart = outcome("fedavg", [ended([0.9])])._replace(
+        tuning=[*trials, *trials], chosen={"lr": 0.2}, draws=({"lr": 0.2}, {"lr": 1.0}), draw_tunings=(trials, trials[:1])
+    )
+    assert not any("validation loss" in remark for remark in results._remarks(study(), apart, clients))
     without = Trial({"lr": 0.1}, 0, [validated(0.5)], None)
-    assert tuning.exploded([without], [{"lr": 0.1}], Tuning()) is None
+    assert tuning.exploded([without], {"lr": 0.1}, Tuning()) is None
 
 
 def test_a_gap_that_is_not_known_is_empty():

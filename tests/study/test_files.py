@@ -1,5 +1,6 @@
 """Studies as files: by name, with variants, entries for several, tables of published numbers, draws, other kinds of clients."""
 
+import copy
 import re
 
 import jax
@@ -11,7 +12,8 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fedjax_meta.front import program
-from fedjax_meta.study import Scenario, System, draws, figures, files, from_tree, load, page, results, run, to_tree
+from fedjax_meta.study import Scenario, System, draws, figures, files, flags, from_tree, load, page, results, run, to_tree
+from fedjax_meta.study.check import check
 from fedjax_meta.study.tuning import Trial
 from fedjax_meta.task import Batch
 from tests.study.common import TREE, Silent, study, tree
@@ -131,6 +133,48 @@ def test_draws_are_trained_each_and_shown_together(tmp_path):
     of_draws = [results.by_client(joined[i].final, "known", None).values.reshape(2, 2, -1).mean(1).ravel() for i in (0, 1)]
     np.testing.assert_allclose(canvas.lines[0].get_ydata(), np.sort(of_draws[0] - of_draws[1]), atol=1e-9)
     assert canvas.lines[0].get_ydata().size == 2 * clients["pairs"].train.num_clients
+
+
+def test_other_draws_of_a_written_study_are_those_of_the_study():
+    written = to_tree(study(data_seeds=[3, 4]))
+    more, other = (from_tree({**written, "data_seeds": seeds}) for seeds in ([3, 4, 5], [4]))
+    assert to_tree(more) == to_tree(study(data_seeds=[3, 4, 5])) and to_tree(other) == to_tree(study(data_seeds=[4]))
+
+
+def test_draws_that_score_different_numbers_of_clients_are_refused():
+    """`per_client` classes and a least size: whoever has too few samples is left out, in one draw more than in another."""
+    chosen = study(data_seeds=[1, 2], seeds=[1])
+    built = run.build(chosen)
+    check(chosen, built)
+    first = built["pairs@1"]
+    with pytest.raises(
+        ValueError, match="pairs@1 scores 7 known and 2 new clients, but pairs@2 8 and 2: draws that are shown"
+    ):
+        check(chosen, {**built, "pairs@1": first._replace(noisy=np.array([0]))})
+
+
+def test_a_field_with_several_values_is_set_by_its_list_alone():
+    entry = {"method": "fedavg", "each": {"options.epochs": [1, 5], "federation.attack": [{"none": None}, "sign_flip"]}}
+    given = tree(systems={"a": entry}, scenarios={"pairs": {**TREE["scenarios"]["pairs"], "each": {"clients": [5, 10]}}})
+    for text in ("systems.a.options.epochs=3", "systems.a.federation.attack.scale=3", "scenarios.pairs.clients=5"):
+        with pytest.raises(
+            ValueError, match=r"(systems.a|scenarios.pairs) has several values of .*, under each: --set .*=\[...\]"
+        ):
+            files.override(copy.deepcopy(given), text)
+    with pytest.raises(ValueError, match="scenarios.pairs has several values of clients"):
+        flags.everywhere(copy.deepcopy(given), {"clients": 5})
+    files.override(given, "systems.a.options.lr=0.3")
+    files.override(given, "systems.a.each.options.epochs=[7]")
+    files.override(given, "systems.a.each.federation.attack=[null]")
+    (made,) = files.expanded("systems", given["systems"]).values()
+    assert made["options"] == {"lr": 0.3, "epochs": 7} and made["federation"] == {"attack": None}
+
+
+def test_a_field_of_mappings_without_any_is_an_empty_one():
+    blank = tree(federation=None, scenarios={"pairs": {**TREE["scenarios"]["pairs"], "model_options": None}})
+    blank["systems"] = {"local": {**TREE["systems"]["local"], "grid": None, "tested_with": None}}
+    made = from_tree(blank)
+    assert made.federation == {} and made.scenarios["pairs"].model_options == {} and made.systems["local"].tested_with == {}
 
 
 def test_a_table_of_gains_names_the_clients_of_each_draw():

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from fedjax_meta import masks, models
-from fedjax_meta.study import files, flags, load
+from fedjax_meta.study import files, flags, from_tree, load
 from tests import problems
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -164,3 +164,9 @@ def test_a_composition_keeps_the_form_of_its_state_and_has_the_wanted_personal_l
     own = before.personal if "rates" not in getattr(before.personal, "_fields", ()) else before.personal[0]
     wanted = masks.split(masks.variables_shape(task), masks.resolve(personal, task))[0]
     assert jax.tree.structure(own) == jax.tree.structure(wanted)
+
+
+def test_systems_that_differ_in_their_grids_alone_are_told_apart():
+    made = flags.study("fedavg(lr=[0.03, 0.1]), fedavg, fedavg(lr=[0.3]), fedper")
+    titles = [one["title"] for one in made["systems"].values()]
+    assert titles == ["fedavg", "fedavg (2)", "fedavg (3)", "fedper"] and len(from_tree(made).systems) == 4

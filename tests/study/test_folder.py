@@ -76,6 +76,41 @@ def test_two_changes_that_contradict_a_run_are_refused_with_both_values_of_each(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+CHANGED = {
+    "metrics": ["calibration_error"],
+    "user_accuracy": "train",
+    "on_divergence": "stop",
+    "store": "host",
+    "stop_at": 99,
+}
+
+
+@pytest.mark.parametrize("field", CHANGED)
+def test_a_refused_option_of_results_leaves_the_record_as_it_was(finished, tmp_path, field):
+    """Also where there are checkpoints alone."""
+    folder, _ = finished
+    with pytest.raises(KeyboardInterrupt):
+        run.run(study(systems={"local": TREE["systems"]["local"]}), tmp_path, watcher=Silent(stop_at=1))
+    assert not list((tmp_path / "results").rglob("*.json")) and list((tmp_path / "state").glob("*/*/*"))
+    message = f"cannot resume: {field} was not set when .* and is .* now"
+    for place, systems in ((folder, TREE["systems"]), (tmp_path, {"local": TREE["systems"]["local"]})):
+        before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        other = study(systems=systems, **{field: CHANGED[field]})
+        with pytest.raises(ValueError, match=message):
+            run.run(other, place, watcher=Silent())
+        with pytest.raises(ValueError, match=message):
+            run.check_folder(other, place, run.build(other))
+        assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
+def test_other_attackers_are_other_clients_that_are_scored(tmp_path):
+    liar = {"method": "fedavg", "options": {"lr": 0.1}, "federation": {"attack": {"name": "sign_flip", "attackers": 0.25}}}
+    both = {"local": TREE["systems"]["local"], "liar": liar}
+    run.run(study(systems={"local": both["local"]}, rounds=1, seeds=[1]), tmp_path, watcher=Silent())
+    with pytest.raises(ValueError, match="other systems of scenario pairs attack than when .* other clients are scored; give"):
+        run.run(study(systems=both, rounds=1, seeds=[1]), tmp_path, watcher=Silent())
+
+
 def test_a_folder_with_results_of_other_scenarios_is_refused(finished):
     folder, _ = finished
     other = tree(scenarios={"triples": TREE["scenarios"]["pairs"]})

@@ -224,3 +224,30 @@ def test_the_command_line_has_the_options(tmp_path):
         "devices": 1, "store": "host", "delta": 1e-4, "on_divergence": "stop",
     }  # fmt: skip
     assert written["systems"]["gone"]["method"] == TREE["systems"]["fedavg"]["method"]
+
+
+PARTS = {
+    "a": {
+        "method": "fedavg",
+        "options": {"lr": 0.1, "batch_size": 20},
+        "federation": {"uploads": ["clip", "quantize"], "attack": {"name": "sign_flip", "attackers": 0.25}},
+        "grid": {"uploads.clip.norm": [0.01, 5], "uploads.quantize.bits": [8], "attack.scale": [2]},
+    }
+}
+
+
+def test_a_grid_over_options_of_parts(tmp_path):
+    chosen = study(systems=PARTS, rounds=2, seeds=[1])
+    system = chosen.system("a")
+    assert tuning.shaping(system) == ("uploads.quantize.bits",)
+    points = tuning.points_of(system)
+    assert points == [{"uploads.clip.norm": n, "uploads.quantize.bits": 8, "attack.scale": 2.0} for n in (0.01, 5.0)]
+    assert [type(value) for value in points[0].values()] == [float, int, float]
+    (outcome,) = run.run(chosen, tmp_path / "run", watcher=Silent())
+    assert outcome.chosen == points[1]  # such a small norm leaves the model almost where it was
+    # A preset fills in what the system leaves open in parts that it has.
+    name = f"{tmp_path}/run/presets/pairs/a"
+    bare = {"uploads": [{"name": "clip"}, {"name": "quantize", "bits": 4}]}
+    (clip, quantize) = System(method="fedavg", preset=name, federation=bare).federation["uploads"]
+    assert (clip["norm"], quantize["bits"]) == (5.0, 4)
+    assert System(method="fedavg", preset=name).federation == {}

@@ -84,3 +84,18 @@ def test_bad_input_gets_one_line(finished, saved, tmp_path):
     (tmp_path / "odd.yaml").write_text("[1]")
     with pytest.raises(ValueError, match="odd.yaml is no file of presets"):
         presets.find("odd/x")
+
+
+def test_a_run_of_some_systems_keeps_the_presets_of_the_others(tmp_path):
+    grid = {"method": "fedavg", "options": {"batch_size": 20}, "grid": {"lr": [0.02, 0.2]}}
+    both = study(systems={"a": grid, "b": {**grid, "title": "b"}}, rounds=1, seeds=[1], tuning={"rounds": 1})
+    run.run(both, tmp_path, watcher=Silent())
+    path = tmp_path / "presets" / "pairs.yaml"
+    before = presets.read(path, "pairs")
+    run.run(
+        study(systems={"b": {**grid, "title": "b"}}, rounds=1, seeds=[1], tuning={"rounds": 1}), tmp_path, watcher=Silent()
+    )
+    after = presets.read(path, "pairs")
+    assert list(after) == ["a", "b"] and {name: one.chosen for name, one in after.items()} == {
+        name: one.chosen for name, one in before.items()
+    }
