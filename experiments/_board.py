@@ -157,8 +157,7 @@ class Cell(NamedTuple):
         path = self.folder / "results" / self.found.scenario / f"{self.system}.tuning.json"
         if not path.is_file():
             return tuning.points_of(self.study.systems[self.system])
-        trials, _ = folders.read_trials(path)
-        return [dict(point) for point in dict.fromkeys(tuple(trial.numbers.items()) for trial in trials.values())]
+        return folders.read_points(path)
 
 
 def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:

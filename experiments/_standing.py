@@ -308,8 +308,7 @@ def _row(path: Path, study: Study, orders: int, targets: Sequence[float]) -> tup
     tuned = path.with_name(path.name.replace(".final.", ".tuning."))
     points = []
     if tuned.is_file():
-        tried = _trials(tuned, study.tuning.seeds)
-        points = [dict(point) for point in sorted({tuple(trial["numbers"].items()) for trial in tried})]
+        points, tried = folders.read_points(tuned), _trials(tuned, study.tuning.seeds)
         spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
     trials = sorted(trials, key=lambda trial: trial["seed"])
     chosen = trials[0]["numbers"]

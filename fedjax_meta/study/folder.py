@@ -23,7 +23,7 @@ from fedjax_meta.study import guarantees, lookup, own_code
 from fedjax_meta.study.scenario import Clients, Scenario
 from fedjax_meta.study.study import Study, load, to_yaml
 from fedjax_meta.study.system import System
-from fedjax_meta.study.tuning import KNOWN, Trial, last_scores, points_of, rungs
+from fedjax_meta.study.tuning import KNOWN, Point, Trial, last_scores, points_of, rungs
 
 Json = Any
 Where = tuple[str, str, str]
@@ -211,6 +211,25 @@ def read_trials(path: Path) -> tuple[dict[str, Trial], dict[str, Json]]:
     if not whole:
         raise ValueError(f"{path} is damaged: it holds no tests; {AGAIN}")
     return trials, content
+
+
+def note_points(path: Path, points: Sequence[Point]) -> None:
+    """Says in the file of a grid's trials which points were searched last; it keeps those that were taken out of the grid."""
+    content = read_json(path, ("trials", "config"))
+    if content.get("points") != points:
+        disk.write_text(path, json.dumps({**content, "points": list(points)}, allow_nan=False) + "\n")
+
+
+def read_points(path: Path) -> list[Point]:
+    """The points of a grid that were searched last, with those to which it moved on.
+
+    Raises:
+      ValueError: the file is damaged.
+      OSError: it cannot be read.
+    """
+    trials, content = read_trials(path)
+    tried = content.get("points") or [trial.numbers for trial in trials.values()]
+    return [dict(point) for point in dict.fromkeys(tuple(point.items()) for point in tried)]
 
 
 def read_final(folder: Path, study: Study, scenario: str, system: str) -> tuple[list[Trial], dict[str, Json]]:

@@ -106,6 +106,7 @@ class Job:
                 points, moved = [*points, *more], moved + 1
                 found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), desk)
                 self._chosen = choice.best(found, self._study.tuned_by).point
+            folders.note_points(results_path(tuning, desk.folder), points)
         self._prepare([pair for job in later for pair in job.sweeps()], desk)
         final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
         edges = choice.at_edge(points, self._chosen)

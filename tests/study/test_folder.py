@@ -138,6 +138,17 @@ def test_another_interval_and_more_rounds_are_taken_up(finished, tmp_path):
     assert [row["round"] for row in again[0].final[0].rows] == [1, 2, 3, 4]
 
 
+def test_values_that_are_taken_out_of_a_grid_stay_and_do_not_count(tmp_path):
+    def searched(*rates):
+        system = {**TREE["systems"]["fedavg"], "grid": {"lr": list(rates)}}
+        run.run(study(systems={"fedavg": system}, rounds=1, seeds=[1], tuning={"rounds": 1}), tmp_path, watcher=Silent())
+        path = tmp_path / "results/pairs/fedavg.tuning.json"
+        return [point["lr"] for point in folders.read_points(path)], len(folders.read_trials(path)[0])
+
+    assert searched(0.02, 0.2, 0.1) == ([0.02, 0.2, 0.1], 3) and searched(0.02, 0.1) == ([0.02, 0.1], 3)
+    assert searched(0.02, 0.1, 0.2) == ([0.02, 0.1, 0.2], 3)  # nothing was trained for it
+
+
 def test_metrics_of_a_killed_run_become_those_of_its_checkpoints(finished, tmp_path):
     folder, (fedavg, _) = finished
     text = (folder / "metrics.jsonl").read_text()
