@@ -20,8 +20,8 @@ USER_ACCURACY = "user_accuracy"
 def load(folder: str | Path) -> "pandas.DataFrame":
     """Every evaluation of a run: one row for each scenario, system, phase, member, round and group of clients.
 
-    A run that was stopped may have evaluated a round twice; the last line counts. Systems, scenarios and seeds that were taken out
-    of the run's study are left out; values that were taken out of a grid are not.
+    A run that was stopped may have evaluated a round twice; the last line counts. Systems, scenarios and seeds that were taken
+    out of the run's study are left out; values that were taken out of a grid are not.
 
     Raises:
       OSError: the folder holds no `metrics.jsonl`.
