@@ -213,8 +213,7 @@ def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
     ]
     found = compare.finished([folder]) if names else []
     cells = [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
-    whole = lambda cell: standing.is_finished(cell.final, study, cell.system)  # noqa: E731
-    return [cell for cell in cells if whole(cell)]
+    return [cell for cell in cells if standing.is_finished(cell.final, study, cell.system)]
 
 
 def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:

@@ -64,9 +64,9 @@ def curves(
             for number, name in enumerate(study.systems):
                 mine = found[group].get(name, {})
                 at = [scenario for scenario in places if scenario in mine]
-                means, deviations = (
-                    zip(*(report.over_seeds(mine[scenario]) for scenario in at), strict=True) if at else ((), ())
-                )
+                if not at:
+                    continue  # not finished yet
+                means, deviations = zip(*(report.over_seeds(mine[scenario]) for scenario in at), strict=True)
                 spreads = np.nan_to_num(deviations)
                 style = {"color": report.COLORS[number % len(report.COLORS)], "marker": "o", "markersize": 3, "capsize": 2}
                 label = study.title_of(name) + ("" if np.isfinite(means).any() else " (diverged)")

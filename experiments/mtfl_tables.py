@@ -88,9 +88,8 @@ def row(title: str, trials: Sequence[Trial], traffic: costs.Traffic, time: costs
     lines = [list(curve(trial.rows, USER_ACCURACY)[1] / 100) for trial in trials]
     curves = np.array([line + [np.nan] * (max(map(len, lines)) - len(line)) for line in lines])
     last = [trial.rows[-1] for trial in trials]
-    there = np.array(
-        [np.nan if trial.diverged is not None else 1.0 for trial in trials]
-    )  # what a diverged run scores is no result
+    # What a diverged run scores is no result.
+    there = np.array([np.nan if trial.diverged is not None else 1.0 for trial in trials])
     spread = float(np.mean(there * [one["train"]["user_accuracy_std"][-1] for one in last]))
     trained = float(np.mean(there * [one["tests"]["known"]["scores"]["accuracy_mean"] for one in last]))
     return Row(title, curves, spread, trained, traffic, time, [len(line) for line in lines])
