@@ -13,7 +13,7 @@ from experiments._standing import SCORES, Claim, Run, places_of
 from experiments._verdicts import NOT, ONE, ORDER, UNRUN, VERDICTS, WITHIN, measured, order, verdicts
 from fedjax_meta import report
 from fedjax_meta.study import Study, baselines, tuning
-from fedjax_meta.study.study import DRAW
+from fedjax_meta.study.files import DRAW
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 END_OF_GRID = "‡"

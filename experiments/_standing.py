@@ -18,7 +18,8 @@ from experiments import _user_accuracy as users
 from fedjax_meta import report
 from fedjax_meta.study import Study, load, tuning
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study.study import DRAW, to_tree
+from fedjax_meta.study.files import DRAW
+from fedjax_meta.study.study import to_tree
 
 HERE = Path(__file__).parent
 LIST = HERE / "reproduce.yaml"
@@ -51,7 +52,7 @@ class Run:
       name: of its folder and of its extract.
       title: of its section.
       study: name of a study of the package.
-      variants, systems, settings, seeds: as `fedjax-meta run` takes them.
+      variants, systems, scenarios, settings, seeds: as `fedjax-meta run` takes them.
       hours: measured or estimated on two cores, see `cost`.
       cost: where `hours` is from.
       causes: by system, why a published number is not reproduced.
@@ -67,6 +68,7 @@ class Run:
     cost: str
     variants: list[str] = dataclasses.field(default_factory=list)
     systems: list[str] = dataclasses.field(default_factory=list)
+    scenarios: list[str] = dataclasses.field(default_factory=list)
     settings: list[str] = dataclasses.field(default_factory=list)
     seeds: list[int] = dataclasses.field(default_factory=list)
     causes: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -80,6 +82,7 @@ class Run:
         for variant in self.variants:
             words += ["--variant", variant]
         words += ["--systems", ",".join(self.systems)] if self.systems else []
+        words += ["--scenarios", ",".join(self.scenarios)] if self.scenarios else []
         words += ["--seeds", ",".join(map(str, self.seeds))] if self.seeds else []
         for setting in self.settings:
             words += ["--set", setting]
@@ -93,7 +96,8 @@ class Run:
     def load(self) -> Study:
         """The study as the command runs it."""
         seeds = [f"seeds={self.seeds}"] if self.seeds else []
-        return load(self.study, [*seeds, *self.settings], variants=self.variants, systems=self.systems or None)
+        systems, scenarios = self.systems or None, self.scenarios or None
+        return load(self.study, [*seeds, *self.settings], variants=self.variants, systems=systems, scenarios=scenarios)
 
 
 def read_list(path: Path = LIST) -> list[Run]:
@@ -223,12 +227,11 @@ def _valid(run: Run, study: Study, found: Mapping[str, Any]) -> list[Mapping[str
     ]
 
 
-def missing(run: Run, found: Mapping[str, Any] | None) -> list[str]:
-    """The systems of which an extract lacks a row with the settings of the list."""
+def missing(run: Run, found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The (scenario, system) of which an extract lacks a row with the settings of the list; the draws of a scenario are one."""
     study = run.load()
     has = set(map(_place, _valid(run, study, found))) if found is not None else set()
-    lacking = {system for scenario, systems in places_of(study).items() for system in systems if (scenario, system) not in has}
-    return [name for name in study.systems if name in lacking]
+    return [(scenario, name) for scenario, names in places_of(study).items() for name in names if (scenario, name) not in has]
 
 
 def settings_of(study: Study, scenario: str, system: str) -> str:
@@ -284,6 +287,8 @@ def check_same(run: Run, folder: Path) -> None:
     wanted, made = to_tree(study), to_tree(held)
     made["tuning"] |= {"extend": wanted["tuning"]["extend"]}  # the same command goes on with it
     wanted["scenarios"] = {name: of for name, of in wanted["scenarios"].items() if name in made["scenarios"]}
+    for tree in (wanted, made):  # where a system is run changes none of its results
+        tree["systems"] = {name: {**of, "scenarios": None} for name, of in tree["systems"].items()}
     tuned = ["tuning"] if any(system.grid for system in study.systems.values()) else []
     for field in ("rounds", "seeds", "scenarios", "federation", *tuned):
         if wanted[field] != made[field]:

@@ -2,8 +2,8 @@
 
 `experiments/reproduce.yaml` is the list of runs. `--list` shows what is done. `--hours` runs what is missing until the time is
 over. `--write-docs FOLDER` turns the run folders in FOLDER into docs/results/NAME.json, and writes the page from those files.
-With `--missing`, a run of many hours goes on where its folder is gone: systems whose rows the docs have are not run again, and
-`--write-docs` adds the others to them.
+With `--missing`, a run of many hours goes on where its folder is gone: scenarios and systems whose rows the docs have are not run
+again, and `--write-docs` adds the others to them.
 """
 
 import contextlib
@@ -46,7 +46,9 @@ def main(
     only: Only = None,
     hours: Hours = None,
     data_dir: DataDir = None,
-    missing: Annotated[bool, typer.Option("--missing", help="Only systems whose results docs/ does not have.")] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only scenarios and systems whose results docs/ does not have.")
+    ] = False,
     write_docs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the results in FOLDER into docs/, and stop.")
     ] = None,
@@ -97,13 +99,16 @@ def pick(listed: list[standing.Run], only: str | None) -> list[standing.Run]:
 
 
 def lacking(chosen: list[standing.Run]) -> list[standing.Run]:
-    """The runs of which docs/results lacks systems, with these systems alone, and with their share of the hours."""
+    """The runs of which docs/results lacks rows, with their scenarios and systems alone, and with their share of the hours."""
     extracts, runs = standing.read_extracts(), []
     for run in chosen:
-        systems = standing.missing(run, extracts.get(run.name))
-        if systems:
-            hours = round(run.hours * len(systems) / len(run.load().systems), 2)
-            runs.append(dataclasses.replace(run, systems=systems, hours=hours))
+        if places := standing.missing(run, extracts.get(run.name)):
+            every = standing.places_of(run.load())
+            scenarios, systems = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
+            rows = sum(len({*systems} & {*every[name]}) for name in scenarios)
+            hours = round(run.hours * rows / sum(map(len, every.values())), 2)
+            some = scenarios if len(scenarios) < len(every) else []
+            runs.append(dataclasses.replace(run, systems=systems, scenarios=some, hours=hours))
     return runs
 
 

@@ -111,6 +111,10 @@ def _asked(
             show_default=False,
         ),
     ] = None,
+    scenarios: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Run only these scenarios of the study.", show_default=False),
+    ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(help="Data set for all scenarios, without augmentation; see `list datasets`.", show_default=False),
@@ -172,7 +176,8 @@ def _asked(
     short += [f"{name}={value}" for name, value in fields.items() if value is not None]
     scenario = flags.scenario(dataset=dataset, partition=partition, clients=clients, model=model)
     variants = [*(variant or ()), *(["quick"] if quick else [])]
-    chosen = load(study, [*short, *(set_ or ())], variants=variants, systems=systems, scenario_fields=scenario)
+    overrides = [*short, *(set_ or ())]
+    chosen = load(study, overrides, variants=variants, systems=systems, scenarios=scenarios, scenario_fields=scenario)
     if rounds is not None and (chosen.tuning.rounds or 0) > rounds:
         chosen = dataclasses.replace(chosen, tuning=dataclasses.replace(chosen.tuning, rounds=rounds))
     if extend and not chosen.tuning.extend:

@@ -20,10 +20,11 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, guarantees
 from fedjax_meta.study import tuning as choice
+from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.job import counted
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.study import DRAW, Study
+from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System
 from fedjax_meta.study.tuning import NEW, points_of
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedjax_meta import report
+from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.job import Outcome
 from fedjax_meta.study.scenario import Clients
-from fedjax_meta.study.study import DRAW, Study
+from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import NEW, last_scores
 
 

@@ -16,6 +16,9 @@ from fedjax_meta import checks
 DEEPEST = 20
 """Dots in the path of a field; no study has so many."""
 
+DRAW = "@"
+"""Between the name of a scenario and the seed of a draw of it."""
+
 MAKES = {"scenarios": "dataset", "systems": "method"}
 """By the kind of an entry, the field that an override may make a new one with."""
 
@@ -367,38 +370,62 @@ def notes(given: Iterable[Any], systems: Collection[str]) -> list[str]:
     return lines
 
 
-def only(tree: Tree, systems: Sequence[str]) -> Tree:
-    """The tree of some systems of a study, with the scenarios and published numbers that concern them.
+def only(tree: Tree, systems: Sequence[str] | None = None, scenarios: Sequence[str] | None = None) -> Tree:
+    """The tree of some systems and scenarios of a study, with the published numbers that concern them.
 
     Args:
       tree: of the study.
       systems: names, also of entries with `each` ("imaml", or "imaml-5" for the first of its values), which stand for all that
-        they make.
+        they make; all when not given. Scenarios that none of them is run on are left out.
+      scenarios: names, likewise. Systems that are run on none of them are left out.
 
     Raises:
-      ValueError: a system that the study does not have.
+      ValueError: a system or scenario that the study does not have, systems that are run on none of the scenarios.
     """
-    entries = expanded("systems", tree.get("systems") or {})
-
-    def meant(entry: str, name: str) -> bool:
-        return entry == name if name in entries else entry.startswith(f"{name}-")
-
-    for name in systems:
-        if not any(meant(entry, name) for entry in entries):
-            checks.one_of("system", name, entries)
-    kept = {label: entry for label, entry in entries.items() if any(meant(label, name) for name in systems)}
-    said = [entry.get("scenarios") if isinstance(entry, Mapping) else None for entry in kept.values()]
-    used = [names if isinstance(names, list) else [] for names in said]
-    scenarios = expanded("scenarios", tree.get("scenarios") or {})
-    if all(used):
-        scenarios = {name: entry for name, entry in scenarios.items() if any(name in names for names in used)}
+    for name in scenarios or ():
+        if DRAW in name:
+            raise ValueError(f"scenario {name}: give {name.partition(DRAW)[0]}; data_seeds says which draws of it there are")
+    kept = _meant("system", expanded("systems", tree.get("systems") or {}), systems)
+    places = _meant("scenario", expanded("scenarios", tree.get("scenarios") or {}), scenarios)
+    if scenarios is not None:
+        on = {name: _run_on(entry, places) for name, entry in kept.items()}
+        if systems is not None and (idle := [name for name in kept if not on[name]]):
+            raise ValueError(f"system {idle[0]} is run on none of the scenarios {', '.join(places)}")
+        kept = {name: _without(entry, places) for name, entry in kept.items() if on[name]}
+    used = {place for entry in kept.values() for place in _run_on(entry, places)}
+    places = {name: entry for name, entry in places.items() if name in used}
+    known = {"", *(name.partition(DRAW)[0] for name in places)}
     rows = published(tree.get("published") or ())
     rows = [
-        row
-        for row in rows
-        if not isinstance(row, Mapping) or (row.get("system") in kept and row.get("scenario", "") in {*scenarios, ""})
+        row for row in rows if not isinstance(row, Mapping) or (row.get("system") in kept and row.get("scenario", "") in known)
     ]
-    made = {**tree, "systems": kept, "scenarios": scenarios, "published": rows}
+    made = {**tree, "systems": kept, "scenarios": places, "published": rows}
     if isinstance(tree.get("user_accuracy"), Mapping):
         made["user_accuracy"] = {name: view for name, view in tree["user_accuracy"].items() if name in kept} or None
     return made
+
+
+def _meant(kind: str, entries: Tree, names: Sequence[str] | None) -> Tree:
+    """The entries that are meant by names; a name stands for itself, for what an entry with `each` makes, or for all draws."""
+
+    def meant(entry: str, name: str) -> bool:
+        return entry == name if name in entries else entry.partition(DRAW)[0] == name or entry.startswith(f"{name}-")
+
+    for name in names or ():
+        if not any(meant(entry, name) for entry in entries):
+            checks.one_of(kind, name, entries)
+    return {label: entry for label, entry in entries.items() if names is None or any(meant(label, name) for name in names)}
+
+
+def _run_on(entry: Any, scenarios: Iterable[str]) -> list[str]:
+    """Those of the scenarios that a system is run on, by its entry."""
+    own = entry.get("scenarios") if isinstance(entry, Mapping) else None
+    return [name for name in scenarios if not isinstance(own, list) or name.partition(DRAW)[0] in own]
+
+
+def _without(entry: Any, scenarios: Collection[str]) -> Any:
+    """The entry of a system whose list of scenarios, if it has one, names these alone."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("scenarios"), list):
+        return entry
+    names = {name.partition(DRAW)[0] for name in scenarios}
+    return {**entry, "scenarios": [name for name in entry["scenarios"] if name in names]}

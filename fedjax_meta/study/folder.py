@@ -328,7 +328,7 @@ def _cut(study: Study, begun: set[str]) -> bool:
 def _compare(folder: Path, content: Json, fixed: Json, rounds: Mapping[str, int], begun: set[str], *, cut: bool) -> None:
     """Raises where a study contradicts what its folder has results of; `cut`: whether halving ended trials early."""
     there = sorted(name for name in begun if "/" not in name)
-    if not {*there} & {*fixed["scenarios"]}:
+    if not {*there, *content["fixed"].get("scenarios", {})} & {*fixed["scenarios"]}:
         raise ValueError(f"{folder} holds another study, of {', '.join(there)}; give another folder")
     systems = {name.partition("/")[2] for name in begun}
     known = {"scenarios": begun, "systems": systems, "clients": begun, "tuning": set(fixed["tuning"])}

@@ -9,6 +9,7 @@ from fedjax_meta import checks, measures
 from fedjax_meta.federation import OPTIONS
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import files, flags, parts, targets
+from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.system import System
 
@@ -16,8 +17,6 @@ STORES = ("device", "host", "disk")
 ON_DIVERGENCE = ("continue", "stop")
 
 LONGEST_NAME = 100
-DRAW = "@"
-"""Between the name of a scenario and the seed of a draw of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +287,7 @@ def load(
     *,
     variants: Sequence[str] = (),
     systems: str | Sequence[str] | None = None,
+    scenarios: str | Sequence[str] | None = None,
     scenario_fields: Mapping[str, Any] | None = None,
 ) -> Study:
     """Reads a study from a YAML file, or a study of the package by its name.
@@ -298,6 +298,7 @@ def load(
       variants: names of changes that the file holds under "variants", in order; overrides come after them.
       systems: those to keep, with the scenarios, published numbers and notes that concern them; all when not given. Names, or a
         text of names between commas.
+      scenarios: those to keep, with the systems that are run on them, likewise.
       scenario_fields: of all scenarios, see `flags.scenario`.
 
     Raises:
@@ -306,12 +307,15 @@ def load(
     """
     if isinstance(systems, str) and path is not None:
         systems = flags.words(systems)
+    if isinstance(scenarios, str):
+        scenarios = flags.words(scenarios)
     tree = flags.study(str(systems or "")) if path is None else files.read(path)
     tree = files.variants(tree, variants)
     flags.everywhere(tree, scenario_fields or {})
     for text in overrides:
         files.override(tree, text)
-    return from_tree(tree if systems is None or path is None else files.only(tree, systems))
+    named = None if path is None or systems is None else [*systems]
+    return from_tree(tree if named is None and scenarios is None else files.only(tree, named, scenarios))
 
 
 def from_tree(tree: Mapping[str, Any]) -> Study:

@@ -151,8 +151,8 @@ def test_rows_of_several_folders_make_one_extract(folder):
     place = [second["scenario"], second["system"]]
     assert [(part["rows"], part["commit"], part["hours"]) for part in both["before"]] == [([place], "b" * 40, 1.5)]
     assert f" {second['system']}: commit `{'b' * 12}`;" in results.page([listed], {"digits": both})
-    assert standing.missing(listed, both) == [] and standing.missing(listed, newest) == [second["system"]]
-    assert standing.missing(listed, None) == [first["system"], second["system"]]
+    assert standing.missing(listed, both) == [] and standing.missing(listed, newest) == [("pairs", second["system"])]
+    assert standing.missing(listed, None) == [("pairs", first["system"]), ("pairs", second["system"])]
     # A third folder: rows keep where they are from, and a folder without rows is not named.
     again = standing.joined(listed, {**found, "commit": "c" * 40, "rows": [first]}, both)
     assert [(part["rows"], part["commit"]) for part in again["before"]] == [([place], "b" * 40)]
@@ -166,14 +166,17 @@ def test_rows_of_other_settings_or_data_are_not_joined(folder):
     first, second = found["rows"]
     newest = {**found, "rows": [first]}
     other = replace(listed, settings=[f"systems.{second['system']}.options.lr=0.3"])
-    assert standing.joined(other, newest, found)["rows"] == [first] and standing.missing(other, found) == [second["system"]]
+    assert standing.joined(other, newest, found)["rows"] == [first] and standing.missing(other, found) == [
+        ("pairs", second["system"])
+    ]
     assert standing.joined(listed, newest, {**found, "data": {"pairs": "other"}})["rows"] == [first]
-    assert standing.missing(replace(listed, settings=["rounds=3"]), found) == [first["system"], second["system"]]
+    every = [("pairs", first["system"]), ("pairs", second["system"])]
+    assert standing.missing(replace(listed, settings=["rounds=3"]), found) == every
     # How far a grid may move on changes no row. An older row does not tell its settings, and counts by the command.
     assert standing.missing(replace(listed, settings=["tuning.extend=2"]), found) == []
     old = {**found, "rows": [{name: value for name, value in row.items() if name != "settings"} for row in found["rows"]]}
     assert standing.missing(listed, old) == [] and standing.joined(listed, newest, old)["rows"] == [first, old["rows"][1]]
-    assert standing.missing(other, old) == [first["system"], second["system"]]
+    assert standing.missing(other, old) == every
     assert standing.joined(other, newest, old)["rows"] == [first]
 
 
@@ -216,6 +219,23 @@ def test_only_what_the_docs_lack_is_run(folder, monkeypatch):
     assert reproduce.lacking([listed]) == []
 
 
+def test_only_scenarios_that_the_docs_lack_are_run(monkeypatch):
+    listed = next(one for one in LISTED if one.name == "fedpac_samples")
+    study = listed.load()
+    first, *others = study.scenarios
+    rows = [
+        {"scenario": first, "system": name, "settings": standing.settings_of(study, first, name)} for name in study.systems
+    ]
+    found = {"command": listed.command, "rounds": study.rounds, "seeds": study.seeds, "rows": rows}
+    monkeypatch.setattr(standing, "read_extracts", lambda: {listed.name: found})
+    (narrowed,) = reproduce.lacking([listed])
+    assert list(narrowed.load().scenarios) == narrowed.scenarios == others and narrowed.hours < listed.hours
+    assert f"--scenarios {','.join(others)} --seeds" in narrowed.command and narrowed.systems == list(study.systems)
+    rows.pop()  # its last system is to be run on all
+    (narrowed,) = reproduce.lacking([listed])
+    assert narrowed.scenarios == [] and narrowed.hours == listed.hours
+
+
 def test_a_folder_of_some_systems_goes_on_with_the_others(tmp_path):
     """As `--missing` does: the folder's study is of the last systems, the results of the first ones are still there."""
     content = copy.deepcopy(tree(tuning={"rounds": 1, "seeds": [0]}, rounds=1))
@@ -225,8 +245,8 @@ def test_a_folder_of_some_systems_goes_on_with_the_others(tmp_path):
     path = tmp_path / "digits.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     listed, before = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test"), None
-    for name in reversed(names):
-        run.run(replace(listed, systems=[name]).load(), tmp_path / "digits", watcher=Silent())
+    for name, places in [(names[1], []), (names[0], ["pairs", "others"])]:
+        run.run(replace(listed, systems=[name], scenarios=places).load(), tmp_path / "digits", watcher=Silent())
         before = standing.joined(listed, standing.extract(listed, tmp_path / "digits"), before)
     assert standing.missing(listed, before) == [] and {row["system"] for row in before["rows"]} == set(names)
 
@@ -263,7 +283,9 @@ def test_what_lacks_seeds_or_rounds_is_not_done(folder, tmp_path):
     ):
         path.write_text(json.dumps(changed), encoding="utf-8")
         found = standing.extract(listed, tmp_path / "digits")
-        assert [row["system"] for row in found["rows"]] == ["fedavg"] and standing.missing(listed, found) == ["local"]
+        assert [row["system"] for row in found["rows"]] == ["fedavg"] and standing.missing(listed, found) == [
+            ("pairs", "local")
+        ]
         assert reproduce.state(listed, tmp_path) == "partly (1 of 2)"
     for more in (replace(listed, seeds=[1, 2, 3]), replace(listed, settings=["rounds=3"])):
         assert reproduce.state(more, root) == "partly (0 of 2)"

@@ -111,6 +111,31 @@ def test_systems_may_be_run_on_some_scenarios_only():
     assert kept == [["a-1-0_1", "a-1-0_2", "a-5-0_1", "a-5-0_2"], ["a-5-0_1", "a-5-0_2"], ["a-5-0_2"]]
 
 
+def test_some_scenarios_of_a_study_are_run():
+    one, (first, second) = TREE["scenarios"]["pairs"], TREE["systems"]
+    systems = {first: {**TREE["systems"][first], "scenarios": ["a-5", "b"]}, second: TREE["systems"][second]}
+    places = {"a": {**one, "each": {"clients": [5, 10]}}, "b": one, "c": one}
+    rows = [{"scenario": name, "rows": {second: 90.0}} for name in ("a-5", "b")]
+    given = tree(scenarios=places, systems=systems, published=rows)
+
+    def of(*names, systems=None):
+        return from_tree(files.only(copy.deepcopy(given), systems, names))
+
+    assert list(of("b", "a").scenarios) == ["a-5", "a-10", "b"] and list(of("a-10").systems) == [second]
+    less = of("a-5", "c")
+    assert less.systems[first].scenarios == ["a-5"] and [row.scenario for row in less.published] == ["a-5"]
+    assert less.systems_on("a-5") == [first, second] and less.systems_on("c") == [second]
+    assert list(of("b", "c", systems=[first]).scenarios) == ["b"]  # no scenario without systems
+    with pytest.raises(ValueError, match=f"system {first} is run on none of the scenarios c"):
+        of("c", systems=[first])
+    with pytest.raises(ValueError, match=r"scenario='d' is unknown.*allowed are a-5, a-10, b, c"):
+        of("d")
+    drawn = to_tree(from_tree({**given, "data_seeds": [3, 4]}))  # as study.yaml of a run holds it
+    assert list(from_tree(files.only(drawn, scenarios=["b"])).scenarios) == ["b@3", "b@4"]
+    with pytest.raises(ValueError, match="scenario b@3: give b; data_seeds says"):
+        files.only(drawn, scenarios=["b@3"])
+
+
 def test_draws_are_trained_each_and_shown_together(tmp_path):
     """The draws differ in their clients, and the pooled outcome holds the trials of all of them."""
     chosen = study(data_seeds=[3, 4], rounds=2, tuning={"rounds": 1})
