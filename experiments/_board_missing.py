@@ -75,9 +75,9 @@ def _not_measured(
         return []
     words = (
         "Measurements that rows lack. `python -m experiments.leaderboard --data-dir DIR --only RUNS --count-flops` counts FLOPs, "
-        "for which it trains the first seed of these rows once more; with `--new-clients` in its place, new clients are tested "
-        "with fewer samples and other steps, for which all seeds are trained once more where the folder of the run is gone. "
-        "Central training has no client whose FLOPs could be counted."
+        "for which it trains again only methods whose numbers of steps follow from parameters; with `--new-clients` in its "
+        "place, new clients are tested with fewer samples and other steps, for which all seeds are trained once more where the "
+        "folder of the run is gone. Central training has no client whose FLOPs could be counted."
     )
     table = report.markdown_table(["scenario", "measurement", "systems", "RUNS", "missing"], rows, text_columns=4)
     return [words, "", table, ""]

@@ -36,9 +36,7 @@ def main(
     only: reproduce.Only = None,
     hours: reproduce.Hours = None,
     data_dir: reproduce.DataDir = None,
-    count_flops: Annotated[
-        bool, typer.Option(help="Count the FLOPs of rows that lack them by training these rows again, and stop.")
-    ] = False,
+    count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of rows that lack them, and stop.")] = False,
     new_clients: Annotated[
         bool,
         typer.Option(

@@ -1,5 +1,7 @@
 """What a study will cost: FLOPs against a count by hand, and the rest of an estimate."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +9,15 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import estimate
+from fedjax_meta.study import estimate, flops
 from fedjax_meta.study.tuning import points_of
 from tests import problems
 from tests.study.common import TREE, study
 from tests.test_contract import make
 
 
-def flops(function, *arguments):
-    results, found = jax.jit(estimate.counted(function))(*arguments)
+def counted(function, *arguments):
+    results, found = jax.jit(flops.counted(function))(*arguments)
     expected = function(*arguments)
     assert problems.distance(results, expected) < 1e-6  # counting changes no result
     return float(found)
@@ -23,27 +25,47 @@ def flops(function, *arguments):
 
 def test_products_are_counted_as_often_as_loops_turn_and_branches_are_taken():
     a, b = np.ones((2, 3)), np.ones((3, 5))
-    assert flops(lambda a, b: a @ b, a, b) == 2 * 2 * 3 * 5
-    assert flops(lambda a, n: jax.lax.fori_loop(0, n, lambda i, s: s + jnp.sum(a @ a.T), 0.0), a, 7) == 7 * 2 * 2 * 2 * 3
-    assert flops(lambda a: jax.lax.scan(lambda s, row: (s + row @ row, row), 0.0, a), a) == 2 * 2 * 3
+    assert counted(lambda a, b: a @ b, a, b) == 2 * 2 * 3 * 5
+    assert counted(lambda a, n: jax.lax.fori_loop(0, n, lambda i, s: s + jnp.sum(a @ a.T), 0.0), a, 7) == 7 * 2 * 2 * 2 * 3
+    assert counted(lambda a: jax.lax.scan(lambda s, row: (s + row @ row, row), 0.0, a), a) == 2 * 2 * 3
     for taken, wanted in ((True, 24), (False, 0)):
-        assert flops(lambda a, t: jax.lax.cond(t, lambda: jnp.sum(a @ a.T), lambda: 0.0), a, taken) == wanted
-    assert flops(jax.grad(jax.checkpoint(lambda a: jnp.sum(jnp.sin(a @ np.ones((3, 5)))))), a) > 2 * 2 * 3 * 5
+        assert counted(lambda a, t: jax.lax.cond(t, lambda: jnp.sum(a @ a.T), lambda: 0.0), a, taken) == wanted
+    assert counted(jax.grad(jax.checkpoint(lambda a: jnp.sum(jnp.sin(a @ np.ones((3, 5)))))), a) > 2 * 2 * 3 * 5
     # Three lanes with counters of their own turn as often as the longest one, and each keeps its own result.
     lanes = jax.vmap(lambda a, n: jax.lax.fori_loop(0, n, lambda i, s: s + jnp.sum(a @ a.T), 0.0))
-    assert flops(lanes, np.arange(18.0).reshape(3, 2, 3), np.array([1, 5, 3])) == 5 * 3 * 2 * 2 * 2 * 3
+    assert counted(lanes, np.arange(18.0).reshape(3, 2, 3), np.array([1, 5, 3])) == 5 * 3 * 2 * 2 * 2 * 3
     image, kernel = np.ones((1, 6, 6, 2)), np.ones((3, 3, 2, 4))
 
     def convolution(image, kernel):
         return jax.lax.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    assert flops(convolution, image, kernel) == 2 * (4 * 4 * 4) * (3 * 3 * 2)
+    assert counted(convolution, image, kernel) == 2 * (4 * 4 * 4) * (3 * 3 * 2)
 
 
 def test_products_that_cannot_be_counted_are_refused():
     algorithm, data = make("fedavg", devices=2, lanes=1), problems.data()
     with pytest.raises(ValueError, match=r"products inside shard_map cannot be counted.*devices=1"):
-        estimate.flops_of_rounds(algorithm, data, 1)
+        flops.of_rounds(algorithm, data, 1)
+
+
+def test_rounds_are_counted_without_what_their_count_does_not_depend_on():
+    """CG ends when it has converged, so that its parameters count; FedALA's count needs to know whom the server has seen."""
+
+    def trained(algorithm, data, rounds):
+        key, found = jax.random.key(3), []
+        state, program = algorithm.init(key, data), jax.jit(flops.counted(algorithm.round))
+        for number in range(rounds):
+            (state, _), one = program(jax.random.fold_in(key, number), state, data)
+            found.append(float(one))
+        return found
+
+    data, federation = problems.data(), fm.Federation(cohort_size=4, devices=1, lanes=1)
+    estimator = partial(fm.implicit.implicit_gradient, prox_weight=1.0, cg_steps=20, tolerance=0.03)
+    converged = METHODS["fedmeta"](problems.task(), estimator=estimator, inner_steps=2)
+    for method in (converged, *(METHODS[name](problems.task(), batch_size=32) for name in ("fedala", "ditto", "fedpac"))):
+        algorithm = fm.federate(method, federation)
+        found = flops.of_rounds(algorithm, data, 4, seed=3).tolist()
+        assert found == trained(algorithm, data, 4) and len(set(found)) > 1
 
 
 def test_a_round_of_a_linear_model_costs_what_its_gradients_cost():
@@ -65,7 +87,7 @@ def test_rounds_of_a_method_that_learns_weights_of_known_clients_cost_more():
     for name in ("fedavg", "fedala"):
         method = METHODS[name](problems.task(), batch_size=32)
         algorithm = fm.federate(method, fm.Federation(cohort_size=data.num_clients, devices=1, lanes=1))
-        found[name] = estimate.flops_of_rounds(algorithm, data, 3)
+        found[name] = flops.of_rounds(algorithm, data, 3)
     assert found["fedavg"].shape == (3,) and len(set(found["fedavg"])) == 1
     assert found["fedala"][1] > 1.5 * found["fedala"][0] == 1.5 * found["fedavg"][0]
 
@@ -74,7 +96,7 @@ def test_rounds_of_a_method_that_learns_weights_of_known_clients_cost_more():
 def test_a_round_of_every_method_is_counted(name):
     algorithm, data = make(name, devices=1, lanes=1), problems.data()
     state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
-    (after, _), found = jax.eval_shape(estimate.counted(algorithm.round), jax.random.key(0), state, data)
+    (after, _), found = jax.eval_shape(flops.counted(algorithm.round), jax.random.key(0), state, data)
     assert problems.forms(after) == problems.forms(state) and found.shape == ()
 
 
