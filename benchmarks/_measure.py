@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from fedjax_meta import checks, runtime
-from fedjax_meta.study import folder
+from fedjax_meta.study.environment import cpu_model
 
 # Without this, JAX takes most of an accelerator's memory, which workers and PyTorch need too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
         "device": devices[0].device_kind,
         "platform": devices[0].platform,
         "devices": len(devices),
-        "processor": folder.cpu_model(),
+        "processor": cpu_model(),
         "python": platform.python_version(),
         **versions,
     }

@@ -18,7 +18,8 @@ from fedjax_meta import disk, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, load, tuning
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study.job import counted
+from fedjax_meta.study.job import scored_clients
+from fedjax_meta.study.result_files import read_final, read_points
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import to_tree
 from fedjax_meta.study.system import System
@@ -157,7 +158,7 @@ class Cell(NamedTuple):
         path = self.folder / "results" / self.found.scenario / f"{self.system}.tuning.json"
         if not path.is_file():
             return tuning.points_of(self.study.systems[self.system])
-        return folders.read_points(path)
+        return read_points(path)
 
 
 def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
@@ -209,7 +210,7 @@ def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
         name
         for scenario in study.scenarios
         for name in study.systems_on(scenario)
-        if folders.read_final(folder, study, scenario, name)[0]
+        if read_final(folder, study, scenario, name)[0]
     ]
     found = compare.finished([folder]) if names else []
     cells = [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
@@ -297,7 +298,7 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
     study, scenario = cell.study, cell.found.scenario
     clients = study.scenarios[scenario].build(data_dir)
     lines = []
-    asked, scored = TESTED_ON[study.scenario(scenario).adapt_on], counted(study, scenario, clients, clients.train)
+    asked, scored = TESTED_ON[study.scenario(scenario).adapt_on], scored_clients(study, scenario, clients, clients.train)
     for title, groups in baselines.measured(clients, study.seeds[:1], study.metrics, asked, scored).items():
         known, new = (
             report.main_score(groups[g][0], study.score) if g in groups else None for g in (compare.KNOWN, compare.NEW)

@@ -28,7 +28,7 @@ from experiments import _standing as standing
 from experiments._board import NAN, Line
 from fedjax_meta.study import Study, compare, made
 from fedjax_meta.study import run as runner
-from fedjax_meta.study.folder import read_trials
+from fedjax_meta.study.result_files import read_trials
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.tuning import Point, Trial
 

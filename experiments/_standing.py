@@ -19,6 +19,7 @@ from fedjax_meta import report
 from fedjax_meta.study import Study, load, tuning
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study.files import DRAW
+from fedjax_meta.study.result_files import read_points
 from fedjax_meta.study.study import to_tree
 
 HERE = Path(__file__).parent
@@ -313,7 +314,7 @@ def _row(path: Path, study: Study, orders: int, targets: Sequence[float]) -> tup
     tuned = path.with_name(path.name.replace(".final.", ".tuning."))
     points = []
     if tuned.is_file():
-        points, tried = folders.read_points(tuned), _trials(tuned, study.tuning.seeds)
+        points, tried = read_points(tuned), _trials(tuned, study.tuning.seeds)
         spent += sum(row["seconds"] + row["compile_seconds"] for trial in tried for row in trial["rows"])
     trials = sorted(trials, key=lambda trial: trial["seed"])
     chosen = trials[0]["numbers"]

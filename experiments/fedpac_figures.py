@@ -13,7 +13,7 @@ import typer
 import fedjax_meta as fm
 from fedjax_meta import process, report
 from fedjax_meta.study import Study, load, tuning
-from fedjax_meta.study.folder import read_final
+from fedjax_meta.study.result_files import read_final
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 

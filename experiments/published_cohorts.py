@@ -33,7 +33,7 @@ import typer
 from fedjax_meta import report
 from fedjax_meta.data import slots
 from fedjax_meta.process import console, one_line_errors
-from fedjax_meta.study import folder as folders
+from fedjax_meta.study.result_files import read_trials
 from fedjax_meta.study.tuning import Trial
 
 CLIENTS, COHORT, SKIPPED, SEED = 50, 5, 6, 42
@@ -131,7 +131,7 @@ def _finished(run: Path) -> Iterator[tuple[str, str, Path, list[Trial]]]:
     for system, begins in TESTED.items():
         path = run / "results" / "pairs" / f"{system}.final.json"
         if path.is_file():
-            yield system, begins, path, list(folders.read_trials(path)[0].values())
+            yield system, begins, path, list(read_trials(path)[0].values())
 
 
 def test_losses(clone: Path, run: Path) -> list[list[str]]:

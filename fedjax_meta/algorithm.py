@@ -141,8 +141,8 @@ class Algorithm:
       init: `(key, data) -> State`.
       round: `(key, state, data) -> (State, RoundInfo)`; the state keeps its structure, shapes and dtypes.
       personalize: `(key, state, support, client, num_clients=None) -> variables`: the model that one client tests with, after
-        whatever the method does with its support view. `client` is the row of a client in the state, or `None` for a client
-        that never took part. `num_clients` is N where the state holds the rows of some clients only.
+        whatever the method does with its support view. `client` is the row of a client in the state, or `None` for a new
+        client, which is none of the N. `num_clients` is N where the state holds the rows of some clients only.
       predict: `(variables, x [B, ...]) -> outputs [B, ...]`, as `Task.predict`.
       exchange: `data -> Exchange`; nothing is computed. See `costs.traffic`.
       cohort: `(key of the round, round, N) -> ids [C]`. A round needs the rows and data of these clients only, so that the

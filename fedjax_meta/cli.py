@@ -24,6 +24,7 @@ from fedjax_meta.study import (
     draws,
     files,
     flags,
+    index,
     page,
     presets,
     results,
@@ -378,7 +379,7 @@ def runs_(
     `fedjax-meta runs /scratch/runs`
     """
     with one_line_errors(debug):
-        found = folders.index(folder)
+        found = index.index(folder)
         for one in found:
             when = f"{one.started[:16].replace('T', ' ')}  " if one.started else ""
             console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {when}{escape.console(one.state)}", soft_wrap=True)

@@ -28,7 +28,7 @@ class Received(NamedTuple):
       extra: the server's extra state.
       round: int32 scalar, the number of finished rounds.
       seen: bool scalar, whether the client has taken part before.
-      shared_key: the same for all clients of a round and for `collaborate`, for coins that all must see alike. In a test, the
+      shared_key: the same for all clients of a round and for `collaborate`, for random draws that they share. In a test, the
         test's own key.
     """
 
@@ -91,7 +91,7 @@ class Cohort(NamedTuple):
 
 
 class Population(NamedTuple):
-    """What the server could give to a client that never took part.
+    """What the server could give to a new client, which is none of the N.
 
     Attributes:
       model: the server's model.
@@ -123,7 +123,7 @@ class Collaboration(NamedTuple):
         may use a client's own rows for that client alone.
       gives: the same, what clients download afterwards.
 
-    Traffic, and what noise is said to cover, follow from these words. They are believed.
+    `costs.traffic` and the checks on noise use `reads` and `gives`. Nothing verifies that `mix` keeps to them.
     """
 
     mix: Callable[[Key, Any, Cohort, FederatedData], tuple[PyTree, PyTree] | tuple[PyTree, PyTree, dict[str, jax.Array]]]

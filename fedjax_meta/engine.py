@@ -95,7 +95,7 @@ def run_cohort(
     if lanes is not None:
         checks.count("lanes", lanes)
     mesh = client_mesh(devices)
-    with hardware.computing_on(devices), exactness(precision):
+    with hardware.computing_on(devices), matmul_precision(precision):
         # Jitted by itself, a group is traced once for its memory, its shapes and the loop over groups.
         group_of = functools.cache(lambda lanes: jax.jit(partial(_group, rule, lanes)))
         lanes = _lanes(group_of, lanes, mesh, key, ids, given, kept, context)
@@ -248,7 +248,7 @@ def _group(
     return update._replace(sums=jax.tree.map(lambda leaf: jnp.sum(leaf, 0, dtype=leaf.dtype), update.sums))
 
 
-def exactness(precision: str) -> contextlib.AbstractContextManager[Any]:
+def matmul_precision(precision: str) -> contextlib.AbstractContextManager[Any]:
     """The precision of the matrix products that are traced inside."""
     hardware.check_precision(precision)
     # A CPU has one precision; setting it would only make two programs of one.
@@ -293,7 +293,7 @@ _copies: contextvars.ContextVar[int] = contextvars.ContextVar("copies", default=
 
 
 @contextlib.contextmanager
-def side_by_side(count: int) -> Iterator[None]:
+def sharing_memory(count: int) -> Iterator[None]:
     """What is traced inside will be mapped: so many copies of it share the memory of a device."""
     token = _copies.set(count)
     try:

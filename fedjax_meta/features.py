@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
-from fedjax_meta.task import Batch, Task, classification, cross_entropy, require_parts, unchanged, weighted_mean
+from fedjax_meta.task import Batch, Task, classification, cross_entropy, require_parts, unchanged
 from fedjax_meta.types import Key, Params, PyTree, Scalar, Variables
 
 Extractor = Callable[[Variables, PyTree], jax.Array]
@@ -189,30 +189,9 @@ def head_shape(task: Task, method: str) -> tuple[int, int]:
     raise ValueError(f"{method} finds no number of features that the task's head accepts")
 
 
-def class_rows(task: Task, variables: Variables) -> jax.Array:
-    """The weights of each class's logit in a linear head, whatever the layout of its leaves: `[K, d]`, its slopes at 0."""
-    _, head = require_features(task, "the rows of a head")
-    width = head_shape(task, "the rows of a head")[1]
-    return jax.jacrev(lambda z: head(variables, z[None])[0])(jnp.zeros(width))
-
-
 def shape_in(task: Task, variables: Variables, data: FederatedData) -> tuple[int, int]:
     """`feature_shape` on the inputs of a federated data set."""
     return feature_shape(task, variables, data.client(0)[data.views[0]])
-
-
-def of_view(task: Task, variables: Variables, view: ClientView) -> tuple[jax.Array, jax.Array]:
-    """(features of all samples of a view with a 1 appended, `[M, d + 1]`, their labels, `[M]`), in evaluation mode.
-
-    M is the size of the largest client's view; rows of padding are 0.
-    """
-    extract, _ = require_features(task, "features of a view")
-    places = jnp.arange(max(view.max_size, 1))
-    real = places < view.size
-    batch = view.take(places, real)
-    z = extract(variables, batch.x)
-    z = jnp.concatenate([z, jnp.ones((len(places), 1), z.dtype)], 1)
-    return jnp.where(real[:, None], z, 0), batch.y
 
 
 class ClassSums(NamedTuple):
@@ -288,25 +267,6 @@ def renewed_centroids(state: Any, mean: PyTree, weight: PyTree, num_clients: int
     return Centroids(jnp.where(held[:, None], fresh, state.extra.mean), state.extra.known | held)
 
 
-def nearness(z: jax.Array, centroids: Centroids) -> jax.Array:
-    """Minus the squared distance of features `[B, d]` to each centroid, `[B, K]`; a class without one is furthest away."""
-    near = -jnp.sum((z[:, None] - centroids.mean) ** 2, -1)
-    return jnp.where(centroids.known, near, jnp.min(jnp.where(centroids.known, near, jnp.inf), 1, keepdims=True) - 1)
-
-
-def to_centroids(z: jax.Array, batch: Batch, centroids: Centroids) -> jax.Array:
-    """The mean over a batch of the mean squared distance, over d, of features to the centroid of their class, if it has one."""
-    away = jnp.where(centroids.known[batch.y], jnp.mean((z - centroids.mean[batch.y]) ** 2, -1), 0)
-    return weighted_mean(away, batch.weight)
-
-
-def by_classes(value: jax.Array, batch: Batch, classes: int) -> jax.Array:
-    """The sum over the classes of a batch of the mean of a value `[B]` over a class: each class counts as much as the others."""
-    member = jax.nn.one_hot(batch.y, classes) * batch.weight[:, None]
-    each = jnp.sum(member * (1 / jnp.maximum(jnp.sum(member, 0), 1)), 1)
-    return jnp.sum(jnp.where(batch.weight > 0, value * each, 0))
-
-
 def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> jax.Array:
     """Number of samples of each class in a view, `[K]`."""
     # XLA removes the unused inputs, so only labels are read.
@@ -317,31 +277,3 @@ def class_counts(view: ClientView, classes: int, *, batch_size: int = 1024) -> j
         return counts.at[batch.y].add(batch.weight.astype(counts.dtype))
 
     return loops.fori_loop(batches.steps, step, jnp.zeros(classes))
-
-
-def class_shares(view: ClientView, classes: int) -> jax.Array:
-    """The share of each class in a view, `[K]`; 0 where the view is empty."""
-    return class_counts(view, classes) / jnp.maximum(view.size, 1)
-
-
-def unit_rows(z: jax.Array) -> jax.Array:
-    """The rows of `[B, d]` scaled to length 1; a row of zeros stays, without a gradient."""
-    square = jnp.sum(z**2, -1, keepdims=True)
-    return jnp.where(square > 0, z * jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
-
-
-def norm(z: jax.Array) -> jax.Array:
-    """The Euclidean norm of all numbers; its gradient at 0 is 0."""
-    square = jnp.sum(z**2)
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-
-
-def conditional_layer(key: Key, width: int) -> dict[str, jax.Array]:
-    """Initial parameters of `conditional`; the key is consumed."""
-    return dense_layer(key, width, width) | {"scale": jnp.ones(width), "shift": jnp.zeros(width)}
-
-
-def conditional(layer: Params, condition: jax.Array) -> jax.Array:
-    """A dense layer, ReLU and layer normalisation of a condition `[d]`."""
-    a = jax.nn.relu(layer["kernel"] @ condition + layer["bias"])
-    return (a - jnp.mean(a)) * jax.lax.rsqrt(jnp.var(a) + 1e-5) * layer["scale"] + layer["shift"]

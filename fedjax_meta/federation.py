@@ -54,14 +54,14 @@ class Federation:
       server_optimizer: factory `rate -> optax.GradientTransformation`, what the server descends along the mean pseudo-gradient
         with; the method's when not given.
       server_lr: its rate, may be traced; alone it is the rate of `optax.sgd`.
-      average_personal: average personal leaves at the server too. A client that has taken part never reads that average; a new
-        one starts from it (the reference code of FedMeta-Per tests FedPer so). It costs
-        upload bytes and reveals personal leaves to the server.
+      average_personal: average personal leaves at the server too. A client that has taken part never reads that average; one that
+        has not starts from it (the reference code of FedMeta-Per tests FedPer so). It costs upload bytes and reveals personal
+        leaves to the server.
       own_at_test: known clients test with their own personal leaves and memory; else with the server's personal leaves and a
         fresh memory.
-      new_client: `(key, population, support) -> variables`, what a client does that never took part; the method's when not given.
-        "fresh" is the method's `personalize` from the server's model and a fresh memory, also where the method has another rule.
-        Under `uploads.noise` the population holds no rows of clients.
+      new_client: `(key, population, support) -> variables`, what a client that is none of the N tests with; the method's when not
+        given. "fresh" is the method's `personalize` from the server's model and a fresh memory, also where the method has another
+        rule. Under `uploads.noise` the population holds no rows of clients.
       lanes: clients that run side by side on a device, see `engine.run_cohort`.
       devices: how many devices share a cohort, or which (a list); all by default, see `engine.run_cohort`.
       precision: of matrix products where the hardware has a choice: "float32", "tf32" or "bfloat16".
@@ -141,7 +141,7 @@ class Federation:
             )
 
     def __new__(cls, *args: Any, **options: Any) -> "Federation":
-        """Refuses an unknown option by the name of the nearest one."""
+        """Raises `TypeError` for an unknown option, and suggests the nearest name."""
         if args:
             raise TypeError("Federation takes its options by name, e.g. Federation(cohort_size=10)")
         checks.options("Federation", options, [field.name for field in dataclasses.fields(cls)], {})

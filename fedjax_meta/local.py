@@ -14,7 +14,7 @@ from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Mask, Params, Rate, Scalar, Variables
+from fedjax_meta.types import Key, Mask, Params, Rate, Variables
 
 Loss = Callable[[Variables, Batch, Key], tuple[jax.Array, Variables]]
 """`(variables, batch, key) -> (loss, variables with new buffers)`."""
@@ -153,15 +153,3 @@ def parameter_loss(task: Task, buffers: Variables) -> Callable[[Params, tuple[Ba
 
     loss.private = task.private is not None  # type: ignore[attr-defined]
     return loss
-
-
-def fisher_trace(task: Task, key: Key, model: Variables, view: ClientView, batch_size: int) -> jax.Array:
-    """Sum over the batches of a pass of |gradient of the loss|^2, of all trainable leaves."""
-    parameters, buffers = masks.split(model, task.trainable(model))
-    batches, slope = view.in_order(batch_size).keyed(key), jax.grad(parameter_loss(task, buffers))
-
-    def step(t: Scalar, total: jax.Array) -> jax.Array:
-        square = optax.tree.norm(slope(parameters, batches.get(t, 0)), squared=True)
-        return total + square.astype(total.dtype)
-
-    return loops.fori_loop(batches.steps, step, jnp.zeros(()))

@@ -121,7 +121,7 @@ def _check_server(base: Method, at: Callable[[Scalar], Method]) -> None:
         return optimizer.update(weight, optimizer.init(weight), weight)[0]
 
     jaxpr = jax.make_jaxpr(step)(jnp.zeros((), jnp.int32)).jaxpr
-    # Of an outcome that does not need the round, the round is no input once dead code is gone.
+    # If the update does not depend on the round, removing dead code removes that input.
     _, used = jax.interpreters.partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     if any(used):
         raise ValueError(

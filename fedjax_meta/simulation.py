@@ -268,7 +268,7 @@ class Trains(Protocol):
 
     @property
     def compile_seconds(self) -> float:
-        """That it has waited for compilation."""
+        """Seconds that it has waited for compilation."""
 
     def train(self, count: int) -> Log:
         """`count` rounds, to their end."""
@@ -317,7 +317,7 @@ def stretches(
 
     def asked_to_stop() -> bool:
         """All processes of a run stop where one of them is asked to."""
-        with _all_there(run.done):
+        with _explaining_lost_processes(run.done):
             return should_stop is not None and runtime.least_of_processes(not should_stop()) == 0
 
     piece = 1 if in_pieces else most
@@ -328,15 +328,15 @@ def stretches(
         while run.done < stop and not stopped:
             before, count = run.done, min(piece, stop - run.done)
             clock = time.perf_counter() - run.compile_seconds
-            with _all_there(before):
+            with _explaining_lost_processes(before):
                 logs.append(run.train(count))
             if in_pieces:
                 took = time.perf_counter() - run.compile_seconds - clock
-                with _all_there(run.done):
+                with _explaining_lost_processes(run.done):
                     piece = int(runtime.least_of_processes(np.clip(count / max(took, 1e-3), 1, most)))
             on_log(before, logs[-1])
             stopped = asked_to_stop()
-        with _all_there(run.done):
+        with _explaining_lost_processes(run.done):
             evaluations = run.measure() if run.done == stop else None
         compiled = run.compile_seconds - compiled
         yield Stretch(first, run.done, logs, evaluations, time.perf_counter() - started - compiled, compiled)
@@ -559,7 +559,7 @@ def faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData, *,
 
 
 @contextlib.contextmanager
-def _all_there(done: int) -> Iterator[None]:
+def _explaining_lost_processes(done: int) -> Iterator[None]:
     """Explains the error that JAX raises when other processes of the run no longer answer."""
     try:
         yield

@@ -295,7 +295,7 @@ class Programs:
         lanes = at_once or (1 if runtime.on_cpu() else share)
         self.members, self.waited = list(members), 0.0
         self.algorithm = _algorithm(build, members[0].numbers, federation)
-        self.devices, self.places, self.alone, self.prunes = mesh.size, mesh.size * share, lanes == 1, prunes
+        self.devices, self.places, self.prunes = mesh.size, mesh.size * share, prunes
         self.split, self._whole = NamedSharding(mesh, P(MEMBERS)), NamedSharding(mesh, P())
         self.shapes = state_shapes(build, members, data, federation)
         given = data, {name: test.data for name, test in tests.items()}
@@ -306,7 +306,7 @@ class Programs:
 
             def member(shared: Any, one: Any) -> Any:
                 (numbers, key, active), state = one
-                with engine.side_by_side(lanes):
+                with engine.sharing_memory(lanes):
                     return function(_algorithm(build, numbers, federation), key, active, state, shared)
 
             def on_device(who: Any, state: Any, shared: Any) -> Any:
@@ -434,7 +434,7 @@ class _Sweep:
 
     @property
     def compile_seconds(self) -> float:
-        """That it has waited for compilation so far."""
+        """Seconds that it has waited for compilation so far."""
         return self._programs.waited
 
     def _deal(self) -> None:

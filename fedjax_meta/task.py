@@ -74,8 +74,8 @@ class Task(NamedTuple):
       init: `key -> variables`.
       loss: `(variables, batch, key) -> (loss, variables)`. The loss is a scalar, the mean over the real samples of the batch.
         The returned variables have updated buffers (batch-norm running statistics); a model without buffers returns its
-        variables unchanged. The key is for dropout and other randomness. A `LogitsLoss` also says what the loss is made of,
-        which methods need that look inside the model.
+        variables unchanged. The key is for dropout and other randomness. Methods that look inside the model need a
+        `LogitsLoss`, which shows what the loss is made of.
       predict: `(variables, x [B, ...]) -> outputs [B, ...]` in evaluation mode: logits `[B, K]` of a classifier, `[B, T, K]` of
         a model of sequences, predictions `[B]` or `[B, d]` of a regression.
       features: `(variables, x [B, ...]) -> [B, ..., d]`, the input of the head; `None` if the model has no such split.
@@ -101,7 +101,7 @@ FIRST_ORDER_ONLY = (
     "a private task has first derivatives only: exact, hessian_free and implicit meta-gradients need more; use first_order or "
     "reptile"
 )
-"""What the estimators that it names say of a task with private gradients."""
+"""The message of `exact`, `hessian_free` and `implicit` for a task with private gradients."""
 
 
 def unchanged(batch: Batch, key: Key) -> tuple[Batch, Key]:

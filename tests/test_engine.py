@@ -305,7 +305,7 @@ def test_lanes_follow_the_memory(lanes_of):
     assert 1 <= half < some < 64
     # A lane holds one to six squares of 0.52 MB at a time, of half of the memory.
     assert 32 / 3.2 <= some <= 32 / 0.52
-    with engine.side_by_side(2):
+    with engine.sharing_memory(2):
         assert lanes_of(64_000_000) == half  # each of two members of a sweep has half of the memory
     # What else is in the memory does not matter until less than so much is free.
     assert lanes_of(64_000_000, used=28_000_000) == some > lanes_of(64_000_000, used=50_000_000)

@@ -10,9 +10,9 @@ from fedjax_meta.types import PyTree
 def combine(matrix: jax.Array, stacked: PyTree) -> PyTree:
     """Each client's own mixture of all clients' trees.
 
-    This is the general aggregator (FedPAC, FedFomo, FedAMP, L2GD); it needs every client's tree at once. Plain means use the
-    running sum instead and never build a matrix. A leaf that is not finite has no effect on rows that give it weight 0, and
-    makes the leaf NaN in the other rows.
+    FedPAC, FedFomo, FedAMP, FedCAC and pFedSim use it. It needs every client's tree at once; plain means use a running sum and
+    never build a matrix. A leaf that is not finite has no effect on rows that give it weight 0, and makes the leaf NaN in the
+    other rows.
 
     Args:
       matrix: `[C, C]`; row i has the weights of client i's mixture and sums to 1.

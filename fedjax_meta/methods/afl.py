@@ -79,8 +79,8 @@ def afl(
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         batches, share = data["train"].endless(tagged(key, "order"), batch_size, local_steps), received.memory
         model, loss = local.train(tagged(key, "loss"), task.loss, received.model, batches, optimizer(lr), trainable)
-        fell = jax.tree.map(lambda w, x: share.astype(w.dtype) * (w - x), received.model, model)
-        return Trained(model, {"loss": loss}, memory=share, pseudo_gradient=fell, statistics=share, stacked=loss)
+        pseudo_gradient = jax.tree.map(lambda w, x: share.astype(w.dtype) * (w - x), received.model, model)
+        return Trained(model, {"loss": loss}, memory=share, pseudo_gradient=pseudo_gradient, statistics=share, stacked=loss)
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:
         del key, state, data

@@ -18,7 +18,7 @@ own, whose state a new cluster inherits with the model of its parent.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,94 @@ from jax.flatten_util import ravel_pytree
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.clusters import Place, Pull, check_clusters, losses, split_all
+from fedjax_meta.clusters import check_clusters, losses
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
+
+
+class Place(NamedTuple):
+    """Where clients are: a cluster, and the cluster that this was split from; int32 of any shape."""
+
+    cluster: jax.Array
+    parent: jax.Array
+
+
+class Pull(NamedTuple):
+    """When a cluster is split: it has enough members, and its mean update is small, but that of a member is large.
+
+    Attributes:
+      mean_norm: above the norm of the mean (eps_1 of CFL).
+      client_norm: below the largest norm (eps_2).
+      least_size: so many members are enough.
+    """
+
+    mean_norm: Rate
+    client_norm: Rate
+    least_size: int
+
+    def apart(self, updates: jax.Array, length: jax.Array, members: jax.Array) -> jax.Array:
+        """Whether it is, from the updates `[C, p]`, their norms `[C]` and who is a member, bool `[C]`."""
+        size = jnp.sum(members)
+        mean = jnp.linalg.norm(members @ updates) / jnp.maximum(size, 1)
+        largest = jnp.max(jnp.where(members, length, 0))
+        return (mean < self.mean_norm) & (largest > self.client_norm) & (size >= self.least_size)
+
+
+def split_all(
+    place: Place,
+    updates: jax.Array,
+    valid: jax.Array,
+    free: jax.Array,
+    due: jax.Array,
+    pull: Pull,
+    clusters: int,
+) -> Place:
+    """Where clients are after the clusters that pull apart were split in two, by the cosines of updates.
+
+    Args:
+      place: of each client, `[C]`.
+      updates: `[C, p]`.
+      valid: bool `[C]`, which clients count; the others stay.
+      free: the first number that no cluster has; numbers end at `clusters` - 1, and with them the splits.
+      due: whether there are splits at all.
+      pull: which clusters are split.
+      clusters: M, the most clusters.
+    """
+    length = jnp.sqrt(jnp.sum(updates**2, 1))
+    product = jnp.dot(updates, updates.T, precision=jax.lax.Precision.HIGHEST)
+    similarity = product / (length[:, None] * length[None, :] + 1e-12)
+
+    def split(number: jax.Array, carry: Any) -> Any:
+        now, free = carry
+        members = valid & (place.cluster == number)
+        apart = pull.apart(updates, length, members) & due & (free < clusters)
+        leaves = bipartition(similarity, members) & apart
+        moved = Place(jnp.where(leaves, free, now.cluster), jnp.where(leaves, number, now.parent))
+        return moved, free + apart.astype(free.dtype)
+
+    return jax.lax.fori_loop(0, clusters, split, (place, free))[0]
+
+
+def bipartition(similarity: jax.Array, members: jax.Array) -> jax.Array:
+    """The members that complete linkage puts apart from the first of them when two clusters are left; bool `[C]`."""
+    count = len(members)
+    pairs = members[:, None] & members[None, :] & ~jnp.eye(count, dtype=bool)
+
+    def join(_: Any, carry: Any) -> Any:
+        distance, label = carry
+        heads = members & (label == jnp.arange(count))
+        one, other = jnp.divmod(jnp.argmin(distance), count)
+        far = jnp.maximum(distance[one], distance[other]).at[one].set(jnp.inf)
+        joined = distance.at[one].set(far).at[:, one].set(far).at[other].set(jnp.inf).at[:, other].set(jnp.inf)
+        goes_on = jnp.sum(heads) > 2
+        return jnp.where(goes_on, joined, distance), jnp.where(goes_on & (label == other), one, label)
+
+    start = jnp.where(pairs, -similarity, jnp.inf), jnp.arange(count)
+    label = jax.lax.fori_loop(0, max(count - 2, 0), join, start)[1]
+    return members & (label != label[jnp.argmax(members)])
 
 
 @described("clusters that split", "Sattler et al. 1910.01991")

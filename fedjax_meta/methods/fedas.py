@@ -24,13 +24,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, masks
+from fedjax_meta import checks, features, local, loops, masks
 from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, PyTree, Rate, Variables
+from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
+
+
+def by_classes(value: jax.Array, batch: Batch, classes: int) -> jax.Array:
+    """The sum over the classes of a batch of the mean of a value `[B]` over a class: each class counts as much as the others."""
+    member = jax.nn.one_hot(batch.y, classes) * batch.weight[:, None]
+    each = jnp.sum(member * (1 / jnp.maximum(jnp.sum(member, 0), 1)), 1)
+    return jnp.sum(jnp.where(batch.weight > 0, value * each, 0))
+
+
+def fisher_trace(task: Task, key: Key, model: Variables, view: ClientView, batch_size: int) -> jax.Array:
+    """Sum over the batches of a pass of |gradient of the loss|^2, of all trainable leaves."""
+    parameters, buffers = masks.split(model, task.trainable(model))
+    batches, slope = view.in_order(batch_size).keyed(key), jax.grad(local.parameter_loss(task, buffers))
+
+    def step(t: Scalar, total: jax.Array) -> jax.Array:
+        square = optax.tree.norm(slope(parameters, batches.get(t, 0)), squared=True)
+        return total + square.astype(total.dtype)
+
+    return loops.fori_loop(batches.steps, step, jnp.zeros(()))
 
 
 @described("body brought near, by Fisher", "Yang et al. (CVPR 2024)")
@@ -78,7 +97,7 @@ def fedas(
 
         def loss(variables: Variables, batch: Batch, key: Key) -> tuple[jax.Array, Variables]:
             away = jnp.mean((extract(variables, batch.x) - wanted[batch.y]) ** 2, -1)
-            return features.by_classes(away, batch, len(wanted)), variables
+            return by_classes(away, batch, len(wanted)), variables
 
         passes = {"epochs": align_epochs, "batch_size": align_batch_size, "needed": received.seen}
         return local.train_epochs(key, loss, received.model, view, optax.sgd(align_lr), body, **passes)[0]
@@ -87,9 +106,11 @@ def fedas(
         view, passes = data["train"], {"epochs": epochs, "batch_size": batch_size}
         start = align(tagged(key, "align"), received, view) if align_epochs else received.model
         model, loss = local.train_epochs(key, task.loss, start, view, optimizer(lr), trainable, **passes)
-        amount = local.fisher_trace(task, tagged(key, "fisher"), model, view, batch_size) if fisher else jnp.ones(())
-        fell = jax.tree.map(lambda w, x: amount.astype(w.dtype) * (w - x), received.model, model)
-        return Trained(model, {"loss": loss, "fisher": amount}, memory=kept(model), pseudo_gradient=fell, statistics=amount)
+        amount = fisher_trace(task, tagged(key, "fisher"), model, view, batch_size) if fisher else jnp.ones(())
+        pseudo_gradient = jax.tree.map(lambda w, x: amount.astype(w.dtype) * (w - x), received.model, model)
+        return Trained(
+            model, {"loss": loss, "fisher": amount}, memory=kept(model), pseudo_gradient=pseudo_gradient, statistics=amount
+        )
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         passes = {"epochs": new_client_epochs, "batch_size": batch_size, "needed": ~received.seen}

@@ -29,7 +29,6 @@ from fedjax_meta.aggregate import combine
 from fedjax_meta.aggregate.ranks import kth_largest
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.clusters import overlaps, partners
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Trained, keep_mean
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.task import Task
@@ -46,6 +45,23 @@ def critical(before: jax.Array, after: jax.Array, share: float) -> jax.Array:
     # Where fewer than that many matter, all that matter are critical.
     smallest = jnp.min(jnp.where(score > 1e-20, score, jnp.inf))
     return (score >= jnp.where(least <= 1e-10, smallest, least)).reshape(after.shape)
+
+
+def overlaps(marks: jax.Array) -> jax.Array:
+    """O_ij = 1 - |m_i - m_j|_1 / (2 |m_i|_1), `[C, C]`, of bools `[C, p]`; 0 for a client without any mark (FedCAC)."""
+    m = marks.astype(jnp.result_type(float))
+    size = jnp.sum(m, 1)
+    apart = size[:, None] + size[None, :] - 2 * jnp.dot(m, m.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.where(size[:, None] > 0, 1 - apart / (2 * jnp.maximum(size, 1)[:, None]), 0)
+
+
+def partners(overlap: jax.Array, valid: jax.Array, progress: jax.Array) -> jax.Array:
+    """Whose models client i averages: itself, and those with O_ij >= mean + progress (max - mean); rows `[C, C]` sum to 1."""
+    pairs = valid[:, None] & valid[None, :] & ~jnp.eye(len(valid), dtype=bool)
+    mean = jnp.sum(jnp.where(pairs, overlap, 0)) / jnp.maximum(jnp.sum(pairs), 1)
+    largest = jnp.max(jnp.where(pairs, overlap, -jnp.inf))
+    chosen = pairs & (overlap >= mean + progress * (largest - mean)) | jnp.eye(len(valid), dtype=bool)
+    return chosen / jnp.sum(chosen, 1, keepdims=True)
 
 
 @described("own critical parameters", "Wu et al. 2309.11103")

@@ -86,11 +86,13 @@ def feddyn(
         counts = jnp.where(data["train"].size > 0, 1.0, 0.0)
         return Trained(model, {"loss": loss}, memory=optax.tree.add(received.memory, moved), statistics_weight=counts)
 
-    def direction(state: State, fell: Updates, nothing: PyTree, returned: Any, num_clients: int) -> tuple[Updates, PyTree]:
+    def direction(
+        state: State, pseudo_gradient: Updates, nothing: PyTree, returned: Any, num_clients: int
+    ) -> tuple[Updates, PyTree]:
         del nothing
-        mean = optax.tree.sub(state.extra, optax.tree.scale(returned / num_clients, fell))
+        mean = optax.tree.sub(state.extra, optax.tree.scale(returned / num_clients, pseudo_gradient))
         mean = jax.tree.map(lambda new, old: new.astype(old.dtype), mean, state.extra)
-        return optax.tree.sub(fell, mean), mean
+        return optax.tree.sub(pseudo_gradient, mean), mean
 
     def zeros(model: Variables) -> Params:
         return optax.tree.zeros_like(masks.split(model, trainable)[0])
@@ -104,7 +106,7 @@ def feddyn(
         weighting="uniform",
         init_memory=lambda key, model, num_clients: zeros(model),
         memory_of_uploads=True,
-        remember=lambda memory, fell, nothing: optax.tree.sub(memory, masks.split(fell, trainable)[0]),
+        remember=lambda memory, pseudo_gradient, nothing: optax.tree.sub(memory, masks.split(pseudo_gradient, trainable)[0]),
         init_extra=lambda model, data: zeros(model),
         direction=direction,
         update_extra=lambda state, mean, weight, num_clients: mean,

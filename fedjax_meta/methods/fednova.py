@@ -6,12 +6,12 @@ Wang, Liu, Liang, Joshi, Poor: "Tackling the objective inconsistency problem in 
 | paper | here | shape |
 |---|---|---|
 | p_i | `weighting`, as a share of the cohort | |
-| d_i = (x - x_i) / (eta |a_i|) | the pseudo-gradient | like the model |
+| eta d_i = (x - x_i) / |a_i|_1 | the pseudo-gradient | like the model |
 | |a_i|_1 | `normaliser` | scalar |
 | tau_eff | the mean of `statistics` | scalar |
 | rho, mu, eta | `momentum`, `prox_weight`, `lr` | scalars |
 
-x <- x - tau_eff sum_i p_i d_i, the rate eta inside d_i. tau_eff is the mean of |a_i|, or with `prox_weight` that of the steps.
+x <- x - tau_eff sum_i p_i (eta d_i). tau_eff is the mean of |a_i|, or with `prox_weight` that of the steps.
 Differs from the paper: nothing. Differs from the authors' code, with momentum and a proximal term together alone: there the pull
 goes into the momentum too (line 139 writes into its buffer), and a step makes |a_i| (a + c)(1 - eta mu) + 1 of a (lines 152-159),
 here the sum of the weights that gradients have in an update. The server's momentum is `Federation(server_optimizer=...)`.
@@ -86,9 +86,9 @@ def fednova(
         solver = optax.chain(*parts, optax.sgd(lr))
         model, loss = local.train(tagged(key, "loss"), task.loss, received.model, batches, solver, trainable)
         amount = normaliser(batches.steps, lr, rho, mu)
-        fell = jax.tree.map(lambda w, x: (w - x) / jnp.maximum(amount, 1).astype(w.dtype), received.model, model)
+        pseudo_gradient = jax.tree.map(lambda w, x: (w - x) / jnp.maximum(amount, 1).astype(w.dtype), received.model, model)
         effective = amount if prox_weight is None else jnp.asarray(batches.steps, amount.dtype)
-        return Trained(model, {"loss": loss, "normaliser": amount}, pseudo_gradient=fell, statistics=effective)
+        return Trained(model, {"loss": loss, "normaliser": amount}, pseudo_gradient=pseudo_gradient, statistics=effective)
 
     return Method(
         init=task.init,
@@ -97,8 +97,8 @@ def fednova(
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
-        direction=lambda state, fell, tau, weight, num_clients: (
-            jax.tree.map(lambda leaf: tau.astype(leaf.dtype) * leaf, fell),
+        direction=lambda state, pseudo_gradient, tau, weight, num_clients: (
+            jax.tree.map(lambda leaf: tau.astype(leaf.dtype) * leaf, pseudo_gradient),
             (),
         ),
         refuses=dict.fromkeys(

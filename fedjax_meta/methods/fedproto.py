@@ -30,7 +30,7 @@ from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.features import Centroids
-from fedjax_meta.task import Batch, Task, require_parts
+from fedjax_meta.task import Batch, Task, require_parts, weighted_mean
 from fedjax_meta.types import Key, Rate, Variables
 
 
@@ -44,6 +44,18 @@ class Predictor(NamedTuple):
 def half_momentum(rate: Rate) -> optax.GradientTransformation:
     """SGD with momentum 0.5, as in the authors' code."""
     return optax.sgd(rate, momentum=0.5)
+
+
+def nearness(z: jax.Array, centroids: Centroids) -> jax.Array:
+    """Minus the squared distance of features `[B, d]` to each centroid, `[B, K]`; a class without one is furthest away."""
+    near = -jnp.sum((z[:, None] - centroids.mean) ** 2, -1)
+    return jnp.where(centroids.known, near, jnp.min(jnp.where(centroids.known, near, jnp.inf), 1, keepdims=True) - 1)
+
+
+def to_centroids(z: jax.Array, batch: Batch, centroids: Centroids) -> jax.Array:
+    """The mean over a batch of the mean squared distance, over d, of features to the centroid of their class, if it has one."""
+    away = jnp.where(centroids.known[batch.y], jnp.mean((z - centroids.mean[batch.y]) ** 2, -1), 0)
+    return weighted_mean(away, batch.weight)
 
 
 @described("shares class means alone", "Tan et al. 2105.00243")
@@ -82,7 +94,7 @@ def fedproto(
         key: Key, start: Variables, prototypes: Centroids, view: ClientView, count: int, needed: Any = True
     ) -> tuple[Variables, jax.Array]:
         def penalty(z: jax.Array, batch: Batch) -> jax.Array:
-            return prototype_weight * features.to_centroids(z, batch, prototypes)
+            return prototype_weight * to_centroids(z, batch, prototypes)
 
         loss = features.penalised(task, penalty, "fedproto")
         passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
@@ -105,7 +117,7 @@ def fedproto(
         logits = head(variables.model, z)
         if predicts_with == "head":
             return logits
-        return jnp.where(jnp.any(variables.prototypes.known), features.nearness(z, variables.prototypes), logits)
+        return jnp.where(jnp.any(variables.prototypes.known), nearness(z, variables.prototypes), logits)
 
     return Method(
         init=task.init,

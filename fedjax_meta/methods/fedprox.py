@@ -42,13 +42,16 @@ def fedprox(
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
     personal: masks.MaskSpec = "none",
 ) -> Method:
-    """Federated averaging with a proximal term; other arguments as in `fedavg`.
-
-    All clients, known or new, test with the server's model and their own personal leaves, if there are any, after fine-tuning if
-    there is any: `optimizer` on the support view, without the proximal term, as in `fedavg`.
+    """FedProx. All clients, known or new, test as in `fedavg`: with the server's model and their own personal leaves, if there
+    are any, after fine-tuning if there is any.
 
     Args:
+      task, lr, epochs, batch_size, optimizer, personal: as in `fedavg`.
       prox_weight: mu >= 0; may be traced.
+      finetune_epochs, finetune_lr, finetune: as in `fedavg`, without the proximal term.
+
+    Raises:
+      ValueError: an option out of range.
     """
     base = fedavg(
         task,

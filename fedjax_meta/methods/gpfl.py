@@ -28,7 +28,7 @@ from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.task import Batch, Task, cross_entropy, require_parts
-from fedjax_meta.types import Key, PyTree, Rate, Variables
+from fedjax_meta.types import Key, Params, PyTree, Rate, Variables
 
 
 class Parts(NamedTuple):
@@ -49,7 +49,35 @@ class Predictor(NamedTuple):
 
 def modulated(parts: Parts, z: jax.Array, condition: jax.Array) -> jax.Array:
     """CoV: ReLU of z (1 + gamma) + beta, `[B, d]`."""
-    return jax.nn.relu(z * (features.conditional(parts.gamma, condition) + 1) + features.conditional(parts.beta, condition))
+    return jax.nn.relu(z * (conditional(parts.gamma, condition) + 1) + conditional(parts.beta, condition))
+
+
+def class_shares(view: ClientView, classes: int) -> jax.Array:
+    """The share of each class in a view, `[K]`; 0 where the view is empty."""
+    return features.class_counts(view, classes) / jnp.maximum(view.size, 1)
+
+
+def unit_rows(z: jax.Array) -> jax.Array:
+    """The rows of `[B, d]` scaled to length 1; a row of zeros stays, without a gradient."""
+    square = jnp.sum(z**2, -1, keepdims=True)
+    return jnp.where(square > 0, z * jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
+
+
+def norm(z: jax.Array) -> jax.Array:
+    """The Euclidean norm of all numbers; its gradient at 0 is 0."""
+    square = jnp.sum(z**2)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+
+
+def conditional_layer(key: Key, width: int) -> dict[str, jax.Array]:
+    """Initial parameters of `conditional`; the key is consumed."""
+    return features.dense_layer(key, width, width) | {"scale": jnp.ones(width), "shift": jnp.zeros(width)}
+
+
+def conditional(layer: Params, condition: jax.Array) -> jax.Array:
+    """A dense layer, ReLU and layer normalisation of a condition `[d]`."""
+    a = jax.nn.relu(layer["kernel"] @ condition + layer["bias"])
+    return (a - jnp.mean(a)) * jax.lax.rsqrt(jnp.var(a) + 1e-5) * layer["scale"] + layer["shift"]
 
 
 @described("features for head and classes", "Zhang et al. 2308.10279")
@@ -87,7 +115,7 @@ def gpfl(  # over 80 lines: the loss has three terms that share two conditions
 
     def init(key: Key) -> Parts:
         of_model, of_embedding, *of_layers = jax.random.split(key, 4)
-        gamma, beta = (features.conditional_layer(key, width) for key in of_layers)
+        gamma, beta = (conditional_layer(key, width) for key in of_layers)
         return Parts(task.init(of_model), jax.random.normal(of_embedding, (classes, width)), gamma, beta)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -106,20 +134,20 @@ def gpfl(  # over 80 lines: the loss has three terms that share two conditions
             z = extract(parts.model, batch.x)
             value = criterion.criterion(top(parts.model, modulated(parts, z, own_condition)), batch)
             shared = modulated(parts, z, generic)
-            value += cross_entropy(features.unit_rows(shared) @ features.unit_rows(parts.embedding).T, batch)
+            value += cross_entropy(unit_rows(shared) @ unit_rows(parts.embedding).T, batch)
             away = jnp.where(batch.weight[:, None] > 0, shared - received[batch.y], 0)
-            return value + embedding_weight * features.norm(away), parts
+            return value + embedding_weight * norm(away), parts
 
         passes = {"epochs": count, "batch_size": batch_size, "needed": needed}
         return local.train_epochs(key, loss, start, view, step, moves, **passes)
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
-        share = features.class_shares(data["train"], classes)
+        share = class_shares(data["train"], classes)
         parts, loss = train(key, received.model, share, data["train"], everything, epochs)
         return Trained(parts, {"loss": loss}, memory=share)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Predictor:
-        share = jnp.where(received.seen, received.memory, features.class_shares(support, classes))
+        share = jnp.where(received.seen, received.memory, class_shares(support, classes))
         parts, _ = train(key, received.model, share, support, personal, new_client_epochs, ~received.seen)
         return Predictor(parts, share @ received.model.embedding)
 

@@ -84,6 +84,20 @@ def _related(state: State, cohort: Cohort, regularisation: Rate, smoothing: Rate
     return personal, memory
 
 
+def of_view(task: Task, variables: Variables, view: ClientView) -> tuple[jax.Array, jax.Array]:
+    """(features of all samples of a view with a 1 appended, `[M, d + 1]`, their labels, `[M]`), in evaluation mode.
+
+    M is the size of the largest client's view; rows of padding are 0.
+    """
+    extract, _ = features.require_features(task, "features of a view")
+    places = jnp.arange(max(view.max_size, 1))
+    real = places < view.size
+    batch = view.take(places, real)
+    z = extract(variables, batch.x)
+    z = jnp.concatenate([z, jnp.ones((len(places), 1), z.dtype)], 1)
+    return jnp.where(real[:, None], z, 0), batch.y
+
+
 @described("own models, learned relations", "Smith et al. 1705.10467")
 @method_builder
 def mocha(
@@ -137,7 +151,7 @@ def mocha(
         view, model, own = data["train"], received.model, received.memory
         if view.max_size > capacity:
             raise ValueError(f"a client's train view has up to {view.max_size} samples, more than capacity={capacity}")
-        x, y = features.of_view(task, model.variables, view)
+        x, y = of_view(task, model.variables, view)
         count = len(x)
         dual, mapped = solve(key, model.weights, own.dual[:count], view, (x, y), epochs, own.step)
         memory = own._replace(dual=own.dual.at[:count].set(dual), map=mapped)
@@ -145,7 +159,7 @@ def mocha(
 
     def personalize(key: Key, received: Received, support: ClientView) -> Model:
         model, seen, scale = received.model, received.seen, received.memory.step
-        xy, alone = features.of_view(task, model.variables, support), jnp.zeros_like(model.weights)
+        xy, alone = of_view(task, model.variables, support), jnp.zeros_like(model.weights)
         start = jnp.zeros((len(xy[1]), classes), model.weights.dtype)
         mapped = solve(key, alone, start, support, xy, new_client_epochs, scale, ~jnp.asarray(seen))[1]
         return model._replace(weights=jnp.where(seen, model.weights, scale * mapped / regularisation))

@@ -90,11 +90,13 @@ class _Hypernetwork(NamedTuple):
         return jax.tree.unflatten(structure, [(d["kernel"] @ h + d["bias"]).reshape(form.shape) for d, form in pairs]), h
 
 
-def _clipped(gradient: tuple[Params, jax.Array], fell: PyTree, h: jax.Array, clip: Rate) -> tuple[Params, jax.Array]:
+def _clipped(
+    gradient: tuple[Params, jax.Array], pseudo_gradient: PyTree, h: jax.Array, clip: Rate
+) -> tuple[Params, jax.Array]:
     """(∇φ, ∇v) of a norm of at most `clip`, from Δθ and what the trunk gives."""
     # The last layers have nearly all parameters. Their gradient, Δθ hᵀ and Δθ, has a norm that needs no pass over them.
     rest = optax.tree.norm((gradient[0]["trunk"], gradient[1]), squared=True)
-    norm = jnp.sqrt(rest + optax.tree.norm(fell, squared=True) * (1 + jnp.sum(h**2)))
+    norm = jnp.sqrt(rest + optax.tree.norm(pseudo_gradient, squared=True) * (1 + jnp.sum(h**2)))
     scaled: tuple[Params, jax.Array] = optax.tree.scale(jnp.minimum(1, clip / jnp.maximum(norm, 1e-12)), gradient)
     return scaled
 
@@ -174,8 +176,8 @@ def pfedhn(  # over 80 lines: the rules share thirteen options
         trained, loss = local.train(tagged(key, "loss"), task.loss, start, batches, optimizer, masks.everything_like(own))
         kept, moved = masks.split(trained, own)
         # ∇φ, ∇v = (∂θ/∂(φ, v))ᵀ Δθ, with Δθ = received - trained so that the server descends.
-        fell = optax.tree.sub(generated, moved)
-        gradient = _clipped(pull_back(fell), fell, h, clip)
+        pseudo_gradient = optax.tree.sub(generated, moved)
+        gradient = _clipped(pull_back(pseudo_gradient), pseudo_gradient, h, clip)
         update, slots = embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
         memory = Embedding(embedding.value + update, slots)
         # The server reads no pseudo-gradient of the leaves that stay with their client.

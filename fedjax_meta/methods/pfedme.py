@@ -69,7 +69,8 @@ def pfedme(
       local_rounds: R, batches per round, whatever the size of a client; K gradients each.
       epochs: passes over a client's train view in place of R batches. With `inner_steps=1` as many gradients as
         `fedavg(epochs=...)`, with K as many as K times that.
-      test_epochs: passes over the support view, `inner_steps` steps per batch, before a client predicts.
+      test_epochs: passes over the support view, `inner_steps` steps per batch, before a client predicts; none with `keep_local`
+        or `tests="local"`.
       weight_decay: mu, of the steps that find theta.
       keep_local: let w_i stay with its client, as MTFL's authors did. A known client then tests w_i, a new one the server's
         model.

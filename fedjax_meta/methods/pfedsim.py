@@ -27,7 +27,6 @@ from fedjax_meta import checks, features, local, masks
 from fedjax_meta.aggregate import combine
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.clusters import cosines_of, similar_clients
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.task import Task
@@ -40,6 +39,36 @@ class Own(NamedTuple):
     model: Variables
     start: Variables
     personal: jax.Array
+
+
+def cosines_of(vectors: jax.Array) -> jax.Array:
+    """Of each pair, the cosine, or the mean of the cosines of rows: `[C, C]` from vectors `[C, p]`, or rows `[C, K, d]`."""
+    vectors = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))  # in 16 bits, cosines near 1 are 1
+    norm = jnp.sqrt(jnp.sum(vectors**2, -1))
+    unit = vectors / jnp.where(norm > 0, norm, 1)[..., None]
+    if vectors.ndim == 2:
+        return jnp.dot(unit, unit.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("ikd,jkd->ij", unit, unit, precision=jax.lax.Precision.HIGHEST) / vectors.shape[1]
+
+
+def similar_clients(cosine: jax.Array, valid: jax.Array) -> jax.Array:
+    """pFedSim's S_ij = -log(1 - min(max(0, cosine), 0.9999)) over the valid clients, S_ii = -log(1 - 0.9999), rows normalised.
+
+    Args:
+      cosine: `[C, C]`.
+      valid: bool `[C]`, whose models came; the others keep their own.
+    """
+    most, cosine = 0.9999, cosine.astype(jnp.promote_types(cosine.dtype, jnp.float32))
+    weight = jnp.where(valid[:, None] & valid[None, :], -jnp.log1p(-jnp.clip(cosine, 0, most)), 0)
+    weight = jnp.where(jnp.eye(len(valid), dtype=bool), -jnp.log1p(-jnp.full((), most, weight.dtype)), weight)
+    return weight / jnp.sum(weight, 1, keepdims=True)
+
+
+def class_rows(task: Task, variables: Variables) -> jax.Array:
+    """The weights of each class's logit in a linear head, whatever the layout of its leaves: `[K, d]`, its slopes at 0."""
+    _, head = features.require_features(task, "the rows of a head")
+    width = features.head_shape(task, "the rows of a head")[1]
+    return jax.jacrev(lambda z: head(variables, z[None])[0])(jnp.zeros(width))
 
 
 @described("bodies mixed by like heads", "Tan et al. 2305.15706")
@@ -79,7 +108,7 @@ def pfedsim(
 
     def compared(model: Variables) -> jax.Array:
         if by_rows:
-            return features.class_rows(task, model)
+            return class_rows(task, model)
         return ravel_pytree(masks.split(model, trainable_head)[0])[0]
 
     def choose(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:

@@ -93,7 +93,7 @@ def scaffold(
         client=client,
         init_memory=lambda key, model, num_clients: zeros(model),
         memory_of_uploads=True,
-        remember=lambda own, fell, change: optax.tree.add(own, change),
+        remember=lambda own, pseudo_gradient, change: optax.tree.add(own, change),
         init_extra=lambda model, data: zeros(model),
         update_extra=_update_control,
     )

@@ -179,7 +179,7 @@ class _Rounds:
     def _shapes(self, data: FederatedData) -> tuple[State, Any, tuple[PyTree, PyTree]]:
         """Of the state, of what a client returns, and of its own (personal leaves, memory)."""
         state = jax.eval_shape(self.init, jax.random.key(0), data)
-        train = partial(clients.train_anyone, self.setting, data=data)
+        train = partial(clients.train_first_client, self.setting, data=data)
         trained = jax.eval_shape(train, jax.random.key(0), state.model)
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
         return state, trained, row
@@ -199,7 +199,7 @@ class _Rounds:
         setting = self.setting
 
         def upload(key: Key, model: PyTree) -> PyTree:
-            trained = clients.train_anyone(setting, key, model, data)
+            trained = clients.train_first_client(setting, key, model, data)
             extra = setting.method.init_extra(model, data)
             return clients.upload_of(setting, model, extra, trained), clients.weights_of(setting, trained, data.client(0))
 

@@ -84,10 +84,10 @@ def receive(
     return Received(model, memory, state.extra, state.round, seen, shared_key)
 
 
-def _check_trained(setting: Setting, trained: Any, received: Received, memory: PyTree) -> None:
+def _check_trained(setting: Setting, trained: Trained, received: Received, memory: PyTree) -> None:
     """Raises an error in one line for a client rule that returns something else than it should."""
     method = setting.method
-    if not isinstance(trained, Trained) or not isinstance(trained.metrics, dict):
+    if not isinstance(trained.metrics, dict):
         raise TypeError(f"the client rule of {method.name} must return Trained(model, metrics), metrics being a dict")
     for name, value in trained.metrics.items():
         if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(value)):
@@ -153,15 +153,15 @@ def _within_masks(
 
 
 def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:
-    """(the model's part, statistics): shared leaves as a pseudo-gradient, buffers as values or by how much they fell."""
+    """(the model's part, statistics): shared leaves as a pseudo-gradient, buffers as values or as differences."""
 
-    def fell(of: PyTree) -> PyTree:
+    def difference(of: PyTree) -> PyTree:
         # Only these leaves: others need no difference, and some have none, such as Booleans.
         return jax.tree.map(jnp.subtract, masks.split(model, of)[0], masks.split(trained.model, of)[0])
 
     given = trained.pseudo_gradient
-    descent = fell(setting.shared) if given is None else masks.split(given, setting.shared)[0]
-    held = fell(setting.buffers) if setting.sends_differences else masks.split(trained.model, setting.buffers)[0]
+    descent = difference(setting.shared) if given is None else masks.split(given, setting.shared)[0]
+    held = difference(setting.buffers) if setting.sends_differences else masks.split(trained.model, setting.buffers)[0]
     statistics = trained.statistics
     if isinstance(statistics, Ratio) and any(transform.name == "sparsify" for transform in setting.federation.uploads):
         raise ValueError(
@@ -245,7 +245,7 @@ def _added_up(
 
 
 def receive_fresh(setting: Setting, key: Key, model: PyTree, extra: PyTree, round_: jax.Array, num_clients: int) -> Received:
-    """What a client that never took part starts from."""
+    """What a client without a row in the state starts from: a new one, the root samples of the server, or one for its shapes."""
     memory = jax.tree.map(jnp.asarray, setting.method.init_memory(tagged(key, "memory"), model, num_clients))
     return Received(model, memory, extra, round_, jnp.zeros((), bool), tagged(key, "shared"))
 
@@ -264,8 +264,8 @@ def train(setting: Setting, key: Key, received: Received, data: ClientData) -> T
     return trained
 
 
-def train_anyone(setting: Setting, key: Key, model: PyTree, data: FederatedData) -> Trained:
-    """The first round of a client, for its shapes."""
+def train_first_client(setting: Setting, key: Key, model: PyTree, data: FederatedData) -> Trained:
+    """The first round of the first client, for its shapes."""
     extra = setting.method.init_extra(model, data)
     received = receive_fresh(setting, key, model, extra, jnp.zeros((), jnp.int32), data.total_clients)
     return train(setting, key, received, data.client(0))

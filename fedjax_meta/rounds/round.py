@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fedjax_meta.algorithm import Faults, RoundInfo, State, state_rows
 from fedjax_meta.data import FederatedData
-from fedjax_meta.engine import exactness, run_cohort
+from fedjax_meta.engine import matmul_precision, run_cohort
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, server
 from fedjax_meta.rounds.client import client_round
@@ -37,7 +37,7 @@ def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> 
     cohort = _draw(setting, key, state, data)
     state = jax.tree.map(jnp.asarray, state)
     summed, kept, outputs = _train(setting, key, state, data, cohort)
-    with exactness(f.precision):
+    with matmul_precision(f.precision):
         moved = server.next_state(setting, key, state, summed, outputs, cohort.ids, data)
         kept, diagnostics = _mix(setting, key, moved, data, cohort, kept, outputs)
     info = _info(setting, key, state, moved, data, cohort, outputs, diagnostics)

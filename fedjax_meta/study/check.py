@@ -21,7 +21,7 @@ from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, guarantees
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.files import DRAW
-from fedjax_meta.study.job import counted
+from fedjax_meta.study.job import scored_clients
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
@@ -46,7 +46,7 @@ def _check_draws(study: Study, built: Mapping[str, Clients]) -> None:
     """Raises where draws of a scenario, which a report shows as one, score different numbers of clients."""
     sizes: dict[str, dict[tuple[int, int], str]] = {}
     for name, clients in built.items() if study.data_seeds else ():
-        ids = counted(study, name, clients, clients.train)
+        ids = scored_clients(study, name, clients, clients.train)
         known = clients.train.num_clients if ids is None else len(ids)
         new = 0 if clients.new is None else clients.new.num_clients
         sizes.setdefault(name.partition(DRAW)[0], {})[known, new] = name
@@ -101,7 +101,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
     training = [clients.train]
     if len(points) > 1:
         training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
-    scored = [counted(study, scenario, clients, data) for data in training]
+    scored = [scored_clients(study, scenario, clients, data) for data in training]
     if study.store != "device" and system.tested_with:
         raise ValueError(f"store={study.store!r} cannot go with tested_with: keep the clients on the device (store: device)")
     if study.store != "device" and any(ids is not None for ids in scored):

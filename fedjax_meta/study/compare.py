@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.federation import Federation
 from fedjax_meta.study import baselines, results, targets
-from fedjax_meta.study.folder import read_final
+from fedjax_meta.study.result_files import read_final
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.targets import Target

@@ -15,8 +15,8 @@ from fedjax_meta.masks import variables_shape
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import phase
 from fedjax_meta.study.files import DRAW
-from fedjax_meta.study.folder import read_final, read_trials
 from fedjax_meta.study.job import final_phase
+from fedjax_meta.study.result_files import read_final, read_trials
 from fedjax_meta.study.scenario import Clients, model_name
 from fedjax_meta.study.study import Study, load
 from fedjax_meta.study.tuning import KNOWN, NEW

@@ -19,7 +19,8 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.baselines import alone, trained
-from fedjax_meta.study.phase import Desk, Phase, results_path
+from fedjax_meta.study.phase import Phase, RunContext, results_path
+from fedjax_meta.study.result_files import note_points
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System, part
@@ -90,38 +91,38 @@ class Job:
         for phase in (self.tuning(), self.final()) if len(self._points) > 1 else (self.final(),):
             check_phase(phase, folder)
 
-    def run(self, later: Sequence["Job"], desk: Desk) -> Outcome:
+    def run(self, later: Sequence["Job"], context: RunContext) -> Outcome:
         """Tunes and trains, or reads what was found before; what comes later is compiled meanwhile."""
         found: list[Trial] = []
         points, moved = list(self._points), 0
         if len(points) > 1:
             tuning, coming = self.tuning(), [self.sweeps()[-1], *(pair for job in later for pair in job.sweeps())]
-            self._prepare(coming, desk)
-            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), desk)
+            self._prepare(coming, context)
+            found = trials(tuning, sweeps.members(points, self._study.tuning.seeds), context)
             self._chosen = choice.best(found, self._study.tuned_by).point
             while moved < self._study.tuning.extend:
                 more = choice.next_points(points, self._chosen, self._system, self._clients)
                 if not more:
                     break
                 points, moved = [*points, *more], moved + 1
-                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), desk)
+                found += trials(tuning, sweeps.members(more, self._study.tuning.seeds), context)
                 self._chosen = choice.best(found, self._study.tuned_by).point
-            folders.note_points(results_path(tuning, desk.folder), points)
-        self._prepare([pair for job in later for pair in job.sweeps()], desk)
-        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), desk)
+            note_points(results_path(tuning, context.folder), points)
+        self._prepare([pair for job in later for pair in job.sweeps()], context)
+        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), context)
         edges = choice.at_edge(points, self._chosen)
         needed = (self._system.method, self._scenario.model, *self._study.metrics)
-        changed = folders.changed_code(desk.folder, needed)
+        changed = folders.changed_code(context.folder, needed)
         traffic = None
         if not self._system.pooled:
             traffic = costs.traffic(self._system.build(self._clients, **self._chosen), self._clients.train)
         return Outcome(*self.where, found, self._chosen, edges, final, code_changed=changed, traffic=traffic)
 
     @staticmethod
-    def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], desk: Desk) -> None:
-        missing = [pair for pair in coming if not results_path(pair[0], desk.folder).is_file()]
-        for phase, members in missing[: desk.ahead.depth]:
-            desk.ahead.start(phase, members)
+    def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], context: RunContext) -> None:
+        missing = [pair for pair in coming if not results_path(pair[0], context.folder).is_file()]
+        for phase, members in missing[: context.ahead.depth]:
+            context.ahead.start(phase, members)
 
     def sweeps(self) -> list[tuple[Phase, list[sweeps.Member]]]:
         """The phases with their members; before the tuning, the final members have the first point's numbers."""
@@ -134,7 +135,7 @@ class Job:
         model = [self._scenario.model, dict(self._scenario.model_options)]
         config = {"system": folders.options_of(self._system), "data": self._clients.fingerprint, "model": model}
         # Defaults are left out: an option that comes later leaves the config of all runs without it as it is.
-        scored = counted(self._study, self._scenario_name, self._clients, data)
+        scored = scored_clients(self._study, self._scenario_name, self._clients, data)
         if scored is not None:
             # They depend on the other systems of the scenario.
             config["scored"] = hashlib.blake2b(scored.tobytes(), digest_size=8).hexdigest()
@@ -167,7 +168,7 @@ class Job:
         """The runs with every seed of the study."""
         clients, metrics = self._clients, self._study.metrics
         view = TESTED_ON[self._scenario.adapt_on]
-        scored = counted(self._study, self._scenario_name, clients, clients.train)
+        scored = scored_clients(self._study, self._scenario_name, clients, clients.train)
         sizes = np.asarray(clients.train.sizes(view))
         tests, samples = {KNOWN: self._test(clients.train)}, {KNOWN: sizes if scored is None else sizes[scored]}
         if clients.new is not None:
@@ -196,7 +197,7 @@ class Job:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""
         support, query = self._scenario.adapt_on, TESTED_ON[self._scenario.adapt_on]
         known, metrics = not self._system.pooled, self._study.metrics or None
-        ids = counted(self._study, self._scenario_name, self._clients, data)
+        ids = scored_clients(self._study, self._scenario_name, self._clients, data)
         measure = partial(_evaluate, support=support, query=query, known=known, ids=ids, metrics=metrics)
         return MemberEvaluator(measure, data)
 
@@ -236,7 +237,7 @@ def final_phase(study: Study, scenario: str, name: str, clients: Clients) -> Pha
     return Job(study, scenario, name, clients).final()
 
 
-def counted(study: Study, scenario: str, clients: Clients, data: FederatedData) -> np.ndarray | None:
+def scored_clients(study: Study, scenario: str, clients: Clients, data: FederatedData) -> np.ndarray | None:
     """The clients that are scored: those that attack in no system of the scenario, and whose inputs are not noisy.
 
     Args:

@@ -14,7 +14,7 @@ from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.study import lookup, own_code
 from fedjax_meta.study.depends import TABLES, Package, Part
-from fedjax_meta.study.folder import package_commit, processor
+from fedjax_meta.study.environment import package_commit, processor
 from fedjax_meta.study.scenario import Scenario
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ import numpy as np
 from fedjax_meta import costs, report, runtime, sweeps
 from fedjax_meta.algorithm import State
 from fedjax_meta.simulation import Record
-from fedjax_meta.study.folder import Metrics
+from fedjax_meta.study.result_files import Metrics
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.study import Tuning
 from fedjax_meta.study.targets import Target, is_reached
@@ -125,7 +125,7 @@ class Phase(NamedTuple):
         return (partial(self.build, **self.shape(members[0])) if self.shaping else self.build), bare
 
 
-class Desk(NamedTuple):
+class RunContext(NamedTuple):
     """Where phases save what they find, and whom they tell.
 
     Attributes:

@@ -11,7 +11,7 @@ from fedjax_meta import escape, placement, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, guarantees, summary, targets, tuning
 from fedjax_meta.study.baselines import LOCAL, alone, trained
-from fedjax_meta.study.job import Outcome, counted
+from fedjax_meta.study.job import Outcome, scored_clients
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
@@ -62,7 +62,7 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     base = None if local is None else by_client(local.final, KNOWN, study.score).values
     asked = TESTED_ON[study.scenario(scenario).adapt_on]
     still = "no training, first draw" if len(study.data_seeds) > 1 else "no training"
-    scored = counted(study, scenario, clients, clients.train)
+    scored = scored_clients(study, scenario, clients, clients.train)
     measured = baselines.measured(clients, study.seeds, study.metrics, asked, scored)
     start = float(np.mean([report.main_score(test, study.score).mean for test in measured[baselines.UNTRAINED][KNOWN]]))
     table = [_line(study, outcome, clients, base, start) for outcome in mine]

@@ -19,7 +19,8 @@ from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.check import check
 from fedjax_meta.study.job import Job, Outcome
-from fedjax_meta.study.phase import Ahead, Desk, Stopped, Watcher
+from fedjax_meta.study.phase import Ahead, RunContext, Stopped, Watcher
+from fedjax_meta.study.result_files import Metrics
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 
@@ -68,9 +69,9 @@ def run(
     jobs = check_folder(study, folder, built)
     folders.open_run(study, folder, built, command)
     outcomes = []
-    with _desk(folder, watcher, should_stop) as desk:
+    with _context(folder, watcher, should_stop) as context:
         for number, job in enumerate(jobs):
-            outcomes.append(_of(job, jobs[number + 1 :], desk))
+            outcomes.append(_of(job, jobs[number + 1 :], context))
             watcher.end(outcomes[-1])
     _save_presets(study, folder, outcomes)
     folders.close_run(folder)
@@ -106,8 +107,8 @@ def shared(
     jobs = _jobs(study, built)
     common = folder / folders.PARTS  # who has it writes what belongs to all
     with contextlib.ExitStack() as stack:
-        desk = stack.enter_context(_desk(folder, watcher, should_stop))
-        with _turn(common, desk.should_stop):
+        context = stack.enter_context(_context(folder, watcher, should_stop))
+        with _turn(common, context.should_stop):
             at_work = disk.locked(folder, patience=_PAUSE / 5)
             if not stack.enter_context(disk.held(folder, shared=True)):
                 raise disk.in_use(folder)
@@ -117,12 +118,12 @@ def shared(
             else:
                 check_folder(study, folder, built)
                 folders.open_run(study, folder, built, command)
-        _train_free(jobs, desk)
-        with _turn(common, desk.should_stop):
+        _train_free(jobs, context)
+        with _turn(common, context.should_stop):
             if folders.ending(folder) is not None:
                 yield None
                 return
-            whole = desk._replace(metrics=folders.Metrics(folder))
+            whole = context._replace(metrics=Metrics(folder))
             outcomes = [_of(job, [], whole) for job in jobs]
             _save_presets(study, folder, outcomes)
             yield outcomes
@@ -142,10 +143,10 @@ def check_folder(study: Study, folder: Path, built: Mapping[str, Clients]) -> li
     return jobs
 
 
-def _of(job: Job, ahead: Sequence[Job], desk: Desk) -> Outcome:
+def _of(job: Job, ahead: Sequence[Job], context: RunContext) -> Outcome:
     """What a job finds; an error in a user's own code names the system."""
     try:
-        return job.run(ahead, desk)
+        return job.run(ahead, context)
     except Stopped:
         raise  # a signal may have come while a user's own code ran
     except Exception as error:
@@ -168,11 +169,11 @@ def _jobs(study: Study, built: Mapping[str, Clients]) -> list[Job]:
 
 
 @contextlib.contextmanager
-def _desk(folder: Path, watcher: Watcher, should_stop: Callable[[], bool] | None) -> Iterator[Desk]:
+def _context(folder: Path, watcher: Watcher, should_stop: Callable[[], bool] | None) -> Iterator[RunContext]:
     """Where jobs leave what they find."""
     ahead = Ahead()
     try:
-        yield Desk(folder, folders.Metrics(folder), watcher, should_stop or (lambda: False), ahead)
+        yield RunContext(folder, Metrics(folder), watcher, should_stop or (lambda: False), ahead)
     finally:
         ahead.close()
 
@@ -188,21 +189,21 @@ def _turn(folder: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _train_free(jobs: Sequence[Job], desk: Desk) -> None:
+def _train_free(jobs: Sequence[Job], context: RunContext) -> None:
     """Runs the jobs that no other process has, until all are finished."""
     left, waits = list(jobs), False
     while left:
         for job in list(left):
-            part = folders.part(desk.folder, *job.where)
+            part = folders.part(context.folder, *job.where)
             with disk.held(part) as mine:
                 if mine:
-                    desk.watcher.end(_of(job, [], desk._replace(metrics=folders.Metrics(part))))
+                    context.watcher.end(_of(job, [], context._replace(metrics=Metrics(part))))
                     left.remove(job)
         if left:
-            if desk.should_stop():
+            if context.should_stop():
                 raise Stopped(f"waiting for {len(left)} of {len(jobs)} systems, which other processes train")
             if not waits:
-                desk.watcher.wait([job.where for job in left])
+                context.watcher.wait([job.where for job in left])
             waits = True
             time.sleep(_PAUSE)
 

@@ -21,8 +21,8 @@ from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
 from fedjax_meta.study import made
 from fedjax_meta.study import tuning as choice
-from fedjax_meta.study.folder import read_json, read_trials, save_clients
-from fedjax_meta.study.phase import Desk, Phase, Saved, Stopped, results_path, saved_shapes, waves
+from fedjax_meta.study.phase import Phase, RunContext, Saved, Stopped, results_path, saved_shapes, waves
+from fedjax_meta.study.result_files import read_json, read_trials, save_clients
 from fedjax_meta.study.tuning import Trial
 from fedjax_meta.sweeps import Member
 
@@ -32,14 +32,14 @@ SAVE_EVERY = 600.0
 """Seconds after which a sweep is saved although no evaluation is due, so that a kill loses no more than these."""
 
 
-def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
+def trials(phase: Phase, members: Sequence[Member], context: RunContext) -> list[Trial]:
     """The trials of a phase: those that are finished as they were saved, the others trained in waves that fit the memory.
 
     Raises:
       Stopped: `should_stop` said so.
       ValueError: the folder holds results of other options, or of more rounds.
     """
-    path = results_path(phase, desk.folder)
+    path = results_path(phase, context.folder)
     finished = _finished(path, phase)
     if phase.name == "final":  # where a grid has moved on, another point may have been trained before
         finished = {label: trial for label, trial in finished.items() if trial.numbers == members[0].numbers}
@@ -47,12 +47,12 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
     known = [finished[str(member)] for member in members if str(member) in finished]
     makers = _makers(path, phase) if left else []
     if phase.name == "final":
-        desk.metrics.keep_numbers(_where(phase), members[0].numbers)
-    desk.metrics.align(_where(phase), known)
+        context.metrics.keep_numbers(_where(phase), members[0].numbers)
+    context.metrics.align(_where(phase), known)
     if left and any(phase.shape(member) != phase.shape(left[0]) for member in left):
         # Programs of other shapes are compiled while the first one trains.
-        desk.ahead.start(phase, left)
-    for trained in _trained(phase, left, desk):
+        context.ahead.start(phase, left)
+    for trained in _trained(phase, left, context):
         finished |= trained
         lines = {label: trial._asdict() for label, trial in finished.items()}
         content = {"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines}
@@ -65,21 +65,23 @@ def trials(phase: Phase, members: Sequence[Member], desk: Desk) -> list[Trial]:
     return found
 
 
-def _trained(phase: Phase, members: Sequence[Member], desk: Desk) -> Iterator[dict[str, Trial]]:
+def _trained(phase: Phase, members: Sequence[Member], context: RunContext) -> Iterator[dict[str, Trial]]:
     """The trials of all members by name, as they are finished."""
     groups = waves(phase, members)
     points = len({tuple(member.numbers.items()) for member in members})
     rungs = choice.rungs(points, phase.rounds, phase.tuning.halving if phase.tuning else None)
     if rungs and len(groups) > 1:
-        yield _in_turns(phase, groups, rungs, desk)
+        yield _in_turns(phase, groups, rungs, context)
         return
     for group in groups:
-        wave = _Wave(phase, group, desk, rungs)
-        _train(wave, phase, group, desk)
+        wave = _Wave(phase, group, context, rungs)
+        _train(wave, phase, group, context)
         yield wave.named()
 
 
-def _in_turns(phase: Phase, groups: Sequence[Sequence[Member]], rungs: Mapping[int, int], desk: Desk) -> dict[str, Trial]:
+def _in_turns(
+    phase: Phase, groups: Sequence[Sequence[Member]], rungs: Mapping[int, int], context: RunContext
+) -> dict[str, Trial]:
     """Trains waves whose points halving compares with each other: every wave up to a rung, then what goes on to the next one."""
     everybody = [member for group in groups for member in group]
     on = [True] * len(everybody)
@@ -91,8 +93,8 @@ def _in_turns(phase: Phase, groups: Sequence[Sequence[Member]], rungs: Mapping[i
             mine = list(itertools.islice(flags, len(group)))
             if not any(mine):
                 continue
-            wave = _Wave(phase, group, desk, rungs, until)
-            _train(wave, phase, group, desk, mine, programs.get(i))
+            wave = _Wave(phase, group, context, rungs, until)
+            _train(wave, phase, group, context, mine, programs.get(i))
             found |= wave.named()
             if wave.programs is not None:
                 programs[i] = wave.programs
@@ -136,14 +138,14 @@ def _train(
     wave: "_Wave",
     phase: Phase,
     members: Sequence[Member],
-    desk: Desk,
+    context: RunContext,
     on: Sequence[bool] | None = None,
     programs: sweeps.Programs | None = None,
 ) -> None:
     """Trains some members together, from their newest checkpoint to the end of the wave.
 
     Args:
-      wave, phase, members, desk: what is trained, and where it is saved.
+      wave, phase, members, context: what is trained, and where it is saved.
       on: which of the members go on, where others were compared with them.
       programs: of these members, where they were trained before.
 
@@ -151,28 +153,28 @@ def _train(
       Stopped: `should_stop` said so.
     """
     where = f"{phase.scenario}, {phase.system}, {phase.name}"
-    if desk.should_stop():
+    if context.should_stop():
         raise Stopped(f"{where}: before the next round")
     done = wave.restore(on)
-    desk.watcher.begin(*_where(phase), len(members), phase.rounds, done)
+    context.watcher.begin(*_where(phase), len(members), phase.rounds, done)
     wave.programs = programs
     while done < wave.until and not wave.over:
-        state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, desk)
+        state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, context)
         reached = int(np.asarray(state.round).max())
         if reached >= wave.until or wave.over:
             return
         wave.save_part(state, reached, records)
-        if desk.should_stop():
+        if context.should_stop():
             raise Stopped(f"{where}: round {reached} of {phase.rounds}")
         # Training goes on from the file, as it does after a stop. The states of large populations are not in memory twice.
         del state, records
         done = wave.restore()
 
 
-def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
+def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], context: RunContext) -> tuple[State, list[list[Record]]]:
     """Trains the members as one program."""
     build, bare = phase.traced(members)
-    wave.programs = wave.programs or desk.ahead.take(phase, members)
+    wave.programs = wave.programs or context.ahead.take(phase, members)
     return sweeps.sweep(
         build,
         bare,
@@ -183,19 +185,21 @@ def _swept(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -
         state=wave.state,
         active=wave.active,
         on_record=wave.record,
-        on_progress=desk.watcher.progress,
-        should_stop=lambda: wave.ends_here or wave.unsaved_for > SAVE_EVERY or desk.should_stop(),
+        on_progress=context.watcher.progress,
+        should_stop=lambda: wave.ends_here or wave.unsaved_for > SAVE_EVERY or context.should_stop(),
         prune=wave.prune if phase.prunes else None,
         programs=wave.programs,
     )
 
 
-def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: Desk) -> tuple[State, list[list[Record]]]:
+def _with_store(
+    wave: "_Wave", phase: Phase, members: Sequence[Member], context: RunContext
+) -> tuple[State, list[list[Record]]]:
     """Trains one member, with what its clients keep on the host; states are `[1, ...]`, as those of a sweep of one."""
     (member,) = members
     method, federation = phase.build(**member.numbers)
     algorithm = federate(method, dataclasses.replace(federation, devices=phase.devices))
-    store = stores.MEMORY if phase.store == "host" else desk.folder / "store"
+    store = stores.MEMORY if phase.store == "host" else context.folder / "store"
 
     def lifted(state: State) -> State:
         return jax.tree.map(lambda leaf: leaf[None], state)
@@ -219,10 +223,10 @@ def _with_store(wave: "_Wave", phase: Phase, members: Sequence[Member], desk: De
         state=None if wave.state is None else jax.tree.map(lambda leaf: leaf[0], wave.state),
         store=store,
         on_record=on_record,
-        on_progress=lambda done, metrics: desk.watcher.progress(
+        on_progress=lambda done, metrics: context.watcher.progress(
             done, {name: values[None] for name, values in metrics.items()}
         ),
-        should_stop=lambda: wave.ends_here or wave.unsaved_for > SAVE_EVERY or desk.should_stop(),
+        should_stop=lambda: wave.ends_here or wave.unsaved_for > SAVE_EVERY or context.should_stop(),
     )
     return lifted(state), [records]
 
@@ -242,13 +246,13 @@ class _Wave:
     """
 
     def __init__(
-        self, phase: Phase, members: Sequence[Member], desk: Desk, rungs: Mapping[int, int], until: int | None = None
+        self, phase: Phase, members: Sequence[Member], context: RunContext, rungs: Mapping[int, int], until: int | None = None
     ) -> None:
-        self._phase, self._members, self._desk, self._rungs = phase, members, desk, rungs
+        self._phase, self._members, self._context, self._rungs = phase, members, context, rungs
         self._config = {**phase.config, "members": [str(member) for member in members]}
         # Other members, e.g. those of more seeds, have a folder of their own.
         who = hashlib.blake2b(repr(self._config["members"]).encode(), digest_size=4).hexdigest()
-        self._folder = desk.folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
+        self._folder = context.folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
         self._compares, self.until = until is None, until or phase.rounds
         self.evaluated = [*schedule(phase.rounds, phase.eval_every), *rungs]
         self.trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
@@ -291,10 +295,10 @@ class _Wave:
         done = self._done = 0 if saved is None else saved.round
         if done > self._phase.rounds or (done == self._phase.rounds and any(self.parts)):
             raise ValueError(
-                f"{self._phase.system} has trained {done} rounds in {self._desk.folder}, and rounds={self._phase.rounds} is no "
-                "more: give another folder"
+                f"{self._phase.system} has trained {done} rounds in {self._context.folder}, and rounds={self._phase.rounds} is "
+                "no more: give another folder"
             )
-        self._desk.metrics.align(_where(self._phase), self.trials)
+        self._context.metrics.align(_where(self._phase), self.trials)
         self._saved = time.monotonic()
         return done
 
@@ -328,8 +332,8 @@ class _Wave:
             self.parts[i] = None
             lines.append((self.trials[i], row))
         self._save(state, done)
-        self._desk.metrics.append(_where(self._phase), lines)
-        self._desk.watcher.record(done, [record for record in records if record is not None])
+        self._context.metrics.append(_where(self._phase), lines)
+        self._context.watcher.record(done, [record for record in records if record is not None])
 
     def _row(self, i: int, record: Record) -> dict[str, Json]:
         row = report.compact(record)

@@ -21,7 +21,7 @@ from fedjax_meta import metrics
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import depends as depends_on
 from fedjax_meta.study import load, made, run, tuning
-from fedjax_meta.study.folder import processor
+from fedjax_meta.study.environment import processor
 from fedjax_meta.study.parts import part
 from fedjax_meta.study.system import keywords
 from fedjax_meta.study.tuning import points_of

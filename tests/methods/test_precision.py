@@ -9,7 +9,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import runtime
-from fedjax_meta.clusters import cosines_of, similar_clients
+from fedjax_meta.methods.pfedsim import cosines_of, similar_clients
 from tests import problems
 from tests.methods.common import KEY
 

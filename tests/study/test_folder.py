@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fedjax_meta import disk, report
-from fedjax_meta.study import compare, from_tree, run
+from fedjax_meta.study import compare, environment, from_tree, index, result_files, run
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study.study import to_yaml
 from tests.study.common import TREE, Silent, study, tree
@@ -35,7 +35,7 @@ def test_run_json_says_what_was_run_and_where(finished):
 
 
 def test_a_folder_outside_of_git_has_no_commit(tmp_path):
-    assert folders.commit(tmp_path) is None
+    assert environment.commit(tmp_path) is None
 
 
 def test_every_client_is_in_npz_and_in_a_data_frame(finished):
@@ -143,7 +143,7 @@ def test_values_that_are_taken_out_of_a_grid_stay_and_do_not_count(tmp_path):
         system = {**TREE["systems"]["fedavg"], "grid": {"lr": list(rates)}}
         run.run(study(systems={"fedavg": system}, rounds=1, seeds=[1], tuning={"rounds": 1}), tmp_path, watcher=Silent())
         path = tmp_path / "results/pairs/fedavg.tuning.json"
-        return [point["lr"] for point in folders.read_points(path)], len(folders.read_trials(path)[0])
+        return [point["lr"] for point in result_files.read_points(path)], len(result_files.read_trials(path)[0])
 
     assert searched(0.02, 0.2, 0.1) == ([0.02, 0.2, 0.1], 3) and searched(0.02, 0.1) == ([0.02, 0.1], 3)
     assert searched(0.02, 0.1, 0.2) == ([0.02, 0.1, 0.2], 3)  # nothing was trained for it
@@ -160,13 +160,13 @@ def test_metrics_of_a_killed_run_become_those_of_its_checkpoints(finished, tmp_p
     }
     for name, content in damaged.items():
         (tmp_path / "metrics.jsonl").write_text(content)
-        folders.Metrics(tmp_path).align(where, trials)
+        result_files.Metrics(tmp_path).align(where, trials)
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         mine = [line for line in lines if (line["system"], line["phase"]) == ("fedavg", "final")]
         assert [(line["seed"], line["round"]) for line in mine] == [(s, r) for r in (1, 2, 4) for s in (1, 2)], name
     shorter = [trial._replace(rows=trial.rows[:1]) for trial in trials]
-    folders.Metrics(tmp_path).align(where, shorter)
-    folders.Metrics(tmp_path).keep_numbers(where, {"lr": 7.0})
+    result_files.Metrics(tmp_path).align(where, shorter)
+    result_files.Metrics(tmp_path).keep_numbers(where, {"lr": 7.0})
     assert '"final"' in text and not any(
         '"fedavg"' in line and '"final"' in line for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
@@ -182,7 +182,7 @@ def test_what_was_taken_out_of_a_study_is_in_no_comparison_index_or_data_frame(f
     (one,) = compare.finished([place])
     assert (one.title, [trial.seed for trial in one.trials]) == ("fedavg", [2])
     assert one.trials[0].rows == fedavg.final[1].rows
-    (run_,) = folders.index(place)
+    (run_,) = index.index(place)
     score = 100 * fedavg.final[1].rows[-1]["tests"]["known"]["scores"]["accuracy_mean"]
     assert run_.best == [("pairs", "fedavg", f"accuracy {score:.2f} %")]
     clients, rounds = report.load_clients(place), report.load(place)
@@ -197,7 +197,7 @@ def test_what_was_taken_out_of_a_study_is_in_no_comparison_index_or_data_frame(f
 
 def test_the_index_says_what_each_folder_holds(finished, tmp_path):
     folder, outcomes = finished
-    found = {one.folder.name: one for one in folders.index(folder.parent)}
+    found = {one.folder.name: one for one in index.index(folder.parent)}
     scores = {
         one.system: np.mean([t.rows[-1]["tests"]["known"]["scores"]["accuracy_mean"] for t in one.final]) for one in outcomes
     }
@@ -206,11 +206,11 @@ def test_the_index_says_what_each_folder_holds(finished, tmp_path):
     assert value == f"accuracy {100 * max(scores.values()):.2f} %" and found["first"].state == "finished"
     with pytest.raises(KeyboardInterrupt):
         run.run(study(), tmp_path / "second", watcher=Silent(stop_at=1))
-    (second,) = folders.index(tmp_path)
+    (second,) = index.index(tmp_path)
     assert second.state == "running" and second.best == []  # this process has its lock
     assert disk.locked(tmp_path / "second") and not disk.locked(tmp_path)
     with pytest.raises(OSError, match="there is no folder"):
-        folders.index(tmp_path / "third")
+        index.index(tmp_path / "third")
     assert yaml.safe_load((folder / "study.yaml").read_text())["title"] == TREE["title"]
 
 
@@ -221,6 +221,6 @@ def test_the_index_goes_on_after_a_folder_that_cannot_be_read(finished, tmp_path
     (tmp_path / "no_json" / "run.json").write_text("{")
     own = tree(systems={"mine": {"method": "no_such_module:method"}})
     (tmp_path / "own_method" / "study.yaml").write_text(yaml.safe_dump(own))
-    found = {one.folder.name: one.state for one in folders.index(tmp_path)}
+    found = {one.folder.name: one.state for one in index.index(tmp_path)}
     assert found.pop("good") == "finished" and set(found) == {"no_study", "no_json", "own_method"}
     assert all(state.startswith("cannot be read: ") for state in found.values()), found

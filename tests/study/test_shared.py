@@ -14,7 +14,7 @@ import pytest
 
 from fedjax_meta import disk
 from fedjax_meta.study import folder as folders
-from fedjax_meta.study import run
+from fedjax_meta.study import result_files, run
 from tests.study.common import TREE, Silent, study
 
 TIMES = ("seconds", "compile_seconds")
@@ -30,7 +30,7 @@ def trained(folder):
     """Everything that was found, but for how long it took."""
     found = {}
     for path in (folder / "results").glob("*/*.json"):
-        trials, _ = folders.read_trials(path)
+        trials, _ = result_files.read_trials(path)
         rows = {label: [{k: v for k, v in row.items() if k not in TIMES} for row in one.rows] for label, one in trials.items()}
         found[path.name] = rows
     return json.dumps(found, sort_keys=True)

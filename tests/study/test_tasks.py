@@ -16,7 +16,7 @@ import fedjax_meta as fm
 from fedjax_meta import report
 from fedjax_meta.cli import app
 from fedjax_meta.data import holdout, pooled
-from fedjax_meta.study import compare, comparison, folder, from_tree, page, results, run
+from fedjax_meta.study import compare, comparison, from_tree, index, page, results, run
 from fedjax_meta.study.scenario import Clients
 from tests.study.common import TREE, Silent, study, tree
 
@@ -189,7 +189,7 @@ def test_comparisons_differences_targets_and_the_index(made, tmp_path):
     assert next(csv.DictReader(io.StringIO(text)))["score"] == score
     means = {one.title: one.by_client("known") for one in systems}
     best = (max if higher else min)(means, key=lambda name: np.mean(list(means[name].values())))
-    (one,) = folder.index(place.parent)
+    (one,) = index.index(place.parent)
     assert one.best[0][1] == best and one.best[0][2].startswith(score.replace("_", " "))
     result = CliRunner().invoke(app, ["compare", str(place), "--target", f"{goal.value}", "--metric", score])
     assert result.exit_code == 0 and ("is a gain" in " ".join(result.output.split())) == (not higher), result.output

@@ -14,7 +14,8 @@ import pytest
 from scipy.cluster import hierarchy
 
 import fedjax_meta as fm
-from fedjax_meta.clusters import bipartition, overlaps
+from fedjax_meta.methods.cfl import bipartition
+from fedjax_meta.methods.fedcac import overlaps
 from tests import problems
 from tests.authors.source import written_from
 from tests.methods.common import FULL, build, mean, of, run, step

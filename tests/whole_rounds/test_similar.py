@@ -13,7 +13,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.aggregate.ranks import kth_largest
-from fedjax_meta.features import class_rows
+from fedjax_meta.methods.pfedsim import class_rows
 from tests import problems
 from tests.authors.source import written_from
 from tests.whole_rounds.world import (
