@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.errors import FlaxError
 
 from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
@@ -184,7 +185,7 @@ def head_shape(task: Task, method: str) -> tuple[int, int]:
     for width in sorted({size for leaf in leaves for size in leaf.shape}, reverse=True):
         try:
             return jax.eval_shape(head, variables, jax.ShapeDtypeStruct((1, width), jnp.result_type(float))).shape[-1], width
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, FlaxError):
             continue
     raise ValueError(f"{method} finds no number of features that the task's head accepts")
 

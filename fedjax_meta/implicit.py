@@ -92,7 +92,7 @@ def implicit_gradient(  # over 80 lines: most of them explain the options
 
     The gradient is exact if the inner steps and the solver have converged; otherwise it is as accurate as both of them. As
     lambda -> inf it is the plain query gradient at theta. With an inner mask, only the leaves b that adapt have a proximal
-    term and belong to the system; the other leaves a get grad_a f(phi; query) - H_ab gradient_b / lambda.
+    term and belong to the system; the other leaves a get grad_a f(phi; query) - H_ab gradient_b / lambda, whichever `operator`.
 
     Args:
       inner: any inner optimiser without learned rates; it minimises the regularised loss.
@@ -101,8 +101,17 @@ def implicit_gradient(  # over 80 lines: most of them explain the options
       cg_steps: maximum number of conjugate-gradient steps, one Hessian-vector product each.
       tolerance: the solver stops at a residual of this size, relative to the right side.
       damping: added to the identity of the operator, for a Hessian that is not positive.
-      operator, warm_start, proximal, outer, negative_curvature: variants of other people's code, see below; the defaults are the
-        method.
+      warm_start: where the solver starts: "zero", or the query "gradient" (code of Nguyen et al., "Improving federated learning
+        by meta-learning"), which takes one more product.
+      operator: "implicit" as above. Other people's code: "imaml_dev", that of the iMAML authors: (1 + damping) v + H v /
+        (lambda + 10); "fl_imaml", that of Nguyen et al.: (1 + n + damping) v + sum_b H_b v / lambda over the n chunks b of the
+        QUERY, where their loss includes the proximal term; "fl_imaml_march", the earlier code behind their logs: the same over
+        the n chunks of the support.
+      proximal: "each_step": the proximal term is part of the loss; "last": one step on it alone comes last (iMAML's code).
+      outer: the right side: "query", the gradient of the whole query; "last_chunk", that of its last chunk with the proximal term
+        (code of Nguyen et al.); "regularised", that of the whole query with the proximal term (their earlier code).
+      negative_curvature: at a direction in which the operator is not positive, the solver does "stop", or "continue" as if it
+        were positive (code of Nguyen et al. and of the iMAML authors).
 
     H is the Hessian over the whole support: the one batch, or all its steps and chunks together. `WithHessian(support,
     hessian)` takes it on other samples, which saves many passes if the support is several epochs or repeated full batches. A
@@ -112,19 +121,6 @@ def implicit_gradient(  # over 80 lines: most of them explain the options
     direction without positive curvature and returns its current iterate, which is the plain query gradient if that is the
     first direction; `info` reports this and the remaining residual. A client of few samples can have such an H; a solver that
     goes on then returns another direction, in which many signs differ.
-
-    Options that reproduce other people's code, for comparison:
-
-    - `operator`: "implicit" as above; "imaml_dev", the iMAML authors' code: (1 + damping) v + H v / (lambda + 10); "fl_imaml",
-      the code of Nguyen et al. ("Improving federated learning by meta-learning"): (1 + n + damping) v + sum_b H_b v / lambda over
-      the n chunks b of the QUERY, where their loss includes the proximal term; "fl_imaml_march", the earlier code behind their
-      logs: the same over the n chunks of the support.
-    - `warm_start`: the solver starts at "zero", or at the query "gradient" (code of Nguyen et al.), which takes one more product.
-    - `proximal`: the proximal term is part of the loss in "each_step", or one step on it alone comes "last" (iMAML's code).
-    - `outer`: right side: the gradient of the whole "query"; that of its "last_chunk" with the proximal term (code of Nguyen et
-      al.); or that of the whole query with the proximal term, "regularised" (their earlier code).
-    - `negative_curvature`: at a direction in which the operator is not positive, the solver does "stop", or "continue" as if it
-      were (code of Nguyen et al. and of the iMAML authors).
 
     Raises:
       ValueError: an option out of range, an `inner` that is no `InnerOptimizer` or has learned rates; from the estimator, as
@@ -288,15 +284,20 @@ def conjugate_gradient(
       >>> solution.x.round(6).tolist(), int(solution.steps)
       ([1.0, 0.5], 2)
     """
-    form, right = right, _wide(right)
+    for leaf in jax.tree.leaves(right):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(f"the right side must be of floating-point numbers, not {jnp.result_type(leaf)}")
+    form = jax.tree.map(jnp.asarray, right)
+    if not jax.tree.leaves(form):
+        return Solution(form, jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros((), bool))
+    # In units of a power of 2, which rounds nothing: the squares of small or large numbers have no place in float32.
+    right, unit = _in_units(_wide(form))
 
     def product(vector: Updates) -> Updates:
         return _wide(operator(jax.tree.map(lambda v, like: v.astype(like.dtype), vector, form)))
 
     x = right if from_right_side else jax.tree.map(jnp.zeros_like, right)
     residual = jax.tree.map(jnp.subtract, right, product(right)) if from_right_side else right
-    if not jax.tree.leaves(right):
-        return Solution(form, jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros((), bool))
     size = optax.tree.norm(right, squared=True)
     left = optax.tree.norm(residual, squared=True)
     smallest = 10 * jnp.finfo(size.dtype).eps
@@ -326,13 +327,22 @@ def conjugate_gradient(
     start = (x, residual, residual, left, jnp.zeros((), jnp.int32), jnp.zeros((), bool))
     x, _, _, left, taken, negative = loops.while_loop(unfinished, step, start)
     # A right side that is not finite stops the loop before it starts.
-    x = jax.tree.map(lambda leaf, like: jnp.where(jnp.isfinite(left), leaf, jnp.nan).astype(like.dtype), x, form)
+    x = jax.tree.map(lambda leaf, like: jnp.where(jnp.isfinite(left), leaf * unit, jnp.nan).astype(like.dtype), x, form)
     return Solution(x, taken, jnp.sqrt(left / jnp.where(size > 0, size, 1)), negative)
 
 
 def _wide(tree: PyTree) -> PyTree:
-    """The tree in single precision at least: the squared norm of a long vector has no place in float16."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+    """All leaves in the widest precision of any, single at least: the squared norm of a long vector has no place in float16."""
+    widest = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda leaf: leaf.astype(widest), tree)
+
+
+def _in_units(tree: PyTree) -> tuple[PyTree, jax.Array]:
+    """(the tree divided by a power of 2 near its largest number, that power)."""
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]))
+    largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
+    unit = largest / jnp.frexp(largest)[0]
+    return jax.tree.map(lambda leaf: leaf / unit, tree), unit
 
 
 def _whole(batches: Batches) -> Batches:

@@ -121,6 +121,8 @@ def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
     Raises:
       ValueError: a negative rate; from the estimator: the meta-parameters are a `MetaSGD`.
     """
+    if not jax.tree.leaves(rate):
+        raise ValueError(f"rate={rate} must be a number, or a tree of rates like the parameters")
     for leaf in jax.tree.leaves(rate):
         checks.not_negative("rate", leaf, each=True)
 
@@ -489,9 +491,15 @@ def adapt(
 
     Returns:
       (adapted parameters, mean loss over the steps, each taken before its update).
+
+    Raises:
+      ValueError: as in `exact`.
     """
     require_inner("adapt", inner)
+    checks.count("steps", steps)
     support = split_support(support)[0]
+    check_floats(meta)
+    check_loss(loss, inner.start(meta), as_batches(support, steps))
     meta = _own_copy(inner, loss, meta, support, None, steps)
     support = as_batches(support, steps)
     adapted, losses = run_inner(loss, meta, support, inner)
@@ -515,6 +523,7 @@ def prepared(
 ) -> tuple[Params, Batches, Any, PyTree | None]:
     """What an estimator begins with: (meta-parameters, support, query, Hessian batches or `None`), see `check_problem`."""
     support, hessian = split_support(support)
+    check_floats(meta)
     meta = _own_copy(inner, loss, meta, support, query, steps)
     return meta, *check_problem(loss, inner.start(meta), support, query, steps), hessian
 
@@ -529,12 +538,17 @@ def _own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: Py
     return loops.device_local(meta, losses)
 
 
-def check_loss(loss: ScalarLoss, params: Params, batches: Batches) -> None:
-    """Raises `ValueError` unless the loss of the first batch is one real scalar and all parameters are floating-point."""
+def check_floats(params: Params) -> None:
+    """Raises `ValueError` unless all parameters are floating-point."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             where = jax.tree_util.keystr(path) or "the tree"
             raise ValueError(f"parameters must be floating-point to be differentiated, but {where} is {jnp.result_type(leaf)}")
+
+
+def check_loss(loss: ScalarLoss, params: Params, batches: Batches) -> None:
+    """Raises `ValueError` unless the loss of the first batch is one real scalar and all parameters are floating-point."""
+    check_floats(params)
     value = jax.eval_shape(lambda params: loss(params, batches.get(0, 0)), params)
     if not (hasattr(value, "shape") and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
         raise ValueError(f"loss(params, batch) must return one real scalar, but returns {value}")

@@ -50,8 +50,9 @@ def multi_step(inner: InnerOptimizer) -> Estimator:
         if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(jax.eval_shape(inner.init, meta, phi))):
             raise ValueError("multi_step takes inner gradient descent: an optimiser with a state of its own has no such steps")
         count = support.max_steps
-        if jnp.shape(query.weights) != (count,):
-            raise ValueError(f"weights must be one for each of the {count} inner steps, not {list(jnp.shape(query.weights))}")
+        weights = jnp.asarray(query.weights)
+        if weights.shape != (count,):
+            raise ValueError(f"weights must be one for each of the {count} inner steps, not {list(weights.shape)}")
         values, total, pulls = [], Losses.none(), []
         for t in range(count):
             before = phi
@@ -68,9 +69,9 @@ def multi_step(inner: InnerOptimizer) -> Estimator:
             state = inner.update(meta, jax.tree.map(jnp.zeros_like, before), state, before)[1]
             total = jax.tree.map(partial(jnp.where, t < support.steps), total.add(t, losses.total), total)
             value, outer = value_and_gradient(loss, phi, batches, 0)
-            values.append(query.weights[t] * value)
+            values.append(weights[t] * value)
             pulls.append((pull, outer))
-        updates, start = _unwind(pulls, query.weights, meta, phi)
+        updates, start = _unwind(pulls, weights, meta, phi)
         descent = jax.tree.map(jnp.add, updates, *to_meta(start))
         return MetaGradient(phi, descent, Info.of(total, sum(values[1:], values[0]), support.steps))
 
@@ -88,7 +89,8 @@ def _one_step(inner: InnerOptimizer, state: PyTree) -> InnerOptimizer:
 
 def _only(support: Batches, t: int) -> Batches:
     """Step t of the support alone; no step if the client stops before it."""
-    steps = 1 if isinstance(support.steps, int) else jnp.where(t < support.steps, 1, 0)
+    whole = isinstance(support.steps, int) and support.steps == support.max_steps
+    steps = 1 if whole else jnp.where(t < support.steps, 1, 0)
 
     def get(step: Scalar, chunk: Scalar = 0) -> PyTree:
         del step
@@ -115,6 +117,9 @@ def annealed(rounds: int) -> Any:
 
     As in the code of MAML++ (AntreasAntoniou/HowToTrainYourMAMLPytorch, few_shot_learning_system.py,
     get_per_step_loss_importance_vector): in between, each other step loses 1 / (S rounds) a round, down to 0.03 / S.
+
+    Args:
+      rounds: after so many, the last step alone counts.
 
     Raises:
       ValueError: less than one round.

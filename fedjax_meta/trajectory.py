@@ -121,7 +121,10 @@ def value_and_gradient(loss: ScalarLoss, params: Params, batches: Batches, step:
 def hessian_product(
     loss: ScalarLoss, params: Params, batches: Batches, step: Scalar, mask: Mask | None = None
 ) -> tuple[jax.Array, Updates, Callable[[Updates], Updates]]:
-    """(loss, gradient, `v -> H v`) of one step.
+    """(loss, gradient, `v -> H v`) of one step; H is transposed where it is not symmetric.
+
+    A loss whose backward pass is its gradient has a symmetric H: then H v is the forward derivative of the gradient. Where a loss
+    has rules of its own (`jax.custom_vjp`, e.g. a reversed gradient), it is the transposed one, which costs more.
 
     A step of one chunk is linearised once and serves any number of products; its product is a pytree of the residuals. For a
     step of several chunks, every product goes through the chunks again, so that only one chunk's activations are in memory.
@@ -135,24 +138,55 @@ def hessian_product(
     moving, fixed = masks.split(params, adapts)
 
     def gradient_and_value(moving: Params, batch: PyTree) -> tuple[Updates, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(masks.merge(moving, fixed), batch)
-        return gradient, value
+        return _gradient_and_value(loss, batch, masks.merge(moving, fixed))
 
-    # The Hessian is symmetric, so the forward derivative of the gradient is also the transposed product.
+    symmetric = not has_own_backward_pass(loss, params, batches.get(step, 0))
     if isinstance(batches.chunks, int) and batches.chunks == 1:
         batch = batches.get(step, 0)
+        if not symmetric:
+            gradient, pull_back, value = jax.vjp(partial(_gradient_and_value, loss, batch), params, has_aux=True)
+            return value, gradient, Partial(partial(_pulled_back, adapts), pull_back)
         gradient, linear, value = jax.linearize(lambda moving: gradient_and_value(moving, batch), moving, has_aux=True)
         return value, gradient, Partial(partial(_of_moving, adapts), linear)
     value, gradient = value_and_gradient(loss, params, batches, step)
 
     def product(vector: Updates) -> Updates:
         def of_chunk(batch: PyTree) -> Updates:
+            if not symmetric:
+                return _pulled_back(adapts, jax.vjp(lambda params: jax.grad(loss)(params, batch), params)[1], vector)
             along = masks.split(vector, adapts)[0]
             return jax.jvp(lambda moving: gradient_and_value(moving, batch)[0], (moving,), (along,))[1]
 
         return batches.mean(of_chunk, step)
 
     return value, gradient, product
+
+
+def has_own_backward_pass(loss: ScalarLoss, params: Params, batch: PyTree) -> bool:
+    """Whether a loss has `jax.custom_vjp` in it, so that its gradient need not be the derivative of anything."""
+
+    def within(program: Any) -> bool:
+        return any(
+            equation.primitive.name.startswith("custom_vjp_call") or any(map(within, held(equation)))
+            for equation in program.eqns
+        )
+
+    def held(equation: Any) -> list[Any]:
+        values = [one for value in equation.params.values() for one in (value if isinstance(value, tuple) else (value,))]
+        programs = [getattr(value, "jaxpr", value) for value in values]
+        return [program for program in programs if hasattr(program, "eqns")]
+
+    return within(jax.make_jaxpr(loss)(params, batch).jaxpr)
+
+
+def _gradient_and_value(loss: ScalarLoss, batch: PyTree, params: Params) -> tuple[Updates, jax.Array]:
+    value, gradient = jax.value_and_grad(loss)(params, batch)
+    return gradient, value
+
+
+def _pulled_back(adapts: Mask, pull_back: Callable[[Updates], tuple[Updates]], vector: Updates) -> Updates:
+    """The transposed product with a vector that counts as 0 where nothing adapts."""
+    return pull_back(jax.tree.map(lambda move, v: v if move else jnp.zeros_like(v), adapts, vector))[0]
 
 
 def _of_moving(adapts: Mask, linear: Callable[[Params], Updates], vector: Updates) -> Updates:
@@ -504,4 +538,4 @@ def _end_at_comparisons(equation: Any, given: list[bool]) -> list[bool] | None:
 
 def _partition(tree: PyTree) -> tuple[PyTree, PyTree]:
     """(floating-point leaves, other leaves), each with `None` in place of the missing leaves."""
-    return masks.split(tree, jax.tree.map(lambda leaf: bool(jnp.issubdtype(leaf.dtype, jnp.inexact)), tree))
+    return masks.split(tree, jax.tree.map(lambda leaf: bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)), tree))

@@ -123,6 +123,17 @@ def test_attackers_that_see_nobody_stay_honest(rng):
         assert np.isfinite(alone).all()
 
 
+@pytest.mark.parametrize("make", [attacks.ipm, attacks.alie, attacks.min_max, attacks.min_sum, attacks.gaussian])
+def test_clients_that_send_nothing_cannot_lie(make):
+    federation = {"cohort_size": 3, "devices": 1, "lanes": 1}
+    plain, attacked = (
+        fm.federate(method_of("local_only"), fm.Federation(**federation, attack=attack)) for attack in (None, make((0,)))
+    )
+    data = problems.data()
+    results = [of.round(jax.random.key(1), of.init(jax.random.key(0), data), data)[0] for of in (plain, attacked)]
+    assert problems.distance(*results) == 0
+
+
 # Who attacks, and on which data.
 
 

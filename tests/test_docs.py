@@ -1,6 +1,7 @@
 """The documentation: its code runs as it stands, its commands exist, and its site builds without a warning."""
 
 import ast
+import contextlib
 import importlib.util
 import inspect
 import itertools
@@ -22,6 +23,7 @@ import yaml
 
 import fedjax_meta as fm
 from fedjax_meta.study import files, load
+from tests import problems
 from tests.test_commands import own_modules
 
 ROOT = Path(__file__).parents[1]
@@ -364,3 +366,19 @@ def test_the_gallery_says_all_of_every_method(site):
     number = f"{statistics.mean(scores):.2f} ±{statistics.stdev(scores):.2f} %"
     assert f"<strong>Our number</strong>: {number}" in page.split('<h2 id="fedmeta_metasgd">')[1].split("<h2 ")[0]
     assert re.search(r"<strong>Our number</strong>:\s*</li>", page.split('<h2 id="scaffold">')[1].split("<h2 ")[0])
+
+
+def test_methods_that_need_class_labels_or_refuse_batch_norm_are_those_of_the_pages():
+    text = " ".join((DOCS / "tasks.md").read_text(encoding="utf-8").split())
+    said = set(re.findall(r"`(\w+)`", re.search(r"- ((?:`\w+`(?:, | and )?)+) need one class label per sample", text)[1]))
+    assert said == {name for name, builder in fm.METHODS.items() if builder(problems.task_of(name)).needs_classes}
+    row = next(
+        line for line in (DOCS / "models.md").read_text(encoding="utf-8").splitlines() if "a model without batch norm" in line
+    )
+    refused = set()
+    for name, builder in fm.METHODS.items():
+        with contextlib.suppress(ValueError):
+            builder(problems.normed_task())
+            continue
+        refused.add(name)
+    assert set(re.findall(r"`(\w+)`", row)) == refused

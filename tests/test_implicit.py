@@ -402,3 +402,22 @@ def test_where_nothing_adapts_the_gradient_is_that_of_the_query(operator):
     estimate = implicit_gradient(inner, prox_weight=1.0, operator=operator)
     result = estimate(lambda w, batch: jnp.sum((w["a"] - batch) ** 2), {"a": jnp.ones(2)}, 3.0, 0.5)
     assert np.allclose(result.gradient["a"], 2 * (1 - 0.5)) and int(result.info.cg_steps) == 0
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-3, 1e25])
+def test_systems_are_solved_whatever_the_size_of_their_right_side(size: float) -> None:
+    """The squares of these numbers have no place in float32."""
+    matrix = np.diag([1.0, 3.0, 9.0]).astype(np.float32) + 0.1
+    right = (np.array([1.0, -2.0, 0.5]) * size).astype(np.float32)
+    found = conjugate_gradient(lambda v: jnp.asarray(matrix) @ v, jnp.asarray(right), steps=5, tolerance=1e-6)
+    np.testing.assert_allclose(found.x, np.linalg.solve(matrix.astype(float), right), rtol=1e-5)
+    assert 0 < found.steps <= 4 and found.residual < 1e-5
+    with pytest.raises(ValueError, match="floating-point numbers, not int"):
+        conjugate_gradient(lambda v: v, jnp.arange(3), steps=2)
+
+
+def test_leaves_may_have_different_precision() -> None:
+    right = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.full(2, 2.0, jnp.float32), "c": jnp.full(1, 3.0, jnp.float64)}
+    found = conjugate_gradient(lambda tree: jax.tree.map(lambda v: 2 * v, tree), right, steps=3)
+    assert jax.tree.map(lambda leaf: leaf.dtype, found.x) == jax.tree.map(lambda leaf: leaf.dtype, right)
+    assert [float(leaf[0]) for leaf in jax.tree.leaves(found.x)] == [0.5, 1.0, 1.5]

@@ -553,3 +553,94 @@ def test_rates_that_would_be_broadcast_are_refused(shape: tuple[int, ...]) -> No
         meta.adapt(loss, params, samples, meta.sgd(jnp.ones(shape)))
     with pytest.raises(ValueError, match=r"needs rates \[S\] for each leaf"):
         meta.exact(meta.learned_sgd(per_step=True))(loss, meta.MetaSGD(params, jnp.ones(())), samples, samples)
+
+
+@jax.custom_vjp
+def reversed_gradient(x: jax.Array) -> jax.Array:
+    return x * 1.0
+
+
+# As JAX's documentation writes it: the forward rule calls the function.
+reversed_gradient.defvjp(lambda x: (reversed_gradient(x), None), lambda _, cotangent: (-cotangent,))
+
+
+def adversarial(params: Any, batch: Batch) -> jax.Array:
+    """A loss with a reversed gradient inside, as domain adversaries have it; its gradient is the derivative of nothing."""
+    hidden = jnp.tanh(batch.x @ params["body"]["w"] + params["body"]["b"][None])
+    against = jnp.tanh(reversed_gradient(hidden) @ params["head"]["w"][:, :1])
+    return network(params, batch) + jnp.mean((against - 1) ** 2)
+
+
+@pytest.mark.parametrize(("name", "steps", "chunks"), [("sgd", 1, 1), ("adam", 3, 1), ("head only", 2, 1), ("sgd", 2, 2)])
+def test_exact_for_a_loss_with_a_backward_pass_of_its_own(name: str, steps: int, chunks: int) -> None:
+    inner, theta, query = RULES[name](), parameters(), batch(99, 9)
+    support = several(10, steps, steps)
+    reference = jax.grad(partial(after_adaptation, inner=inner, support=support, query=query, loss=adversarial))(theta)
+
+    def get(step: Any, chunk: Any) -> Batch:
+        return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:])[chunk], support.get(step, 0))
+
+    whole = dataclasses.replace(support, get=get, chunks=chunks)
+    found = run(meta.exact(inner), adversarial, theta, whole, query)
+    assert_close(found.gradient, reference, 1e-10)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    "estimator", [meta.exact, partial(meta.exact, keep="parameters"), meta.hessian_free, meta.first_order]
+)
+def test_an_update_that_is_no_number_stays_so(estimator: Any, steps: int) -> None:
+    """The root of a negative parameter; the roots of unselected branches count as 0 (see above)."""
+    rule = lambda theta, gradient, state, phi: (phi - 0.1 * gradient * jnp.sqrt(phi), state)  # noqa: E731
+    inner = meta.InnerOptimizer(lambda theta: theta, lambda theta, phi: (), rule)
+    found = estimator(inner, steps=steps)(lambda p, b: jnp.sum((p - b) ** 2), jnp.array([1.0, -1.0]), 0.0, 0.5)
+    assert np.isnan(found.adapted).tolist() == [False, True] and np.isnan(found.info.query_loss)
+    assert np.isnan(found.gradient[1])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_whatever_the_meta_parameters_have_must_be_floating_point(estimator: Any) -> None:
+    beside = meta.sgd(0.1)._replace(start=lambda theta: theta["w"])
+    for theta, kind in (({"w": jnp.ones(2), "n": jnp.arange(2)}, "int"), ({"w": jnp.ones(2, complex)}, "complex")):
+        with pytest.raises(ValueError, match=f"floating-point to be differentiated, but .* is {kind}"):
+            estimator(beside)(lambda w, b: jnp.sum(jnp.abs(w) ** 2), theta, 0.0, 0.0)
+    if estimator in (meta.exact, meta.first_order):
+        with pytest.raises(ValueError, match=r"floating-point.*rates.* is int"):
+            estimator(meta.learned_sgd())(lambda w, b: jnp.sum(w**2), meta.MetaSGD(jnp.ones(2), jnp.arange(2)), 0.0, 0.0)
+
+
+def test_adapt_checks_its_problem() -> None:
+    square = lambda w, b: jnp.sum(w**2)  # noqa: E731
+    for steps in (0, -3, 1.5, "2", None):
+        with pytest.raises(ValueError, match="steps="):
+            meta.adapt(square, jnp.ones(2), 0.0, meta.sgd(0.1), steps=steps)
+    with pytest.raises(ValueError, match="one real scalar"):
+        meta.adapt(lambda w, b: (square(w, b), w), jnp.ones(2), 0.0, meta.sgd(0.1))
+    with pytest.raises(ValueError, match="must be a number, or a tree of rates"):
+        meta.sgd(None)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_state_may_hold_numbers_of_python(estimator: Any) -> None:
+    rule = lambda theta, g, count, phi: (jax.tree.map(lambda p, s: p - 0.1 * s, phi, g), count + 1)  # noqa: E731
+    counts = meta.InnerOptimizer(lambda theta: theta, lambda theta, phi: 0, rule)
+    plain, own = (
+        estimator(inner)(network, parameters(), batch(1, 6), batch(2, 9)).gradient for inner in (meta.sgd(0.1), counts)
+    )
+    assert_close(own, plain, 1e-12)
+
+
+def test_chunks_without_samples_may_have_no_mean() -> None:
+    """A loss of a user's own divides by the weights, which are all 0 in a chunk of padding."""
+    whole = batch(1, 6)
+    padded = jax.tree.map(lambda a: np.concatenate([a, np.zeros_like(a)]), whole)
+    chunks = Batches(
+        lambda t, chunk: jax.tree.map(lambda a: jnp.asarray(a).reshape(2, 6, *a.shape[1:])[chunk], padded), 1, 1, chunks=2
+    )
+
+    def mean(params: Any, batch: Batch) -> jax.Array:
+        return jnp.sum(jnp.sum((batch.x @ params) ** 2, 1) * batch.weight) / jnp.sum(batch.weight)
+
+    theta = normal(3, 4, 2)
+    found, expected = (meta.exact(meta.sgd(0.1))(mean, theta, support, whole) for support in (chunks, whole))
+    assert_close(found.gradient, expected.gradient, 1e-12)

@@ -251,6 +251,13 @@ def test_every_method_trains_on_every_kind_of_task_or_says_what_it_needs(name, k
     assert all(score.values.shape == (4,) for score in scores.metrics.values())
 
 
+@pytest.mark.parametrize("name", ["feddbe", "gpfl", "mocha"])
+def test_methods_that_read_the_width_of_a_head_say_that_they_need_labels(name):
+    """They look for the width in the leaves of the head, of which Flax refuses some."""
+    with pytest.raises(ValueError, match=f"{name} needs one class label a sample"):
+        jax.eval_shape(problems.build(name, fm.models.char_lstm(20, 5, hidden=16)).init, KEY, token_clients())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_a_host_store_changes_no_bit(kind):
     task, data = KINDS[kind][0](), KINDS[kind][1]()

@@ -18,8 +18,8 @@ from fedjax_meta.aggregate.means import (
     units,
     weigh,
 )
-from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.mixtures import combine
+from fedjax_meta.aggregate.pre_aggregation import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.ranks import median, trimmed_mean
 from fedjax_meta.aggregate.registry import RULES, WRAPPERS, parse
 from fedjax_meta.aggregate.rule import Aggregator, Rule, as_rule

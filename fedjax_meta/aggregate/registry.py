@@ -8,7 +8,7 @@ from typing import Any
 from fedjax_meta import checks, syntax
 from fedjax_meta.aggregate.bounded import centered_clipping, norm_bounding
 from fedjax_meta.aggregate.distances import bulyan, geometric_median, krum, multi_krum
-from fedjax_meta.aggregate.mixing import bucketing, nearest_neighbours
+from fedjax_meta.aggregate.pre_aggregation import bucketing, nearest_neighbours
 from fedjax_meta.aggregate.ranks import median, trimmed_mean
 from fedjax_meta.aggregate.rule import Aggregator, Rule
 

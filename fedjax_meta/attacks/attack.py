@@ -157,6 +157,8 @@ def _on_changes(
     leaves, structure = jax.tree.flatten(sent)
     old = jax.tree.leaves(before)
     real = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if not real:  # nothing is sent that could be changed
+        return sent
     wide = {i: jnp.promote_types(leaves[i].dtype, jnp.float32) for i in real}
     lies = change([leaves[i].astype(wide[i]) - old[i].astype(wide[i]) for i in real])
     for i, lie in zip(real, lies, strict=True):

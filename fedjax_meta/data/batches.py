@@ -111,18 +111,24 @@ class Batches:
         return dataclasses.replace(self, steps=jnp.where(condition, self.steps, 0))
 
     def mean(self, function: Callable[[PyTree], PyTree], step: Scalar) -> PyTree:
-        """Mean of `function(batch)`, a pytree of floats, over the chunks of one step; 16-bit leaves are added up in float32."""
+        """Mean of `function(batch)`, a pytree of floats, over the chunks of one step, whatever it is for a chunk without
+        samples; 16-bit leaves are added up in float32.
+        """
         if isinstance(self.chunks, int) and self.chunks == 1:
             return function(self.get(step, 0))
 
         def term(chunk: Scalar) -> tuple[PyTree, jax.Array]:
             batch = self.get(step, chunk)
-            return function(batch), self.samples(batch)
+            return function(batch), jnp.asarray(self.samples(batch))
 
         def add(chunk: Scalar, sums: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
             (values, weight), (total, weights) = term(chunk), sums
-            more = jax.tree.map(lambda leaf, one: leaf + weight.astype(leaf.dtype) * one.astype(leaf.dtype), total, values)
-            return more, weights + weight
+            counts = weight > 0  # the mean over no sample may be NaN
+
+            def more(leaf: jax.Array, one: jax.Array) -> jax.Array:
+                return leaf + weight.astype(leaf.dtype) * jnp.where(counts, one, 0).astype(leaf.dtype)
+
+            return jax.tree.map(more, total, values), weights + weight
 
         shapes, whole = jax.eval_shape(term, 0)
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), shapes)

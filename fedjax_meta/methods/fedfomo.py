@@ -189,7 +189,7 @@ def fedfomo(
       exploration: epsilon, the probability that a download is drawn at random instead of by the client's preferences.
       exploration_decay: by how much that falls each round.
       reference: what a client weighs models against: its own "before" the round's training (the paper), which it keeps from then
-        on, with its trained one always among the candidates; or its own "trained" one, see above.
+        on, with its trained one always among the candidates; or its own "trained" one.
       distance: between models: "euclidean" (the paper), "absolute" (the authors' code) or "squared" (that code with l2).
       train_view, validation_view: disjoint views, to train on and to weigh models on (the paper: 80 % and 20 %).
 

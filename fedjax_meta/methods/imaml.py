@@ -66,6 +66,8 @@ def imaml(
 ) -> Method:
     """FedMeta with the implicit gradient, whose memory does not grow with the number of inner steps.
 
+    The Hessian is that of the support view, taken once, however many passes the inner loop makes.
+
     Every client adapts to its support set before it predicts, pulled back to its starting point by `test_prox_weight`. A
     client that never took part starts from the server's model; where leaves are personal, see `fedmeta`.
 
@@ -77,8 +79,7 @@ def imaml(
       test_epochs: those in a test; `inner_epochs` when not given.
       batch_size: samples of an inner step.
       cg_steps, tolerance, damping, warm_start, operator, proximal, outer, negative_curvature: as in
-        `implicit.implicit_gradient`. The Hessian is that of the support view, taken once, however many passes the inner loop
-        makes.
+        `implicit.implicit_gradient`.
       inner_optimizer, outer_optimizer, outer_slots, outer_at, server_sum, adapts, personal, score, weighting: as in `fedmeta`.
 
     Raises:

@@ -68,7 +68,8 @@ def perfedavg(
 
     Args:
       task, outer_optimizer, outer_slots, adapts, personal, personal_rates, score, weighting: as in `fedmeta`.
-      inner_lr, outer_lr: alpha and beta.
+      inner_lr: alpha.
+      outer_lr: beta.
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
       local_steps: K, meta-steps of a client in a round.
       batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.

@@ -4,7 +4,7 @@ An optimiser like Adam divides by the root of a mean of squares. Where a gradien
 dead unit), reverse mode takes the infinite derivative of the root times that of the square, 0, which is NaN. The limit is 0.
 
 RAdam also takes the root of a negative number, in a branch that it does not select. Reverse mode multiplies that NaN by 0, so
-that the root is 0 here.
+that the root is 0 here. A result that is NaN because of such a root stays NaN.
 """
 
 from collections.abc import Callable
@@ -41,6 +41,8 @@ def _root_jvp(power: float, primals: tuple[jax.Array], tangents: tuple[jax.Array
 def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with `root` in place of its square roots, also of those in calls and conditions, but not in loops.
 
+    Its results are NaN where those of the function are.
+
     Example:
       >>> jax.grad(finite_at_zero(jnp.linalg.norm))(jnp.zeros(2)).tolist()
       [0.0, 0.0]
@@ -49,9 +51,25 @@ def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:
     def evaluated(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         results = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments))
+        if _has_roots(program.jaxpr):
+            plain = jax.tree.leaves(function(*jax.lax.stop_gradient(arguments)))
+            results = list(map(_not_a_number_as, plain, results))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return evaluated
+
+
+def _has_roots(program: Jaxpr) -> bool:
+    held = [value for equation in program.eqns for value in equation.params.values()]
+    inner = [one.jaxpr for value in held for one in (value if isinstance(value, tuple) else (value,)) if hasattr(one, "jaxpr")]
+    return any(equation.primitive.name in ("sqrt", "rsqrt", "pow") for equation in program.eqns) or any(map(_has_roots, inner))
+
+
+def _not_a_number_as(plain: Any, result: Any) -> Any:
+    """The result, NaN where the plain one is, with the derivative of the result."""
+    if not jnp.issubdtype(jnp.result_type(result), jnp.floating):
+        return result
+    return result + jnp.where(jnp.isnan(plain), plain, 0)
 
 
 def _evaluate(program: Jaxpr, constants: Any, arguments: Any) -> list[Any]:

@@ -15,7 +15,16 @@ from fedjax_meta.data.registry import PAPERS, PARTITIONS, natural
 from fedjax_meta.methods import METHODS
 from fedjax_meta.models import MODELS
 from fedjax_meta.study import lookup
-from fedjax_meta.study.parts import AGGREGATORS, ATTACKS, ESTIMATORS, OPTIMIZERS, PARTICIPATION, SCHEDULES, UPLOADS
+from fedjax_meta.study.parts import (
+    AGGREGATORS,
+    ATTACKS,
+    ESTIMATORS,
+    OPTIMIZERS,
+    PARTICIPATION,
+    SCHEDULES,
+    STEP_WEIGHTS,
+    UPLOADS,
+)
 from fedjax_meta.study.scenario import SHIFTS
 
 WIDTH = 80
@@ -44,6 +53,7 @@ FUNCTIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
         f"{kind}: {name}": make
         for kind, registry in {
             "estimator": ESTIMATORS,
+            "step_weights": STEP_WEIGHTS,
             "optimizer": OPTIMIZERS,
             "aggregator": AGGREGATORS,
             "attack": ATTACKS,
@@ -82,7 +92,8 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
       >>> options("parts", "clip")
       ['uploads: clip: Clips uploads to `norm`', '  norm: required', '      S, above 0; may be traced.']
     """
-    checks.one_of("what has options", what, FUNCTIONS)
+    if what not in FUNCTIONS:
+        raise ValueError(f"{what} have no options to list; {', '.join(FUNCTIONS)} have")
     known = FUNCTIONS[what]
     if lookup.is_own(name) and what in ("methods", "models"):
         known = {name: (lookup.method if what == "methods" else lookup.model)(name)}

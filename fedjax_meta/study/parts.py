@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -22,6 +22,8 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "multi_step": multistep.multi_step,
     "reptile": meta.reptile_gradient,
 }
+
+STEP_WEIGHTS: dict[str, Callable[..., Any]] = {"annealed": multistep.annealed}
 
 
 def _sgd(learning_rate: Any, momentum: float | None = None, nesterov: bool = False, weight_decay: float = 0.0) -> Any:
@@ -135,7 +137,7 @@ PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
     "attack": (ATTACKS, False),
     "participation": (PARTICIPATION, False),
     "schedule": (SCHEDULES, False),
-    "step_weights": ({"annealed": multistep.annealed}, False),
+    "step_weights": (STEP_WEIGHTS, False),
 }
 """Options that name a part: its registry, and whether the option wants the part as a factory that is called later."""
 
@@ -158,6 +160,7 @@ def part(option: str, given: Any) -> Any:
     name, options = _name_and_options(option, given)
     checks.one_of(option, name, registry)
     _check(option, name, registry[name], options)
+    _check_needed(option, name, registry[name], options, (inspect.Parameter.KEYWORD_ONLY,))  # the rest is given later
     return functools.partial(registry[name], **options) if options else registry[name]
 
 
@@ -166,17 +169,20 @@ def made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) ->
     name, options = _name_and_options(option, given)
     checks.one_of(option, name, registry)
     _check(option, name, registry[name], options)
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [
-        word for word, p in inspect.signature(registry[name]).parameters.items() if p.default is p.empty and p.kind in named
-    ]
-    lacking = [word for word in needed if word not in options]
-    if lacking:
-        raise ValueError(f"{option} {name} needs {', '.join(lacking)}")
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    _check_needed(option, name, registry[name], options, kinds)
     try:
         return registry[name](**options)
     except TypeError as error:
         raise ValueError(f"{option} {name}: {error}") from None
+
+
+def _check_needed(option: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], kinds: Sequence[Any]) -> None:
+    """Raises `ValueError` for a parameter of one of these kinds that has no default and is not given."""
+    needed = [word for word, p in inspect.signature(make).parameters.items() if p.default is p.empty and p.kind in kinds]
+    lacking = [word for word in needed if word not in options]
+    if lacking:
+        raise ValueError(f"{option} {name} needs {', '.join(lacking)}: {{name: {name}, {lacking[0]}: VALUE}}")
 
 
 def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:

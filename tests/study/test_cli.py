@@ -203,6 +203,7 @@ def test_every_name_of_a_study_is_listed_whole():
         f"{option}: {name}"
         for option, registry in (
             ("estimator", system.ESTIMATORS),
+            ("step_weights", system.STEP_WEIGHTS),
             ("optimizer", system.OPTIMIZERS),
             ("aggregator", system.AGGREGATORS),
             ("attack", system.ATTACKS),
@@ -242,6 +243,7 @@ def test_options_are_listed_with_their_defaults():
         lines = catalogue.options("methods", name)[1:]
         assert [line.strip().partition(":")[0] for line in lines if re.match(r"  \w", line)] == system.keywords(builder)
     assert "method='fedpre' is unknown (did you mean 'fedrep'?)" in " ".join(said("list", "methods", "fedpre")[1].split())
+    assert "datasets have no options to list; methods, partitions," in " ".join(said("list", "datasets", "mnist")[1].split())
 
 
 def explained(what, name):

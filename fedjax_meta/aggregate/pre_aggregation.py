@@ -1,4 +1,4 @@
-"""Wrappers of an aggregator for clients with unlike data: uploads are mixed with others before the rule sees them.
+"""Pre-aggregation, for clients with unlike data: uploads are mixed with others before an aggregator sees them.
 
 Robust rules that compare uploads take honest clients with rare data for attackers. Mixed uploads are more alike. Conventions as
 in `distances`.
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks
 from fedjax_meta.aggregate.distances import along, cleaned, like, present, squared_distances
+from fedjax_meta.aggregate.mixtures import combine as combined
 from fedjax_meta.aggregate.rule import Aggregator, Rule, as_rule
 from fedjax_meta.config import plain
 from fedjax_meta.keys import tagged
@@ -45,13 +46,7 @@ def nearest_neighbours(rule: Aggregator | Rule, f: int) -> Rule:
         rank = jnp.argsort(jnp.argsort(square, 1, stable=True), 1)
         near = (rank < jnp.maximum(jnp.sum(there) - f, 1)) & there[None, :]
         matrix = near / jnp.maximum(jnp.sum(near, 1, keepdims=True), 1)
-
-        def mixed(leaf: jax.Array) -> jax.Array:
-            product = matrix.astype(leaf.dtype) @ leaf.reshape(clients, -1)
-            return product.reshape(leaf.shape)
-
-        with jax.default_matmul_precision("highest"):
-            mixtures = like(jax.tree.map(mixed, clean), stacked)
+        mixtures = like(combined(matrix, clean), stacked)
         return inner.combine(key, mixtures, there.astype(jnp.float32), memory, reference)
 
     return _around(rule, "nearest_neighbours", {"f": f}, combine)
