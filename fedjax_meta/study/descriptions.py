@@ -75,7 +75,7 @@ PARTS: dict[str, Entry] = {
     "estimator: implicit": ("implicit gradient", "Rajeswaran et al. 1909.04630"),
     "estimator: multi_step": ("loss of every step", "Antoniou et al. 1810.09502"),
     "estimator: reptile": ("initial minus adapted", "Nichol et al. 1803.02999"),
-    "step_weights: annealed": ("towards the last step alone", "Antoniou et al. 1810.09502"),
+    "step_weights: annealed": ("towards last step", "Antoniou et al. 1810.09502"),
     "optimizer: sgd": ("gradient descent", ""),
     "optimizer: momentum": ("gradient descent with momentum", ""),
     "optimizer: adam": ("two moments of the gradient", "Kingma, Ba 1412.6980"),
