@@ -26,7 +26,7 @@ from fedjax_meta.keys import is_key, tagged
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds import federate, server
-from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting, rows_of
+from fedjax_meta.rounds.setting import CohortClient, Context, Kept, Outputs, Setting, rows_of
 from fedjax_meta.simulation import run_keys
 from fedjax_meta.types import Key, PyTree
 
@@ -166,7 +166,7 @@ class _Server:
         context = Context(_bare(self._state), one, jnp.zeros(1, jnp.int32), init_key)
         seen, kept = jax.tree.map(lambda leaf: leaf[0], (self._state.seen, rows_of(self._state)))
         rule = partial(clients.client_round, self._setting)
-        self._shapes = jax.eval_shape(rule, init_key, jnp.int32(0), Member(jnp.int32(0), seen), kept, context)
+        self._shapes = jax.eval_shape(rule, init_key, jnp.int32(0), CohortClient(jnp.int32(0), seen), kept, context)
         self._step = jax.jit(partial(server.next_state, self._setting))
 
     def run(self, grid: Any, rounds: int, on_round: Callable[..., None] | None, wait: float) -> None:
@@ -251,7 +251,7 @@ class _Node:
         id_, data, state, key, seen, kept = self._received(message, context)
 
         def rule(key: Key, id_: jax.Array, seen: jax.Array, kept: Kept, state: State, data: FederatedData, whole: Key) -> Any:
-            member, given = Member(jnp.int32(0), seen), Context(state, data, id_[None], whole)
+            member, given = CohortClient(jnp.int32(0), seen), Context(state, data, id_[None], whole)
             return clients.client_round(self._setting, key, id_, member, kept, given)
 
         own = jax.random.fold_in(tagged(key, "clients"), id_)

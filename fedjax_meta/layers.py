@@ -359,10 +359,10 @@ class Embed(nn.Embed):
 class BatchNorm(nn.Module):
     """Batch normalisation over all axes but the last (Ioffe and Szegedy 2015), with PyTorch's defaults.
 
-    Rows of weight 0 count neither in the batch statistics nor in the running statistics, and a batch of padding alone does not
-    change the latter. Running statistics (`batch_stats`: `mean`, `var`) move by `momentum` towards those of the batch, the
-    variance towards the unbiased one. They are a differentiable function of the parameters, so a meta-gradient through them is
-    exact.
+    Rows of weight 0, which must be finite, count neither in the batch statistics nor in the running statistics, and a batch of
+    padding alone does not change the latter. Running statistics (`batch_stats`: `mean`, `var`) move by `momentum` towards those
+    of the batch, the variance towards the unbiased one. They are a differentiable function of the parameters, so a meta-gradient
+    through them is exact.
 
     Attributes:
       momentum: fraction by which the running statistics move per batch.

@@ -15,12 +15,14 @@ from fedjax_meta.engine import ClientUpdate
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, stale
 from fedjax_meta.rounds.refusals import refuse_hiding_uploads
-from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting
+from fedjax_meta.rounds.setting import CohortClient, Context, Kept, Outputs, Setting
 from fedjax_meta.rounds.trees import first_broken, must_fit, where, zeros_unless
 from fedjax_meta.types import Key, PyTree
 
 
-def client_round(setting: Setting, key: Key, id_: jax.Array, member: Member, kept: Kept, context: Context) -> ClientUpdate:
+def client_round(
+    setting: Setting, key: Key, id_: jax.Array, drawn: CohortClient, kept: Kept, context: Context
+) -> ClientUpdate:
     """What the engine runs for each client.
 
     1. `_fate`: what it trains on, whether it works at all, whether its upload arrives.
@@ -31,9 +33,9 @@ def client_round(setting: Setting, key: Key, id_: jax.Array, member: Member, kep
     6. `_added_up`: what it adds to the sum over the cohort, after its attack if it is an attacker.
     """
     state, data = context.state, context.data
-    client, works, arrives = _fate(setting, key, id_, member.position, data)
+    client, works, arrives = _fate(setting, key, id_, drawn.position, data)
     given, stale_weight = stale.given(setting, context, id_)
-    received = receive(setting, key, given, member.seen, kept, data.total_clients, tagged(context.key, "shared"))
+    received = receive(setting, key, given, drawn.seen, kept, data.total_clients, tagged(context.key, "shared"))
     trained = train(setting, key, received, client)
     _check_trained(setting, trained, received, kept.memory)
     weights = weights_of(setting, trained, client)

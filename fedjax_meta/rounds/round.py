@@ -12,7 +12,7 @@ from fedjax_meta.engine import matmul_precision, run_cohort
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, server
 from fedjax_meta.rounds.client import client_round
-from fedjax_meta.rounds.setting import Context, Kept, Member, Outputs, Setting, rows_of
+from fedjax_meta.rounds.setting import CohortClient, Context, Kept, Outputs, Setting, rows_of
 from fedjax_meta.rounds.trees import first_broken, without_rows
 from fedjax_meta.rows import put
 from fedjax_meta.schedules import Poisson
@@ -41,7 +41,7 @@ def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> 
         moved = server.next_state(setting, key, state, summed, outputs, cohort.ids, data)
         kept, diagnostics = _mix(setting, key, moved, data, cohort, kept, outputs)
     info = _info(setting, key, state, moved, data, cohort, outputs, diagnostics)
-    seen = put(state.seen, cohort.target, cohort.member.seen | outputs.took_part)
+    seen = put(state.seen, cohort.target, cohort.drawn.seen | outputs.took_part)
     after = moved._replace(**kept._asdict(), seen=seen, round=state.round + 1)
     return server.inherited(setting, state, after), info
 
@@ -51,14 +51,14 @@ class _Cohort(NamedTuple):
 
     Attributes:
       ids: int32 `[C]`, -1 for an empty place.
-      member: leaves `[C]`.
+      drawn: leaves `[C]`.
       rows: int32 `[C]`, which rows of the state are theirs; any for an empty place.
       target: int32 `[C]`, where their new rows go; -1, which is nowhere, for an empty place.
       empty: bool `[C]`.
     """
 
     ids: jax.Array
-    member: Member
+    drawn: CohortClient
     rows: jax.Array
     target: jax.Array
     empty: jax.Array
@@ -83,7 +83,7 @@ def _draw(setting: Setting, key: Key, state: State, data: FederatedData) -> _Coh
         empty = positions < 0
     ids, rows = jnp.where(empty, -1, data.ids_of(positions)), state_rows(state, data, positions)
     target = jnp.where(empty, -1, rows)
-    return _Cohort(ids, Member(positions, jnp.asarray(state.seen)[rows]), rows, target, empty)
+    return _Cohort(ids, CohortClient(positions, jnp.asarray(state.seen)[rows]), rows, target, empty)
 
 
 def _train(setting: Setting, key: Key, state: State, data: FederatedData, cohort: _Cohort) -> tuple[Any, Kept, Outputs]:
@@ -92,7 +92,7 @@ def _train(setting: Setting, key: Key, state: State, data: FederatedData, cohort
     view = "train" if "train" in data.views else data.views[0]
     # With Poisson sampling, many places of a cohort stay empty, which cost nothing.
     equal = view in data.same_size and not isinstance(f.schedule, Poisson)
-    sizes = None if equal else jnp.where(cohort.empty, 0, jnp.asarray(data.sizes(view))[cohort.member.position])
+    sizes = None if equal else jnp.where(cohort.empty, 0, jnp.asarray(data.sizes(view))[cohort.drawn.position])
     # Rows of the whole population stay out of what every client gets.
     context = Context(without_rows(state), data, cohort.ids, key)
     summed, kept, outputs = run_cohort(
@@ -100,7 +100,7 @@ def _train(setting: Setting, key: Key, state: State, data: FederatedData, cohort
         tagged(key, "clients"),
         cohort.ids,
         sizes,
-        cohort.member,
+        cohort.drawn,
         rows_of(state),
         cohort.target,
         context,
@@ -118,7 +118,7 @@ def _mix(
     if setting.method.collaborate is None:
         return kept, {}
     mine = jax.tree.map(lambda leaf: leaf[cohort.rows], kept)
-    new, diagnostics = server.collaborate(setting, key, moved, mine, outputs, cohort.ids, cohort.member.position, data)
+    new, diagnostics = server.collaborate(setting, key, moved, mine, outputs, cohort.ids, cohort.drawn.position, data)
     return put(kept, cohort.target, new), diagnostics
 
 
@@ -140,7 +140,7 @@ def _info(
     if asynchronous is not None:
         lag = asynchronous.lag(state.round, jnp.arange(f.cohort_size))
         metrics = metrics | {"staleness": lag, "virtual_seconds": asynchronous.seconds(state.round)}
-    positions = jnp.where(cohort.empty, -1, cohort.member.position)
+    positions = jnp.where(cohort.empty, -1, cohort.drawn.position)
     return RoundInfo(cohort.ids, metrics, outputs.returned, positions, _faults(f.max_dropped, outputs, moved))
 
 

@@ -22,7 +22,7 @@ from fedjax_meta.types import Key, Mask, PyTree
 from fedjax_meta.uploads import Chain
 
 
-class Member(NamedTuple):
+class CohortClient(NamedTuple):
     """A client of the cohort.
 
     Attributes:
