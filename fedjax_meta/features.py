@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.errors import FlaxError
 
 from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import CHUNK, Batches, ClientView, FederatedData
@@ -179,6 +178,8 @@ def head_shape(task: Task, method: str) -> tuple[int, int]:
     Raises:
       ValueError: no size of a leaf of the head fits.
     """
+    from flax.errors import FlaxError  # Flax takes long to import
+
     _, head = require_features(task, method)
     variables = masks.variables_shape(task)
     leaves = jax.tree.leaves(masks.split(variables, masks.resolve("head", task))[0])
