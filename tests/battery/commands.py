@@ -30,7 +30,7 @@ CALLS = [
     ("fedavg(lr=0.1", "--systems 'fedavg(lr=0.1' must read NAME or NAME(KEY=VALUE, KEY=VALUE)"),
     ("fedmeta(estimator=hessian)", "estimator='hessian' is unknown (did you mean 'hessian_free'?)"),
     ("fedmeta(estimator={name: exact, step: 3})", "estimator exact takes no 'step' (did you mean 'steps'?)"),
-    ("fedmeta(estimator=implicit)", "estimator implicit needs prox_weight: {name: implicit, prox_weight: VALUE}"),
+    ("fedmeta(estimator=implicit)", "estimator implicit needs prox_weight"),
     ("fedmeta(estimator={name: implicit, prox_weight: -1})", "prox_weight=-1 must be finite and above 0"),
     ("fedavg(estimator=exact)", "fedavg takes no 'estimator'"),
     ("fedmeta(outer_optimizer=addam)", "outer_optimizer='addam' is unknown (did you mean 'adam'?)"),
