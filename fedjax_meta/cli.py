@@ -379,7 +379,7 @@ def runs_(
     `fedjax-meta runs /scratch/runs`
     """
     with one_line_errors(debug):
-        found = index.index(folder)
+        found = index.runs_in(folder)
         for one in found:
             when = f"{one.started[:16].replace('T', ' ')}  " if one.started else ""
             console.print(f"[bold]{escape.console(str(one.folder))}[/bold]  {when}{escape.console(one.state)}", soft_wrap=True)

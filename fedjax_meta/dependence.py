@@ -1,14 +1,14 @@
-"""Which results of a traced program depend on which of its inputs; nothing is computed.
+"""Traced programs: their operations, and which of their results depend on which inputs; nothing is computed.
 
 An operation depends on all of its inputs; loops, conditions and calls are entered. Where a condition or the number of turns of a
 loop depends on a marked input, so do all of its results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
 Rule = Callable[[Any, list[bool]], list[bool] | None]
 """`(equation, marks of its inputs) -> marks of its results`; `None` where it is an operation like any other."""
@@ -17,6 +17,14 @@ Rule = Callable[[Any, list[bool]], list[bool] | None]
 def no_rule(equation: Any, given: list[bool]) -> None:
     """All operations are alike."""
     del equation, given
+
+
+def operations(program: Jaxpr) -> Iterator[Any]:
+    """The operations of a program, those of the programs that they hold included."""
+    for equation in program.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from operations(inner)
 
 
 def dependent(program: ClosedJaxpr, inputs: Sequence[bool], rule: Rule = no_rule) -> list[bool]:

@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 
 from fedjax_meta import loops, masks
 from fedjax_meta.data import Batches
-from fedjax_meta.dependence import marks_of
+from fedjax_meta.dependence import marks_of, operations
 from fedjax_meta.numerics.roots import finite_at_zero
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
@@ -164,19 +164,8 @@ def hessian_product(
 
 def has_own_backward_pass(loss: ScalarLoss, params: Params, batch: PyTree) -> bool:
     """Whether a loss has `jax.custom_vjp` in it, so that its gradient need not be the derivative of anything."""
-
-    def within(program: Any) -> bool:
-        return any(
-            equation.primitive.name.startswith("custom_vjp_call") or any(map(within, held(equation)))
-            for equation in program.eqns
-        )
-
-    def held(equation: Any) -> list[Any]:
-        values = [one for value in equation.params.values() for one in (value if isinstance(value, tuple) else (value,))]
-        programs = [getattr(value, "jaxpr", value) for value in values]
-        return [program for program in programs if hasattr(program, "eqns")]
-
-    return within(jax.make_jaxpr(loss)(params, batch).jaxpr)
+    program = jax.make_jaxpr(loss)(params, batch).jaxpr
+    return any(one.primitive.name.startswith("custom_vjp_call") for one in operations(program))
 
 
 def _gradient_and_value(loss: ScalarLoss, batch: PyTree, params: Params) -> tuple[Updates, jax.Array]:

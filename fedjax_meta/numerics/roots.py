@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
+from fedjax_meta.dependence import operations
+
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def root(x: jax.Array, power: float) -> jax.Array:
@@ -51,18 +53,12 @@ def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:
     def evaluated(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         results = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments))
-        if _has_roots(program.jaxpr):
+        if any(one.primitive.name in ("sqrt", "rsqrt", "pow") for one in operations(program.jaxpr)):
             plain = jax.tree.leaves(function(*jax.lax.stop_gradient(arguments)))
             results = list(map(_not_a_number_as, plain, results))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return evaluated
-
-
-def _has_roots(program: Jaxpr) -> bool:
-    held = [value for equation in program.eqns for value in equation.params.values()]
-    inner = [one.jaxpr for value in held for one in (value if isinstance(value, tuple) else (value,)) if hasattr(one, "jaxpr")]
-    return any(equation.primitive.name in ("sqrt", "rsqrt", "pow") for equation in program.eqns) or any(map(_has_roots, inner))
 
 
 def _not_a_number_as(plain: Any, result: Any) -> Any:

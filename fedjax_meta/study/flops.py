@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.extend.core import jaxprs_in_params
 
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
-from fedjax_meta.dependence import parts_of_scan
+from fedjax_meta.dependence import operations, parts_of_scan
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _INNER |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "remat": "jaxpr"}
@@ -61,7 +62,7 @@ def of_rounds(algorithm: Algorithm, data: FederatedData, rounds: int, seed: int 
 
     counter = _Counter(jax.make_jaxpr(one_round)(key, shapes, data))
     kept = [False] * len(shapes)  # the leaves of the state that numbers of turns depend on
-    while (more := [old or new for old, new in zip(kept, counter.inputs(kept)[1:], strict=False)]) != kept:
+    while (more := [old or new for old, new in zip(kept, counter.inputs(kept)[1 : 1 + len(kept)], strict=True)]) != kept:
         kept = more
 
     def chosen(leaves: Sequence[Any]) -> list[Any]:
@@ -281,8 +282,5 @@ def _flops(equation: Any) -> float:
 
 def _multiplies(equation: Any) -> bool:
     """Whether an equation is a product or a convolution, or holds programs that have some."""
-    if equation.primitive.name in _PRODUCTS:
-        return True
-    options = equation.params.values()
-    held = [_closed(one)[0] for value in options for one in (value if isinstance(value, tuple) else (value,))]
-    return any(_multiplies(inner) for program in held for inner in getattr(program, "eqns", ()))
+    inner = (one for program in jaxprs_in_params(equation.params) for one in operations(program))
+    return any(one.primitive.name in _PRODUCTS for one in (equation, *inner))

@@ -31,7 +31,7 @@ class Run(NamedTuple):
     best: list[tuple[str, str, str]]
 
 
-def index(root: Path) -> list[Run]:
+def runs_in(root: Path) -> list[Run]:
     """The runs below a folder, or in it, the newest first.
 
     Raises:

@@ -182,7 +182,7 @@ def test_what_was_taken_out_of_a_study_is_in_no_comparison_index_or_data_frame(f
     (one,) = compare.finished([place])
     assert (one.title, [trial.seed for trial in one.trials]) == ("fedavg", [2])
     assert one.trials[0].rows == fedavg.final[1].rows
-    (run_,) = index.index(place)
+    (run_,) = index.runs_in(place)
     score = 100 * fedavg.final[1].rows[-1]["tests"]["known"]["scores"]["accuracy_mean"]
     assert run_.best == [("pairs", "fedavg", f"accuracy {score:.2f} %")]
     clients, rounds = report.load_clients(place), report.load(place)
@@ -197,7 +197,7 @@ def test_what_was_taken_out_of_a_study_is_in_no_comparison_index_or_data_frame(f
 
 def test_the_index_says_what_each_folder_holds(finished, tmp_path):
     folder, outcomes = finished
-    found = {one.folder.name: one for one in index.index(folder.parent)}
+    found = {one.folder.name: one for one in index.runs_in(folder.parent)}
     scores = {
         one.system: np.mean([t.rows[-1]["tests"]["known"]["scores"]["accuracy_mean"] for t in one.final]) for one in outcomes
     }
@@ -206,11 +206,11 @@ def test_the_index_says_what_each_folder_holds(finished, tmp_path):
     assert value == f"accuracy {100 * max(scores.values()):.2f} %" and found["first"].state == "finished"
     with pytest.raises(KeyboardInterrupt):
         run.run(study(), tmp_path / "second", watcher=Silent(stop_at=1))
-    (second,) = index.index(tmp_path)
+    (second,) = index.runs_in(tmp_path)
     assert second.state == "running" and second.best == []  # this process has its lock
     assert disk.locked(tmp_path / "second") and not disk.locked(tmp_path)
     with pytest.raises(OSError, match="there is no folder"):
-        index.index(tmp_path / "third")
+        index.runs_in(tmp_path / "third")
     assert yaml.safe_load((folder / "study.yaml").read_text())["title"] == TREE["title"]
 
 
@@ -221,6 +221,6 @@ def test_the_index_goes_on_after_a_folder_that_cannot_be_read(finished, tmp_path
     (tmp_path / "no_json" / "run.json").write_text("{")
     own = tree(systems={"mine": {"method": "no_such_module:method"}})
     (tmp_path / "own_method" / "study.yaml").write_text(yaml.safe_dump(own))
-    found = {one.folder.name: one.state for one in index.index(tmp_path)}
+    found = {one.folder.name: one.state for one in index.runs_in(tmp_path)}
     assert found.pop("good") == "finished" and set(found) == {"no_study", "no_json", "own_method"}
     assert all(state.startswith("cannot be read: ") for state in found.values()), found

@@ -189,7 +189,7 @@ def test_comparisons_differences_targets_and_the_index(made, tmp_path):
     assert next(csv.DictReader(io.StringIO(text)))["score"] == score
     means = {one.title: one.by_client("known") for one in systems}
     best = (max if higher else min)(means, key=lambda name: np.mean(list(means[name].values())))
-    (one,) = index.index(place.parent)
+    (one,) = index.runs_in(place.parent)
     assert one.best[0][1] == best and one.best[0][2].startswith(score.replace("_", " "))
     result = CliRunner().invoke(app, ["compare", str(place), "--target", f"{goal.value}", "--metric", score])
     assert result.exit_code == 0 and ("is a gain" in " ".join(result.output.split())) == (not higher), result.output
