@@ -189,6 +189,9 @@ def _draw_images(figure: Any, groups: list, noisy: np.ndarray, faces: int) -> No
             if client >= len(size):
                 continue
             images = np.asarray(data.x[start[client] : start[client] + min(size[client], columns)])
+            images = images if images.shape[-1] in (1, 3) else images[..., :1]  # of others, the first channel
+            if images.dtype != np.uint8:  # Matplotlib wants colours in [0, 1]
+                images = (images - images.min()) / max(float(np.ptp(images)), 1e-12)
             low, high = (0, 255) if images.dtype == np.uint8 else (float(images.min()), float(images.max()))
             height, width, channels = images.shape[1:]
             # A blank column of pixels between images.

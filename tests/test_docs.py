@@ -24,6 +24,7 @@ import yaml
 import fedjax_meta as fm
 from fedjax_meta.study import files, load
 from tests import problems
+from tests.programs import programs
 from tests.test_commands import own_modules
 
 ROOT = Path(__file__).parents[1]
@@ -207,9 +208,9 @@ def test_what_a_page_runs_exists(page):
         assert name in {*files.packaged(), "study", "STUDY"}, name
     commands = re.findall(r"python (?:-m )?(experiments|benchmarks)[./](\w+)", TEXTS[page])
     for folder, name in commands:
-        assert name == "NAME" or (ROOT / folder / f"{name}.py").is_file(), name
+        assert name == "NAME" or name in programs(folder), name
     for name, word in re.findall(r"python -m experiments\.([a-z]\w*)(?: ([a-z_]+))?", TEXTS[page]):
-        source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+        source = programs("experiments")[name].read_text(encoding="utf-8")
         subcommands = re.findall(r"^@app\.command\(\)\ndef (\w+)", source, flags=re.MULTILINE)
         if re.search(r"^\w+ = program\(", source, flags=re.MULTILINE):
             assert not word, f"experiments.{name} has no command {word}"

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,8 +14,8 @@ from typer.testing import CliRunner
 
 from fedjax_meta import process
 from fedjax_meta.study import files
+from tests.programs import ROOT, module_of, programs
 
-ROOT = Path(__file__).parent.parent
 STUDIES = ["fedmeta_per", "fedpac", "imaml", "mtfl", "privacy", "quickstart", "reptile", "robustness", "shakespeare"]
 TOOLS = [
     "data",
@@ -38,13 +37,12 @@ def as_users_run_it():
 
 
 def invoke(name, *words):
-    program = importlib.import_module(f"experiments.{name}")
+    program = importlib.import_module(module_of(name))
     return CliRunner().invoke(program.app, list(words), env={"COLUMNS": "200"})
 
 
 def test_every_program_is_known_here():
-    found = {path.stem for path in (ROOT / "experiments").glob("[a-z]*.py")}
-    assert found == {*STUDIES, *TOOLS}
+    assert set(programs("experiments")) == {*STUDIES, *TOOLS}
     assert set(STUDIES) <= set(files.packaged())
 
 

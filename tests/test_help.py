@@ -5,21 +5,20 @@ import importlib.util
 import inspect
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from fedjax_meta import cli
+from tests.programs import ROOT, module_of, programs
 
-ROOT = Path(__file__).parents[1]
 BENCHMARKS = str(ROOT / "benchmarks")
 
 PROGRAMS = [
-    f"{folder}.{path.stem}"
+    f"{folder}.{name}"
     for folder in ("experiments", "benchmarks")
-    for path in sorted((ROOT / folder).glob("[a-z]*.py"))
+    for name, path in programs(folder).items()
     if "typer" in path.read_text(encoding="utf-8") or "program(" in path.read_text(encoding="utf-8")
 ]
 
@@ -29,7 +28,7 @@ def app_of(program):
     if BENCHMARKS not in sys.path:
         sys.path.insert(0, BENCHMARKS)  # the benchmarks import each other from their folder
     folder, name = program.split(".")
-    module = importlib.import_module(program if folder == "experiments" else name)
+    module = importlib.import_module(module_of(name) if folder == "experiments" else name)
     if hasattr(module, "app"):
         return module.app
     if folder == "benchmarks":
@@ -79,9 +78,9 @@ def test_a_help_fits_80_columns_and_begins_with_two_examples(program, command):
 def test_no_program_is_forgotten():
     """Every file of the folders that is started by itself, but those that only others start."""
     started = {
-        f"{folder}.{path.stem}"
+        f"{folder}.{name}"
         for folder in ("experiments", "benchmarks")
-        for path in (ROOT / folder).glob("[a-z]*.py")
+        for name, path in programs(folder).items()
         if "__main__" in path.read_text(encoding="utf-8")
     }
     assert started == set(PROGRAMS)

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 import fedjax_meta as fm
-from experiments import _standing
+from experiments.reproduce import run_list
 from fedjax_meta import costs, masks
 from fedjax_meta.builders import about
 from fedjax_meta.study import files
@@ -209,9 +209,9 @@ def command(name: str) -> str:
 
 @functools.cache
 def _extracts() -> list[tuple[str, str, dict[str, Any]]]:
-    """(method, title of the run, row) of every system in docs/results/*.json, in the order of experiments/reproduce.yaml."""
+    """(method, title of the run, row) of every system in docs/results/*.json, in the order of experiments/reproduce/runs.yaml."""
     found = []
-    for run in _standing.read_list():
+    for run in run_list.read_list():
         path = ROOT / "docs" / "results" / f"{run.name}.json"
         if path.is_file():
             systems = run.load().systems

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # MkDocs takes them away
 import gallery  # noqa: E402
 
 import fedjax_meta as fm  # noqa: E402
-from experiments import _board_page  # noqa: E402
+from experiments.leaderboard import page as leaderboard  # noqa: E402
 
 PLACE = "<!-- the methods -->"
 """Where docs/methods.md wants the gallery."""
@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if PLACE in markdown:
         markdown = markdown.replace(PLACE, gallery.page())
     if page.file.src_uri == "leaderboard.md":
-        markdown = _board_page.marked(markdown)
+        markdown = leaderboard.marked(markdown)
     return markdown if "/" in page.file.src_uri else mended(markdown)  # pages in folders are made here
 
 

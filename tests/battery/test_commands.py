@@ -16,6 +16,7 @@ import pytest
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 from fedjax_meta import cli  # noqa: E402
 from tests.battery import commands  # noqa: E402
+from tests.programs import module_of  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -113,7 +114,7 @@ def _app(program):
     if program in META:
         return cli.app
     if not program.startswith("/"):
-        return importlib.import_module(f"experiments.{program}").app
+        return importlib.import_module(module_of(program)).app
     if str(BENCHMARKS) not in sys.path:
         sys.path.insert(0, str(BENCHMARKS))
     module = importlib.import_module(program[1:])

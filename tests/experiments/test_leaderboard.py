@@ -28,19 +28,19 @@ from fedjax_meta.study.tuning import points_of
 from tests.study.common import Silent, tree
 
 pytest.importorskip("typer", reason="the command line needs typer")
-board = pytest.importorskip("experiments._board", reason="the list needs the experiments' packages")
-again = pytest.importorskip("experiments._board_again")
-rows = pytest.importorskip("experiments._board_changed")
-newcomers = pytest.importorskip("experiments._board_new")
-flops = pytest.importorskip("experiments._board_flops")
-gaps = pytest.importorskip("experiments._board_gaps")
-missing = pytest.importorskip("experiments._board_missing")
-lessons = pytest.importorskip("experiments._board_lessons")
-pages = pytest.importorskip("experiments._board_page")
-standing = pytest.importorskip("experiments._standing")
-results = pytest.importorskip("experiments._results_page")
+board = pytest.importorskip("experiments.leaderboard.board", reason="the list needs the experiments' packages")
+again = pytest.importorskip("experiments.leaderboard.again")
+rows = pytest.importorskip("experiments.leaderboard.changed")
+newcomers = pytest.importorskip("experiments.leaderboard.newcomers")
+flops = pytest.importorskip("experiments.leaderboard.flops")
+gaps = pytest.importorskip("experiments.leaderboard.gaps")
+missing = pytest.importorskip("experiments.leaderboard.missing")
+lessons = pytest.importorskip("experiments.leaderboard.lessons")
+pages = pytest.importorskip("experiments.leaderboard.page")
+run_list = pytest.importorskip("experiments.reproduce.run_list")
+results = pytest.importorskip("experiments.reproduce.page")
 
-LISTED = standing.read_list(board.LIST)
+LISTED = run_list.read_list(board.LIST)
 ROOT = Path(__file__).parents[2]
 
 
@@ -212,7 +212,7 @@ def folder(tmp_path_factory):
     }
     path = root / "digits.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+    listed = run_list.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
     run.run(load(path), root / "digits", watcher=Silent())
     return listed, root
 
@@ -248,7 +248,7 @@ def test_a_grid_that_moves_on_says_so(tmp_path):
     path, found = tmp_path / "digits.yaml", []
     for most in (0, 2):
         path.write_text(yaml.safe_dump({**content, "tuning": {**content["tuning"], "extend": most}}), encoding="utf-8")
-        listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+        listed = run_list.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
         run.run(load(path), tmp_path / "digits", watcher=Silent())
         found.append(board.extract([listed], tmp_path)["pairs"][0])
     first, second = found
@@ -738,7 +738,7 @@ def test_losses_apart():
 
 
 def test_the_lesson_on_rounding_counts_what_moved():
-    listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    listed = run_list.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
     said = partial(board.said, listed.load(), "mnist_small")
     moves = {"fedavg": -0.25, "fedavg_ft": math.nan, "fedprox": 1.5, "ditto": math.nan}
     lines = [
@@ -782,7 +782,7 @@ def test_a_gap_is_decided_by_its_interval(differences, verdict):
 
 
 def test_lessons_count_what_their_intervals_say():
-    listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    listed = run_list.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
     study = listed.load()
     said = partial(board.said, study, "mnist_small")
     scores = {
@@ -829,7 +829,7 @@ def test_published_orders_are_those_of_the_studies():
     names = {"fedmeta_per_new": "fedmeta_per", "fedmeta_per_metasgd_new": "fedmeta_per_metasgd"}
     numbers = {
         names.get(one.system, one.system): one.value
-        for one in next(run for run in standing.read_list() if run.name == "fedmeta_per").load().published
+        for one in next(run for run in run_list.read_list() if run.name == "fedmeta_per").load().published
         if one.score == "accuracy" and one.clients == "new"
     }
     mine = [pair for pair in pairs if pair.source == "FedMeta-Per, MNIST" and pair.clients == "new"]
@@ -846,7 +846,7 @@ def test_published_orders_are_those_of_the_studies():
 
 
 def test_what_new_clients_need():
-    listed = standing.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    listed = run_list.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
     said = partial(board.said, listed.load(), "mnist_small")
     scores = {
         ("local_only", ""): {1: 50, 2: 60, 5: 80, 0: 90},

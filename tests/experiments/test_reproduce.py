@@ -18,30 +18,32 @@ from fedjax_meta.study import load, run
 from tests.study.common import Silent, study, tree
 
 testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
-reproduce = pytest.importorskip("experiments.reproduce", reason="the command line needs typer, rich and matplotlib")
-standing = pytest.importorskip("experiments._standing")
-results = pytest.importorskip("experiments._results_page")
-users = pytest.importorskip("experiments._user_accuracy")
-verdicts = pytest.importorskip("experiments._verdicts")
+reproduce = pytest.importorskip("experiments.reproduce.__main__", reason="the command line needs typer, rich and matplotlib")
+extracts = pytest.importorskip("experiments.reproduce.extracts")
+run_list = pytest.importorskip("experiments.reproduce.run_list")
+running = pytest.importorskip("experiments.reproduce.running")
+results = pytest.importorskip("experiments.reproduce.page")
+users = pytest.importorskip("experiments.reproduce.users")
+verdicts = pytest.importorskip("experiments.reproduce.verdicts")
 published_cohorts = pytest.importorskip("experiments.published_cohorts")
 
 ROOT = Path(__file__).parents[2]
 
-LISTED = standing.read_list()
+LISTED = run_list.read_list()
 
 
 def test_the_page_is_what_the_extracts_give():
     """`python -m experiments.reproduce --write-docs FOLDER` writes it; nobody types its numbers."""
     text = results.PAGE.read_text(encoding="utf-8")
-    assert text == results.with_generated(text, results.page(LISTED, standing.read_extracts()))
+    assert text == results.with_generated(text, results.page(LISTED, extracts.read_extracts()))
 
 
 def test_a_changed_number_is_noticed():
-    extracts = standing.read_extracts()
-    before = results.page(LISTED, extracts)
-    row = next(iter(extracts.values()))["rows"][0]
+    found = extracts.read_extracts()
+    before = results.page(LISTED, found)
+    row = next(iter(found.values()))["rows"][0]
     row["known"] = {name: [value + 0.5 for value in values] for name, values in row["known"].items()}
-    assert results.page(LISTED, extracts) != before
+    assert results.page(LISTED, found) != before
 
 
 @pytest.mark.parametrize("listed", LISTED, ids=lambda listed: listed.name)
@@ -49,14 +51,14 @@ def test_every_run_of_the_list_is_a_study_with_these_systems(listed):
     study = listed.load()
     assert 0 < listed.hours < 100
     assert set(listed.causes) <= set(study.systems)
-    scenarios = {name.partition(standing.DRAW)[0] for name in study.scenarios}
+    scenarios = {name.partition(extracts.DRAW)[0] for name in study.scenarios}
     for claim in listed.claims:
         assert set(claim.systems) <= set(study.systems) and set(claim.scenarios) <= scenarios
     if listed.systems:
         assert set(listed.systems) == set(study.systems)
 
 
-@pytest.mark.parametrize(("name", "found"), standing.read_extracts().items())
+@pytest.mark.parametrize(("name", "found"), extracts.read_extracts().items())
 def test_an_extract_has_the_run_of_the_list(name, found):
     listed = next(one for one in LISTED if one.name == name)
     study = listed.load()
@@ -76,38 +78,38 @@ def folder(tmp_path_factory):
     content["published"] = [{"scenario": "pairs", "rows": {"fedavg": 50.0, "local": 60.0}}]
     path = root / "digits.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+    listed = run_list.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
     run.run(load(path), root / "digits", watcher=Silent())
     return listed, root
 
 
 def test_an_extract_has_the_scores_of_its_folder(folder):
     listed, root = folder
-    found = standing.extract(listed, root / "digits")
+    found = extracts.extract(listed, root / "digits")
     for row in found["rows"]:
         content = json.loads((root / "digits/results/pairs" / f"{row['system']}.final.json").read_text())
         trials = sorted(content["trials"].values(), key=lambda trial: trial["seed"])
         for clients in ("known", "new"):
-            for score in standing.SCORES:
+            for score in extracts.SCORES:
                 wanted = [100 * trial["rows"][-1]["tests"][clients]["scores"][score] for trial in trials]
                 np.testing.assert_allclose(row[clients][score], wanted, atol=1e-3)
     assert [row["points"] for row in found["rows"]] == [2, 0]
     assert found["seeds"] == [1, 2] and found["rounds"] == 2
-    standing.write_extract(found, root / "extracts/digits.json")
-    assert standing.read_extracts(root / "extracts") == {"digits": found}
+    extracts.write_extract(found, root / "extracts/digits.json")
+    assert extracts.read_extracts(root / "extracts") == {"digits": found}
 
 
 def test_a_folder_of_another_study_is_refused(folder):
     listed, root = folder
     with pytest.raises(ValueError, match="holds another study than digits of the list: rounds differs"):
-        standing.extract(replace(listed, settings=["rounds=3"]), root / "digits")
+        extracts.extract(replace(listed, settings=["rounds=3"]), root / "digits")
     with pytest.raises(ValueError, match="system local differs"):
-        standing.extract(replace(listed, settings=["systems.local.options.lr=0.3"]), root / "digits")
+        extracts.extract(replace(listed, settings=["systems.local.options.lr=0.3"]), root / "digits")
 
 
 def test_the_section_of_a_run_has_its_numbers_and_a_verdict(folder):
     listed, root = folder
-    found = standing.extract(listed, root / "digits")
+    found = extracts.extract(listed, root / "digits")
     page = results.page([listed], {"digits": found})
     first = found["rows"][0]["known"]["accuracy"]
     assert f"{np.mean(first):.2f} ±{np.std(first, ddof=1):.2f} (50.00) |" in page
@@ -122,9 +124,9 @@ def test_the_draws_of_the_clients_are_one_row_which_the_published_numbers_are_he
     content["systems"] = {"fedavg": content["systems"]["fedavg"] | {"grid": {}}}
     path = tmp_path / "digits.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
+    listed = run_list.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test")
     run.run(load(path), tmp_path / "digits", watcher=Silent())
-    found = standing.extract(listed, tmp_path / "digits")
+    found = extracts.extract(listed, tmp_path / "digits")
     (row,) = found["rows"]
     assert (row["scenario"], row["system"], found["draws"]) == ("pairs", "fedavg", [3, 4])
     wanted = []
@@ -137,47 +139,47 @@ def test_the_draws_of_the_clients_are_one_row_which_the_published_numbers_are_he
     assert f"{np.mean(wanted):.2f} ±{np.std(wanted, ddof=1):.2f} (50.00) |" in page
     assert "| Digits | 2 seeds of 2 draws |" in page and "seeds 1, 2, of each draw of the clients (3, 4)" in page
     (tmp_path / "digits/results/pairs@4/fedavg.final.json").unlink()
-    assert standing.extract(listed, tmp_path / "digits")["rows"] == []
+    assert extracts.extract(listed, tmp_path / "digits")["rows"] == []
 
 
 def test_rows_of_several_folders_make_one_extract(folder):
     listed, root = folder
-    found = standing.extract(listed, root / "digits")
+    found = extracts.extract(listed, root / "digits")
     first, second = found["rows"]
     before = {**found, "commit": "b" * 40, "hours": 1.5, "rows": [second, first]}
     newest = {**found, "rows": [first]}
-    both = standing.joined(listed, newest, before)
+    both = extracts.joined(listed, newest, before)
     assert both["rows"] == [first, second] and both["commit"] == found["commit"]
     place = [second["scenario"], second["system"]]
     assert [(part["rows"], part["commit"], part["hours"]) for part in both["before"]] == [([place], "b" * 40, 1.5)]
     assert f" {second['system']}: commit `{'b' * 12}`;" in results.page([listed], {"digits": both})
-    assert standing.missing(listed, both) == [] and standing.missing(listed, newest) == [("pairs", second["system"])]
-    assert standing.missing(listed, None) == [("pairs", first["system"]), ("pairs", second["system"])]
+    assert extracts.missing(listed, both) == [] and extracts.missing(listed, newest) == [("pairs", second["system"])]
+    assert extracts.missing(listed, None) == [("pairs", first["system"]), ("pairs", second["system"])]
     # A third folder: rows keep where they are from, and a folder without rows is not named.
-    again = standing.joined(listed, {**found, "commit": "c" * 40, "rows": [first]}, both)
+    again = extracts.joined(listed, {**found, "commit": "c" * 40, "rows": [first]}, both)
     assert [(part["rows"], part["commit"]) for part in again["before"]] == [([place], "b" * 40)]
-    assert standing.hours_of(both) == standing.hours_of(again) == found["hours"] + 1.5
-    assert "before" not in standing.joined(listed, found, both)
+    assert extracts.hours_of(both) == extracts.hours_of(again) == found["hours"] + 1.5
+    assert "before" not in extracts.joined(listed, found, both)
 
 
 def test_rows_of_other_settings_or_data_are_not_joined(folder):
     listed, root = folder
-    found = standing.extract(listed, root / "digits")
+    found = extracts.extract(listed, root / "digits")
     first, second = found["rows"]
     newest = {**found, "rows": [first]}
     other = replace(listed, settings=[f"systems.{second['system']}.options.lr=0.3"])
-    assert standing.joined(other, newest, found)["rows"] == [first] and standing.missing(other, found) == [
+    assert extracts.joined(other, newest, found)["rows"] == [first] and extracts.missing(other, found) == [
         ("pairs", second["system"])
     ]
-    assert standing.joined(listed, newest, {**found, "data": {"pairs": "other"}})["rows"] == [first]
+    assert extracts.joined(listed, newest, {**found, "data": {"pairs": "other"}})["rows"] == [first]
     every = [("pairs", first["system"]), ("pairs", second["system"])]
-    assert standing.missing(replace(listed, settings=["rounds=3"]), found) == every
+    assert extracts.missing(replace(listed, settings=["rounds=3"]), found) == every
     # How far a grid may move on changes no row. An older row does not tell its settings, and counts by the command.
-    assert standing.missing(replace(listed, settings=["tuning.extend=2"]), found) == []
+    assert extracts.missing(replace(listed, settings=["tuning.extend=2"]), found) == []
     old = {**found, "rows": [{name: value for name, value in row.items() if name != "settings"} for row in found["rows"]]}
-    assert standing.missing(listed, old) == [] and standing.joined(listed, newest, old)["rows"] == [first, old["rows"][1]]
-    assert standing.missing(other, old) == every
-    assert standing.joined(other, newest, old)["rows"] == [first]
+    assert extracts.missing(listed, old) == [] and extracts.joined(listed, newest, old)["rows"] == [first, old["rows"][1]]
+    assert extracts.missing(other, old) == every
+    assert extracts.joined(other, newest, old)["rows"] == [first]
 
 
 def test_rows_of_several_scenarios_keep_where_they_are_from():
@@ -186,13 +188,13 @@ def test_rows_of_several_scenarios_keep_where_they_are_from():
     scenarios, (one, other, *_) = list(study.scenarios), study.systems
 
     def extract(commit, *places):
-        rows = [{"scenario": s, "system": name, "settings": standing.settings_of(study, s, name)} for s, name in places]
+        rows = [{"scenario": s, "system": name, "settings": extracts.settings_of(study, s, name)} for s, name in places]
         about = {"versions": {}, "device": "cpu", "config": "", "hours": 1.0, "command": "", "rounds": 0, "seeds": [1]}
         return {**about, "commit": commit, "data": {}, "rows": rows}
 
     first = extract("a", (scenarios[1], one))
-    second = standing.joined(listed, extract("b", (scenarios[0], one)), first)
-    third = standing.joined(listed, extract("c", (scenarios[0], other)), second)
+    second = extracts.joined(listed, extract("b", (scenarios[0], one)), first)
+    third = extracts.joined(listed, extract("c", (scenarios[0], other)), second)
     told = [(part["commit"], part["rows"]) for part in third["before"]]
     assert told == [("a", [[scenarios[1], one]]), ("b", [[scenarios[0], one]])]
     places = [(row["scenario"], row["system"]) for row in third["rows"]]
@@ -203,19 +205,19 @@ def test_settings_are_those_of_a_system_whatever_the_others_are():
     for name in ("mtfl_figure5", "fedmeta_per_cifar10"):
         listed = next(one for one in LISTED if one.name == name)
         whole = listed.load()
-        for scenario, systems in standing.places_of(whole).items():
+        for scenario, systems in extracts.places_of(whole).items():
             alone = replace(listed, systems=[systems[0]]).load()
-            assert standing.settings_of(alone, scenario, systems[0]) == standing.settings_of(whole, scenario, systems[0])
+            assert extracts.settings_of(alone, scenario, systems[0]) == extracts.settings_of(whole, scenario, systems[0])
 
 
 def test_only_what_the_docs_lack_is_run(folder, monkeypatch):
     listed, root = folder
-    found = standing.extract(listed, root / "digits")
+    found = extracts.extract(listed, root / "digits")
     second = found["rows"][1]["system"]
-    monkeypatch.setattr(standing, "read_extracts", lambda: {"digits": {**found, "rows": found["rows"][:1]}})
+    monkeypatch.setattr(extracts, "read_extracts", lambda: {"digits": {**found, "rows": found["rows"][:1]}})
     (narrowed,) = reproduce.lacking([listed])
     assert narrowed.systems == [second] and list(narrowed.load().systems) == [second]
-    monkeypatch.setattr(standing, "read_extracts", lambda: {"digits": found})
+    monkeypatch.setattr(extracts, "read_extracts", lambda: {"digits": found})
     assert reproduce.lacking([listed]) == []
 
 
@@ -224,10 +226,10 @@ def test_only_scenarios_that_the_docs_lack_are_run(monkeypatch):
     study = listed.load()
     first, *others = study.scenarios
     rows = [
-        {"scenario": first, "system": name, "settings": standing.settings_of(study, first, name)} for name in study.systems
+        {"scenario": first, "system": name, "settings": extracts.settings_of(study, first, name)} for name in study.systems
     ]
     found = {"command": listed.command, "rounds": study.rounds, "seeds": study.seeds, "rows": rows}
-    monkeypatch.setattr(standing, "read_extracts", lambda: {listed.name: found})
+    monkeypatch.setattr(extracts, "read_extracts", lambda: {listed.name: found})
     (narrowed,) = reproduce.lacking([listed])
     assert list(narrowed.load().scenarios) == narrowed.scenarios == others and narrowed.hours < listed.hours
     assert f"--scenarios {','.join(others)} --seeds" in narrowed.command and narrowed.systems == list(study.systems)
@@ -244,21 +246,21 @@ def test_a_folder_of_some_systems_goes_on_with_the_others(tmp_path):
     content["systems"][names[1]]["scenarios"] = ["others"]
     path = tmp_path / "digits.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    listed, before = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test"), None
+    listed, before = run_list.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test"), None
     for name, places in [(names[1], []), (names[0], ["pairs", "others"])]:
         run.run(replace(listed, systems=[name], scenarios=places).load(), tmp_path / "digits", watcher=Silent())
-        before = standing.joined(listed, standing.extract(listed, tmp_path / "digits"), before)
-    assert standing.missing(listed, before) == [] and {row["system"] for row in before["rows"]} == set(names)
+        before = extracts.joined(listed, extracts.extract(listed, tmp_path / "digits"), before)
+    assert extracts.missing(listed, before) == [] and {row["system"] for row in before["rows"]} == set(names)
 
 
 def test_states_of_the_list(folder, capsys):
     listed, root = folder
-    assert reproduce.state(listed, root) == "done"
-    assert reproduce.state(replace(listed, name="other"), root) == "not run"
-    assert reproduce.state(replace(listed, settings=["tuning.extend=2"]), root) == "done, but grids may move on"
+    assert running.state(listed, root) == "done"
+    assert running.state(replace(listed, name="other"), root) == "not run"
+    assert running.state(replace(listed, settings=["tuning.extend=2"]), root) == "done, but grids may move on"
     (root / "digits/results/pairs/local.final.json").rename(root / "kept")
     try:
-        assert reproduce.state(listed, root) == "partly (1 of 2)"
+        assert running.state(listed, root) == "partly (1 of 2)"
     finally:
         (root / "kept").rename(root / "digits/results/pairs/local.final.json")
 
@@ -282,13 +284,13 @@ def test_what_lacks_seeds_or_rounds_is_not_done(folder, tmp_path):
         {**whole, "rounds": 1},
     ):
         path.write_text(json.dumps(changed), encoding="utf-8")
-        found = standing.extract(listed, tmp_path / "digits")
-        assert [row["system"] for row in found["rows"]] == ["fedavg"] and standing.missing(listed, found) == [
+        found = extracts.extract(listed, tmp_path / "digits")
+        assert [row["system"] for row in found["rows"]] == ["fedavg"] and extracts.missing(listed, found) == [
             ("pairs", "local")
         ]
-        assert reproduce.state(listed, tmp_path) == "partly (1 of 2)"
+        assert running.state(listed, tmp_path) == "partly (1 of 2)"
     for more in (replace(listed, seeds=[1, 2, 3]), replace(listed, settings=["rounds=3"])):
-        assert reproduce.state(more, root) == "partly (0 of 2)"
+        assert running.state(more, root) == "partly (0 of 2)"
 
 
 def test_results_of_a_system_that_the_folders_study_lacks_are_not_taken(folder, tmp_path):
@@ -297,7 +299,7 @@ def test_results_of_a_system_that_the_folders_study_lacks_are_not_taken(folder, 
     shutil.copytree(root / "digits", tmp_path / "digits")
     run.run(replace(listed, systems=["fedavg"]).load(), tmp_path / "digits", watcher=Silent())
     other = replace(listed, settings=["systems.local.options.lr=0.3"])
-    assert [row["system"] for row in standing.extract(other, tmp_path / "digits")["rows"]] == ["fedavg"]
+    assert [row["system"] for row in extracts.extract(other, tmp_path / "digits")["rows"]] == ["fedavg"]
 
 
 def test_rows_of_a_scenario_whose_data_changed_are_dropped_and_others_stay():
@@ -306,14 +308,14 @@ def test_rows_of_a_scenario_whose_data_changed_are_dropped_and_others_stay():
     (first, second, *_), name = study.scenarios, next(iter(study.systems))
 
     def extract(data, *scenarios):
-        rows = [{"scenario": s, "system": name, "settings": standing.settings_of(study, s, name)} for s in scenarios]
+        rows = [{"scenario": s, "system": name, "settings": extracts.settings_of(study, s, name)} for s in scenarios]
         about = {"versions": {}, "device": "cpu", "config": "", "hours": 1.0, "command": "", "rounds": 0, "seeds": [1]}
         return {**about, "commit": "a", "data": data, "rows": rows}
 
     before = extract({first: "x", second: "y"}, first, second)
-    found = standing.joined(listed, extract({first: "z"}, first), before)
+    found = extracts.joined(listed, extract({first: "z"}, first), before)
     assert [row["scenario"] for row in found["rows"]] == [first, second] and found["data"] == {first: "z", second: "y"}
-    without = standing.joined(listed, {**extract({first: "z"}), "rows": []}, before)
+    without = extracts.joined(listed, {**extract({first: "z"}), "rows": []}, before)
     assert [row["scenario"] for row in without["rows"]] == [second]
 
 
@@ -323,18 +325,18 @@ def test_scores_of_orders_are_those_of_each_part():
     confusion = rng.integers(1, 9, (6, 2, 2))
     accuracy = confusion[:, [0, 1], [0, 1]].sum(1) / confusion.sum((1, 2))
     test = {"accuracy": accuracy, "f1": accuracy**2, "confusion": confusion}
-    found = standing._scores(test, 2)
+    found = extracts._scores(test, 2)
     for order, part in enumerate((slice(0, 3), slice(3, 6))):
         micro = confusion[part][:, [0, 1], [0, 1]].sum() / confusion[part].sum()
         one = accuracy[part]
         wanted = [micro, one.mean(), one.std(), (one**2).mean(), (one**2).std()]
-        np.testing.assert_allclose([found[name][order] for name in standing.SCORES], wanted)
+        np.testing.assert_allclose([found[name][order] for name in extracts.SCORES], wanted)
 
 
 def test_scores_of_a_study_without_classes_are_the_shares_that_it_measures():
     values = [0.5, 0.7, 0.1, 0.3]
     test = {"metrics": {"token_accuracy": {"values": values, "share": True}, "perplexity": {"values": values, "share": False}}}
-    found = standing._scores(test, 2)
+    found = extracts._scores(test, 2)
     assert set(found) == {"token_accuracy_mean", "token_accuracy_std"}
     np.testing.assert_allclose(found["token_accuracy_mean"], [0.6, 0.2])
     np.testing.assert_allclose(found["token_accuracy_std"], [0.1, 0.1])
@@ -384,7 +386,7 @@ def test_totals_count_every_score_that_can_be_judged():
     words = ["within the spread", "in order", "not run", "one run, no spread", "within the spread"]
     assert results._share("within the spread", words) == "2 of 3"
     assert results._share("within the spread", words[2:4]) == ""
-    found = standing.read_extracts()["fedmeta_per"]
+    found = extracts.read_extracts()["fedmeta_per"]
     section = results._section(next(one for one in LISTED if one.name == "fedmeta_per"), found)
     assert len(section.scores) > len(section.numbers)
     (total,) = [
@@ -396,7 +398,7 @@ def test_totals_count_every_score_that_can_be_judged():
 def test_the_smaller_deviation_is_the_better_one():
     means = {"a": [1.0, 1.1, 0.9], "b": [3.0, 3.1, 2.9]}
     rows = {("s", name): {"known": {"accuracy_std": values}} for name, values in means.items()}
-    claim = standing.Claim("first", ["a", "b"], ["s"], score="accuracy_std")
+    claim = run_list.Claim("first", ["a", "b"], ["s"], score="accuracy_std")
     assert results._claim(claim, "s", rows) == (" (a 1.00 ±0.10, b 3.00 ±0.10)", "in order")
 
 
@@ -414,7 +416,7 @@ def test_a_claim_holds_only_in_its_order():
     rows |= {("one", name): {"known": {"accuracy_mean": values[:1]}} for name, values in means.items()}
 
     def verdict(*systems, scenario="s"):
-        return results._claim(standing.Claim("first", list(systems), [scenario]), scenario, rows)[1]
+        return results._claim(run_list.Claim("first", list(systems), [scenario]), scenario, rows)[1]
 
     assert verdict("a", "b", "c") == verdict("a", "c") == "in order"
     assert verdict("a", "c", "b") == verdict("c", "b") == "not reproduced"
@@ -423,7 +425,7 @@ def test_a_claim_holds_only_in_its_order():
         verdict("b", "like b") == verdict("like b", "b") == verdict("a", "b", "like b") == verdict("lost", "a") == "undecided"
     )
     assert verdict("a", "b", scenario="one") == verdict("b", "a", scenario="one") == "one run, no spread"
-    assert results._claim(standing.Claim("first", ["a", "b"], ["other"]), "other", rows) == ("", "not run")
+    assert results._claim(run_list.Claim("first", ["a", "b"], ["other"]), "other", rows) == ("", "not run")
 
 
 def test_a_diverged_run_has_no_scores(tmp_path):
@@ -435,10 +437,10 @@ def test_a_diverged_run_has_no_scores(tmp_path):
     }
     path = tmp_path / "a.final.json"
     path.write_text(json.dumps({"trials": trials}))
-    found, _ = standing._row(path, study(seeds=[1, 2]), 1, [])
+    found, _ = extracts._row(path, study(seeds=[1, 2]), 1, [])
     assert found["known"]["accuracy_mean"] == [75.0, None] and found["known"]["f1_std"] == [25.0, None]
     # A seed that was taken out of the study, whose results stay in the folder.
-    assert standing._row(path, study(seeds=[1]), 1, [])[0]["known"]["accuracy_mean"] == [75.0]
+    assert extracts._row(path, study(seeds=[1]), 1, [])[0]["known"]["accuracy_mean"] == [75.0]
 
 
 def watched(curve, deviation=0.1, diverged=None):
@@ -471,7 +473,7 @@ def test_fewer_rounds_are_better_and_never_is_worst():
     scores = {"a": [3, 5], "b": [4, 6], "c": [4, None], "d": [None, None]}
     undecided = (("b", "c"), ("c", "d"), ("d", "d"))
     rows = {("s", name): {"users": {"rounds to 95": values}} for name, values in scores.items()}
-    claim = standing.Claim("first", [], ["s"], score="rounds to 95")
+    claim = run_list.Claim("first", [], ["s"], score="rounds to 95")
     words = {"in order": (("a", "b"), ("b", "d")), "not reproduced": (("b", "a"), ("d", "a")), "undecided": undecided}
     for wanted, pairs in words.items():
         for first, second in pairs:
@@ -483,9 +485,9 @@ def test_a_run_with_user_accuracy_has_its_table(tmp_path):
     content = tree(systems={"fedavg": {"method": "fedavg", "options": {"lr": 0.1}}}, rounds=2, user_accuracy="train")
     path = tmp_path / "digits.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    listed = standing.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test", targets=[1.0])
+    listed = run_list.Run(name="digits", title="Digits", study=str(path), hours=0.1, cost="this test", targets=[1.0])
     run.run(load(path), tmp_path / "digits", watcher=Silent())
-    found = standing.extract(listed, tmp_path / "digits")
+    found = extracts.extract(listed, tmp_path / "digits")
     (row,) = found["rows"]
     assert row["users"]["rounds to 1"] == [1, 1]
     content = json.loads((tmp_path / "digits/results/pairs/fedavg.final.json").read_text())
@@ -515,10 +517,10 @@ def test_a_run_is_stopped_when_the_time_is_over_and_the_next_is_not_begun(folder
     begun = []
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(
-        reproduce.subprocess, "Popen", lambda command, kind=reproduce.subprocess.Popen: begun.append(command) or kind(sleeper)
+        running.subprocess, "Popen", lambda command, kind=running.subprocess.Popen: begun.append(command) or kind(sleeper)
     )
     began = time.monotonic()
-    assert reproduce.run_all([listed, replace(listed, name="later")], tmp_path, "data", 1 / 3600) == 0
+    assert running.run_all([listed, replace(listed, name="later")], tmp_path, "data", 1 / 3600) == 0
     assert time.monotonic() - began < 30
     (command,) = begun
     assert command[1:] == ["-m", "fedjax_meta", "run", listed.study, "--out", str(tmp_path / "digits"), "--data-dir", "data"]
@@ -537,10 +539,10 @@ def test_a_scheduler_s_sigterm_reaches_the_run():
     program = "; ".join(
         [
             "import sys",
-            "from experiments import reproduce",
+            "from experiments.reproduce import running",
             "from fedjax_meta.process import one_line_errors",
-            "reproduce.BY_ITSELF = 0.2",
-            "exec('with one_line_errors(False): reproduce._call(sys.argv[1:], None)')",
+            "running.BY_ITSELF = 0.2",
+            "exec('with one_line_errors(False): running._call(sys.argv[1:], None)')",
         ]
     )
     command = [sys.executable, "-c", program, sys.executable, "-c", HEARS]
@@ -552,14 +554,14 @@ def test_a_scheduler_s_sigterm_reaches_the_run():
 
 def test_a_failure_ends_the_list(folder, tmp_path, monkeypatch):
     listed, _ = folder
-    monkeypatch.setattr(reproduce, "_call", lambda command, until: 3)
-    assert reproduce.run_all([listed, replace(listed, name="later")], tmp_path, None, None) == 3
+    monkeypatch.setattr(running, "_call", lambda command, until: 3)
+    assert running.run_all([listed, replace(listed, name="later")], tmp_path, None, None) == 3
 
 
 def test_what_is_done_is_not_run_again(folder, monkeypatch):
     listed, root = folder
-    monkeypatch.setattr(reproduce, "_call", lambda command, until: pytest.fail("nothing is to be run"))
-    assert reproduce.run_all([listed], root, None, None) == 0
+    monkeypatch.setattr(running, "_call", lambda command, until: pytest.fail("nothing is to be run"))
+    assert running.run_all([listed], root, None, None) == 0
 
 
 def test_the_published_cohorts_are_in_the_study():

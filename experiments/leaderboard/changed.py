@@ -14,16 +14,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments import _board as board
-from experiments import _standing as standing
-from experiments._board import Line
+from experiments.leaderboard import board
+from experiments.leaderboard.board import Line
+from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, made
 from fedjax_meta.study.scenario import Scenario
 
 RUNNER = "the runner"
 
 
-def rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, list[str]]]:
+def rows(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, list[str]]]:
     """The first lines of rows that were made by other code or another study than that of this folder, and what changed."""
     studies = {run.name: run.load() for run in listed if run.name in {line.run for some in lines.values() for line in some}}
     for some in lines.values():
@@ -33,7 +33,7 @@ def rows(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) ->
                 yield first, what
 
 
-def in_words(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
+def in_words(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
     """What `rows` finds, a line each."""
     return [
         f"{first.scenario}, {first.system}: {' and '.join(what)} changed since {(first.again or first.commit)[:12]}"

@@ -11,19 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import yaml
 
-from experiments import _board as board
-from experiments import _board_adapting as adapting
-from experiments import _board_gaps as gaps
-from experiments import _results_page as results
-from experiments import _standing as standing
-from experiments._board import Line
-from experiments._board_gaps import Gap
-from experiments._board_new import Tested
+from experiments.leaderboard import adapting, board, gaps
+from experiments.leaderboard.board import Line
+from experiments.leaderboard.gaps import Gap
+from experiments.leaderboard.newcomers import Tested
+from experiments.reproduce import page as results
+from experiments.reproduce import run_list
+from experiments.reproduce.run_list import Run
 from fedjax_meta import report
 from fedjax_meta.study import Study
 
-PAGE = board.HERE.parent / "docs" / "leaderboard_lessons.md"
-ORDERINGS = board.HERE / "leaderboard_orderings.yaml"
+PAGE = board.DOCS / "leaderboard_lessons.md"
+ORDERINGS = board.HERE / "orderings.yaml"
 SECOND_ORDER = [
     ("FedMeta(MAML)", "fedmeta", "fedmeta_fomaml"),
     ("FedMeta-Per(MAML)", "fedmeta_per", "fedmeta_per_fomaml"),
@@ -60,7 +59,7 @@ Board = Mapping[str, Mapping[str, Sequence[Line]]]
 
 
 def page(
-    listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]] | None = None
+    listed: Sequence[Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]] | None = None
 ) -> str:
     """The generated part of the page.
 
@@ -283,7 +282,7 @@ class Order(NamedTuple):
 
 def orderings() -> list[Order]:
     """What is published, pair by pair; numbers are compared within a table, where one protocol gave them."""
-    runs, pairs = {run.name: run for run in standing.read_list()}, []
+    runs, pairs = {run.name: run for run in run_list.read_list()}, []
     for entry in yaml.safe_load(ORDERINGS.read_text(encoding="utf-8")):
         if "systems" in entry:
             but = tuple(entry.get("but", ()))

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import _board as board
-from experiments import _board_changed as changed
-from experiments import _standing as standing
-from experiments._board import NAN, Line
+from experiments.leaderboard import board, changed
+from experiments.leaderboard.board import NAN, Line
+from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, compare, made
 from fedjax_meta.study import run as runner
 from fedjax_meta.study.result_files import read_trials
@@ -61,7 +60,7 @@ class _Silent(runner.Watcher):
     """Shows nothing."""
 
 
-def confirm(run: standing.Run, data_dir: str | None = None) -> None:
+def confirm(run: Run, data_dir: str | None = None) -> None:
     """Trains the first seed of each committed row of a run that other code made, and says what comes out.
 
     Rows that come out the same, or by their own commit as by this code, get the digests of this code in docs/leaderboard/.

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import _standing as standing
+from experiments.reproduce import extracts
+from experiments.reproduce.run_list import Run
 from fedjax_meta import disk, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import Study, baselines, compare, load, tuning
@@ -25,8 +26,9 @@ from fedjax_meta.study.study import to_tree
 from fedjax_meta.study.system import System
 
 HERE = Path(__file__).parent
-LIST = HERE / "leaderboard_runs.yaml"
-RAW = HERE.parent / "docs" / "leaderboard"
+LIST = HERE / "runs.yaml"
+DOCS = HERE.parents[1] / "docs"
+RAW = DOCS / "leaderboard"
 LOCAL = "local_only"
 """The method whose first system sets the target, and says who would do better alone."""
 
@@ -52,7 +54,7 @@ class Line(NamedTuple):
       data: the fingerprint of the clients; run: the entry of the list.
       commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
         imports, and runner: of the rest, see `fedjax_meta.study.made`; said: of what the study says of the system, see `said`.
-      again: the commit by which the first seed came out alike once more, see `_board_again`; the digests are then those of that
+      again: the commit by which the first seed came out alike once more, see `again.py`; the digests are then those of that
         commit.
       moved: how far the known clients' score of that seed was then from this line's; NaN if the line came out as it is.
       versions: of the run; device: the kind of processor, or of device where that is not known; command: that trains this system
@@ -97,7 +99,7 @@ class Line(NamedTuple):
         return report.Kind(self.score, self.higher, self.share)
 
 
-def unlisted(listed: Sequence[standing.Run]) -> list[str]:
+def unlisted(listed: Sequence[Run]) -> list[str]:
     """The methods of the package that no run of the list has."""
     return sorted(set(METHODS) - {system.method for run in listed for system in run.load().systems.values()})
 
@@ -136,7 +138,7 @@ def commit_of(made: Mapping[str, Any]) -> str:
 class Cell(NamedTuple):
     """A finished system of a run's folder."""
 
-    run: standing.Run
+    run: Run
     folder: Path
     study: Study
     system: str
@@ -161,7 +163,7 @@ class Cell(NamedTuple):
         return read_points(path)
 
 
-def extract(runs: Sequence[standing.Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
+def extract(runs: Sequence[Run], root: Path, data_dir: str | None = None) -> dict[str, list[Line]]:
     """The lines of each scenario of the runs that `root` holds, run by run: finished systems, and rows that take no training.
 
     A run is measured by its own local training: the target, and who would do better alone.
@@ -196,7 +198,7 @@ def joined(lines: Iterable[Line], order: Sequence[str]) -> list[Line]:
     return [line for line in ordered if first.setdefault(line.system, line.run) == line.run]
 
 
-def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
+def cells_of(run: Run, folder: Path) -> list[Cell]:
     """The finished systems in a run's folder; none where there is no run.
 
     Raises:
@@ -204,7 +206,7 @@ def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
     """
     if not (folder / "run.json").is_file():
         return []
-    standing.check_same(run, folder)
+    extracts.check_same(run, folder)
     study = load(folder / "study.yaml")
     names = [
         name
@@ -214,7 +216,7 @@ def cells_of(run: standing.Run, folder: Path) -> list[Cell]:
     ]
     found = compare.finished([folder]) if names else []
     cells = [Cell(run, folder, study, name, one) for name, one in zip(names, found, strict=True)]
-    return [cell for cell in cells if standing.is_finished(cell.final, study, cell.system)]
+    return [cell for cell in cells if extracts.is_finished(cell.final, study, cell.system)]
 
 
 def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
@@ -287,7 +289,7 @@ def _where(cell: Cell, content: Mapping[str, Any], makers: Iterable[Mapping[str,
     return {"data": cell.found.fingerprint, "run": cell.run.name, "versions": versions, "device": device}
 
 
-def command(run: standing.Run, system: str) -> str:
+def command(run: Run, system: str) -> str:
     """The command that tunes and trains one system of a run, with the same numbers."""
     alone = dataclasses.replace(run, systems=[system])
     return shlex.join(["fedjax-meta", "run", *alone.arguments(), "--out", f"runs/{run.name}-{system}"])
@@ -352,7 +354,7 @@ def read_lines(folder: Path | None = None) -> dict[str, list[Line]]:
     return {path.stem: from_csv(path.read_text(encoding="utf-8")) for path in files}
 
 
-def rows_that_lack(run: standing.Run, study: Study, lack: Callable[[Sequence[Line]], bool]) -> Iterator[list[Line]]:
+def rows_that_lack(run: Run, study: Study, lack: Callable[[Sequence[Line]], bool]) -> Iterator[list[Line]]:
     """The committed lines of each system of a run that lack something; those whose study has changed since are named instead."""
     for scenario, lines in read_lines().items():
         mine = [line for line in lines if line.run == run.name and line.method and line.system in study.systems]

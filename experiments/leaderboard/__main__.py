@@ -1,6 +1,6 @@
 """The leaderboard: runs in order of priority, their raw results, and the page docs/leaderboard.md made from them.
 
-`experiments/leaderboard_runs.yaml` is the list of runs, and `experiments/leaderboard.yaml` is the study.
+`experiments/leaderboard/runs.yaml` is the list of runs, and `experiments/leaderboard.yaml` is the study.
 
 - `--list` shows what is done.
 - `--hours` runs what is missing.
@@ -14,15 +14,8 @@ from typing import Annotated
 
 import typer
 
-from experiments import _board as board
-from experiments import _board_again as again
-from experiments import _board_changed as rows
-from experiments import _board_flops as flops
-from experiments import _board_missing as missing
-from experiments import _board_new as newcomers
-from experiments import _board_page as pages
-from experiments import _standing as standing
-from experiments import reproduce
+from experiments.leaderboard import again, board, changed, flops, missing, newcomers, page
+from experiments.reproduce import run_list, running
 from fedjax_meta import report
 from fedjax_meta.process import console, one_line_errors
 
@@ -31,11 +24,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 @app.command()
 def main(
-    runs: reproduce.Runs = Path("runs/leaderboard"),
-    list_: reproduce.List = False,
-    only: reproduce.Only = None,
-    hours: reproduce.Hours = None,
-    data_dir: reproduce.DataDir = None,
+    runs: running.Runs = Path("runs/leaderboard"),
+    list_: running.List = False,
+    only: running.Only = None,
+    hours: running.Hours = None,
+    data_dir: running.DataDir = None,
     count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of rows that lack them, and stop.")] = False,
     new_clients: Annotated[
         bool,
@@ -47,8 +40,8 @@ def main(
     write_docs: Annotated[
         bool, typer.Option(help="Write the results of finished runs, if any, and the pages into docs/, and stop.")
     ] = False,
-    changed: Annotated[
-        bool, typer.Option(help="Name the rows of the page that later code may have changed, and stop.")
+    changed_: Annotated[
+        bool, typer.Option("--changed", help="Name the rows of the page that later code may have changed, and stop.")
     ] = False,
     confirm: Annotated[
         bool,
@@ -57,7 +50,7 @@ def main(
             "still hold, and stop."
         ),
     ] = False,
-    debug: reproduce.Debug = False,
+    debug: running.Debug = False,
 ) -> None:
     """Runs the list, one run after the other. The same command continues where it was stopped.
 
@@ -72,12 +65,12 @@ def main(
     `python -m experiments.leaderboard --data-dir DIR --write-docs`
     """
     with one_line_errors(debug):
-        listed = standing.read_list(board.LIST)
-        chosen = reproduce.pick(listed, only)
+        listed = run_list.read_list(board.LIST)
+        chosen = running.pick(listed, only)
         if list_:
             lines = board.read_lines()
             table = [
-                [run.name, f"{run.hours:g}", reproduce.state(run, runs), missing.rows_there(run, lines), run.title]
+                [run.name, f"{run.hours:g}", running.state(run, runs), missing.rows_there(run, lines), run.title]
                 for run in chosen
             ]
             headings = ["name", "hours", "state", "rows in docs", "title"]
@@ -85,8 +78,8 @@ def main(
             unlisted = board.unlisted(listed)
             if unlisted:
                 console.print(f"in no run: {', '.join(unlisted)}", soft_wrap=True, markup=False)
-        elif changed:
-            for line in rows.in_words(listed, board.read_lines()):
+        elif changed_:
+            for line in changed.in_words(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
         elif count_flops or new_clients or confirm:
             for run in chosen:
@@ -98,12 +91,12 @@ def main(
                     newcomers.measure(run, runs / run.name, data_dir)
                     there = {one.system for one in newcomers.read(runs / run.name)}
                     newcomers.measure_rows(run, there, data_dir)
-            pages.write([], listed, runs, data_dir)
+            page.write([], listed, runs, data_dir)
         elif write_docs:
-            for line in pages.write(chosen, listed, runs, data_dir):
+            for line in page.write(chosen, listed, runs, data_dir):
                 console.print(line, soft_wrap=True, markup=False)
         else:
-            raise typer.Exit(reproduce.run_all(chosen, runs, data_dir, hours))
+            raise typer.Exit(running.run_all(chosen, runs, data_dir, hours))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from experiments import _board as board
-from experiments import _board_gaps as gaps
-from experiments import _board_new as newcomers
-from experiments._board import LOCAL, Line
-from experiments._board_gaps import BETTER, OPEN, WORSE, Gap
-from experiments._board_new import Tested
+from experiments.leaderboard import board, gaps, newcomers
+from experiments.leaderboard.board import LOCAL, Line
+from experiments.leaderboard.gaps import BETTER, OPEN, WORSE, Gap
+from experiments.leaderboard.newcomers import Tested
 from fedjax_meta import report
 from fedjax_meta.study.system import System
 

@@ -3,20 +3,20 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from experiments import _board as board
-from experiments import _standing as standing
-from experiments._board import Line
-from experiments._board_new import Tested
+from experiments.leaderboard import board
+from experiments.leaderboard.board import Line
+from experiments.leaderboard.newcomers import Tested
+from experiments.reproduce.run_list import Run
 from fedjax_meta import report
 
 
-def rows_there(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> str:
+def rows_there(run: Run, lines: Mapping[str, Sequence[Line]]) -> str:
     """How many of a run's systems have a row: "0 of 27"."""
     wanted, missing = _rows_of(run, lines)
     return f"{len(wanted) - len(missing)} of {len(wanted)}"
 
 
-def _rows_of(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], list[str]]:
+def _rows_of(run: Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], list[str]]:
     """(the systems of a run, one for each scenario, those without a row)."""
     study = run.load()
     wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
@@ -24,15 +24,13 @@ def _rows_of(run: standing.Run, lines: Mapping[str, Sequence[Line]]) -> tuple[li
     return [system for _, system in wanted], missing
 
 
-def section(
-    listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]
-) -> list[str]:
+def section(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]) -> list[str]:
     """The lines of the section; none where nothing is missing."""
     text = [*_not_trained(listed, lines), *_not_measured(listed, lines, tested)]
     return ["## Not run yet", "", *text] if text else []
 
 
-def _not_trained(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
+def _not_trained(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]]) -> list[str]:
     rows = []
     for run in listed:
         wanted, missing = _rows_of(run, lines)
@@ -46,7 +44,7 @@ def _not_trained(listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Li
 
 
 def _not_measured(
-    listed: Sequence[standing.Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]
+    listed: Sequence[Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]
 ) -> list[str]:
     """By scenario, the measurements that finished systems lack, and the runs that they are of."""
     pooled = {

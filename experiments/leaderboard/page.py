@@ -6,28 +6,22 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import _board as board
-from experiments import _board_changed as changed
-from experiments import _board_gaps as gaps
-from experiments import _board_lessons as lessons
-from experiments import _board_missing as missing
-from experiments import _board_new as newcomers
-from experiments import _results_page as results
-from experiments import _standing as standing
-from experiments._board import LOCAL, NAN, Line
-from experiments._board_new import Tested
+from experiments.leaderboard import board, changed, gaps, lessons, missing, newcomers
+from experiments.leaderboard.board import LOCAL, NAN, Line
+from experiments.leaderboard.newcomers import Tested
+from experiments.reproduce import page as results
+from experiments.reproduce import run_list
+from experiments.reproduce.run_list import Run
 from fedjax_meta import disk, report
 from fedjax_meta.study import baselines, compare, comparison
 
-PAGE = board.HERE.parent / "docs" / "leaderboard.md"
+PAGE = board.DOCS / "leaderboard.md"
 NEW = board.RAW / "new_clients"
 REFERENCE = "fedavg_ft"
 """The system that differences are taken to."""
 
 
-def write(
-    chosen: Sequence[standing.Run], listed: Sequence[standing.Run], root: Path, data_dir: str | None = None
-) -> list[str]:
+def write(chosen: Sequence[Run], listed: Sequence[Run], root: Path, data_dir: str | None = None) -> list[str]:
     """Writes raw results and reports of the scenarios of some runs, and the pages of all; says what became of each.
 
     What the folders do not have stays as it is, unless the list no longer has it.
@@ -64,7 +58,7 @@ def write(
     return said
 
 
-def _with_committed(fresh: Sequence[Line], committed: Sequence[Line], listed: Sequence[standing.Run]) -> list[Line]:
+def _with_committed(fresh: Sequence[Line], committed: Sequence[Line], listed: Sequence[Run]) -> list[Line]:
     """The lines of a scenario from run folders, and the committed ones of what the folders lack and the list still has."""
     there = {(line.run, line.system) for line in fresh}
     wanted = {(run.name, system) for run in listed for system in run.load().systems}
@@ -89,7 +83,7 @@ def read_tested(folder: Path = NEW) -> dict[str, list[Tested]]:
 
 def marked(markdown: str) -> str:
     """The page with a dagger at rows whose method's files or study have changed since they were made."""
-    listed, lines = standing.read_list(board.LIST), board.read_lines()
+    listed, lines = run_list.read_list(board.LIST), board.read_lines()
     rows = {(one.scenario, one.system) for one, what in changed.rows(listed, lines) if set(what) - {changed.RUNNER}}
     return results.with_generated(markdown, page(listed, lines, read_tested(), marks=rows))
 
@@ -105,7 +99,7 @@ def _by_system(lines: Iterable[Line]) -> dict[str, list[Line]]:
 
 
 def page(
-    listed: Sequence[standing.Run],
+    listed: Sequence[Run],
     lines: Mapping[str, Sequence[Line]],
     tested: Mapping[str, Sequence[Tested]] | None = None,
     *,
@@ -128,7 +122,7 @@ def page(
     return "\n".join(text)
 
 
-def _section(scenario: str, runs: Sequence[standing.Run], lines: Sequence[Line], marks: set[str]) -> list[str]:
+def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: set[str]) -> list[str]:
     systems = _by_system(lines)
     kind = lines[0].kind
     trained = {system: some for system, some in systems.items() if some[0].method}

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from experiments import _board as board
-from experiments import _standing as standing
-from experiments._board import Line
+from experiments.leaderboard import board
+from experiments.leaderboard.board import Line
+from experiments.reproduce.run_list import Run
 from fedjax_meta import sweeps
 from fedjax_meta.study import flops
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.system import System
 
 
-def count(run: standing.Run, data_dir: str | None = None) -> None:
+def count(run: Run, data_dir: str | None = None) -> None:
     """Counts the FLOPs of each committed row of a run that has none, and writes them to docs/leaderboard/.
 
     A row says what is needed: the study, the point that was chosen, and the seed. It is the mean over all rounds, because some

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _board as board
-from experiments import _board_again as again
-from experiments import _standing as standing
-from experiments._board import Line
+from experiments.leaderboard import again, board
+from experiments.leaderboard.board import Line
+from experiments.reproduce.run_list import Run
 from fedjax_meta import disk, report, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData
@@ -67,7 +66,7 @@ class Tested(NamedTuple):
     score: float
 
 
-def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> None:
+def measure(run: Run, folder: Path, data_dir: str | None = None) -> None:
     """Tests the new clients of each finished system that has no such tests yet, for `new_clients.csv` of the folder."""
     found, built = read(folder), {}
     known = {one.system for one in found}
@@ -84,7 +83,7 @@ def measure(run: standing.Run, folder: Path, data_dir: str | None = None) -> Non
             print(f"{scenario}, {cell.system}: {len(one)} tests of new clients", flush=True)
 
 
-def measure_rows(run: standing.Run, there: Iterable[str], data_dir: str | None = None) -> None:
+def measure_rows(run: Run, there: Iterable[str], data_dir: str | None = None) -> None:
     """Tests the new clients of each committed row of a run that has no such tests yet, for new_clients/ of docs/leaderboard.
 
     Its seeds are trained once more. Another code or machine gives other numbers: what becomes of the row's score is printed.
@@ -114,7 +113,7 @@ def committed(scenario: str) -> list[Tested]:
     return _in_file(board.RAW / "new_clients" / f"{scenario}.csv")
 
 
-def _of_rows(run: standing.Run, study: Study, rows: Sequence[Line], clients: Clients) -> list[Tested]:
+def _of_rows(run: Run, study: Study, rows: Sequence[Line], clients: Clients) -> list[Tested]:
     scenario, name = rows[0].scenario, rows[0].system
     point = board.chosen(rows[0], study.systems[name])
     with tempfile.TemporaryDirectory() as place:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments._board import Line
+from experiments.leaderboard.board import Line
 from fedjax_meta import metrics, report
 
 BETTER, OPEN, WORSE = "better", "undecided", "worse"

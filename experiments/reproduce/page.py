@@ -1,6 +1,6 @@
 """Which of the papers' numbers hold: a verdict on each published number, and the generated part of docs/results.md.
 
-Tables, verdicts and totals are made only from extracts (`_standing`) and from the studies' published numbers.
+Tables, verdicts and totals are made only from extracts (`extracts.py`) and from the studies' published numbers.
 """
 
 import math
@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import _user_accuracy as users
-from experiments._standing import SCORES, Claim, Run, places_of
-from experiments._verdicts import NOT, ONE, ORDER, UNRUN, VERDICTS, WITHIN, measured, order, verdicts
+from experiments.reproduce import users
+from experiments.reproduce.extracts import SCORES, places_of
+from experiments.reproduce.run_list import Claim, Run
+from experiments.reproduce.verdicts import NOT, ONE, ORDER, UNRUN, VERDICTS, WITHIN, measured, order, verdicts
 from fedjax_meta import report
 from fedjax_meta.study import Study, baselines, tuning
 from fedjax_meta.study.files import DRAW
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 END_OF_GRID = "‡"
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 HEADINGS = {

@@ -1,0 +1,1 @@
+"""The leaderboard of all methods: `python -m experiments.leaderboard --help`."""

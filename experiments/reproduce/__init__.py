@@ -1,0 +1,1 @@
+"""The papers' tables at full size: `python -m experiments.reproduce --help`."""
