@@ -25,6 +25,9 @@ from fedjax_meta.types import Key, Rate
 WEIGHTS = ("constant", "polynomial", "hinge")
 """How the weight of an update falls with its staleness."""
 
+SAME_TIME = 1e-9
+"""Part of the time up to which two clients arrive at the same time."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Asynchronous:
@@ -198,9 +201,10 @@ def _simulate(
     while len(rows) < rounds:
         now = under_way[0][0]
         arrived = []
-        while under_way and under_way[0][0] == now:
+        # Sums of times that are equal on paper differ by rounding, and differently in other units.
+        while under_way and under_way[0][0] <= now * (1 + SAME_TIME):
             arrived.append(heapq.heappop(under_way)[1])
-        for client in arrived:
+        for client in sorted(arrived):
             buffer.append(client)
             if len(buffer) == buffer_size:
                 cohort = np.sort(buffer)

@@ -246,10 +246,11 @@ def _fields(place: tuple[str, ...], value: Json) -> Iterator[tuple[tuple[str, ..
 def _check_config(saved: Json, given: Json, path: Path) -> None:
     difference = first_difference(saved, given)
     if difference is not None:
-        name, old, new = difference
+        name, *values = difference
+        old, new = (checks.shown(value, most=200) for value in values)
         raise ValueError(
-            f"cannot resume: {name} was {old!r} when {path.parent} was written and is {new!r} now; "
-            "use the same options or another folder"
+            f"cannot resume: {name} was {old} when {path.parent} was written and is {new} now; use the same options or another "
+            "folder"
         )
 
 
@@ -402,12 +403,15 @@ def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
     leaves, plain = run["leaves"], []
     values: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
-        plain.append(jax.eval_shape(jax.random.key_data, shape) if leaf["kind"] not in ("array", _HOST) else shape)
+        key = leaf["kind"] not in ("array", _HOST)
+        if key and not is_key(shape):
+            raise ValueError(f"cannot resume: {path} holds another state: {leaf['path']} is a key, not {_form(shape)}")
+        plain.append(jax.eval_shape(jax.random.key_data, shape) if key else shape)
         if leaf["form"] != _form(plain[-1]):
             raise ValueError(
                 f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain[-1])}"
             )
-    with _threads() as pool:
+    with _threads() as pool, jax.default_device(_host_device()):
         for leaf, shape, wanted in zip(leaves, plain, shapes, strict=True):
             if leaf["kind"] == _HOST:
                 values.append(_mapped(path, run, leaf, shape, pool))
@@ -423,6 +427,19 @@ def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
                 )
             values.append(value)
     return jax.tree.unflatten(structure, values)
+
+
+def _host_device() -> jax.Device | None:
+    """Where a restored state is until a run places it: an accelerator may have no room for two copies.
+
+    `None`, JAX's first device, on a CPU, and where JAX was started without one (`JAX_PLATFORMS=cuda`).
+    """
+    if runtime.on_cpu():
+        return None
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _mapped(

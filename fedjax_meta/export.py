@@ -162,7 +162,7 @@ def personal(
         check_known(data, state.seen.shape[0])
 
     row = int(state_rows(state, data, jnp.asarray(client))) if known else None
-    population = max(state.seen.shape[0], data.total_clients)
+    population = max(state.seen.shape[0], data.total_clients) if known else None  # as in `evaluate`
 
     def one(key: Key, state: State, data: FederatedData) -> Variables:
         own = jax.random.fold_in(key, data.ids_of(np.array(client)))

@@ -268,6 +268,7 @@ class _Linear(nn.Module):
     dtype: DTypeLike | None = None
 
     def _parameters(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        checks.one_of("start", self.start, INITS)
         uniform = _uniform_of_fan_in(math.prod(shape))
         inputs = tuple(range(1, len(shape) + 1))
         normal = nn.initializers.lecun_normal(in_axis=inputs, out_axis=0)
@@ -347,8 +348,9 @@ class Embed(nn.Embed):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """The vectors `[..., features]` of tokens `[...]`; NaN for a token that is none."""
         if runtime.on_cpu() or self.num_embeddings > _VOCABULARY:
-            # A gather counts negative places from the end.
-            return jnp.where((inputs >= 0)[..., None], super().__call__(inputs), jnp.nan)
+            # A gather counts negative places from the end, and Flax takes every token for that of a table of one.
+            known = (inputs >= 0) & (inputs < self.num_embeddings)
+            return jnp.where(known[..., None], super().__call__(inputs), jnp.nan)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, not {inputs.dtype}")
         chosen = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.embedding.dtype)

@@ -293,4 +293,4 @@ def _scores(evaluation: Any) -> dict[str, float]:
         return evaluation.summary()
     leaves: Sequence[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(evaluation)
     found = {jax.tree_util.keystr(path, simple=True, separator="/") or "value": np.asarray(leaf) for path, leaf in leaves}
-    return {name: float(value) for name, value in found.items() if value.size == 1}
+    return {name: float(value.item()) for name, value in found.items() if value.size == 1}

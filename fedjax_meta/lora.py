@@ -78,7 +78,7 @@ def lora(
     if alpha is not None:
         checks.positive("alpha", alpha)
     if frozen_a is not None:
-        checks.seed("frozen_a", frozen_a, generator=False)
+        checks.seed("frozen_a", frozen_a, bits=32)
     checks.one_of("inputs", inputs, INPUTS)
     shapes = masks.variables_shape(task)
     checks.arrays("base", base)

@@ -79,21 +79,22 @@ def within_own_classes(confusion: Array) -> Array:
     return kept + moved
 
 
-def summary(confusion: ArrayLike, loss: ArrayLike) -> dict[str, float]:
+def summary(confusion: ArrayLike, loss: ArrayLike | None) -> dict[str, float]:
     """The numbers that papers report of one evaluation.
 
     Args:
       confusion: `[N, K, K]`.
-      loss: `[N]`, each client's mean loss.
+      loss: `[N]`, each client's mean loss; `None` if it is not known.
 
     Returns:
       `accuracy` over the samples of all clients; mean and population standard deviation over clients of accuracy, of F1 as
       FedMeta-Per takes it (`within_own_classes`) and of F1 without that (`raw_f1`); and the mean `loss` over clients. All are NaN
       if the loss of a client is not finite.
     """
-    matrices, losses = checks.numeric("confusion", confusion), np.asarray(loss)
+    matrices = checks.numeric("confusion", confusion)
     if matrices.ndim != 3 or matrices.shape[1] != matrices.shape[2] or not matrices.size:
         raise ValueError(f"confusion must be matrices [N, K, K] of N >= 1 clients, not of shape {list(matrices.shape)}")
+    losses = np.zeros(len(matrices)) if loss is None else np.asarray(loss)
     if losses.shape != matrices.shape[:1]:
         raise ValueError(f"loss must be [N={len(matrices)}], not of shape {list(losses.shape)}")
     scores = accuracy(matrices), macro_f1(within_own_classes(matrices)), macro_f1(matrices)
@@ -106,7 +107,7 @@ def summary(confusion: ArrayLike, loss: ArrayLike) -> dict[str, float]:
         "f1_std": np.std(f1),
         "raw_f1_mean": np.mean(raw_f1),
         "raw_f1_std": np.std(raw_f1),
-        "loss": np.mean(losses),
+        **({} if loss is None else {"loss": np.mean(losses)}),
     }
     return {name: float(value) for name, value in numbers.items()}
 

@@ -116,35 +116,59 @@ def place_state(state: PyTree, places: PyTree) -> Any:
     return jax.tree.map(copy, state, places)
 
 
-def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: Devices = None, *, look_first: bool = True) -> Any:
+def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: Devices = None) -> Any:
     """Leaves `[N, ...]` of `begin(client id)` for clients `ids` `[N]`, partitioned over the devices if their number divides N.
 
-    With `look_first`, the bytes needed are logged and checked before they are allocated, see `announce`.
+    What is only traced allocates nothing here: who runs it calls `check_room` first.
 
     Raises:
-      ValueError: more bytes than are free, with `look_first`.
+      ValueError: see `check_room`.
     """
-    mesh, num_clients = client_mesh(devices), ids.shape[0]
-    each = jax.eval_shape(begin, ids[0])
-    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
-    if one == 0:
+    mesh = client_mesh(devices)
+    rows = jax.eval_shape(jax.vmap(begin), ids)
+    if not runtime.tracing():
+        check_room(rows, devices)
+    if not _bytes(rows):
         return jax.vmap(begin)(ids)
+    placed = NamedSharding(mesh, SLICE if ids.shape[0] % mesh.size == 0 else WHOLE)
+    return jax.jit(jax.vmap(begin), out_shardings=placed if _placed(mesh, devices) else None)(ids)
+
+
+def check_room(rows: PyTree, devices: Devices = None, *, runs: int = 1) -> None:
+    """Logs the bytes of what clients keep before it is allocated (see `announce`), and checks them.
+
+    Args:
+      rows: shapes, leaves `[N, ...]` of the clients of one run.
+      devices: that share the rows of a run.
+      runs: how many runs these devices hold side by side.
+
+    Raises:
+      ValueError: more bytes than are free.
+    """
+    mesh, whole = client_mesh(devices), _bytes(rows)
+    if not whole:
+        return
+    num_clients = jax.tree.leaves(rows)[0].shape[0]
     parts = mesh.size if num_clients % mesh.size == 0 else 1
     # All devices of a CPU host share its memory.
     first = mesh.local_devices[0]
     host = first.platform == "cpu"
-    need = num_clients * one * (len(mesh.local_devices) if host else 1) // parts
+    need = runs * whole * (len(mesh.local_devices) if host else 1) // parts
     free, where = free_bytes(first), "this host" if host else "each device"
-    sizes = f"{amount(need)} on {where} (N={num_clients} clients, {amount(one)} each, {parts} parts on {mesh.size} devices)"
-    if look_first:
-        announce(sizes, need, free)
-    if look_first and free is not None and need > free:
+    sizes = (
+        f"{amount(need)} on {where} ({f'{runs} runs, ' if runs > 1 else ''}N={num_clients} clients, "
+        f"{amount(whole / num_clients)} each, {parts} parts on {mesh.size} devices)"
+    )
+    announce(sizes, need, free)
+    if free is not None and need > free:
         raise ValueError(
             f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or use a store on "
             "the host (`store` of `simulate`)"
         )
-    placed = NamedSharding(mesh, SLICE if parts > 1 else WHOLE)
-    return jax.jit(jax.vmap(begin), out_shardings=placed if _placed(mesh, devices) else None)(ids)
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def announce(sizes: str, need: int, free: int | None) -> None:

@@ -39,8 +39,8 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
       >>> import fedjax_meta as fm, optax
       >>> task = fm.classification(lambda key: jnp.zeros((4, 3)), lambda p, x: x @ p)
       >>> method = scheduled(fm.fedavg, task, rates={"lr": optax.exponential_decay(0.1, 10, 0.5)}, epochs=2)
-      >>> method.config["lr"], method.config["epochs"]
-      ('optax.schedules._schedule.exponential_decay.<locals>.schedule', 2)
+      >>> method.config["lr"].partition("(")[0], "init_value=0.1" in method.config["lr"], method.config["epochs"]
+      ('optax.schedules._schedule.exponential_decay.<locals>.schedule', True, 2)
     """
     checks.function("build", build, ("task",), "fm.fedavg")
     if not isinstance(rates, Mapping) or not rates:

@@ -6,6 +6,7 @@ the round, so that a run that resumes from a saved state equals the run that was
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -242,9 +243,10 @@ def simulate(  # over 80 lines: half of them explain the arguments
         raise ValueError(f"rounds={rounds}, but the state has finished {run.done} rounds already")
     records: list[Record] = []
     faults: list[Fault] = []
+    leaves = leaf_names(algorithm, data)
 
     def on_log(first: int, log: Log) -> None:
-        faults.extend(faults_in(log, first, algorithm, data))
+        faults.extend(faults_in(log, first, leaves))
         if on_progress is not None:
             on_progress(first + len(log.some), log.metrics)
 
@@ -363,6 +365,8 @@ class _OnDevice:
         begin = runtime.compiled(initial, once=True)
         places = begin.output_shardings
         if state is None:
+            blank = initial.out_info
+            placement.check_room((blank.personal, blank.memory, blank.residual), algorithm.devices)
             self.state = begin(key, data)
         else:
             check_state(state, initial.out_info)
@@ -532,14 +536,29 @@ def run_keys(key: Key) -> tuple[Key, Key, Key]:
     return tagged(key, "init"), tagged(key, "rounds"), tagged(key, "evaluations")
 
 
-def faults_in(log: Log, done: int, algorithm: Algorithm, data: FederatedData, *, run: str = "") -> list[Fault]:
-    """The faults of a few rounds, the first of which is round `done + 1`; they are also logged, with the name of the run."""
+LeafNames = Callable[[], tuple[Sequence[str], Sequence[str]]]
+"""`() -> (names of a client's leaves, names of the server's leaves)`."""
+
+
+def leaf_names(algorithm: Algorithm, data: FederatedData) -> LeafNames:
+    """What `faults_in` calls the leaves; found out when it is first asked, because training is traced for it."""
+    return functools.cache(lambda: ([], []) if algorithm.checked is None else algorithm.checked(data))
+
+
+def faults_in(log: Log, done: int, leaf_names: LeafNames, *, run: str = "") -> list[Fault]:
+    """The faults of a few rounds, the first of which is round `done + 1`; they are also logged, with the name of the run.
+
+    Args:
+      log, done: the rounds.
+      leaf_names: `() -> (names of a client's leaves, names of the server's leaves)`, see `Algorithm.checked`.
+      run: its name.
+    """
     prefix = f"{run}: " if run else ""
     found: list[Fault] = []
     empty = np.zeros(len(log.some), bool)
     clients, server, diverged = (None, None, empty) if log.faults is None else log.faults
     if clients is not None and server is not None and ((clients >= 0).any() or (server >= 0).any()):
-        names = ([], []) if algorithm.checked is None else algorithm.checked(data)
+        names = leaf_names()
         for r in np.flatnonzero((clients >= 0).any(1) | (server >= 0)):
             for leaf in np.unique(clients[r][clients[r] >= 0]):
                 who = tuple(sorted(log.ids[r][clients[r] == leaf].tolist()))

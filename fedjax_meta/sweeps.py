@@ -27,7 +27,7 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Compiled, Log, Record, faults_in, run_keys, run_rounds, schedule, stretches
+from fedjax_meta.simulation import Compiled, Log, Record, faults_in, leaf_names, run_keys, run_rounds, schedule, stretches
 from fedjax_meta.types import Key
 
 MEMBERS = "members"
@@ -153,6 +153,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
     if run.done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has finished {run.done} rounds already")
     records: list[list[Record]] = [[] for _ in members]
+    leaves = leaf_names(programs.algorithm, data)
 
     def on_log(first: int, log: Log) -> None:
         if on_progress is not None:
@@ -166,7 +167,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
         last: list[Record | None] = [None] * len(members)
         for m in np.flatnonzero(run.active).tolist():
             mine, evaluations = jax.tree.map(lambda leaf, m=m: leaf[m], (log, found.evaluations or {}))
-            faults = tuple(faults_in(mine, found.first, programs.algorithm, data, run=str(members[m])))
+            faults = tuple(faults_in(mine, found.first, leaves, run=str(members[m])))
             records[m].append(Record(found.done, mine.metrics, evaluations, *seconds, faults))
             last[m] = records[m][-1]
         if found.evaluations is not None:
@@ -194,7 +195,7 @@ def members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list
       ValueError: no points or seeds, a seed twice, points of different names, a value that is no number, a seed out of range.
     """
     for seed in seeds:
-        checks.seed("seed", seed, generator=False)
+        checks.seed("seed", seed, bits=32)
     for point in points:
         if not isinstance(point, Mapping):
             raise ValueError(f"points must be numbers by name, e.g. sweeps.grid(lr=[0.1, 0.3]), not {checks.shown(point)}")
@@ -418,6 +419,10 @@ class _Sweep:
             raise ValueError(f"active must say for each of the {self._count} members whether it goes on, and keep one")
         if state is None:
             self._deal()
+            # The devices of a CPU share its memory.
+            runs = programs.places if runtime.on_cpu() else programs.places // programs.devices
+            blank = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), programs.shapes)
+            placement.check_room((blank.personal, blank.memory, blank.residual), 1, runs=runs)
             self._state = programs.call(programs.begin, self._who, None, self._data)
         else:
             odd = checks.mismatch(state, programs.shapes)

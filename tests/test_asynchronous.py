@@ -39,7 +39,7 @@ def plainly(seconds, rounds, size):
     finish, version_of, version, buffer, rows = seconds.copy(), np.zeros(len(seconds), int), 0, [], []
     while len(rows) < rounds:
         now = finish.min()
-        for i in np.flatnonzero(finish == now):
+        for i in np.flatnonzero(np.isclose(finish, now, rtol=1e-9, atol=0)):
             buffer.append(i)
             finish[i] = np.inf
             if len(buffer) == size:
@@ -89,6 +89,17 @@ def test_clients_of_one_speed_are_synchronous():
         states.append(state)
     assert problems.leaves_equal(states[0].model, states[1].model)
     assert states[1].aggregation.past == ()
+
+
+@pytest.mark.parametrize("unit", [0.1, 1 / 3, 1e-7, 1e6])
+def test_a_timetable_does_not_depend_on_the_unit_of_time(unit):
+    """In tenths, three rounds of the fast clients are not one of the slow client, but for rounding."""
+    options = {"rounds": 40, "buffer_size": 1, "concurrency": 3, "most_stale": 40}
+    seconds = np.array([1.0, 1.0, 3.0, 2.0])
+    one, other = (schedules.fedbuff(times, **options) for times in (seconds, seconds * unit))
+    np.testing.assert_array_equal(one.cohorts, other.cohorts)
+    np.testing.assert_array_equal(one.staleness, other.staleness)
+    np.testing.assert_allclose(one.times * unit, other.times)
 
 
 def run(algorithm, count, state=None):

@@ -66,6 +66,55 @@ def test_plain_values(value, expected):
     json.dumps(plain(value))
 
 
+def test_functions_that_differ_in_what_they_hold_are_recorded_as_different():
+    def scheduled(start, **more):
+        def schedule(round, power=2):
+            return start / (1 + round) ** power
+
+        return functools.partial(schedule, **more) if more else schedule
+
+    different = [
+        scheduled(0.1),
+        scheduled(0.2),
+        scheduled(0.1, power=3),
+        optax.exponential_decay(0.1, 10, 0.5),
+        optax.exponential_decay(1.0, 3, 0.9),
+        optax.join_schedules([optax.constant_schedule(1.0), optax.constant_schedule(2.0)], [10]),
+        optax.join_schedules([optax.constant_schedule(1.0), optax.constant_schedule(3.0)], [10]),
+        lambda rate: optax.sgd(rate, momentum=0.9),
+        lambda rate: optax.sgd(rate, momentum=0.1),
+        lambda rate: optax.sgd(rate, nesterov=0.1),
+        jax.jit(lambda x: x + 1),
+        jax.jit(lambda x: x + 2),
+    ]
+    assert len({plain(one) for one in different}) == len(different)
+    assert plain(scheduled(0.1)) == plain(scheduled(0.1)) and plain(scheduled(0.1)).endswith("schedule(start=0.1, power=2)")
+
+    def descent(m):
+        return lambda rate: optax.sgd(rate, momentum=m)
+
+    assert plain(descent(0.5)) == plain(descent(0.5)) != plain(descent(0.6)) and plain(descent(0.5)).endswith("(m=0.5)")
+
+
+def test_what_a_function_holds_is_told_shortly_and_only_once_where_it_holds_itself():
+    def made(held):
+        return lambda: held
+
+    def again(n):
+        return again(n - 1)
+
+    for value, words in (
+        (np.arange(3), "held=[0, 1, 2]"),
+        (np.zeros((50, 2)), "held=float64[50, 2]"),
+        ({"a": [1, None]}, "held={a: [1, None]}"),
+        (np.random.default_rng(0), "held=Generator"),
+        (list(range(99)), "held=list"),
+    ):
+        assert plain(made(value)).endswith(f"({words})")
+    name = f"{again.__module__}.{again.__qualname__}"
+    assert plain(again) == f"{name}(again={name})"
+
+
 def test_a_variant_shows_its_own_name_docstring_and_defaults():
     signature = inspect.signature(fm.fedper)
     assert signature.parameters["personal"].default == "head"

@@ -226,7 +226,7 @@ def test_a_random_key_and_its_words_are_different_states(tmp_path):
         key: Any
 
     checkpoint.save(tmp_path, Round(jnp.int32(1), jax.random.key(0)), [], CONFIG)
-    for other in (jnp.zeros(2, jnp.uint32), jax.random.key(0, impl="rbg")):
+    for other in (jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.float32), jax.random.key(0, impl="rbg")):
         with pytest.raises(ValueError, match="cannot resume"):
             checkpoint.restore(tmp_path, Round(jnp.int32(1), other), CONFIG)
 
@@ -859,3 +859,10 @@ def test_differences_of_configurations():
     assert checkpoint.first_difference({}, {"mode": "not set"}) == ("mode", checkpoint.NOT_SET, "not set")
     assert checkpoint.first_difference({"x": {"sgd": {}}}, {"x": {"adam": {}}}) == ("x.adam", checkpoint.NOT_SET, {})
     assert checkpoint.first_difference({"a.b": 1}, {"a": {"b": 1}}) is not None
+
+
+def test_long_values_of_a_configuration_are_cut(tmp_path):
+    checkpoint.save(tmp_path, state(), [], {"cohorts": list(range(5000))})
+    with pytest.raises(ValueError, match="cannot resume: cohorts was") as told:
+        checkpoint.restore(tmp_path, like(state()), {"cohorts": list(range(5001))})
+    assert len(str(told.value)) < 1000

@@ -1,5 +1,6 @@
 """Exported models: the same numbers elsewhere, in a process that knows nothing of this library."""
 
+import dataclasses
 import inspect
 import itertools
 import shutil
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import fedjax_meta as fm
 from fedjax_meta import export, models
 from fedjax_meta.cli import app
 from fedjax_meta.study import export as of_study
@@ -266,3 +268,21 @@ def test_the_model_of_a_client_of_a_subset_is_its_own():
     for place, client in enumerate((3, 5)):
         mine = export.personal(algorithm, key, state, part, place, support="train")
         assert problems.leaves_equal(mine, export.personal(algorithm, key, state, data, client, support="train"))
+
+
+def test_the_model_of_one_of_many_new_clients_is_the_one_that_was_tested():
+    """MOCHA's memory of a client depends on how many clients trained, which new clients do not know."""
+    data, new = problems.data(), problems.data()
+    train = data.select(np.arange(2))
+    train = dataclasses.replace(train, ids=None, population=None)
+    task = fm.models.mlp(5, (4,), 3)
+    algorithm = fm.federate(fm.mocha(task, regularisation=1.0), fm.Federation(cohort_size=2, devices=1))
+    key, state = jax.random.key(3), algorithm.init(jax.random.key(0), train)
+    tested = fm.evaluate(algorithm, key, state, new, support="train", query="test", known=False)
+    for client in (0, 5):
+        model = export.personal(algorithm, key, state, new, client, support="train", known=False)
+        batch = new.client(client)["test"].in_order(64).get(0, 0)
+        logits = np.asarray(algorithm.predict(model, batch.x))
+        each = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), np.asarray(batch.y)]
+        weight = np.asarray(batch.weight)
+        np.testing.assert_allclose(tested.loss[client], (each * weight).sum() / weight.sum(), rtol=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, host_store, placement
+from fedjax_meta import checkpoint, costs, host_store, placement
 from fedjax_meta.algorithm import ROWS
 from fedjax_meta.data import capacity
 from fedjax_meta.simulation import Evaluator, simulate
@@ -174,6 +174,20 @@ def test_a_killed_run_resumes_bit_for_bit(where, tmp_path, monkeypatch):
     # What was saved may also go on on the device.
     monkeypatch.undo()
     assert problems.distance(_run("scaffold", state=saved.state)[0], whole[0]) < 1e-10
+
+
+def test_a_client_that_breaks_is_named_where_the_device_has_no_room_for_all_rows(monkeypatch):
+    algorithm, data = _algorithm("fedper"), problems.data()
+    x = np.array(data.x)
+    x[int(data.start["train"][0]) :][: int(data.size["train"][0])] = np.nan
+    odd = dataclasses.replace(data, x=x)
+    monkeypatch.setattr(placement, "free_bytes", lambda device: 0)
+    _, records = simulate(algorithm, odd, key=KEY, rounds=4, store="memory")
+    assert any(fault.clients == (0,) and fault.leaf for record in records for fault in record.faults)
+    assert min(costs.traffic(algorithm, data)) > 0
+    for run in (lambda: simulate(algorithm, data, key=KEY, rounds=1), lambda: algorithm.init(KEY, data.select(np.arange(5)))):
+        with pytest.raises(ValueError, match="but only 0 bytes are free"):
+            run()
 
 
 def test_truncated_rows_on_disk_are_refused(tmp_path):

@@ -52,9 +52,12 @@ def test_one_process_that_is_told_to_end_ends_all_and_the_run_goes_on(tmp_path):
     stopped = int(re.search(r"stopped after round (\d+)", ended(both)[0])[1])
     assert 1 < stopped < 200  # between two evaluations
     assert not (tmp_path / "two" / "finished").exists()
+    lost = tmp_path / "two" / "metrics.jsonl"
+    lost.unlink()  # as if it had been killed between saving its state and writing the file
     assert f"going on after round {stopped}" in ended(begin(tmp_path / "two", 2, rounds=200))[0]
     ended(begin(tmp_path / "one", 1, rounds=200))
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("two", "one")]
+    assert [json.loads(line)["round"] for line in lines[0]] == [json.loads(line)["round"] for line in lines[1]]
     two, one = (json.loads(of_run[-1]) for of_run in lines)
     assert two["round"] == one["round"] == 200
     np.testing.assert_allclose(two["accuracy"], one["accuracy"], atol=1e-6)

@@ -265,3 +265,21 @@ def test_the_other_loggers_keep_what_they_are_told(name, tmp_path, monkeypatch):
     else:
         runs = {one.name: one for one in package.Api().runs(tmp_path.name)}
         assert set(runs) == {"pairs-final-seed=1", "pairs-final-seed=2"}
+
+
+def test_an_array_of_one_number_is_logged_as_this_number():
+    told = []
+
+    class Own:
+        def start(self, config):
+            del config
+
+        def log(self, step, values):
+            told.append((step, values))
+
+        def finish(self, status):
+            told.append(status)
+
+    with loggers.logged(Own()) as on_record:
+        on_record(None, Record(1, {}, {"mine": {"score": np.ones(1), "others": np.ones(2)}}, 0.0, 0.0))
+    assert told[0][1]["mine/score"] == 1.0 and "mine/others" not in told[0][1]

@@ -204,7 +204,7 @@ def test_a_metric_that_does_not_fit_is_refused(case):
         jax.eval_shape(lambda s: fm.evaluate(algorithm, KEY, s, data, metrics=(given,)), state)
 
 
-@pytest.mark.parametrize("name", ["ids", "name", "samples", "x_samples"])
+@pytest.mark.parametrize("name", ["ids", "loss", "name", "samples", "x_samples"])
 def test_a_metric_may_not_have_the_name_of_a_column_beside_the_scores(name):
     with pytest.raises(ValueError, match=f"name='{name}' is that of a column beside the scores"):
         metric(name)
@@ -215,6 +215,8 @@ def test_two_metrics_of_one_name_and_one_that_is_no_tuple_are_refused():
         measures.resolve(("accuracy", "accuracy"), 3)
     with pytest.raises(ValueError, match="must be a tuple of metrics or their names"):
         measures.resolve("accuracy", 3)
+    with pytest.raises(ValueError, match="'confusion' and 'f1' do not go together"):
+        measures.resolve(("f1", "confusion"), 3)
     with pytest.raises(ValueError, match="'confusion' needs classes"):
         measures.resolve(("confusion",), 0)
 
@@ -244,6 +246,22 @@ def test_a_score_of_a_client_that_diverged_is_not_a_number():
     evaluation = fm.Evaluation(None, np.array([0.5, np.nan]), {"mae": measures.Score(np.array([1.0, 2.0]), False, False)})
     test = report.compact(Record(1, {}, {"all": evaluation}, 0.1, 0.0))["tests"]["all"]
     assert np.isnan(test["metrics"]["mae"]["values"][1]) and np.isnan(test["scores"]["mae_mean"])
+
+
+def test_a_confusion_matrix_without_a_loss_has_its_scores():
+    confusion = np.array([[[3, 1], [1, 3]], [[4, 0], [4, 0]]])
+    evaluation = fm.Evaluation(confusion, None, {"mae": measures.Score(np.array([1.0, 2.0]), False, False)})
+    assert evaluation.summary()["accuracy_mean"] == 0.625 and "loss" not in evaluation.summary()
+    test = report.compact(Record(1, {}, {"all": evaluation}, 0.1, 0.0))["tests"]["all"]
+    assert test["accuracy"] == [0.75, 0.5] and test["metrics"]["mae"]["values"] == [1, 2] and "loss" not in test
+
+
+def test_what_another_evaluator_found_is_no_score_of_clients():
+    evaluation = fm.Evaluation(np.array([[[3, 1], [1, 3]]]), np.array([0.5]))
+    record = Record(1, {}, {"mine": {"norm": np.ones(3)}, "all": evaluation}, 0.1, 0.0)
+    assert report.series("FedAvg", "known", 1, [record], "all").means.tolist() == [75]
+    with pytest.raises(ValueError, match="test='mine' is not a test of this run; it has all"):
+        report.series("FedAvg", "known", 1, [record], "mine")
 
 
 def test_rounds_to_a_target_know_that_an_error_must_fall():

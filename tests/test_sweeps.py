@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta import placement
 from tests import problems
 
 KEY = jax.random.key(6)
@@ -60,3 +62,46 @@ def test_a_vmapped_sweep_is_its_runs_one_by_one(name, layout):
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         assert problems.distance(results[i], alone(a, b)) < 1e-10
     assert problems.distance(results[0][0].model, results[1][0].model) > 1e-4
+
+
+@pytest.mark.parametrize("uploads", ["noise", "tree", "adaptive"])
+def test_members_that_train_side_by_side_have_noise_of_their_own(uploads):
+    """Two members of one seed with rates near 0 differ by their noise alone, which no other member's noise removes."""
+    noise = {
+        "noise": (fm.uploads.clip(1.0), fm.uploads.noise(1.0)),
+        "tree": (fm.uploads.clip(1.0), fm.uploads.noise(1.0, tree=2)),
+        "adaptive": (fm.uploads.adaptive_clip(0.5, bit_noise=2.0), fm.uploads.noise(1.0)),
+    }[uploads]
+    federation = fm.Federation(cohort_size=3, uploads=noise, schedule=fm.schedules.passes(seed=1))
+    members = fm.sweeps.members(fm.sweeps.grid(lr=[1e-9, 2e-9]), seeds=[1])
+    state, _ = fm.sweep(
+        lambda lr: fm.fedavg(problems.task(), lr=lr),
+        members,
+        problems.data(),
+        rounds=1,
+        federation=federation,
+        devices=1,
+        at_once=2,
+    )
+    first, second = (np.concatenate([np.ravel(leaf[i]) for leaf in jax.tree.leaves(state.model)]) for i in range(2))
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_rows_of_all_members_must_fit(monkeypatch):
+    data, federation = problems.data(), fm.Federation(cohort_size=2)
+    members = fm.sweeps.members(fm.sweeps.grid(lr=[0.1, 0.2, 0.3, 0.4]), seeds=[1])
+    build = lambda lr: fm.fedper(problems.task(), lr=lr)  # noqa: E731
+    shapes = fm.sweeps.state_shapes(build, members, data, federation)
+    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes.personal, shapes.memory, shapes.residual)))
+    for free, fits in ((rows, True), (rows - 1, False)):
+        monkeypatch.setattr(placement, "free_bytes", lambda device, free=free: free)
+        if fits:
+            fm.sweep(build, members, data, rounds=1, federation=federation, devices=1)
+        else:
+            with pytest.raises(ValueError, match="4 runs, N=7 clients"):
+                fm.sweep(build, members, data, rounds=1, federation=federation, devices=1)
+
+
+def test_a_seed_that_a_key_would_cut_is_refused():
+    with pytest.raises(ValueError, match=r"seed=4294967297 must be an integer of at least 0 and below 2\*\*32"):
+        fm.sweeps.members([{"lr": 0.1}], seeds=[2**32 + 1])

@@ -4,7 +4,8 @@
     srun python run.py --distributed --out /shared/runs/first
 
 It saves its state every `--save-every` rounds, and at once when it is told to
-end (SIGTERM, Ctrl-C). The same command goes on.
+end (SIGTERM, Ctrl-C). The same command goes on. The scores are part of what it
+saves, and metrics.jsonl is written from them.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, metrics
+from fedjax_meta import checkpoint, disk, metrics
 from fedjax_meta.data.synthetic import synthetic
 
 
@@ -38,10 +39,14 @@ def main() -> None:
         jax.distributed.initialize(options.address, options.processes, options.process, heartbeat_timeout_seconds=30)
     fm.use_all_cores()
     first = jax.process_index() == 0
+    if first:
+        disk.lock(options.out)
 
     data = synthetic(0.5, 0.5, seed=0, num_clients=32)
     method = fm.fedper(fm.models.mlp(60, (32,), 10), lr=0.1)
-    config = {"method": method.config, "clients": data.num_clients}
+    federation = fm.Federation(cohort_size=8)
+    algorithm = fm.federate(method, federation)
+    config = {**algorithm.config, "seed": 0, "clients": data.num_clients}
     known = fm.simulation.Evaluator(partial(fm.evaluate, method, support="train", query="test"), data, known=True)
 
     def save(state: fm.State, record: fm.simulation.Record) -> None:
@@ -49,28 +54,31 @@ def main() -> None:
         whole = multihost_utils.process_allgather(state, tiled=True) if options.distributed else state
         if not first:
             return
-        checkpoint.save(options.out / "state", whole, [], config)
         if record.evaluations:
             scores = metrics.accuracy(record.evaluations["known"].confusion)
-            line = {"round": record.round, "accuracy": float(scores.mean()), "worst": float(scores.min())}
-            print(f"round {record.round}: accuracy {100 * line['accuracy']:.1f} %", flush=True)
-            with open(options.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+            lines.append({"round": record.round, "accuracy": float(scores.mean()), "worst": float(scores.min())})
+            print(f"round {record.round}: accuracy {100 * lines[-1]['accuracy']:.1f} %", flush=True)
+        checkpoint.save(options.out / "state", whole, lines, config)
+        write_lines()
+
+    def write_lines() -> None:
+        disk.write_text(options.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
     told = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: told.append(number))
-    shapes = jax.eval_shape(fm.federate(method, fm.Federation()).init, jax.random.key(0), data)
+    shapes = jax.eval_shape(algorithm.init, jax.random.key(0), data)
     found = checkpoint.restore(options.out / "state", shapes, config)
+    lines = [] if found is None else found.records
     if first:
+        write_lines()  # it may have been killed before it could
         print(f"{jax.device_count()} devices of {jax.process_count()} processes", flush=True)
         print("from the beginning" if found is None else f"going on after round {found.round}", flush=True)
     state, records = fm.simulate(
-        method,
+        algorithm,
         data,
         key=jax.random.key(0),
         rounds=options.rounds,
-        federation=fm.Federation(cohort_size=8),
         eval_every=options.save_every,
         evaluators={"known": known},
         state=None if found is None else found.state,

@@ -139,6 +139,7 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> Federate
       >>> data.num_clients, data.sizes("support").tolist(), data.sizes("test").tolist()
       (2, [3, 6], [5, 10])
     """
+    options = {name: value for name, value in options.items() if value is not None}
     allowed = [p.name for p in inspect.signature(from_partition).parameters.values() if p.kind is p.KEYWORD_ONLY]
     checks.options("from_clients", options, allowed, {})
     if not isinstance(clients, (list, tuple)):
@@ -161,8 +162,16 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> Federate
         samples.check_form(x, y, options.get("num_classes"), who=f"client {i}: ")
     sizes = np.array([samples.length(y) for _, y in pairs])
     options.setdefault("views", train_test_views(sizes))
-    x, y = (jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts) for parts in zip(*pairs, strict=True))
+    x, y = (jax.tree.map(lambda *leaves: _joined(leaves), *parts) for parts in zip(*pairs, strict=True))
     return from_partition(x, y, np.arange(sizes.sum()), sizes, **options)
+
+
+def _joined(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """One array of those of all clients; integers stay integers, of which NumPy makes floats where some are uint64."""
+    whole = all(np.issubdtype(leaf.dtype, np.integer) for leaf in leaves)
+    if whole and not np.issubdtype(np.result_type(*leaves), np.integer) and max(leaf.max() for leaf in leaves) < 2**63:
+        leaves = [leaf.astype(np.int64) for leaf in leaves]
+    return np.concatenate(leaves)
 
 
 def _kind(value: Any) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 from fedjax_meta.data import text
-from fedjax_meta.data.natural import Natural, decoded, of_clients
+from fedjax_meta.data.natural import Natural, class_labels, decoded, of_clients
 
 PAIRS = (("pixels", "label"), ("x", "y"), ("image", "label"))
 """Names of inputs and targets in the data sets of FedJAX and TensorFlow Federated."""
@@ -76,11 +76,47 @@ def read_tff_hdf5(path: str | os.PathLike, *, length: int = 80, published: str =
         with h5py.File(path, "r") as file:
             if "examples" not in file:
                 raise ValueError(f"{shown} is no HDF5 file of TensorFlow Federated: it has no group 'examples'")
-            groups = file["examples"]
-            clients = [(name, {key: np.asarray(groups[name][key]) for key in groups[name]}) for name in groups]
+            clients = _hdf5_clients(file["examples"], h5py)
+    except _Refused as error:
+        raise ValueError(f"{shown} is no HDF5 file of TensorFlow Federated: {error}") from None
     except (OSError, RuntimeError, KeyError) as error:
         raise ValueError(f"{shown} is no HDF5 file, or it was cut off: {checks.first_line(error)}") from None
     return _natural(clients, shown, Path(path).stem, length, published)
+
+
+def _hdf5_clients(groups: Any, h5py: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The features of each client.
+
+    HDF5 can point into other files, whose content would pass for samples, and promise any size.
+    """
+    if not isinstance(groups, h5py.Group):
+        raise _Refused("'examples' is no group")
+    total, free = 0, runtime.free_host_bytes()
+
+    def own(group: Any, name: str, kind: Any, what: str) -> Any:
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise _Refused(f"{name!r} is a link to another place or file")
+        if not isinstance(group[name], kind):
+            raise _Refused(f"{name!r} is no {what}")
+        return group[name]
+
+    clients = []
+    for client in groups:
+        features, found = own(groups, client, h5py.Group, "group of a client"), {}
+        for name in features:
+            dataset = own(features, name, h5py.Dataset, "dataset")
+            if dataset.external or dataset.is_virtual:
+                raise _Refused(f"{name!r} of client {client!r} takes its numbers from another file")
+            total += dataset.nbytes
+            _check_size(total, free)
+            found[name] = np.asarray(dataset)
+        clients.append((client, found))
+    return clients
+
+
+def _check_size(size: float, free: float) -> None:
+    if size > free:
+        raise _Refused(f"its content takes {size / 1e9:.3g} GB, more than the {free / 1e9:.3g} GB of free memory")
 
 
 def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
@@ -99,22 +135,24 @@ def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, l
         if not set(pair) <= arrays.keys():
             raise ValueError(f"client {client!r} of {shown} has no {' and '.join(pair)}")
         x, y = (np.asarray(arrays[key]) for key in pair)
-        if not np.issubdtype(y.dtype, np.integer) and (np.asarray(y, float) % 1 != 0).any():
-            raise ValueError(f"client {client!r} of {shown} has targets that are no class labels: {pair[1]} is {y.dtype}")
+        if not x.ndim or not y.ndim:
+            raise ValueError(f"client {client!r} of {shown} must have {' and '.join(pair)} of each sample")
         grey = pair[0] != "x" and x.ndim == 3  # images without a channel
-        rows.append((client, x[..., None] if grey else x, y.astype(np.int32)))
+        rows.append((client, x[..., None] if grey else x, class_labels(y, f"client {client!r} of {shown}")))
     classes = int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1
     return of_clients(rows, where=shown, num_classes=classes, name=name, published=published)
 
 
 def _of_snippets(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
-    texts = {client: "\n".join(decoded(snippet) for snippet in arrays[SNIPPETS]) for client, arrays in clients}
+    texts = []
     for client, arrays in clients:
-        if not len(arrays[SNIPPETS]):
+        snippets = np.asarray(arrays.get(SNIPPETS, ()))
+        if not snippets.ndim or not len(snippets):
             raise ValueError(f"client {client!r} of {shown} has no samples")
-    vocabulary = text.characters(texts.values())
-    rows = {client: text.shifted_by_one(text.encode(spoken, vocabulary), length) for client, spoken in texts.items()}
-    kept = {client: pair for client, pair in rows.items() if len(pair[0])}
+        texts.append((client, "\n".join(map(decoded, snippets.tolist()))))
+    vocabulary = text.characters(spoken for _, spoken in texts)
+    rows = [(client, *text.shifted_by_one(text.encode(spoken, vocabulary), length)) for client, spoken in texts]
+    kept = [row for row in rows if len(row[1])]
     note = (
         f"{len(rows) - len(kept)} clients have fewer than {length + 1} characters and are left out"
         if len(kept) < len(rows)
@@ -146,12 +184,23 @@ def _unpacked(client: str, shown: str, data: bytes) -> dict[str, Any]:
         raise ValueError(f"unknown extension type {code}")
 
     try:
-        features = msgpack.unpackb(zlib.decompress(data), ext_hook=extension, raw=False)
-    except (zlib.error, ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        features = msgpack.unpackb(_inflated(data), ext_hook=extension, raw=False)
+    # Damaged data end in exceptions of many types, of msgpack and of NumPy.
+    except Exception as error:
         raise ValueError(f"the data of client {client!r} of {shown} are damaged: {checks.first_line(error)}") from None
     if not isinstance(features, dict):
         raise ValueError(f"the data of client {client!r} of {shown} are no dict of features")
     return features
+
+
+def _inflated(data: bytes) -> bytes:
+    """What zlib compressed, if there is room for it: a file of kilobytes can hold gigabytes of zeros."""
+    free = runtime.free_host_bytes()
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, free // 4)
+    if not stream.eof:
+        raise ValueError(f"they are cut off, or take more than a quarter of the {free / 1e9:.3g} GB of free memory")
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------- PFLlib
@@ -183,12 +232,13 @@ def read_pfllib(folder: str | os.PathLike) -> Natural:
         inputs = np.concatenate([x, x_test])
         # PFLlib stores images [channels, height, width].
         inputs = np.moveaxis(inputs, 1, -1) if inputs.ndim == 4 and inputs.shape[1] in (1, 3) else inputs
-        rows.append((client, inputs, np.concatenate([y, y_test]).astype(np.int32)))
+        labels = class_labels(np.concatenate([y, y_test]), f"client {client} of {str(folder)!r}")
+        rows.append((client, inputs, labels))
         sizes.append(len(y))
     return of_clients(
         rows,
         where=repr(str(folder)),
-        num_classes=int(max(y.max() for _, _, y in rows if len(y))) + 1,
+        num_classes=int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1,
         name=folder.name,
         train_sizes=np.array(sizes, np.int64),
     )
@@ -197,12 +247,15 @@ def read_pfllib(folder: str | os.PathLike) -> Natural:
 def _pair(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            stored = dict(_members(archive, names))
+            _check_size(sum(member.file_size for member in archive.infolist()), runtime.free_host_bytes())
+            stored = dict(_members(archive, archive.namelist()))
     except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{str(path)!r} is no .npz, or it was cut off: {checks.first_line(error)}") from None
-    except (_Refused, pickle.UnpicklingError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-        raise ValueError(f"{str(path)!r} holds more than arrays: {checks.first_line(error)}") from None
+    except _Refused as error:
+        raise ValueError(f"{str(path)!r} holds more than arrays: {error}") from None
+    # Damage ends in exceptions of a dozen types, of pickle and of NumPy.
+    except Exception as error:
+        raise ValueError(f"{str(path)!r} holds more than arrays, or is damaged: {checks.first_line(error)}") from None
     data = stored.get("data", stored)
     data = data[()] if isinstance(data, np.ndarray) and data.shape == () else data
     if not isinstance(data, dict) or not {"x", "y"} <= data.keys():

@@ -90,7 +90,7 @@ def _read(folder: Path) -> dict[str, tuple[list[Any], list[Any]]]:
     for path in files:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} is no JSON, or it was cut off: {checks.first_line(error)}") from None
         missing = [key for key in ("users", "num_samples", "user_data") if not isinstance(content, dict) or key not in content]
         if missing:
@@ -145,7 +145,7 @@ def _inputs(where: str, kind: str, x: list[Any], known: dict[str, int]) -> np.nd
         return text.encode_words([row[4] for row in x], known, SENTENCE)
     try:
         rows = np.array(x, np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where} has inputs that are not numbers, as many in each sample") from None
     if not np.isfinite(rows).all():
         sample = int(np.argmin(np.isfinite(rows).reshape(len(rows), -1).all(1)))
@@ -167,7 +167,7 @@ def _targets(where: str, kind: str, y: list[Any]) -> np.ndarray:
         return np.array([text.encode(letter, vocabulary, unknown=vocabulary.index(" "))[0] for letter in y], np.int32)
     try:
         labels = np.array(y, float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where} has targets that are no class labels") from None
     if labels.ndim != 1 or (labels != np.round(labels)).any() or labels.min() < 0:
         raise ValueError(f"{where} has targets that are no class labels")

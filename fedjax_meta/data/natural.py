@@ -20,8 +20,22 @@ LEAST = 5
 
 
 def decoded(words: Any) -> str:
-    """Words, or their bytes in UTF-8, as text."""
-    return words.decode(errors="replace") if isinstance(words, bytes) else str(words)
+    """Words, or their bytes in UTF-8, as text; bytes that are no UTF-8 as `\\xff`, so that names stay apart."""
+    return words.decode(errors="backslashreplace") if isinstance(words, bytes) else str(words)
+
+
+def class_labels(y: Any, where: str) -> np.ndarray:
+    """Class labels as int32; whole numbers of any type.
+
+    Raises:
+      ValueError: other values, and labels below 0 or too large; int32 would make other labels of them.
+    """
+    y = np.asarray(y)
+    if not checks.is_real(y.dtype) or (y.size and not (np.isfinite(y) & (y == np.floor(y))).all()):
+        raise ValueError(f"{where} has targets that are no class labels ({y.dtype})")
+    if y.size and not 0 <= y.min() <= y.max() < checks.MOST_CLASSES:
+        raise ValueError(f"{where} has labels from {y.min()} to {y.max()}, but they must lie in [0, {checks.MOST_CLASSES})")
+    return y.astype(np.int32)
 
 
 def left_out(clients: int, of: int, fewer_than: str) -> str:

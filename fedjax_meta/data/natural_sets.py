@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from fedjax_meta import checks
 from fedjax_meta.data import npz, text
 from fedjax_meta.data.engines import read_fedjax_sqlite, read_pfllib, read_tff_hdf5
 from fedjax_meta.data.leaf import read_leaf
-from fedjax_meta.data.natural import Natural, of_clients
+from fedjax_meta.data.natural import Natural, class_labels, of_clients
 from fedjax_meta.data.sources import data_folder, prepared_text
 
 UCI_HAR_PAGE = "https://archive.ics.uci.edu/dataset/240/human+activity+recognition+using+smartphones"
@@ -86,7 +86,7 @@ def uci_har(*, data_dir: str | os.PathLike | None = None) -> Natural:
     arrays = npz.read(path)
     if not {"x", "y", "subject"} <= arrays.keys():
         raise ValueError(f"{str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x, y and subject")
-    x, y, subject = arrays["x"].astype(np.float32), arrays["y"].astype(np.int32), arrays["subject"]
+    x, y, subject = arrays["x"].astype(np.float32), class_labels(arrays["y"], str(path)), arrays["subject"]
     if x.ndim != 3 or not len(x) == len(y) == len(subject):
         raise ValueError(
             f"{str(path)!r} must have x [S, 128, 9], y [S] and subject [S], not {x.shape}, {y.shape}, {subject.shape}"
@@ -165,13 +165,9 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
             f"there is no file {shown}: download a MovieLens archive from https://grouplens.org/datasets/movielens/"
         )
     users: dict[str, list[tuple[float, str, float]]] = {}
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        first = file.readline()
-        file.seek(0)
-        split = "::" if "::" in first else "\t" if "\t" in first else ","
-        lines = ([*line.rstrip("\r\n").split(split)] for line in file) if split == "::" else csv.reader(file, delimiter=split)
-        for number, fields in enumerate(lines, 1):
-            if not any(fields) or (number == 1 and not _is_number(fields[-1])):
+    try:
+        for number, fields in enumerate(_table(path), 1):
+            if not any(fields) or (number == 1 and not _is_number(fields[min(2, len(fields) - 1)])):
                 continue
             if len(fields) < 3 or not all(map(_is_number, fields[2:4])):
                 raise ValueError(
@@ -179,6 +175,8 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
                 )
             time = float(fields[3]) if len(fields) > 3 else float(number)
             users.setdefault(fields[0], []).append((time, fields[1], float(fields[2])))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{shown} is no table in UTF-8: {checks.first_line(error)}") from None
     kept = {user: sorted(rows, key=lambda row: row[0]) for user, rows in users.items() if len(rows) >= least}
     if not kept:
         raise ValueError(f"no user of {shown} has {least} ratings")
@@ -201,6 +199,17 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
         ordered=True,
         vocabulary=tuple(items),
     )
+
+
+def _table(path: str | os.PathLike) -> Iterator[list[str]]:
+    """The fields of each line, between commas, tabs or `::`."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        if "::" in first:
+            yield from (line.rstrip("\r\n").split("::") for line in file)
+        else:
+            yield from csv.reader(file, delimiter="\t" if "\t" in first else ",")
 
 
 def _is_number(field: str) -> bool:

@@ -6,7 +6,7 @@ letters: M samples of the data set, N clients, S samples that clients hold, K cl
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -78,7 +78,7 @@ def quantity_skew(labels: ArrayLike, num_clients: int, *, concentration: float, 
       min_samples: minimum number of samples per client, set aside before the shares are drawn.
     """
     labels = check_labels(labels)
-    checks.positive("concentration", concentration)
+    _check_concentration(concentration)
     checks.count("min_samples", min_samples)
     _check_clients(num_clients, len(labels), min_samples)
     checks.seed("seed", seed)
@@ -154,11 +154,12 @@ def dirichlet_classes(
       min_samples: minimum number of samples per client.
     """
     labels = check_labels(labels)
-    checks.positive("concentration", concentration)
+    _check_concentration(concentration)
     checks.count("min_samples", min_samples)
     _check_clients(num_clients, len(labels), min_samples)
     checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
+    labels = np.unique(labels, return_inverse=True)[1]
     counts = np.bincount(labels)
     shares = rng.dirichlet(np.full(num_clients, concentration), len(counts))
     # A class of few samples a client would give its samples to the same clients as every other such class.
@@ -188,7 +189,7 @@ def dirichlet_clients(
       sizes: int `[N]`, at least 1 each, with a sum of at most M; if not given, all samples in equal parts.
     """
     labels = check_labels(labels)
-    checks.positive("concentration", concentration)
+    _check_concentration(concentration)
     _check_clients(num_clients, len(labels))
     checks.seed("seed", seed)
     sizes = _even(len(labels), num_clients) if sizes is None else checks.numeric("sizes", sizes, integers=True)
@@ -320,6 +321,12 @@ def natural(features: ArrayLike, *, min_samples: int = 1) -> Partition:
             f"min_samples={min_samples} must be at most {sizes.max()}, the number of samples of the largest client"
         )
     return Partition(order[np.repeat(keep, sizes)], sizes[keep])
+
+
+def _check_concentration(value: Any) -> None:
+    checks.positive("concentration", value)
+    # The sum of N of them must be a number.
+    checks.between("concentration", value, 0, 1e100)
 
 
 def check_labels(labels: ArrayLike) -> np.ndarray:

@@ -193,6 +193,7 @@ def fl_imaml_clients(
     """
     _check(source, seed)
     checks.count("num_new", num_new)
+    checks.flag("misread", misread)
     x, y = source.pooled()
     if misread:
         if x.ndim != 4:
@@ -505,7 +506,7 @@ def pooled(data: FederatedData) -> FederatedData:
 
     Returns:
       One client with the views "train" and "test" that are the unions of those of the clients, and, where the clients have them
-      as parts of these, "support" and "query", "test_support" and "test_query".
+      as the two parts of these, in this order, "support" and "query", "test_support" and "test_query".
 
     Raises:
       ValueError: there is no view "train".
@@ -525,10 +526,18 @@ def pooled(data: FederatedData) -> FederatedData:
         if whole not in data.views:
             continue
         size = {name: np.asarray(data.sizes(name), np.int64) for name in (whole, *parts) if name in data.views}
-        nested = len(size) == 3 and np.array_equal(size[whole], size[parts[0]] + size[parts[1]])
+        start = {name: np.asarray(data.start[name], np.int64) for name in size}
+        nested = len(size) == 3 and all(
+            np.array_equal(*ends)
+            for ends in (
+                (size[whole], size[parts[0]] + size[parts[1]]),
+                (start[whole], start[parts[0]]),
+                (start[parts[1]], start[parts[0]] + size[parts[0]]),
+            )
+        )
         begin = end
         for name in parts if nested else (whole,):
-            pieces.append(runs.positions(np.asarray(data.start[name], np.int64), size[name]))
+            pieces.append(runs.positions(start[name], size[name]))
             found[name] = (end, end := end + len(pieces[-1]))
         found[whole] = (begin, end)
     rows = np.concatenate(pieces)

@@ -33,7 +33,8 @@ def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed:
     Args:
       per_client: classes of a client.
     """
-    count = int(labels.max()) + 1
+    classes = np.unique(labels)  # some sets count from 1, and some classes may have no sample
+    count = len(classes)
     checks.count("per_client", per_client)
     if per_client > count:
         raise ValueError(f"per_client={per_client} is more than the K={count} classes")
@@ -54,8 +55,8 @@ def _classes(labels: np.ndarray, num_clients: int, *, per_client: int = 2, seed:
                     break
         held.append(mine)
     parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-    for label in range(count):
-        owners = [i for i, mine in enumerate(held) if label in mine]
+    for number, label in enumerate(classes.tolist()):
+        owners = [i for i, mine in enumerate(held) if number in mine]
         if owners:
             have = int(np.sum(labels == label))
             if have < len(owners):
@@ -170,6 +171,8 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
     if not {"x", "y", by} <= set(arrays):
         raise ValueError(f"{shown} holds {', '.join(arrays)}; by={by!r} needs x, y and {by}")
     x, y, owner = arrays["x"], arrays["y"], arrays[by]
+    if not x.ndim or not y.ndim:
+        raise ValueError(f"x and y in {shown} must hold one entry a sample, not {list(x.shape)} and {list(y.shape)}")
     if owner.dtype.kind not in partition.IDS:
         raise ValueError(f"{by} in {shown} must hold integers or strings, not {owner.dtype}; {by}.astype(int) makes integers")
     if owner.shape != y.shape[:1]:

@@ -17,8 +17,8 @@ class Metric:
     """A score of one client.
 
     Attributes:
-      name: for reports; not one of the columns "ids", "name" and "samples" of the file of all clients, nor one that ends with
-        "_samples".
+      name: for reports; not "loss", nor one of the columns "ids", "name" and "samples" of the file of all clients, nor one that
+        ends with "_samples".
       init: `() -> statistics` of no sample, a pytree of numbers or arrays. A number may stand for an array of that number, of the
         shape that `update` makes of it, e.g. one for each output.
       update: `(statistics, outputs [B, ...], batch) -> statistics`; rows of weight 0 must not count.
@@ -36,7 +36,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         checks.word("name", self.name)
-        if self.name in ("ids", "name", "samples") or self.name.endswith("_samples"):
+        if self.name in ("ids", "loss", "name", "samples") or self.name.endswith("_samples"):
             raise ValueError(f"name={self.name!r} is that of a column beside the scores: take another")
         checks.function("init", self.init, (), "lambda: 0.0")
         checks.function("update", self.update, ("statistics", "outputs", "batch"), "see fm.measures")

@@ -146,6 +146,12 @@ def sensor_cnn(
     length = window[0]
     for extent in window:
         checks.count("window", extent)
+    for name, given in (("convs", convs), ("hidden", hidden)):
+        if not isinstance(given, (tuple, list)):
+            raise ValueError(f"{name}={checks.shown(given)} must be a tuple")
+    for pair in convs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(f"convs={checks.shown(convs)} must have (outputs, kernel size) of each convolution")
     for features, size in convs:
         checks.count("convs", features)
         checks.count("convs", size)

@@ -46,8 +46,9 @@ def matrix_factorisation(items: int, *, width: int = 16, mean: float = 0.0, loss
         }
 
     def features(variables: Variables, x: PyTree) -> jax.Array:
-        item = x["item"]
-        return jnp.concatenate([variables["items"]["vectors"][item], variables["items"]["bias"][item][..., None]], -1)
+        item, of = x["item"], variables["items"]
+        known = (item >= 0) & (item < items)  # else the rating is NaN, and not that of another item
+        return jnp.where(known[..., None], jnp.concatenate([of["vectors"][item], of["bias"][item][..., None]], -1), jnp.nan)
 
     def head(variables: Variables, z: jax.Array) -> jax.Array:
         user = variables["user"]

@@ -65,6 +65,10 @@ class Network(nn.Module):
 
     def setup(self) -> None:
         """Creates the layers, named as in `layers`."""
+        checks.one_of("activation", self.activation, ACTIVATIONS)
+        checks.one_of("norm", self.norm, NORMS)
+        for name in self.normed:
+            checks.one_of("normed", name, self.layers[:-1])
         common: dict[str, Any] = {"start": self.start, "dtype": self.dtype}
         for name, (features, size, padding) in zip(self.layers, self.convs, strict=False):
             setattr(self, name, Conv(features, size=size, padding=padding, pool=True, form=self.form, **common))

@@ -126,7 +126,7 @@ def _check_module(module: nn.Module, layers: tuple[str, ...], flags: _Flags, sha
         if layer not in named:
             raise ValueError(f"layers={layers} names {layer!r}, but the parameters are called {', '.join(sorted(named))}")
     taken = flags(True, jnp.ones(1))
-    if "batch_stats" in shapes and not ("weight" in taken and len(taken) == 2):
+    if "batch_stats" in shapes and not ("weight" in taken and len(taken) >= 2):
         raise ValueError(
             f"module {type(module).__name__} has batch statistics, so its __call__ must take train (or deterministic) and "
             f"weight [B]: rows of padding would enter them otherwise; it takes {', '.join(taken) or 'neither'}"

@@ -18,6 +18,10 @@ TOKEN_METRICS = ("token_accuracy", "perplexity")
 """What a model of the next token is measured by."""
 
 
+CELLS = ("lstm", "gru")
+"""Cells of a recurrent layer by name."""
+
+
 class Recurrent(nn.Module):
     """One recurrent layer from zero states, `[B, T, in]` to `[B, T, hidden]`.
 
@@ -38,6 +42,7 @@ class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """States at all times, `[B, T, hidden]`."""
+        checks.one_of("cell", self.cell, CELLS)
         gates, h, real = (4 if self.cell == "lstm" else 3), self.hidden, jnp.result_type(float)
         start = partial(jax.random.uniform, minval=-(h**-0.5), maxval=h**-0.5)
         kernel = self.param("kernel", start, (gates * h, x.shape[-1]), real)

@@ -28,7 +28,7 @@ def compact(record: Record) -> dict[str, Any]:
         "seconds": round(record.seconds, 4),
         "compile_seconds": round(record.compile_seconds, 4),
         "train": {name: _numbers(values) for name, values in record.metrics.items()},
-        "tests": {name: _test(evaluation) for name, evaluation in record.evaluations.items()},
+        "tests": {name: _test(found) for name, found in record.evaluations.items() if isinstance(found, Evaluation)},
         "faults": [fault._asdict() for fault in record.faults],
     }
 
@@ -53,8 +53,8 @@ def _test(evaluation: Evaluation) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if evaluation.confusion is not None:
         confusion = np.asarray(evaluation.confusion)
-        found["accuracy"] = _numbers(metrics.where_finite(metrics.accuracy(confusion), loss))
-        found["f1"] = _numbers(metrics.where_finite(metrics.macro_f1(metrics.within_own_classes(confusion)), loss))
+        found["accuracy"] = _shown(metrics.accuracy(confusion), loss)
+        found["f1"] = _shown(metrics.macro_f1(metrics.within_own_classes(confusion)), loss)
     if loss is not None:
         found["loss"] = _numbers(loss)
     found["scores"] = evaluation.summary()
@@ -66,9 +66,12 @@ def _test(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _score(score: Score, loss: np.ndarray | None) -> dict[str, Any]:
-    values = np.asarray(score.values)
-    shown = values if loss is None else metrics.where_finite(values, loss)
-    return {"values": _numbers(shown), "higher_is_better": score.higher_is_better, "share": score.share}
+    return {"values": _shown(score.values, loss), "higher_is_better": score.higher_is_better, "share": score.share}
+
+
+def _shown(values: Any, loss: np.ndarray | None) -> Any:
+    """Scores of clients `[N]` as numbers, NaN where the loss is known and not finite."""
+    return _numbers(np.asarray(values) if loss is None else metrics.where_finite(np.asarray(values), loss))
 
 
 ROUNDING = 1e-6

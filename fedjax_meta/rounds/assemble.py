@@ -103,8 +103,7 @@ class _Rounds:
             del id_
             return own, jax.tree.map(_blank, fresh), jax.tree.map(_blank, residual)
 
-        # Memory was already checked when `data` is a subset.
-        rows = placement.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices, look_first=data.ids is None)
+        rows = placement.populate(begin, data.ids_of(jnp.arange(data.num_clients)), devices)
         state = State(
             model=model,
             optimizer=setting.server.init(masks.split(model, setting.shared)[0]),

@@ -71,7 +71,9 @@ def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: i
       share: of the clients.
       std: standard deviation of the noise; pixels count as numbers in [0, 1].
     """
-    noisy = np.random.default_rng(seed).permutation(data.num_clients)[: round(share * data.num_clients)]
+    # A stream of its own: those that validation holds out, and attackers, are drawn from the same seed.
+    rng = np.random.default_rng([seed, 3])
+    noisy = rng.permutation(data.num_clients)[: round(share * data.num_clients)]
     amount = np.zeros(data.num_clients, np.float32)
     amount[noisy] = std
     transforms.one_array("the shift noise changes inputs", data.x)
@@ -288,6 +290,11 @@ class Scenario:
         if self.new:
             if new is not None:
                 raise ValueError(f"new={self.new}, but the protocol {made.name} draws new clients of its own: leave new out")
+            if len(made.noisy):
+                raise ValueError(
+                    f"new={self.new}, but the protocol {made.name} has noisy clients, whose noisy training samples would test "
+                    "new ones: leave one of the two out"
+                )
             train, new = holdout.new_clients(train, self.new, support=self.support, seed=self.seed)
         return made._replace(train=train, new=new)
 
@@ -377,7 +384,11 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any],
     if name == "matrix_factorisation":
         return models.matrix_factorisation(**{"items": int(np.max(data.x["item"])) + 1, **options})
     if isinstance(data.x, dict):
-        raise ValueError(f"model={name!r} takes one array of inputs, but the data have {', '.join(data.x)}")
+        known = "; take model matrix_factorisation" if name is None and "item" in data.x else ""
+        raise ValueError(
+            f"{'the default model' if name is None else f'model={name!r}'} takes one array of inputs, but the data have "
+            f"{', '.join(data.x)}{known}"
+        )
     shape, name = data.x.shape[1:], model_name(name, data)
     build = lookup.model(name)
     takes = inspect.signature(build).parameters

@@ -20,16 +20,18 @@ def init_secret(key: Key, upload: PyTree) -> jax.Array:
     Raises:
       ValueError: several processes, each of which would draw its own.
     """
-    del key, upload
+    del upload
     if jax.process_count() > 1:
         raise ValueError(
             "noise from the operating system's randomness needs a run of one process: with several, give reproducible=True, "
             "which takes it from the run's seed"
         )
-    return io_callback(_bits, jax.ShapeDtypeStruct((2,), jnp.uint32), ordered=False)
+    # The key is not used, but a call without arguments is made once for all members of a sweep that train side by side.
+    return io_callback(_bits, jax.ShapeDtypeStruct((2,), jnp.uint32), jax.random.key_data(key), ordered=False)
 
 
-def _bits() -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _bits(key: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    del key
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 

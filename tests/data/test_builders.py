@@ -62,6 +62,12 @@ def test_from_clients_concatenates_the_clients_arrays():
     assert np.asarray(data.sizes("train")).tolist() == [7, 15] and np.asarray(data.sizes("test_query")).tolist() == [2, 4]
 
 
+def test_labels_of_several_integer_types_and_views_that_are_not_given():
+    clients = [(np.ones((8, 2)), (np.arange(8) % 3).astype(kind)) for kind in (np.uint64, np.int64, np.uint8)]
+    data = from_clients(clients, views=None)
+    assert data.num_classes == 3 and data.views == from_clients(clients[1:]).views and "test" in data.views
+
+
 def test_a_mapped_file_in_order_is_not_copied(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(20.0).reshape(10, 2))
     x = np.load(tmp_path / "x.npy", mmap_mode="r")

@@ -83,3 +83,15 @@ def test_a_generator_draws_other_new_clients_each_time(count):
     assert drawn[0] == drawn[1] == 8 * count
     first, second = (holdout.held_out(count, 0.3, rng)[0].tolist() for _ in range(2))
     assert first != second and len(first) == len(second) == 0.3 * count
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_noisy_clients_are_not_those_that_validation_holds_out(seed):
+    """Else trials would train on clean clients alone, and be judged by noisy ones."""
+    options = {"dataset": "mnist_small", "partition": "iid", "clients": 50, "new": 0.2, "seed": seed}
+    plain, noisy = Scenario(**options).build(), Scenario(**options, shift="noise").build()
+    x, y = (np.asarray(one.train.x, float) for one in (plain, noisy))
+    start, size = np.asarray(plain.train.start["train"]), np.asarray(plain.train.sizes("train"))
+    hit = {c for c in range(len(start)) if np.abs(x - y)[start[c] : start[c] + size[c]].max() > 0}
+    held = set(holdout.held_out(plain.train.num_clients, 0.2, seed)[0].tolist())
+    assert len(hit) == len(held) == 8 and hit != held

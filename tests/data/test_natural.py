@@ -14,6 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from fedjax_meta import runtime
 from fedjax_meta.data import natural, natural_sets, sources, text
 from fedjax_meta.data.engines import read_fedjax_sqlite, read_pfllib, read_tff_hdf5
 from fedjax_meta.data.leaf import read_leaf
@@ -329,6 +330,16 @@ def test_snippets_of_both_engines_become_the_same_sequences(tmp_path):
     [
         (lambda path: None, read_fedjax_sqlite, "FedJAX downloads its databases"),
         (lambda path: path.write_text("hello" * 500), read_fedjax_sqlite, "is no database of FedJAX"),
+        (
+            lambda path: fedjax_file(path, {"a": packed({"x": np.zeros((2, 3)), "y": np.array(1)})}),
+            read_fedjax_sqlite,
+            "must have x and y of each sample",
+        ),
+        (
+            lambda path: fedjax_file(path, {"a": zlib.compress(msgpack.packb({"x": msgpack.ExtType(1, b"\xc1")}))}),
+            read_fedjax_sqlite,
+            "the data of client 'a' of",
+        ),
         (lambda path: fedjax_file(path, {}), read_fedjax_sqlite, "has no clients"),
         (lambda path: fedjax_file(path, {"a": b"xx"}), read_fedjax_sqlite, "the data of client 'a' of"),
         (
@@ -344,7 +355,7 @@ def test_snippets_of_both_engines_become_the_same_sequences(tmp_path):
         (
             lambda path: fedjax_file(path, {"a": packed({"x": np.zeros((2, 3)), "y": np.array([0.0, 1.5])})}),
             read_fedjax_sqlite,
-            "targets that are no class labels: y is float64",
+            "targets that are no class labels (float64)",
         ),
         (lambda path: None, read_tff_hdf5, "TensorFlow Federated downloads its archives"),
         (
@@ -358,6 +369,79 @@ def test_snippets_of_both_engines_become_the_same_sequences(tmp_path):
 def test_broken_databases_are_named_in_one_line(make, read, words, tmp_path):
     make(tmp_path / "file")
     refused(lambda: read(tmp_path / "file"), words)
+
+
+@pytest.mark.parametrize("y", [np.array([0, 2**32 + 1]), np.array([0, 1e10]), np.array([0, -1])])
+def test_labels_that_int32_would_change_are_refused(y, tmp_path):
+    x = np.zeros((2, 3), np.float32)
+    fedjax_file(tmp_path / "file", {"a": packed({"x": x, "y": y})})
+    refused(lambda: read_fedjax_sqlite(tmp_path / "file"), "client 'a' of", "has labels from", "must lie in [0, ")
+    if y.dtype == int:
+        for part in ("train", "test"):
+            pfllib_client(tmp_path / part, 0, x, y)
+        refused(lambda: read_pfllib(tmp_path), "client 0 of", "has labels from", "must lie in [0, ")
+
+
+def test_clients_whose_names_are_no_text_stay_apart(tmp_path):
+    fedjax_file(tmp_path / "file", {})
+    with sqlite3.connect(tmp_path / "file") as connection:
+        for name in (b"\xff", b"\xfe"):
+            data = packed({"snippets": np.array([b"to be or not"], object)})
+            connection.execute("INSERT INTO federated_data VALUES (?, ?, ?)", (name, data, 1))
+    connection.close()
+    data = read_fedjax_sqlite(tmp_path / "file", length=4)
+    assert data.clients == (r"\xff", r"\xfe") and data.sizes.tolist() == [2, 2]
+
+
+def _external(path):
+    (path.parent / "secret").write_bytes(b"a" * 64)
+    with h5py.File(path, "w") as file:
+        group = file.create_group("examples/a")
+        group.create_dataset("x", (4, 4), np.uint8, external=[(str(path.parent / "secret"), 0, 16)])
+        group.create_dataset("y", data=np.zeros(4, int))
+
+
+def _linked(path):
+    with h5py.File(path.parent / "other", "w") as file:
+        file.create_dataset("x", data=np.zeros((4, 4)))
+    with h5py.File(path, "w") as file:
+        file.create_group("examples/a")["x"] = h5py.ExternalLink(str(path.parent / "other"), "x")
+
+
+def _huge(path):
+    with h5py.File(path, "w") as file:
+        file.create_group("examples/a").create_dataset("x", (2**40, 2**10), np.uint8, chunks=(2**10, 2**10))
+
+
+def _no_groups(path):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("examples", data=np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_external, "takes its numbers from another file"),
+        (_linked, "is a link to another place or file"),
+        (_huge, "more than the"),
+        (_no_groups, "'examples' is no group"),
+    ],
+)
+def test_an_hdf5_file_cannot_point_elsewhere_or_promise_any_size(make, words, tmp_path):
+    make(tmp_path / "file")
+    refused(lambda: read_tff_hdf5(tmp_path / "file"), "is no HDF5 file of TensorFlow Federated", words)
+
+
+def test_small_files_of_large_content_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "free_host_bytes", lambda: 1_000_000)
+    x, y = np.zeros((1000, 1000), np.float32), np.zeros(1000, int)
+    fedjax_file(tmp_path / "file", {"a": packed({"x": x, "y": y})})
+    refused(
+        lambda: read_fedjax_sqlite(tmp_path / "file"), "the data of client 'a' of", "a quarter of the 0.001 GB of free memory"
+    )
+    for part in ("train", "test"):
+        pfllib_client(tmp_path / part, 0, x, y)
+    refused(lambda: read_pfllib(tmp_path), "its content takes 0.004", "more than the 0.001 GB of free memory")
 
 
 def pfllib_client(folder, client, x, y):
@@ -503,9 +587,16 @@ def test_ratings_are_read_by_user_in_the_order_of_time(join, header, tmp_path):
     assert data.num_classes == 0
 
 
+def test_a_first_line_of_numbers_is_a_rating_whatever_its_last_field_is(tmp_path):
+    lines = [f"7,{k},{k},{k},{'a note' if k == 1 else ''}" for k in range(1, 5)]
+    (tmp_path / "r.csv").write_text("\n".join(lines) + "\n")
+    assert ratings(tmp_path / "r.csv", least=4).y.tolist() == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        ("user,item,r\u00e4ting\n".encode("latin-1"), "is no table in UTF-8"),
         ("1,2,3\n1,2\n", "line 2 of"),
         ("1,2,3\n1,2,good\n", "line 2 of"),
         ("u,i,r\n1,2,nan\n", "line 2 of"),
@@ -514,7 +605,7 @@ def test_ratings_are_read_by_user_in_the_order_of_time(join, header, tmp_path):
     ],
 )
 def test_broken_ratings_are_named_by_line(content, words, tmp_path):
-    (tmp_path / "r.csv").write_text(content)
+    (tmp_path / "r.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(lambda: ratings(tmp_path / "r.csv", least=4), words)
 
 

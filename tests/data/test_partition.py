@@ -299,3 +299,19 @@ def test_an_error_is_one_line_and_names_the_argument(case):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_classes_that_no_sample_has_change_nothing():
+    """Some sets count from 1, and some leave classes out."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 6, 400)
+    gaps = np.array([1, 2, 5, 70, 71, 90_000])[labels]
+    for rule, options in (("classes", {"per_client": 2}), ("dirichlet_classes", {"concentration": 0.3})):
+        one, other = (PARTITIONS[rule](y, 20, seed=1, **options) for y in (labels, gaps))
+        assert np.array_equal(one.order, other.order) and np.array_equal(one.sizes, other.sizes)
+
+
+@pytest.mark.parametrize("rule", ["quantity_skew", "dirichlet_classes", "dirichlet_clients"])
+def test_a_concentration_whose_shares_are_no_numbers_is_refused(rule):
+    with pytest.raises(ValueError, match=r"concentration=1.7e\+308 must lie in"):
+        getattr(part, rule)(np.arange(100) % 4, 10, concentration=1.7e308, seed=0)

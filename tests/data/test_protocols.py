@@ -274,6 +274,8 @@ def test_clients_that_have_only_some_views_are_pooled_too():
     start, size = bounds["query"]
     odd = holdout.with_views(data, {name: bounds[name] for name in ("train", "support")} | {"query": (start, size + 1)})
     assert protocols.pooled(odd).views == ("train",)
+    beside = {"support": (start, size), "query": (bounds["support"][0], bounds["support"][1])}  # in another order
+    assert protocols.pooled(holdout.with_views(data, {"train": bounds["train"], **beside})).views == ("train",)
     with pytest.raises(ValueError, match="the data have no view 'train'"):
         protocols.pooled(holdout.with_views(data, {"test": bounds["test"]}))
 
@@ -477,6 +479,7 @@ BAD = {
     "concentration": (lambda s: protocols.perfedavg_reptile_clients(s, concentration=0), "concentration=0 must be"),
     "noisy share": (lambda s: protocols.mtfl_clients(s, noisy=1.5), "noisy=1.5 must lie between 0 and 1"),
     "support share": (lambda s: protocols.mtfl_clients(s, support=0), "support=0 must lie strictly between 0 and 1"),
+    "a word for a flag": (lambda s: protocols.fl_imaml_clients(s, misread="no"), "misread='no' must be True or False"),
     "too many shards": (lambda s: protocols.mtfl_clients(s, num_clients=6000), "12000 shards are more than the M=10000"),
     "floats": (
         lambda s: protocols.fedmeta_per_clients(s._replace(x_train=s.x_train / 255, x_test=s.x_test / 255)),

@@ -52,6 +52,15 @@ def test_clients_may_be_few_or_without_images(tmp_path):
     assert result.exit_code == 0 and (tmp_path / "look.svg").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("channels", [2, 5])
+def test_images_of_any_number_of_channels_are_drawn(channels, tmp_path):
+    x = np.random.default_rng(0).normal(size=(200, 4, 4, channels))
+    np.savez(tmp_path / "odd.npz", x=x, y=np.arange(200) % 4)
+    result = _run("--dataset", tmp_path / "odd.npz", "--partition", "shards", "--clients", 4, "--out", tmp_path / "look.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "look.png").stat().st_size > 1000
+
+
 def test_class_counts_against_a_loop(own):
     protocol = data.build(data.sources.load(own), "dirichlet_classes", num_clients=7, seed=0)
     counts = data.class_counts(protocol.train, "train")

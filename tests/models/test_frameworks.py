@@ -251,6 +251,20 @@ BAD = {
 }
 
 
+class AllFlags(nn.Module):
+    """Takes every flag that modules are given."""
+
+    @nn.compact
+    def __call__(self, x, train=False, deterministic=True, weight=None):
+        mask = None if weight is None else weight[:, None] > 0
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x, mask=mask))
+
+
+def test_a_module_may_take_train_and_deterministic():
+    task = fm.from_linen(AllFlags(), (5,))
+    assert task.predict(task.init(jax.random.key(0)), jnp.ones((2, 5))).shape == (2, 3)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_in_one_line(case):
     make, words = BAD[case]

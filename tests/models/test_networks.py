@@ -125,6 +125,31 @@ def test_a_token_that_is_none_has_no_vector():
     variables = embed.init(jax.random.key(0), jnp.zeros(2, int))
     found = np.asarray(embed.apply(variables, jnp.array([-1, 5, 2])))
     assert np.isnan(found[:2]).all() and np.array_equal(found[2], variables["params"]["embedding"][2])
+    one = layers.Embed(1, 3)
+    found = np.asarray(one.apply(one.init(jax.random.key(0), jnp.zeros(2, int)), jnp.array([0, 1])))
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+
+
+def test_an_item_that_is_none_has_no_rating():
+    task = models.matrix_factorisation(5, width=2)
+    found = np.asarray(task.predict(task.init(jax.random.key(0)), {"item": jnp.array([4, 5, 99, -1])}))
+    assert np.isfinite(found[0]) and np.isnan(found[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "words"),
+    [
+        (models.CharacterNetwork(9, cell="LSTM"), jnp.zeros((1, 4), int), "cell='LSTM' is unknown"),
+        (layers.Dense(3, start="pytorch"), jnp.zeros((1, 4)), "start='pytorch' is unknown"),
+        (models.Network((4,), 3, hidden=(5,), norm="Before"), jnp.zeros((1, 4)), "norm='Before' is unknown"),
+        (models.Network((4,), 3, hidden=(5,), normed=("fc7",)), jnp.zeros((1, 4)), "normed='fc7' is unknown"),
+        (models.Network((4,), 3, hidden=(5,), activation="gelu"), jnp.zeros((1, 4)), "activation='gelu' is unknown"),
+    ],
+)
+def test_a_misspelt_word_is_not_taken_for_another(module, x, words):
+    with pytest.raises(ValueError) as error:
+        module.init(jax.random.key(0), x)
+    assert words in str(error.value)
 
 
 def test_predicting_after_the_last_token_alone_is_the_last_of_all_predictions():
@@ -237,6 +262,9 @@ def test_a_prediction_is_the_head_of_the_features_and_layers_are_in_the_paths(mo
         (lambda: models.transformer(heads=3), "heads=3 must divide width=128"),
         (lambda: models.sensor_cnn((9, 3)), "window=(9, 3) is too short for the convolutions"),
         (lambda: models.sensor_cnn(128), "window=128 must be (samples in time, channels)"),
+        (lambda: models.sensor_cnn(hidden=5), "hidden=5 must be a tuple"),
+        (lambda: models.sensor_cnn(convs=(32, 9)), "convs=(32, 9) must have (outputs, kernel size) of each convolution"),
+        (lambda: models.sensor_cnn(convs=((32, 9, 1),)), "must have (outputs, kernel size) of each convolution"),
         (lambda: models.resnet18(groups=3), "groups=3 must divide width=64"),
         (lambda: models.resnet18((32, 32)), "image=(32, 32) must be (height, width, channels)"),
         (
