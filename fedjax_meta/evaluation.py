@@ -49,7 +49,10 @@ class Evaluation(NamedTuple):
     metrics: Mapping[str, Score] = {}
 
     def summary(self) -> dict[str, float]:
-        """The numbers that papers print, see `metrics.summary`; mean and standard deviation over clients of other metrics."""
+        """The numbers that papers print, see `metrics.summary`; mean and standard deviation over clients of other metrics.
+
+        The metric "f1", over all classes, takes the place of the F1 of `metrics.summary`, where both were asked for.
+        """
         found = {} if self.confusion is None else metrics.summary(self.confusion, self.loss)
         return found | metrics.summary_of_scores(
             {name: score.values for name, score in self.metrics.items()}, self.loss, with_loss=self.confusion is None

@@ -45,8 +45,8 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
       classes: K, or the number of labels a sample; 0 where there is neither.
 
     Raises:
-      ValueError: an unknown name, two metrics of one name, "f1" beside the confusion matrix, a metric of classes where there are
-        none, a module that cannot be imported or holds no such metric.
+      ValueError: an unknown name, two metrics of one name, a metric of classes where there are none, a module that cannot be
+        imported or holds no such metric.
     """
     if isinstance(given, (str, Metric)) or not isinstance(given, Sequence):
         raise ValueError(
@@ -71,11 +71,6 @@ def resolve(given: Sequence[Metric | str], classes: int) -> tuple[Metric, ...]:
     names = [metric.name for metric in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two metrics have the name {max(names, key=names.count)!r}: give one of them another name")
-    if {CONFUSION, "f1"} <= set(names):
-        raise ValueError(
-            f"metrics {CONFUSION!r} and 'f1' do not go together: reports take F1 from the confusion matrix, over the classes of "
-            "a client; leave one of them out"
-        )
     return tuple(found)
 
 
