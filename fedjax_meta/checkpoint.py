@@ -411,7 +411,7 @@ def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
             raise ValueError(
                 f"cannot resume: {path} holds another state: {leaf['path']} is {leaf['form']}, not {_form(plain[-1])}"
             )
-    with _threads() as pool, jax.default_device(_host_device()):
+    with _threads() as pool, _on_the_host():
         for leaf, shape, wanted in zip(leaves, plain, shapes, strict=True):
             if leaf["kind"] == _HOST:
                 values.append(_mapped(path, run, leaf, shape, pool))
@@ -429,17 +429,17 @@ def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, values)
 
 
-def _host_device() -> jax.Device | None:
-    """Where a restored state is until a run places it: an accelerator may have no room for two copies.
+def _on_the_host() -> contextlib.AbstractContextManager[Any]:
+    """New arrays are in the host's memory until a run places them: an accelerator may have no room for two copies of a state.
 
-    `None`, JAX's first device, on a CPU, and where JAX was started without one (`JAX_PLATFORMS=cuda`).
+    Where JAX was started without the CPU (`JAX_PLATFORMS=cuda`), they are on the accelerator.
     """
     if runtime.on_cpu():
-        return None
+        return contextlib.nullcontext()
     try:
-        return jax.local_devices(backend="cpu")[0]
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
-        return None
+        return contextlib.nullcontext()
 
 
 def _mapped(

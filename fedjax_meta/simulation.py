@@ -545,12 +545,12 @@ def leaf_names(algorithm: Algorithm, data: FederatedData) -> LeafNames:
     return functools.cache(lambda: ([], []) if algorithm.checked is None else algorithm.checked(data))
 
 
-def faults_in(log: Log, done: int, leaf_names: LeafNames, *, run: str = "") -> list[Fault]:
+def faults_in(log: Log, done: int, leaves: LeafNames, *, run: str = "") -> list[Fault]:
     """The faults of a few rounds, the first of which is round `done + 1`; they are also logged, with the name of the run.
 
     Args:
       log, done: the rounds.
-      leaf_names: `() -> (names of a client's leaves, names of the server's leaves)`, see `Algorithm.checked`.
+      leaves: see `leaf_names`.
       run: its name.
     """
     prefix = f"{run}: " if run else ""
@@ -558,7 +558,7 @@ def faults_in(log: Log, done: int, leaf_names: LeafNames, *, run: str = "") -> l
     empty = np.zeros(len(log.some), bool)
     clients, server, diverged = (None, None, empty) if log.faults is None else log.faults
     if clients is not None and server is not None and ((clients >= 0).any() or (server >= 0).any()):
-        names = leaf_names()
+        names = leaves()
         for r in np.flatnonzero((clients >= 0).any(1) | (server >= 0)):
             for leaf in np.unique(clients[r][clients[r] >= 0]):
                 who = tuple(sorted(log.ids[r][clients[r] == leaf].tolist()))

@@ -139,9 +139,9 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **options: Any) -> Federate
       >>> data.num_clients, data.sizes("support").tolist(), data.sizes("test").tolist()
       (2, [3, 6], [5, 10])
     """
-    options = {name: value for name, value in options.items() if value is not None}
     allowed = [p.name for p in inspect.signature(from_partition).parameters.values() if p.kind is p.KEYWORD_ONLY]
     checks.options("from_clients", options, allowed, {})
+    options = {name: value for name, value in options.items() if value is not None}
     if not isinstance(clients, (list, tuple)):
         hint = ": list(clients.values()) makes one" if isinstance(clients, Mapping) else ""
         raise ValueError(f"clients must be a list of one (x, y) pair per client, not {_kind(clients)}{hint}")
