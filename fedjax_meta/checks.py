@@ -137,8 +137,8 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
 def seed(name: str, value: Any, *, bits: int = 63, generator: bool = True) -> None:
     """Raises `ValueError` unless `value` is an integer of at least 0 with at most this many bits, or a NumPy generator.
 
-    NumPy's generators take 63 bits, its legacy generator 32. JAX's keys take 32 too, unless `jax_enable_x64` is set: a larger seed
-    would have the key of a smaller one. Where 32 bits are asked for, or `generator` is false, a generator is refused.
+    NumPy's generators take 63 bits, its legacy generator 32. JAX's keys take 32 too, unless `jax_enable_x64` is set: a larger
+    seed would have the key of a smaller one. Where 32 bits are asked for, or `generator` is false, a generator is refused.
     """
     generator = generator and bits > 32
     if isinstance(value, np.random.Generator) and generator:

@@ -43,7 +43,7 @@ REFUSED = {
     "a generator where none can be": (lambda: checks.seed("seed", np.random.default_rng(0), bits=32), r"below 2\*\*32$"),
     "a generator whose seed is kept": (
         lambda: schedules.passes(np.random.default_rng(0)),
-        r"^seed=.* must be an integer of at least 0 and below 2\*\*63$",
+        r"^seed=.* must be an integer of at least 0 and below 2\*\*32$",
     ),
     "no seed": (lambda: checks.seed("seed", None), "seed=None must be an integer"),
     "a word for a flag": (lambda: checks.flag("partial", "no"), "partial='no' must be True or False"),
