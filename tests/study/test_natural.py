@@ -54,7 +54,7 @@ def test_a_scenario_of_ratings_keeps_users_apart(tmp_path):
     assert clients.train.num_clients == 6
     assert clients.train.num_classes == 0
     assert clients.task.init(jax.random.key(0))["items"]["bias"].shape == (12,)
-    with pytest.raises(ValueError, match="model=None takes one array of inputs, but the data have item"):
+    with pytest.raises(ValueError, match="the default model takes one array of inputs, but the data have item"):
         Scenario(dataset="movielens", partition="natural", options={"least": 10}).build(str(tmp_path))
 
 
