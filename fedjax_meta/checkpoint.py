@@ -132,13 +132,18 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
 
 
 def restore(
-    folder: str | os.PathLike, like: PyTree, config: Json, *, on_damage: Callable[[str], None] | None = None
+    folder: str | os.PathLike,
+    like: PyTree | Callable[[], PyTree],
+    config: Json,
+    *,
+    on_damage: Callable[[str], None] | None = None,
 ) -> Checkpoint | None:
     """The newest intact checkpoint of a run; `None` when none was saved yet.
 
     Args:
       folder: as given to `save`.
-      like: a state of the same method, or its shapes (`jax.eval_shape(method.init, key, data)`).
+      like: a state of the same method, or its shapes (`jax.eval_shape(method.init, key, data)`), or a function that gives
+        them, which is called if there is a checkpoint.
       config: must equal the config that was saved.
       on_damage: called with one line for each damaged checkpoint; the line is a Python warning when not given.
 
@@ -156,6 +161,7 @@ def restore(
             if run["round"] != done:
                 raise _DamagedError(f"{path} holds round {run['round']}, not the round of its name")
             _check_config(run["config"], json.loads(json.dumps(config)), path)
+            like = like() if callable(like) else like
             _check_structure(run["leaves"], like, path)
             state = _as_state(path, run, like)
         except OSError as error:

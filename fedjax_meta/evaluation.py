@@ -85,7 +85,8 @@ def evaluate(
       support, query: names of the views; a client never sees labels of its query view.
       known: whether client i of the population of `data` is client i of the training ("local" clients in the FedMeta-Per paper);
         otherwise none of the clients took part ("new" clients). Known clients are all of the training, or some of them that
-        `data.select` or `ids` choose.
+        `data.select` or `ids` choose. Where the training itself was of a selection, give the data of that selection: a state
+        does not hold the ids of its rows.
       ids: int32 `[N']`, which clients; all when not given.
       metrics: what to measure beside the loss: names such as "accuracy", "top_5", "mae", or a `measures.Metric` of your own. By
         default what the task says, or for one class label a sample the confusion matrix, and for more than 128 classes

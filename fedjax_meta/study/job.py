@@ -1,6 +1,7 @@
 """A system on a scenario: the trials of its grid, then its final runs with every seed."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -109,14 +110,13 @@ class Job:
                 self._chosen = choice.best(found, self._study.tuned_by).point
             note_points(results_path(tuning, context.folder), points)
         self._prepare([pair for job in later for pair in job.sweeps()], context)
-        final = trials(self.final(), sweeps.members([self._chosen], self._study.seeds), context)
+        final = self.final()
+        ended = trials(final, sweeps.members([self._chosen], self._study.seeds), context)
         edges = choice.at_edge(points, self._chosen)
         needed = (self._system.method, self._scenario.model, *self._study.metrics)
         changed = folders.changed_code(context.folder, needed)
-        traffic = None
-        if not self._system.pooled:
-            traffic = costs.traffic(self._system.build(self._clients, **self._chosen), self._clients.train)
-        return Outcome(*self.where, found, self._chosen, edges, final, code_changed=changed, traffic=traffic)
+        traffic = None if final.traffic is None else final.traffic()
+        return Outcome(*self.where, found, self._chosen, edges, ended, code_changed=changed, traffic=traffic)
 
     @staticmethod
     def _prepare(coming: list[tuple[Phase, list[sweeps.Member]]], context: RunContext) -> None:
@@ -191,7 +191,12 @@ class Job:
         if self._study.goal is not None:
             config["stop_at"] = str(self._study.stop_at)
         phase = self._phase("final", self._study.rounds, clients.train, tests, config)
-        return phase._replace(samples=samples, scored=only, names=names, goal=self._study.goal)
+        traffic = None if self._system.pooled else functools.cache(partial(self._traffic, self._chosen))
+        return phase._replace(samples=samples, scored=only, names=names, goal=self._study.goal, traffic=traffic)
+
+    def _traffic(self, numbers: Mapping[str, float]) -> costs.Traffic:
+        """Bytes of a client in a round; a method is traced for them."""
+        return costs.traffic(self._system.build(self._clients, **numbers), self._clients.train)
 
     def _test(self, data: Any) -> MemberEvaluator:
         """Of the clients that train; those whose samples were pooled are strangers to the model."""

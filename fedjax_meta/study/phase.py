@@ -62,6 +62,7 @@ class Phase(NamedTuple):
       devices, store, on_divergence: as in `Study`.
       goal: a final run ends at the evaluation after which it was reached.
       place: the scenario itself.
+      traffic: of a final run, gives the bytes of a client in a round; `None` where one client has the samples of all.
     """
 
     scenario: str
@@ -84,6 +85,7 @@ class Phase(NamedTuple):
     names: Mapping[str, Sequence[str]] = {}
     goal: Target | None = None
     place: Scenario | None = None
+    traffic: Callable[[], costs.Traffic] | None = None
 
     @property
     def prunes(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_meta import checkpoint, costs, disk, report, sweeps
+from fedjax_meta import checkpoint, disk, report, sweeps
 from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import State
 from fedjax_meta.rounds import federate
@@ -56,8 +56,8 @@ def trials(phase: Phase, members: Sequence[Member], context: RunContext) -> list
         finished |= trained
         lines = {label: trial._asdict() for label, trial in finished.items()}
         content = {"config": phase.config, "rounds": phase.rounds, "made": makers, "trials": lines}
-        if phase.name == "final" and not phase.pooled:
-            content["traffic"] = sum(costs.traffic(sweeps.member_algorithm(phase.build, members[0]), phase.data))
+        if phase.traffic is not None:
+            content["traffic"] = sum(phase.traffic())
         disk.write_text(path, json.dumps(report.strict(content), allow_nan=False) + "\n")
     found = [finished[str(member)] for member in members]
     if phase.name == "final":
@@ -283,8 +283,7 @@ class _Wave:
         Args:
           on: which members go on; all that did when it was saved by default.
         """
-        shapes = saved_shapes(self._phase, self._members)
-        saved = checkpoint.restore(self._folder, shapes, self._config)
+        saved = checkpoint.restore(self._folder, partial(saved_shapes, self._phase, self._members), self._config)
         if saved is not None:
             known = report.numbers_again(saved.records)
             self.trials = [Trial(**one) for one in known["trials"]]
