@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.data import ClientView, FederatedData
@@ -43,6 +44,7 @@ class State(NamedTuple):
       residual: what upload transformations keep of each client, leaves `[N, ...]`.
       seen: bool `[N]`, whether a client has taken part yet. A client that has not starts from the server's leaves and a fresh
         memory.
+      ids: int32 `[N]`, whose rows these are: `arange(N)` where all of a population train.
       round: int32 scalar, the number of finished rounds.
 
     On several CPU devices of one process, JAX takes a state apart (as it does when a state is handed to a jitted function) only
@@ -58,6 +60,7 @@ class State(NamedTuple):
     memory: PyTree
     residual: PyTree
     seen: jax.Array
+    ids: jax.Array
     round: jax.Array
 
 
@@ -79,7 +82,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-ROWS = ("personal", "memory", "residual", "seen")
+ROWS = ("personal", "memory", "residual", "seen", "ids")
 """Fields of a `State` whose leaves are `[N, ...]`."""
 
 
@@ -175,6 +178,25 @@ def check_state(state: State, wanted: State) -> None:
         raise ValueError(f"state does not fit: {odd}; is it of another algorithm, model or number of clients?")
 
 
+def check_clients(state: State, data: FederatedData) -> None:
+    """Raises `ValueError` unless the rows of a state are those of the clients of data; `[M, N]` ids are of M states."""
+    found, wanted = np.asarray(state.ids), np.asarray(row_ids(data))
+    odd = np.argwhere(found != wanted)
+    if len(odd):
+        at = tuple(odd[0])
+        raise ValueError(
+            f"row {at[-1]} of the state is of client {found[at]}, but there the data have client {wanted[at[-1]]}: give the data "
+            "of the clients that trained, in their order"
+        )
+
+
+def row_ids(data: FederatedData) -> jax.Array | np.ndarray:
+    """The clients whose rows a state has that begins with these data, int32 `[N]`."""
+    if data.num_clients == data.total_clients:
+        return np.arange(data.num_clients, dtype=np.int32)
+    return data.ids_of(np.arange(data.num_clients))
+
+
 def check_known(data: FederatedData, population: int) -> None:
     """Raises `ValueError` unless data can be of clients of a training: of all, or of some that say so (`ids`, `population`).
 
@@ -182,18 +204,20 @@ def check_known(data: FederatedData, population: int) -> None:
       data: clients that are said to be those of the training.
       population: number of clients of the training.
     """
-    if data.ids is None and data.total_clients != population:
+    if data.total_clients < population or (data.ids is None and data.total_clients != population):
+        among = "" if data.ids is None else f" of a population of {data.total_clients}"
         raise ValueError(
-            f"known=True, but the data have {data.num_clients} clients and the training had {population}: give known=False for "
-            "clients that did not train, or the data of all that did, of which data.select(...) or ids=... may choose some"
+            f"known=True, but the data have {data.num_clients} clients{among} and the training had {population}: "
+            "give known=False for clients that did not train, or the data of all that did, of which data.select(...) or ids=... "
+            "may choose some"
         )
 
 
 def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:
     """The rows of a state that belong to the clients at `places` of the data, int32 like `places`.
 
-    Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset, in its order;
-    with data that a host store has picked (`FederatedData.drawn`), it holds the rows of these.
+    For rounds. Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset,
+    in its order; with data that a host store has picked (`FederatedData.drawn`), it holds the rows of these.
 
     Raises:
       ValueError: it holds neither.
@@ -207,6 +231,23 @@ def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Arra
             "state must have the rows of these or of all"
         )
     return jnp.asarray(data.ids_of(places))
+
+
+def rows_with_ids(state: State, ids: jax.Array | np.ndarray, population: int) -> jax.Array | np.ndarray:
+    """The rows of a state that belong to clients, int32 like `ids`; -1 for a client that has none.
+
+    Args:
+      ids: int32 `[N']`.
+      population: number of clients of which the ids are.
+    """
+    places = np.arange(state.ids.shape[0], dtype=np.int32)
+    if isinstance(state.ids, jax.core.Tracer) or isinstance(ids, jax.core.Tracer):
+        return jnp.full(population, -1, jnp.int32).at[state.ids].set(places, mode="drop")[ids]
+    # The state and the data may be on different devices.
+    mine, row = np.asarray(state.ids), np.full(population, -1, np.int32)
+    inside = mine < population
+    row[mine[inside]] = places[inside]
+    return row[np.asarray(ids)]
 
 
 def check_support(support: Any) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, state_rows
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, rows_with_ids
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.data.batches import real_samples
@@ -84,9 +84,9 @@ def evaluate(
       data: the clients to test.
       support, query: names of the views; a client never sees labels of its query view.
       known: whether client i of the population of `data` is client i of the training ("local" clients in the FedMeta-Per paper);
-        otherwise none of the clients took part ("new" clients). Known clients are all of the training, or some of them that
-        `data.select` or `ids` choose. Where the training itself was of a selection, give the data of that selection: a state
-        does not hold the ids of its rows.
+        otherwise none of the clients took part ("new" clients). Known clients are all of the training, or some of the population
+        that `data.select` or `ids` choose. Those of which the state has no row, because the training was of others, are tested
+        like clients that have not taken part yet: with the server's leaves and a fresh memory.
       ids: int32 `[N']`, which clients; all when not given.
       metrics: what to measure beside the loss: names such as "accuracy", "top_5", "mae", or a `measures.Metric` of your own. By
         default what the task says, or for one class label a sample the confusion matrix, and for more than 128 classes
@@ -122,11 +122,12 @@ def evaluate(
         checks.count("lanes", lanes)
     devices = hardware.check(devices)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
-    rows = state_rows(state, data, ids) if known else ids
+    rows = rows_with_ids(state, data.ids_of(ids), max(population, data.total_clients)) if known else ids
     if known and isinstance(state.seen, np.ndarray):
         # The rows are on the host: only those of the asked clients go to the device.
-        state, data, ids = host_store.subset(state, data, np.asarray(rows), np.asarray(ids))
-        rows = ids
+        where = np.asarray(rows)
+        state, data, ids = host_store.subset(state, data, where, np.asarray(ids))
+        rows = jnp.where(where < 0, -1, ids)
     key, state, data, ids, rows = on_devices((key, jax.tree.map(jnp.asarray, state), data, ids, rows), devices)
     own: Any = ()
     if known:
@@ -134,7 +135,7 @@ def evaluate(
     test = _Test(algorithm, support, query, batch_size, max(population, data.total_clients) if known else None, measured)
     sizes = jnp.asarray(data.sizes(query))[ids]
     _, _, evaluation = run_cohort(
-        test.of_client, key, data.ids_of(ids), sizes, ids, own, rows, (state, data), lanes=lanes, devices=devices
+        test.of_client, key, data.ids_of(ids), sizes, (ids, rows >= 0), own, rows, (state, data), lanes=lanes, devices=devices
     )
     return evaluation
 
@@ -169,11 +170,12 @@ class _Test:
     population: int | None
     measured: tuple[Metric, ...]
 
-    def of_client(self, key: Key, id_: jax.Array, place: jax.Array, row: Any, context: Any) -> ClientUpdate:
-        state, data = context
+    def of_client(self, key: Key, id_: jax.Array, given: Any, row: Any, context: Any) -> ClientUpdate:
+        (place, has_row), (state, data) = given, context
         views = data.client(jnp.where(id_ < 0, -1, place))
         client = None
         if self.population is not None:
+            row = row | {"seen": row["seen"] & has_row}
             state, client = state._replace(**jax.tree.map(lambda leaf: leaf[None], row)), 0
         variables = self.algorithm.personalize(key, state, views[self.support], client, self.population)
         return ClientUpdate((), (), self.score(variables, views[self.query], data))

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, disk
-from fedjax_meta.algorithm import Algorithm, State, check_known, state_rows
+from fedjax_meta.algorithm import Algorithm, State, check_known, rows_with_ids
 from fedjax_meta.data import FederatedData
 from fedjax_meta.types import Key, PyTree, Variables
 
@@ -161,8 +160,12 @@ def personal(
     if known:
         check_known(data, state.seen.shape[0])
 
-    row = int(state_rows(state, data, jnp.asarray(client))) if known else None
-    population = max(state.seen.shape[0], data.total_clients) if known else None  # as in `evaluate`
+    row, population = None, None
+    if known:
+        population, id_ = max(state.seen.shape[0], data.total_clients), data.ids_of(np.array(client))  # as in `evaluate`
+        row = int(rows_with_ids(state, np.asarray(id_), population))
+        if row < 0:
+            raise ValueError(f"the state has no row of client {id_}, because it is of a training of others: give known=False")
 
     def one(key: Key, state: State, data: FederatedData) -> Variables:
         own = jax.random.fold_in(key, data.ids_of(np.array(client)))

@@ -305,7 +305,7 @@ class _Node:
             seen = jnp.asarray(bool(context.state["facts"]["seen"]))
             kept = kept._replace(personal=personal, memory=memory)
         nothing: Any = None
-        rows = (nothing, nothing, nothing, nothing)
+        rows = (nothing, nothing, nothing, nothing, nothing)
         state = State(masks.merge(common, rest), (), extra, Aggregation((), ()), *rows, jnp.int32(config["round"]))
         return id_, data, state, key, seen, kept
 

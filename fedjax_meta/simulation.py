@@ -21,7 +21,7 @@ import numpy as np
 
 from fedjax_meta import checks, placement, runtime
 from fedjax_meta import host_store as stores
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_state
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_clients, check_state
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import capacity
@@ -370,6 +370,7 @@ class _OnDevice:
             self.state = begin(key, data)
         else:
             check_state(state, initial.out_info)
+            check_clients(state, data)
             self.state = placement.place_state(state, places)
         whole = places.round
         test_data = {name: test.data for name, test in tests.items()}
@@ -423,6 +424,7 @@ class _OnHost:
             _check_evaluator(name, test, data.num_clients)
         if state is not None:
             check_state(state, stores.state_shapes(algorithm, init_key, data))
+            check_clients(state, data)
         # The state of one client shows on which devices the algorithm places it.
         whole = jax.jit(algorithm.init)(init_key, data.select(np.zeros(1, np.int32))).round.sharding
         self._place = partial(placement.place_shared, placed=whole)

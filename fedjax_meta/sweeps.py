@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_meta import checks, engine, placement, runtime
-from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.algorithm import Algorithm, State, check_clients
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
@@ -428,6 +428,7 @@ class _Sweep:
             odd = checks.mismatch(state, programs.shapes)
             if odd is not None:
                 raise ValueError(f"state does not fit: {odd}; is it of another sweep?")
+            check_clients(state, self._data)
             self._deal()
             self._put(state)
         reached = np.asarray(self.state.round)[self.active]

@@ -12,7 +12,7 @@ import pytest
 import sklearn.metrics
 
 import fedjax_meta as fm
-from fedjax_meta import evaluation, export, placement, runtime
+from fedjax_meta import evaluation, export, placement, runtime, sweeps
 from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
 from fedjax_meta.rows import AWAY_BYTES
@@ -43,6 +43,7 @@ STATE = State(
     memory=(),
     residual=(),
     seen=jnp.ones(4, bool),
+    ids=jnp.arange(4, dtype=jnp.int32),
     round=jnp.zeros((), jnp.int32),
 )
 
@@ -288,3 +289,47 @@ def test_the_loss_of_weighted_entries_does_not_depend_on_the_size_of_batches():
     for size in (1, 2, 4, 6):
         found = fm.evaluate(method, KEY, state, data, metrics=("token_accuracy",), batch_size=size).loss
         assert float(found[0]) == pytest.approx(np.average(losses, weights=real), rel=1e-9)
+
+
+@pytest.mark.parametrize("where", ["on a device", "in a program", "on the host"])
+def test_a_training_on_some_clients_tests_each_with_its_own_row_and_others_with_none(where):
+    """Client by client: those that trained in any order, and others like clients that have not taken part yet."""
+    algorithm = fm.federate(fm.ditto(problems.task(), batch_size=20, epochs=1), fm.Federation(cohort_size=3, devices=1))
+    data, trained, tested = problems.data(), [4, 1, 6], [6, 2, 1, 0]
+    state = jax.jit(algorithm.init)(KEY, data.select(trained))
+    for i in range(2):
+        state, _ = jax.jit(algorithm.round)(jax.random.fold_in(KEY, i), state, data.select(trained))
+    np.testing.assert_array_equal(state.ids, trained)
+    if where == "on the host":
+        state = state._replace(**{name: jax.tree.map(np.array, getattr(state, name)) for name in fm.algorithm.ROWS})
+    evaluate = partial(fm.evaluate, algorithm)
+    found = (jax.jit(evaluate) if where == "in a program" else evaluate)(KEY, state, data.select(tested)).confusion
+    unseen = state._replace(seen=jnp.zeros(3, bool))
+    for place, client in enumerate(tested):
+        mine, key = data.client(client), jax.random.fold_in(KEY, client)
+        row = trained.index(client) if client in trained else 0
+        start = state if client in trained else unseen
+        variables = algorithm.personalize(key, start, mine["test_support"], row, data.num_clients)
+        batch = mine["test_query"].in_order(64).get(0, 0)
+        real = np.asarray(batch.weight) > 0
+        predicted = np.argmax(algorithm.predict(variables, batch.x), -1)
+        np.testing.assert_array_equal(found[place], _matrix(np.asarray(batch.y)[real], predicted[real], 3))
+    own = export.personal(algorithm, KEY, state, data.select([1, 6]), 1, support="test_support")
+    mine = algorithm.personalize(jax.random.fold_in(KEY, 6), state, data.client(6)["test_support"], 2, data.num_clients)
+    assert problems.distance(own, mine) < 1e-12
+    with pytest.raises(ValueError, match="the state has no row of client 2"):
+        export.personal(algorithm, KEY, state, data.select([2]), 0, support="test_support")
+
+
+def test_a_run_does_not_go_on_with_other_clients():
+    algorithm = fm.federate(fm.ditto(problems.task(), batch_size=20, epochs=1), fm.Federation(cohort_size=3, devices=1))
+    data = problems.data()
+    state, _ = fm.simulate(algorithm, data.select([4, 1, 6]), key=KEY, rounds=1)
+    with pytest.raises(ValueError, match="row 0 of the state is of client 4, but there the data have client 1"):
+        fm.simulate(algorithm, data.select([1, 4, 6]), key=KEY, rounds=2, state=state)
+    members = [sweeps.Member({"lr": 0.1}, 1)]
+    build = lambda lr: fm.ditto(problems.task(), batch_size=20, epochs=1, lr=lr)  # noqa: E731
+    options = {"federation": fm.Federation(cohort_size=3)}
+    state, _ = sweeps.sweep(build, members, data.select([4, 1, 6]), rounds=1, **options)
+    with pytest.raises(ValueError, match="row 2 of the state is of client 6, but there the data have client 5"):
+        sweeps.sweep(build, members, data.select([4, 1, 5]), rounds=2, state=state, **options)

@@ -243,7 +243,7 @@ def test_a_part_of_the_clients_finds_its_rows_in_a_state_of_all():
     for row in range(7):
         same = problems.leaves_equal(*(jax.tree.map(lambda leaf, i=row: leaf[i], one.personal) for one in (state, after)))
         assert same == (row in (3, 4, 6))
-    with pytest.raises(ValueError, match="rows of 7 clients, but the data are 2 of 5 clients"):
+    with pytest.raises(ValueError, match="data have 2 clients of a population of 5 and the training had 7"):
         fm.evaluate(algorithm, KEY, state, dataclasses.replace(data.select(chosen), population=5))
 
 

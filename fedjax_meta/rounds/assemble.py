@@ -17,6 +17,7 @@ from fedjax_meta.algorithm import (
     State,
     check_state,
     check_support,
+    row_ids,
 )
 from fedjax_meta.builders import PRIVATE
 from fedjax_meta.contract import Method, Population
@@ -113,6 +114,7 @@ class _Rounds:
             memory=rows[1],
             residual=rows[2],
             seen=replicate(jnp.zeros(data.num_clients, bool), devices),
+            ids=replicate(jnp.asarray(row_ids(data)), devices),
             round=replicate(jnp.zeros((), jnp.int32), devices),
         )
         if PRIVATE in method.config:

@@ -91,7 +91,7 @@ def _mix_marks(setting: Setting, state: State, data: FederatedData, kept: PyTree
     visible, marks = without_rows(state), _everywhere(False, without_rows(state))
     if method.whole_population:
         residual, seen = _everywhere(False, state.residual), False
-        visible, marks = state, marks._replace(personal=kept[0], memory=kept[1], residual=residual, seen=seen)
+        visible, marks = state, marks._replace(personal=kept[0], memory=kept[1], residual=residual, seen=seen, ids=False)
 
     def mixed(key: Key, visible: State, cohort: Cohort, data: FederatedData) -> PyTree:
         return mix(key, visible, cohort._replace(lanes=setting.federation.lanes), data)[:2]

@@ -238,14 +238,14 @@ RUNS = {
 def _saved(change=lambda folder: None, config=None, like=None):
     """Saves a small state, damages its folder, and restores it."""
     with tempfile.TemporaryDirectory() as folder:
-        state = fm.State(jnp.ones(3), (), (), NOTHING, (), (), (), jnp.zeros(2, bool), jnp.ones((), jnp.int32))
+        state = fm.State(jnp.ones(3), (), (), NOTHING, (), (), (), jnp.zeros(2, bool), jnp.arange(2), jnp.ones((), jnp.int32))
         checkpoint.save(folder, state, [], {"seed": 1})
         change(Path(folder))
         return checkpoint.restore(folder, state if like is None else like(state), {"seed": 1} if config is None else config)
 
 
 NOTHING = fm.algorithm.Aggregation((), ())
-STATE_OF_NONE = fm.State((), (), (), NOTHING, (), (), (), jnp.zeros(2, bool), jnp.ones((), jnp.int32))
+STATE_OF_NONE = fm.State((), (), (), NOTHING, (), (), (), jnp.zeros(2, bool), jnp.arange(2), jnp.ones((), jnp.int32))
 SAVED = {
     "keep=0": Row(lambda: checkpoint.save("never", STATE_OF_NONE, [], {}, keep=0), ("keep=0 must be an integer",)),
     "a config that is no JSON": Row(
