@@ -11,6 +11,7 @@ import numpy as np
 from fedjax_meta import checks
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.hardware import Devices
+from fedjax_meta.rows import positions_among
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Variables
 from fedjax_meta.uploads import Message
@@ -191,7 +192,7 @@ def check_clients(state: State, data: FederatedData) -> None:
 
 
 def row_ids(data: FederatedData) -> jax.Array | np.ndarray:
-    """The clients whose rows a state has that begins with these data, int32 `[N]`."""
+    """The ids of the clients whose rows `Algorithm.init` makes for these data, int32 `[N]`."""
     if data.num_clients == data.total_clients:
         return np.arange(data.num_clients, dtype=np.int32)
     return data.ids_of(np.arange(data.num_clients))
@@ -214,9 +215,9 @@ def check_known(data: FederatedData, population: int) -> None:
 
 
 def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:
-    """The rows of a state that belong to the clients at `places` of the data, int32 like `places`.
+    """The rows that a round reads and writes for the clients at `places` of the data, int32 like `places`.
 
-    For rounds. Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset,
+    Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset,
     in its order; with data that a host store has picked (`FederatedData.drawn`), it holds the rows of these.
 
     Raises:
@@ -240,14 +241,11 @@ def rows_with_ids(state: State, ids: jax.Array | np.ndarray, population: int) ->
       ids: int32 `[N']`.
       population: number of clients of which the ids are.
     """
-    places = np.arange(state.ids.shape[0], dtype=np.int32)
-    if isinstance(state.ids, jax.core.Tracer) or isinstance(ids, jax.core.Tracer):
-        return jnp.full(population, -1, jnp.int32).at[state.ids].set(places, mode="drop")[ids]
-    # The state and the data may be on different devices.
-    mine, row = np.asarray(state.ids), np.full(population, -1, np.int32)
-    inside = mine < population
-    row[mine[inside]] = places[inside]
-    return row[np.asarray(ids)]
+    if not isinstance(state.ids, jax.core.Tracer) and not isinstance(ids, jax.core.Tracer):
+        # On the host, because the state and the data may be on different devices.
+        return positions_among(np.asarray(ids), np.asarray(state.ids))
+    places = jnp.arange(state.ids.shape[0], dtype=jnp.int32)
+    return jnp.full(population, -1, jnp.int32).at[state.ids].set(places, mode="drop")[ids]
 
 
 def check_support(support: Any) -> None:

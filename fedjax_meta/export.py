@@ -165,7 +165,7 @@ def personal(
         population, id_ = max(state.seen.shape[0], data.total_clients), data.ids_of(np.array(client))  # as in `evaluate`
         row = int(rows_with_ids(state, np.asarray(id_), population))
         if row < 0:
-            raise ValueError(f"the state has no row of client {id_}, because it is of a training of others: give known=False")
+            raise ValueError(f"the state has no row of client {id_}, because that client did not train: give known=False")
 
     def one(key: Key, state: State, data: FederatedData) -> Variables:
         own = jax.random.fold_in(key, data.ids_of(np.array(client)))

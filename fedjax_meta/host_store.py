@@ -21,6 +21,7 @@ from fedjax_meta.algorithm import ROWS, Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import pack
 from fedjax_meta.keys import is_key
+from fedjax_meta.rows import positions_among
 from fedjax_meta.types import Key
 
 MEMORY = "memory"
@@ -156,7 +157,7 @@ def run_pipelined(
     before: Any = None
     came, data = fetch(cohorts[0])
     for number, ids in enumerate(cohorts):
-        again = _places(ids, cohorts[number - 1]) if number else np.full(len(ids), -1, np.int32)
+        again = positions_among(ids, cohorts[number - 1]) if number else np.full(len(ids), -1, np.int32)
         shared, after, line = step(shared, came, came if before is None else before, place(again), data)
         log.append(line)
         # The device is busy with this round: the host moves rows meanwhile.
@@ -198,13 +199,6 @@ def newest_rows(came: Any, before: Any, again: jax.Array) -> Any:
         return jnp.where(fresh, result[jnp.maximum(again, 0)], old)
 
     return jax.tree.map(newest, came, before)
-
-
-def _places(ids: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """The position of each id in `among`, -1 where it is not there."""
-    order = np.argsort(among)
-    found = order[np.minimum(np.searchsorted(among, ids, sorter=order), len(among) - 1)]
-    return np.where(among[found] == ids, found, -1).astype(np.int32)
 
 
 def _rows(state: Any) -> dict[str, Any]:

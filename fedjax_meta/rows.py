@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_meta.keys import is_key
 from fedjax_meta.types import PyTree
@@ -225,3 +226,10 @@ def _numbers(words: jax.Array, like: jax.Array) -> jax.Array:
         return jax.lax.complex(parts[..., 0], parts[..., 1])
     width = 8 * min(like.dtype.itemsize, 4)
     return jax.lax.bitcast_convert_type(words.astype(jnp.dtype(f"uint{width}")), like.dtype)
+
+
+def positions_among(ids: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """The position of each id in `among`, int32 like `ids`; -1 where it is not there."""
+    order = np.argsort(among)
+    found = order[np.minimum(np.searchsorted(among, ids, sorter=order), len(among) - 1)]
+    return np.where(among[found] == ids, found, -1).astype(np.int32)

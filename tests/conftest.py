@@ -19,9 +19,9 @@ if jax.__version_info__ < (0, 11):
     # XLA's older code generator compiles these small programs three times as fast, and in one piece. XLA aborts on a flag that
     # it does not know, so that versions in which these flags are untested run without them.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-if platform.machine() == "x86_64":
-    # Processors with wider vectors compile a tenth faster without them; the tests' arrays are small.
-    FLAGS.append("--xla_cpu_max_isa=AVX2")
+    if platform.machine() == "x86_64":
+        # Processors with wider vectors compile a tenth faster without them; the tests' arrays are small.
+        FLAGS.append("--xla_cpu_max_isa=AVX2")
 # XLA reads the flags when JAX starts its backend.
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 

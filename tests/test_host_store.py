@@ -13,6 +13,7 @@ import fedjax_meta as fm
 from fedjax_meta import checkpoint, costs, host_store, placement
 from fedjax_meta.algorithm import ROWS
 from fedjax_meta.data import capacity
+from fedjax_meta.rows import positions_among
 from fedjax_meta.simulation import Evaluator, simulate
 from tests import problems
 
@@ -248,7 +249,7 @@ def test_a_part_of_the_clients_finds_its_rows_in_a_state_of_all():
 
 
 def test_rows_read_too_early_are_replaced_by_the_result_of_the_round_before():
-    again = host_store._places(np.array([7, 2, 5]), np.array([5, 9, 7]))
+    again = positions_among(np.array([7, 2, 5]), np.array([5, 9, 7]))
     np.testing.assert_array_equal(again, [2, -1, 0])
     came, before = {"a": jnp.array([[1.0], [2.0], [3.0]])}, {"a": jnp.array([[10.0], [20.0], [30.0]])}
     np.testing.assert_array_equal(host_store.newest_rows(came, before, jnp.asarray(again))["a"], [[30.0], [2.0], [10.0]])
