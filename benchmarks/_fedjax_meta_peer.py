@@ -10,10 +10,10 @@ from _workloads import Job, Workload
 
 import fedjax_meta as fm
 from fedjax_meta import local, masks, meta, models, placement, runtime
+from fedjax_meta.blocks import Compiled, run_rounds
 from fedjax_meta.data import Batches, ClientData, chunk_length
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
-from fedjax_meta.simulation import Compiled, run_rounds
 from fedjax_meta.types import Key, PyTree, Scalar
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import fedjax_meta as fm
 from fedjax_meta import checkpoint, checks, host_store, models, placement, runtime
-from fedjax_meta.simulation import run_rounds
+from fedjax_meta.blocks import run_rounds
 from fedjax_meta.types import Key, Scalar
 
 AXES = ("cohort", "population", "store", "skew", "devices", "checkpoint")

@@ -198,19 +198,44 @@ def row_ids(data: FederatedData) -> jax.Array | np.ndarray:
     return data.ids_of(np.arange(data.num_clients))
 
 
-def check_known(data: FederatedData, population: int) -> None:
+def check_distinct(data: FederatedData) -> None:
+    """Raises `ValueError` where a client is there twice: it has one row, which two places would write."""
+    if data.ids is None:
+        return
+    found, counts = np.unique(np.asarray(data.ids), return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"client {found[counts > 1][0]} was selected {counts[counts > 1][0]} times: select each client once")
+
+
+def check_one_run(state: State) -> None:
+    """Raises `ValueError` for the state of a sweep."""
+    if state.seen.ndim != 1:
+        raise ValueError(
+            f"the state holds the {state.seen.shape[0]} members of a sweep: give that of one, "
+            "jax.tree.map(lambda leaf: leaf[0], state)"
+        )
+
+
+def check_known(data: FederatedData, trained: Any) -> None:
     """Raises `ValueError` unless data can be of clients of a training: of all, or of some that say so (`ids`, `population`).
 
     Args:
       data: clients that are said to be those of the training.
-      population: number of clients of the training.
+      trained: ids of the clients of the training, int32 `[N]`; where they are traced, only their number is looked at.
     """
+    population = trained.shape[0]
     if data.total_clients < population or (data.ids is None and data.total_clients != population):
         among = "" if data.ids is None else f" of a population of {data.total_clients}"
         raise ValueError(
             f"known=True, but the data have {data.num_clients} clients{among} and the training had {population}: "
             "give known=False for clients that did not train, or the data of all that did, of which data.select(...) or ids=... "
             "may choose some"
+        )
+    most = -1 if isinstance(trained, jax.core.Tracer) else int(np.max(np.asarray(trained), initial=-1))
+    if most >= data.total_clients:
+        raise ValueError(
+            f"known=True, but client {most} trained, and the data number their clients from 0 to {data.total_clients - 1}: "
+            "select them, by data.select(...) or ids=..., from the data from which those of the training were selected"
         )
 
 
@@ -232,6 +257,11 @@ def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Arra
             "state must have the rows of these or of all"
         )
     return jnp.asarray(data.ids_of(places))
+
+
+def training_size(state: State, data: FederatedData) -> int:
+    """N of a training: the clients that have rows, on the device or in a host store; a round's data may be of some of them."""
+    return state.seen.shape[0] if data.drawn is None else data.drawn
 
 
 def rows_with_ids(state: State, ids: jax.Array | np.ndarray, population: int) -> jax.Array | np.ndarray:

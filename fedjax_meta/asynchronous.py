@@ -164,6 +164,8 @@ def fedasync(
 ) -> Asynchronous:
     """FedAsync mixes in each model that arrives: w <- (1 - a s(tau)) w + a s(tau) w_i, a = `server_lr`; `cohort_size` is 1.
 
+    Buffers, such as running statistics, are mixed with the same weights; if the server has an optimiser, with a = 1.
+
     Arguments and errors as in `fedbuff`. Methods whose clients send gradients in place of models are refused too.
     """
     timetable = fedbuff(

@@ -38,7 +38,7 @@ from fedjax_meta import checks, disk, runtime
 from fedjax_meta.keys import is_key
 from fedjax_meta.types import PyTree
 
-FORMAT = 4
+FORMAT = 5
 """The version of the format, which every checkpoint records. It changes when the meaning of the contents changes."""
 
 Json: TypeAlias = Any
@@ -73,6 +73,10 @@ class Checkpoint(NamedTuple):
 
 class _DamagedError(Exception):
     """A file does not hold what was saved."""
+
+
+class UnreadableError(ValueError):
+    """Checkpoints were saved, and none of them is intact."""
 
 
 class _NoRoomError(Exception):
@@ -150,7 +154,7 @@ def restore(
     Raises:
       OSError: arrays of a host store that two files hold find no space to be put together.
       ValueError: `config` differs (the message names the first field), the state has another structure, shape or dtype (the
-        message names the first leaf), a checkpoint has another format, or all checkpoints are damaged.
+        message names the first leaf), a checkpoint has another format; `UnreadableError`: all checkpoints are damaged.
     """
     folder = Path(folder).absolute()
     damaged: list[str] = []
@@ -178,7 +182,9 @@ def restore(
             (on_damage or warnings.warn)(f"damaged checkpoint: {line}; resuming from the earlier round {done}")
         return Checkpoint(state, run["records"], done)
     if damaged:
-        raise ValueError(f"damaged checkpoint: {damaged[0]}; no intact one is left: delete {folder} to start this run again")
+        raise UnreadableError(
+            f"damaged checkpoint: {damaged[0]}; no intact one is left: delete {folder} to start this run again"
+        )
     return None
 
 

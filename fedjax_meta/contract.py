@@ -181,10 +181,13 @@ class Method:
         `Trained.memory` in any case.
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
-        new model and the old extra state. The mean is 0 where the weight is 0.
+        new model and the old extra state. The mean is 0 where the weight is 0. N counts the clients that train: those that have
+        rows.
       divides_by_statistics: whether the server divides the mean pseudo-gradient by the mean statistics, a scalar or the leading
         axis of every shared leaf: clients count as much as these (IFCA, AFL). Other aggregators than the mean get the quotients
         of each client, with its statistics as weights; so they do for statistics that are an `aggregate.Ratio`.
+      weighs_by_statistics: whether the statistics of a client are how much it counts (FedNova's number of steps). Attacks leave
+        them honest, like those that a mean is divided by.
       separate_models: whether the shared leaves are M models `[M, ...]`, each with an optimiser of its own at the server (IFCA,
         CFL). Needs `divides_by_statistics`: the statistics are each model's share of the clients, `[M]`. A model whose share is 0
         does not move, and its optimiser takes no step. With noise on uploads no share is exactly 0.
@@ -229,6 +232,7 @@ class Method:
     init_extra: Callable[[PyTree, FederatedData], PyTree] = no_extra
     update_extra: Callable[[Any, PyTree, Any, int], PyTree] | None = None
     divides_by_statistics: bool = False
+    weighs_by_statistics: bool = False
     separate_models: bool = False
     inherit: Callable[[Any, Any], jax.Array] | None = None
     direction: Callable[[Any, Updates, PyTree, Any, int], tuple[Updates, PyTree]] | None = None

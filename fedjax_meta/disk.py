@@ -86,14 +86,19 @@ def replace(path: Path, pieces: Iterable[Any], *, check: Callable[[Path], None] 
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file atomically: if the process or the machine dies, the file has either its old or its new content.
+    """Writes a text file atomically; errors as in `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike, content: bytes) -> None:
+    """Writes a file atomically: if the process or the machine dies, the file has either its old or its new content.
 
     Raises:
       OSError: the file could not be written; an old file is intact.
     """
     path = Path(path)
     try:
-        replace(path, [text.encode()])
+        replace(path, [content])
     except OSError as error:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, rows_with_ids
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, check_one_run, rows_with_ids
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.data.batches import real_samples
@@ -108,9 +108,10 @@ def evaluate(
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.flag("known", known)
     data.sizes(support)
+    check_one_run(state)
     population = state.seen.shape[0]
     if known:
-        check_known(data, population)
+        check_known(data, state.ids)
     if batch_size is not None:
         checks.count("batch_size", batch_size)
     measured = _chosen(algorithm, data, metrics)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from fedjax_meta import checks, disk
-from fedjax_meta.algorithm import Algorithm, State, check_known, rows_with_ids
+from fedjax_meta.algorithm import Algorithm, State, check_known, check_one_run, rows_with_ids
 from fedjax_meta.data import FederatedData
 from fedjax_meta.types import Key, PyTree, Variables
 
@@ -157,8 +157,9 @@ def personal(
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.indices("client", client, data.num_clients)
     data.sizes(support)
+    check_one_run(state)
     if known:
-        check_known(data, state.seen.shape[0])
+        check_known(data, state.ids)
 
     row, population = None, None
     if known:

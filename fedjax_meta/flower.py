@@ -19,6 +19,7 @@ import numpy as np
 
 from fedjax_meta import checks, masks, schedules
 from fedjax_meta.algorithm import Aggregation, State
+from fedjax_meta.blocks import run_keys
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.federation import Federation
@@ -27,7 +28,6 @@ from fedjax_meta.masks import Role
 from fedjax_meta.rounds import client as clients
 from fedjax_meta.rounds import federate, server
 from fedjax_meta.rounds.setting import CohortClient, Context, Kept, Outputs, Setting, rows_of
-from fedjax_meta.simulation import run_keys
 from fedjax_meta.types import Key, PyTree
 
 _log = logging.getLogger("fedjax_meta")

@@ -1,19 +1,14 @@
-"""A whole run: blocks of rounds, each one compiled loop, with an evaluation after each block.
+"""A whole run: rounds in blocks, with an evaluation after each stretch of them.
 
-The host does nothing between evaluations, unless it holds a store. A round's key is folded from the run's key and the number of
-the round, so that a run that resumes from a saved state equals the run that was never stopped.
+The host does nothing between evaluations, unless it holds a store. A run that resumes from a saved state equals the run that was
+never stopped.
 """
 
-import contextlib
 import dataclasses
-import functools
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +16,22 @@ import numpy as np
 
 from fedjax_meta import checks, placement, runtime
 from fedjax_meta import host_store as stores
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_clients, check_state
+from fedjax_meta.algorithm import Algorithm, State, check_clients, check_distinct, check_known, check_state, row_ids
+from fedjax_meta.blocks import Compiled, Log, one_round, run_keys, run_rounds, schedule, stretches
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import capacity
+from fedjax_meta.faults import Fault, faults_in, leaf_names
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.types import Key
-
-_log = logging.getLogger("fedjax_meta")
 
 _DRAWN_AHEAD = 64
 """Rounds whose cohorts are drawn in advance with a host store."""
 
 _MOST_AT_ONCE = 512
 """Rounds of one block at most, whose metrics are kept until it ends."""
-
-_MOST_WARNINGS = 3
-"""Faults that are logged one by one for each stretch of rounds."""
 
 
 class Evaluator(NamedTuple):
@@ -56,28 +48,6 @@ class Evaluator(NamedTuple):
     measure: Callable[[Key, State, Any], Any]
     data: Any
     known: bool | None = None
-
-
-class Fault(NamedTuple):
-    """Something that was not finite in a round.
-
-    Attributes:
-      round: its number, the first round is 1.
-      what: "clients left out", "server not finite" or "loss not finite".
-      clients: ids of the clients that it concerns.
-      leaf: where: the path of the first leaf that was not finite, or the name of the metric.
-      diverged: whether the round counts as diverged, see `algorithm.Faults`.
-    """
-
-    round: int
-    what: str
-    clients: tuple[int, ...]
-    leaf: str
-    diverged: bool
-
-    def __str__(self) -> str:
-        who = f" ({', '.join(map(str, self.clients[:5]))}{', ...' if len(self.clients) > 5 else ''})" if self.clients else ""
-        return f"round {self.round}: {self.what}{who}: {self.leaf}{', diverged' if self.diverged else ''}"
 
 
 class Record(NamedTuple):
@@ -100,66 +70,6 @@ class Record(NamedTuple):
     faults: tuple[Fault, ...] = ()
 
 
-class Log(NamedTuple):
-    """What is known of each round of a run; leaves `[R, ...]`.
-
-    Attributes:
-      metrics: each metric's mean over the clients that returned, `[R]`.
-      some: bool `[R]`, whether any client returned.
-      ids: int32 `[R, C]`, the cohorts.
-      faults: `algorithm.Faults` of each round, or `None`.
-    """
-
-    metrics: dict[str, Any]
-    some: Any
-    ids: Any
-    faults: Any
-
-
-def run_rounds(
-    algorithm: Algorithm, key: Key, state: State, data: FederatedData, rounds: Any, *, most: int
-) -> tuple[State, Log]:
-    """`rounds` rounds as one loop: a pure function, to be jitted, or vmapped over keys and rates.
-
-    Args:
-      key: the run's key; round r uses `fold_in(key, r)`.
-      rounds: how many, may be traced, at most `most`.
-      most: static bound, the length of the metrics returned.
-
-    Returns:
-      (state, the log of the rounds, zero beyond `rounds`).
-    """
-
-    # Jitted by itself, a round is traced once for both its shapes and the loop.
-    step = jax.jit(partial(_one_round, algorithm))
-
-    def body(i: Any, carry: Any) -> Any:
-        state, log = carry
-        state, line = step(key, state, data)
-        return state, jax.tree.map(lambda lines, value: lines.at[i].set(value), log, line)
-
-    shapes = jax.eval_shape(step, key, state, data)[1]
-    log = jax.tree.map(lambda shape: jnp.zeros((most, *shape.shape), shape.dtype), shapes)
-    return jax.lax.fori_loop(0, rounds, body, (state, log))
-
-
-def _one_round(algorithm: Algorithm, key: Key, state: State, data: FederatedData) -> tuple[State, Log]:
-    state, info = algorithm.round(jax.random.fold_in(key, state.round), state, data)
-    # The server does not know the metrics of clients that did not return; the mean is NaN when none returned.
-    metrics = {name: jnp.mean(values, where=_counted(values, info)) for name, values in info.metrics.items()}
-    returned = info.ids >= 0 if info.returned is None else info.returned
-    return state, Log(metrics, jnp.any(returned), info.ids, info.faults)
-
-
-def _counted(values: jax.Array, info: RoundInfo) -> Any:
-    return True if info.returned is None or values.ndim == 0 else info.returned
-
-
-def schedule(rounds: int, eval_every: int) -> list[int]:
-    """Rounds after which to evaluate: the first, every `eval_every`-th, and the last, as the FedMeta-Per paper does."""
-    return sorted({1, *range(eval_every, rounds, eval_every), rounds})
-
-
 def simulate(  # over 80 lines: half of them explain the arguments
     method: Method | Algorithm,
     data: FederatedData,
@@ -177,7 +87,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
 ) -> tuple[State, list[Record]]:
     """Trains, and evaluates after round 1, every `eval_every` rounds and at the end.
 
-    Each configuration is compiled once. Rates are part of it unless they are traced: `jax.jit(lambda rate: run_rounds(
+    Each configuration is compiled once. Rates are part of it unless they are traced: `jax.jit(lambda rate: blocks.run_rounds(
     federate(fedavg(task, lr=rate)), key, ...))` is one program for all rates, and trains with all of them at once under vmap.
 
     Args:
@@ -214,6 +124,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
     """
     algorithm = as_algorithm(method, federation)
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
+    check_distinct(data)
     checks.prng_key("key", key)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)
@@ -234,6 +145,8 @@ def simulate(  # over 80 lines: half of them explain the arguments
         if not isinstance(test, Evaluator):
             example = "fm.Evaluator(lambda key, state, data: fm.evaluate(method, key, state, data), data)"
             raise TypeError(f"evaluators[{name!r}] must be an Evaluator, e.g. {example}, not {checks.shown(test)}")
+        if test.known and isinstance(test.data, FederatedData):
+            check_known(test.data, row_ids(data))
     most = min(eval_every, _MOST_AT_ONCE)
     if store is None:
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=most)
@@ -261,89 +174,6 @@ def simulate(  # over 80 lines: half of them explain the arguments
         if on_record is not None and found.evaluations is not None:
             on_record(run.state, records[-1])
     return run.state, records
-
-
-class Trains(Protocol):
-    """A run of `done` finished rounds."""
-
-    done: int
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds that it has waited for compilation."""
-
-    def train(self, count: int) -> Log:
-        """`count` rounds, to their end."""
-
-    def measure(self) -> dict[str, Any]:
-        """What each evaluator finds."""
-
-
-class Stretch(NamedTuple):
-    """The rounds up to an evaluation, or to where the run was asked to stop.
-
-    Attributes:
-      first, done: finished rounds before and after it.
-      logs: of its pieces.
-      evaluations: what each evaluator found; `None` where the run stopped before.
-      seconds, compile_seconds: as in `Record`.
-    """
-
-    first: int
-    done: int
-    logs: list[Log]
-    evaluations: dict[str, Any] | None
-    seconds: float
-    compile_seconds: float
-
-
-def stretches(
-    run: Trains,
-    stops: Sequence[int],
-    *,
-    most: int,
-    in_pieces: bool,
-    on_log: Callable[[int, Log], None],
-    should_stop: Callable[[], bool] | None,
-) -> Iterator[Stretch]:
-    """Runs the rounds up to each of `stops` that is ahead, evaluates there, and yields what came of it.
-
-    Args:
-      run: what is trained.
-      stops: the rounds after which to evaluate, in order.
-      most: rounds that one call of `run.train` may have.
-      in_pieces: whether a call takes about a second, or `most` rounds.
-      on_log: called after each piece, with the rounds that were finished before it.
-      should_stop: as in `simulate`.
-    """
-
-    def asked_to_stop() -> bool:
-        """All processes of a run stop where one of them is asked to."""
-        with _explaining_lost_processes(run.done):
-            return should_stop is not None and runtime.least_of_processes(not should_stop()) == 0
-
-    piece = 1 if in_pieces else most
-    for stop in [stop for stop in stops if stop > run.done]:
-        started, compiled, first = time.perf_counter(), run.compile_seconds, run.done
-        logs: list[Log] = []
-        stopped = False
-        while run.done < stop and not stopped:
-            before, count = run.done, min(piece, stop - run.done)
-            clock = time.perf_counter() - run.compile_seconds
-            with _explaining_lost_processes(before):
-                logs.append(run.train(count))
-            if in_pieces:
-                took = time.perf_counter() - run.compile_seconds - clock
-                with _explaining_lost_processes(run.done):
-                    piece = int(runtime.least_of_processes(np.clip(count / max(took, 1e-3), 1, most)))
-            on_log(before, logs[-1])
-            stopped = asked_to_stop()
-        with _explaining_lost_processes(run.done):
-            evaluations = run.measure() if run.done == stop else None
-        compiled = run.compile_seconds - compiled
-        yield Stretch(first, run.done, logs, evaluations, time.perf_counter() - started - compiled, compiled)
-        if stopped or asked_to_stop():
-            return
 
 
 class _OnDevice:
@@ -421,7 +251,7 @@ class _OnHost:
         if data.ids is not None and data.num_clients == data.total_clients:
             raise ValueError("with a store, all clients must be in their order; data.select(...) may leave some out")
         for name, test in tests.items():
-            _check_evaluator(name, test, data.num_clients)
+            _check_evaluator(name, test, data)
         if state is not None:
             check_state(state, stores.state_shapes(algorithm, init_key, data))
             check_clients(state, data)
@@ -447,7 +277,7 @@ class _OnHost:
 
         def step(shared: State, rows: Any, before: Any, again: Any, cohort: FederatedData, key: Key) -> Any:
             state = shared._replace(**stores.newest_rows(rows, before, again))
-            state, line = _one_round(algorithm, key, state, cohort)
+            state, line = one_round(algorithm, key, state, cohort)
             shared, rows = stores.split_rows(state)
             return shared, rows, line
 
@@ -511,109 +341,21 @@ class _OnHost:
         return sum(program.seconds for program in (self._cohorts, self._step, *self._measures.values()))
 
 
-def _check_evaluator(name: str, test: Evaluator, clients: int) -> None:
+def _check_evaluator(name: str, test: Evaluator, data: FederatedData) -> None:
     if test.known is None:
         raise ValueError(f"with a store, evaluator {name!r} must say whether its clients are known: Evaluator(..., known=...)")
-    if test.known and not isinstance(test.data, FederatedData):
+    if not test.known:
+        return
+    if not isinstance(test.data, FederatedData):
         raise ValueError(f"with a store, evaluator {name!r} of known clients must have FederatedData, not {type(test.data)}")
-    if test.known and test.data.ids is not None:
+    clients = [None if one.ids is None else np.asarray(one.ids).tolist() for one in (test.data, data)]
+    if clients[0] != clients[1] or test.data.total_clients != data.total_clients:
         raise ValueError(
-            f"with a store, evaluator {name!r} of known clients must have the data of all of them, in their order, not of some "
-            "that were selected"
-        )
-    if test.known and test.data.total_clients != clients:
-        raise ValueError(
-            f"evaluator {name!r} has known=True, but its data have {test.data.num_clients} clients and the training {clients}: "
-            "give known=False for clients that did not train"
+            f"with a store, evaluator {name!r} of known clients must have the data of all clients that train, in their order; "
+            "give known=False for others"
         )
 
 
 def _measured(name: str, test: Evaluator, key: Key, state: State, data: Any) -> Any:
     """Each evaluator has a key of its own, folded from its name: it does not depend on what else is measured."""
     return test.measure(tagged(key, name, state.round), state, data)
-
-
-def run_keys(key: Key) -> tuple[Key, Key, Key]:
-    """The keys of a run's initial state, rounds and evaluations."""
-    return tagged(key, "init"), tagged(key, "rounds"), tagged(key, "evaluations")
-
-
-LeafNames = Callable[[], tuple[Sequence[str], Sequence[str]]]
-"""`() -> (names of a client's leaves, names of the server's leaves)`."""
-
-
-def leaf_names(algorithm: Algorithm, data: FederatedData) -> LeafNames:
-    """What `faults_in` calls the leaves; found out when it is first asked, because training is traced for it."""
-    return functools.cache(lambda: ([], []) if algorithm.checked is None else algorithm.checked(data))
-
-
-def faults_in(log: Log, done: int, leaves: LeafNames, *, run: str = "") -> list[Fault]:
-    """The faults of a few rounds, the first of which is round `done + 1`; they are also logged, with the name of the run.
-
-    Args:
-      log, done: the rounds.
-      leaves: see `leaf_names`.
-      run: its name.
-    """
-    prefix = f"{run}: " if run else ""
-    found: list[Fault] = []
-    empty = np.zeros(len(log.some), bool)
-    clients, server, diverged = (None, None, empty) if log.faults is None else log.faults
-    if clients is not None and server is not None and ((clients >= 0).any() or (server >= 0).any()):
-        names = leaves()
-        for r in np.flatnonzero((clients >= 0).any(1) | (server >= 0)):
-            for leaf in np.unique(clients[r][clients[r] >= 0]):
-                who = tuple(sorted(log.ids[r][clients[r] == leaf].tolist()))
-                found.append(Fault(done + int(r) + 1, "clients left out", who, names[0][int(leaf)], bool(diverged[r])))
-            if server[r] >= 0:
-                found.append(Fault(done + int(r) + 1, "server not finite", (), names[1][server[r]], True))
-    for name, values in log.metrics.items():
-        if "loss" in name:
-            odd = np.flatnonzero(log.some & ~np.isfinite(values))
-            found += [Fault(done + int(r) + 1, "loss not finite", (), name, bool(diverged[r])) for r in odd]
-    found.sort(key=lambda fault: fault.round)
-    for fault in found[:_MOST_WARNINGS]:
-        _log.warning("%s%s", prefix, fault)
-    if len(found) > _MOST_WARNINGS:
-        _log.warning("%sand %d more until round %d", prefix, len(found) - _MOST_WARNINGS, done + len(log.some))
-    return found
-
-
-@contextlib.contextmanager
-def _explaining_lost_processes(done: int) -> Iterator[None]:
-    """Explains the error that JAX raises when other processes of the run no longer answer."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        raise RuntimeError(
-            f"another process of this run was lost after round {done}; start the run again from its last saved state, "
-            "on as many processes and devices as there are"
-        ) from error
-
-
-class Compiled:
-    """A jitted function that is compiled once, on the thread that asks first; others wait for it.
-
-    Attributes:
-      seconds: that its compilation took.
-    """
-
-    def __init__(self, jitted: Any) -> None:
-        self._jitted, self._lock = jitted, threading.Lock()
-        self._executable: Any = None
-        self.seconds = 0.0
-
-    def compile(self, *arguments: Any) -> None:
-        """Compiles it for arguments of these shapes and places, if it is not compiled yet."""
-        with self._lock:
-            if self._executable is None:
-                started = time.perf_counter()
-                self._executable = runtime.compiled(self._jitted.lower(*arguments))
-                self.seconds = time.perf_counter() - started
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The result for these arguments, whose shapes must be those of the first call."""
-        self.compile(*arguments)
-        return self._executable(*arguments)

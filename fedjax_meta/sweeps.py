@@ -21,13 +21,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_meta import checks, engine, placement, runtime
-from fedjax_meta.algorithm import Algorithm, State, check_clients
+from fedjax_meta.algorithm import Algorithm, State, check_clients, check_distinct
+from fedjax_meta.blocks import Compiled, Log, run_keys, run_rounds, schedule, stretches
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
+from fedjax_meta.faults import faults_in, leaf_names
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Compiled, Log, Record, faults_in, leaf_names, run_keys, run_rounds, schedule, stretches
+from fedjax_meta.simulation import Record
 from fedjax_meta.types import Key
 
 MEMBERS = "members"
@@ -132,6 +134,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
         that have not finished equally many rounds, programs of another sweep, and what `simulate` raises.
     """
     checks.count("rounds", rounds)
+    check_distinct(data)
     stops = _stops(rounds, eval_every)
     some_rest = active is not None and not all(active)
     if programs is None:

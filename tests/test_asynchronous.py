@@ -5,10 +5,12 @@ of K arrivals. FedAsync: w = (1 - a s(tau)) w + a s(tau) w_i.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -110,12 +112,18 @@ def run(algorithm, count, state=None):
     return state, infos
 
 
+NORM = 0.2
+"""To which some changes are clipped."""
+
+
 @pytest.mark.parametrize("personal", [NOTHING, HEAD], ids=["fedavg", "fedper"])
 @pytest.mark.parametrize("weight", ["polynomial", "hinge", "constant"])
 def test_rounds_of_fedbuff(personal, weight):
     table = schedules.fedbuff(SECONDS, **OPTIONS, staleness_weight=weight, exponent=0.7, grace=1)
     method = (fm.fedper if personal.any() else fm.fedavg)(task(), lr=0.2, epochs=2, batch_size=4)
-    algorithm = fm.federate(method, fm.Federation(cohort_size=2, schedule=table, server_lr=0.8, devices=1))
+    # A client clips what it sends, and the server weighs that.
+    clips = {"uploads": (uploads.clip(NORM),)} if weight == "hinge" else {}
+    algorithm = fm.federate(method, fm.Federation(cohort_size=2, schedule=table, server_lr=0.8, devices=1, **clips))
     models, own = [flat(algorithm.init(KEY, data()).model)], {}
     for t, (ids, lags) in enumerate(zip(table.cohorts.tolist(), table.staleness.tolist(), strict=True)):
         falls, trained = [], {}
@@ -124,7 +132,8 @@ def test_rounds_of_fedbuff(personal, weight):
             start = np.where(personal, own.get(i, given), given)
             trained[i] = descend(start, 0.2, epochs(order_key(t, i), i, "train", 4, 2))
             s = {"polynomial": (1 + lag) ** -0.7, "hinge": 1 if lag <= 1 else 1 / (0.7 * (lag - 1) + 1), "constant": 1}[weight]
-            falls.append(s * (given - trained[i]))
+            fall = np.where(personal, 0, given - trained[i])
+            falls.append(s * fall * (min(1, NORM / np.linalg.norm(fall)) if clips else 1))
         fall = np.average(falls, 0, [TRAIN[i] for i in ids])
         models.append(np.where(personal, models[-1], models[-1] - 0.8 * fall))
         own |= trained
@@ -148,6 +157,45 @@ def test_rounds_of_fedasync():
         models.append((1 - share) * models[-1] + share * trained)
     assert table.staleness.max() > 2
     near(flat(run(algorithm, 7)[0].model), models[-1])
+
+
+def test_a_rate_that_changes_by_rounds_is_that_of_the_round_in_which_a_client_began():
+    table = schedules.fedasync(SECONDS, rounds=7, concurrency=4, most_stale=6, staleness_weight="constant")
+    method = fm.rates.scheduled(fm.fedavg, task(), rates={"lr": lambda round_: 0.3 * 0.5**round_}, batch_size=4)
+    algorithm = fm.federate(method, fm.Federation(cohort_size=1, schedule=table, server_lr=0.6, devices=1))
+    models = [flat(algorithm.init(KEY, data()).model)]
+    for t, ((i,), (lag,)) in enumerate(zip(table.cohorts.tolist(), table.staleness.tolist(), strict=True)):
+        trained = descend(models[t - lag], 0.3 * 0.5 ** (t - lag), epochs(order_key(t, i), i, "train", 4))
+        models.append(0.4 * models[-1] + 0.6 * trained)
+    near(flat(run(algorithm, 7)[0].model), models[-1])
+
+
+@pytest.mark.parametrize("chain", [(), (uploads.clip(100.0),)], ids=["values", "differences"])
+@pytest.mark.parametrize("server", ["plain", "momentum"])
+def test_fedasync_mixes_buffers_like_models(chain, server):
+    """Every client adds its number of samples to the buffer that it was given."""
+    data = fm.from_clients([(np.ones((20 + i, 3)), np.ones(20 + i, int)) for i in range(4)], num_classes=2)
+
+    def client(key, received, samples):
+        return fm.Trained(received.model | {"b": received.model["b"] + samples["train"].size}, {})
+
+    method = fm.Method(
+        init=lambda key: {"w": jnp.zeros((3, 2)), "b": jnp.zeros(())},
+        client=client,
+        personalize=fm.received_model,
+        predict=lambda variables, x: x @ variables["w"],
+        roles=fm.masks.roles({"w": False, "b": False}, {"w": True, "b": False}),
+    )
+    table = schedules.fedasync([1.0, 1.5, 3, 4], rounds=8, concurrency=4, most_stale=10)
+    optimizer = {} if server == "plain" else {"server_optimizer": partial(optax.sgd, momentum=0.9)}
+    federation = fm.Federation(cohort_size=1, schedule=table, server_lr=0.6, uploads=chain, **optimizer)
+    state, _ = fm.simulate(method, data, key=jax.random.key(0), rounds=8, federation=federation)
+    versions, sizes = [0.0], data.sizes("train")
+    for (i,), (lag,) in zip(table.cohorts, table.staleness, strict=True):
+        share = (0.6 if server == "plain" else 1.0) / np.sqrt(1 + lag)
+        versions.append((1 - share) * versions[-1] + share * (versions[len(versions) - 1 - lag] + sizes[i]))
+    assert table.staleness.max() > 1
+    assert float(state.model["b"]) == pytest.approx(versions[-1])
 
 
 def test_a_timetable_starts_again_after_its_last_row():

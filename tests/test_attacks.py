@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from jax.flatten_util import ravel_pytree
 
 import fedjax_meta as fm
 from fedjax_meta import aggregate, attacks
@@ -249,6 +250,49 @@ def test_a_round_with_inner_product_manipulation_written_out_for_a_mean_and_a_me
         mean = average(own, problems.data().size["train"])
         wanted = mean if aggregator is None else jax.tree.map(lambda *leaves: np.median(np.stack(leaves), 0), *own)
         assert problems.distance(after, jax.tree.map(jnp.subtract, model, wanted)) < 1e-12
+
+
+LIKE_FEDAVG = {
+    "fedavg": {"weighting": "uniform"},
+    "ifca": {"clusters": 1},
+    "qfedavg": {"q": 0.0},
+    "fedas": {"align_epochs": 0, "fisher": False, "head": "none"},
+    "fednova": {"weighting": "uniform"},
+}
+"""Methods that are FedAvg with these options and one step a round, but send how much a client counts as statistics."""
+
+
+@pytest.mark.parametrize("rule", [None, aggregate.median], ids=["mean", "median"])
+@pytest.mark.parametrize("attack", [attacks.sign_flip((0, 1)), attacks.ipm((0, 1), scale=0.5)], ids=["alone", "together"])
+def test_a_liar_counts_as_much_as_if_it_were_honest(attack, rule):
+    moves = {}
+    for name, options in LIKE_FEDAVG.items():
+        federation = fm.Federation(cohort_size=7, attack=attack, aggregator=rule)
+        algorithm = fm.federate(fm.METHODS[name](problems.task(), lr=0.3, epochs=1, batch_size=128, **options), federation)
+        begun = algorithm.init(KEY, problems.data())
+        state, _ = jax.jit(algorithm.round)(KEY, begun, problems.data())
+        moves[name] = ravel_pytree(state.model)[0] - ravel_pytree(begun.model)[0]
+    assert np.linalg.norm(moves["fedavg"]) > 0.05
+    for name, move in moves.items():
+        np.testing.assert_allclose(move, moves["fedavg"], rtol=0, atol=1e-7, err_msg=name)
+
+
+def test_a_round_of_fednova_with_a_sign_flip_written_out():
+    """The step is that of honest numbers of steps: the mean of them, times the mean of changes divided by each client's own."""
+
+    def moved(cohort, attack):
+        federation = fm.Federation(cohort_size=len(cohort), schedule=fm.schedules.given([cohort]), attack=attack)
+        method = fm.fednova(problems.task(), lr=0.3, batch_size=16, weighting="uniform")
+        algorithm = fm.federate(method, federation)
+        begun = algorithm.init(KEY, problems.data())
+        state, info = jax.jit(algorithm.round)(KEY, begun, problems.data())
+        return ravel_pytree(state.model)[0] - ravel_pytree(begun.model)[0], info.metrics["normaliser"]
+
+    alone, steps = map(np.array, zip(*(moved([i], None) for i in range(3)), strict=True))
+    assert len({*steps.ravel().tolist()}) > 1
+    found, _ = moved([0, 1, 2], attacks.sign_flip((1,)))
+    signs = np.array([[1], [-1], [1]])
+    np.testing.assert_allclose(found, np.mean(steps) * np.mean(signs * alone / steps, 0), rtol=0, atol=1e-7)
 
 
 def test_a_client_that_trains_on_flipped_labels_written_out():

@@ -330,10 +330,10 @@ def test_another_format_is_refused_by_its_number(tmp_path):
     line = first_line(checkpoint.FORMAT + 3)
     for rest in (b"", b"something else"):
         (tmp_path / "2.ckpt").write_bytes(line.encode() + rest)
-        with pytest.raises(ValueError, match=r"2.ckpt was written by another .* \(format 7; .* format 4\)"):
+        with pytest.raises(ValueError, match=r"2.ckpt was written by another .* \(format 8; .* format 5\)"):
             checkpoint.restore(tmp_path, like(state()), CONFIG)
     # The same number without its digest is damage.
-    (tmp_path / "2.ckpt").write_text(line.replace("7", "8"))
+    (tmp_path / "2.ckpt").write_text(line.replace("8", "9"))
     with pytest.warns(UserWarning, match=r"damaged checkpoint: .*2.ckpt has changed"):
         assert checkpoint.restore(tmp_path, like(state()), CONFIG).round == 1
 

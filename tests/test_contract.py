@@ -99,7 +99,7 @@ def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run
     spread, begin = make(name, devices=2, lanes=2), placement.replicate(start, 2)
     places, data = jax.tree.map(lambda leaf: leaf.sharding, begin), problems.data()
     block = jax.jit(
-        lambda state, count: fm.simulation.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places
+        lambda state, count: fm.blocks.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places
     )
     whole = block(begin, 4)
     assert problems.leaves_equal(whole, block(block(begin, 1), 3))

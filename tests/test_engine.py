@@ -367,7 +367,7 @@ def test_a_round_updates_a_large_population_in_place(devices):
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     data = placement.place_shared(data, places.round)
     block = jax.jit(
-        lambda state, data: fm.simulation.run_rounds(algorithm, KEY, state, data, 3, most=3)[0],
+        lambda state, data: fm.blocks.run_rounds(algorithm, KEY, state, data, 3, most=3)[0],
         donate_argnums=0,
         out_shardings=places,
     )

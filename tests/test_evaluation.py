@@ -98,7 +98,7 @@ BAD = {
     "an unknown view": (lambda: _run(query="validation"), "no view 'validation'; they have train"),
     "an unknown support": (lambda: _run(support="validation"), "no view 'validation'; they have train"),
     "more clients than trained": (
-        lambda: _run(state=STATE._replace(seen=jnp.ones(3, bool))),
+        lambda: _run(state=STATE._replace(seen=jnp.ones(3, bool), ids=jnp.arange(3))),
         "known=True, but the data have 4 clients and the training had 3: give known=False",
     ),
     "fewer clients than trained": (
@@ -333,3 +333,32 @@ def test_a_run_does_not_go_on_with_other_clients():
     state, _ = sweeps.sweep(build, members, data.select([4, 1, 6]), rounds=1, **options)
     with pytest.raises(ValueError, match="row 2 of the state is of client 6, but there the data have client 5"):
         sweeps.sweep(build, members, data.select([4, 1, 5]), rounds=2, state=state, **options)
+    with pytest.raises(ValueError, match="the state holds the 1 members of a sweep"):
+        fm.evaluate(algorithm, KEY, state, data)
+    twice = "client 4 was selected 2 times: select each client once"
+    with pytest.raises(ValueError, match=twice):
+        fm.simulate(algorithm, data.select([4, 1, 4]), key=KEY, rounds=1)
+    with pytest.raises(ValueError, match=twice):
+        sweeps.sweep(build, members, data.select([4, 1, 4]), rounds=1, **options)
+
+
+def test_clients_that_are_numbered_anew_are_not_taken_for_those_that_trained():
+    """Data of as many clients as the state has rows, whose ids are others."""
+    algorithm = fm.federate(fm.ditto(problems.task(), batch_size=20, epochs=1), fm.Federation(cohort_size=3, devices=1))
+    trained = problems.data().select([4, 1, 6])
+    other = problems.clients_of([30, 40, 50])
+    state, _ = fm.simulate(algorithm, trained, key=KEY, rounds=1)
+    message = "known=True, but client 6 trained, and the data number their clients from 0 to 2"
+    for use in (
+        lambda: fm.evaluate(algorithm, KEY, state, other),
+        lambda: export.personal(algorithm, KEY, state, other, 0, support="test_support"),
+        lambda: fm.simulate(
+            algorithm,
+            trained,
+            key=KEY,
+            rounds=1,
+            evaluators={"known": fm.Evaluator(lambda key, state, data: state.round, other, known=True)},
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()

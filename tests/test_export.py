@@ -142,6 +142,33 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
     assert not np.allclose(own["params"]["head"]["kernel"], other["params"]["head"]["kernel"])
 
 
+@pytest.mark.parametrize("damage", ["a byte", "cut off", "deleted"])
+def test_a_model_whose_checkpoint_is_damaged_says_what_trains_it_again(damage, made, tmp_path):
+    chosen, folder, _ = made
+    place = tmp_path / "run"
+    shutil.copytree(folder, place)
+    for path in (place / "state/pairs").glob("ditto.final.*/*.ckpt"):
+        content = path.read_bytes()
+        middle = len(content) // 2
+        if damage == "deleted":
+            path.unlink()
+        elif damage == "cut off":
+            path.write_bytes(content[:-100])
+        else:
+            path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(ValueError, match="damaged" if damage != "deleted" else "no checkpoint of ditto") as raised:
+        of_run(place, "ditto")
+    # What the message says, to the letter.
+    results = place / "results/pairs/ditto.final.json"
+    assert f"delete {results}" in str(raised.value)
+    results.unlink()
+    for states in (place / "state/pairs").glob("ditto.final.*"):
+        if str(states) in str(raised.value):
+            shutil.rmtree(states)
+    run.run(chosen, place, watcher=Silent())
+    assert problems.distance(of_run(place, "ditto").variables, of_run(folder, "ditto").variables) == 0
+
+
 def test_the_model_of_a_run_that_diverged_says_so(made, tmp_path):
     path = tmp_path / "a.safetensors"
     result = CliRunner().invoke(app, ["export", str(made[1]), "--system", "wild", "--out", str(path)])

@@ -12,7 +12,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import flower
-from fedjax_meta.simulation import run_keys
+from fedjax_meta.blocks import run_keys
 from tests import problems
 from tests.test_contract import method_of
 

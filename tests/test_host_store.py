@@ -114,6 +114,16 @@ def test_tests_of_some_known_clients_know_how_many_trained(method):
     _close(*(simulate(method, data, store=store, **options) for store in ("memory", None)))
 
 
+@pytest.mark.parametrize("samples", ["host", "device"])
+def test_clients_that_were_selected_are_tested_in_a_store_as_on_the_device(samples, monkeypatch):
+    monkeypatch.setattr(host_store, "_PART_BYTES", 400)
+    data = problems.clients_of([12, 9, 15, 10, 11, 13, 9, 14])
+    data = (jax.tree.map(np.asarray, data) if samples == "host" else jax.device_put(data)).select(np.array([5, 1, 6, 2]))
+    algorithm = _algorithm("fedper", cohort_size=2)
+    tests = {"known": Evaluator(lambda key, state, data: fm.evaluate(algorithm, key, state, data), data, known=True)}
+    _close(*(simulate(algorithm, data, key=KEY, rounds=3, evaluators=tests, store=store) for store in ("memory", None)))
+
+
 def test_tests_in_parts_and_several_devices_change_nothing(monkeypatch):
     monkeypatch.setattr(host_store, "_PART_BYTES", 400)
     monkeypatch.setattr(fm.simulation, "_DRAWN_AHEAD", 3)
@@ -275,13 +285,13 @@ def test_what_a_store_cannot_hold_is_refused(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=message):
             simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": test}, store="memory")
     some = Evaluator(lambda key, state, data: state.seen, data.select(np.array([5, 2])), known=True)
-    with pytest.raises(ValueError, match="'t' of known clients must have the data of all of them"):
+    with pytest.raises(ValueError, match="'t' of known clients must have the data of all clients that train"):
         simulate(algorithm, data, key=KEY, rounds=1, evaluators={"t": some}, store="memory")
     with pytest.raises(ValueError, match="with a store, all clients must be in their order"):
         simulate(algorithm, data.select(np.array([3, 0, 1, 2, 4, 5, 6])), key=KEY, rounds=1, store="memory")
     for trained, tested in ((data.select(np.arange(5)), data), (data, problems.clients_of([12, 9, 15, 10, 11]))):
         known = Evaluator(rounds_done, tested, known=True)
-        numbers = f"have {tested.num_clients} clients and the training {trained.num_clients}: give known=False"
+        numbers = f"have {tested.num_clients} clients and the training had {trained.num_clients}: give known=False"
         with pytest.raises(ValueError, match=numbers):
             simulate(algorithm, trained, key=KEY, rounds=1, evaluators={"t": known}, store="memory")
     keyed = fm.Method(

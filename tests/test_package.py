@@ -47,6 +47,8 @@ LAYERS = (
     ("algorithm", "builders", "rates"),
     ("rounds", "methods"),
     ("host_store", "evaluation", "adaptation", "costs"),
+    ("blocks",),
+    ("faults",),
     ("simulation",),
     ("sweeps",),
     ("report", "checkpoint"),
@@ -57,7 +59,19 @@ LAYERS = (
     ("__main__",),
 )
 # These run, measure or save any method, so that they must not import a particular one.
-METHOD_AGNOSTIC = {"host_store", "evaluation", "costs", "simulation", "sweeps", "report", "checkpoint", "loggers", "flower"}
+METHOD_AGNOSTIC = {
+    "host_store",
+    "evaluation",
+    "costs",
+    "blocks",
+    "faults",
+    "simulation",
+    "sweeps",
+    "report",
+    "checkpoint",
+    "loggers",
+    "flower",
+}
 
 OPTIONAL = (
     "tensorflow_datasets",

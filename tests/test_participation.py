@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedjax_meta import from_clients, models, participation
+from fedjax_meta.blocks import run_rounds
 from fedjax_meta.participation import Participation
-from fedjax_meta.simulation import run_rounds
 from fedjax_meta.task import Task, weighted_mean
 from tests import problems
 

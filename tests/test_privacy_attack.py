@@ -68,9 +68,7 @@ def _advantage(task, epochs, members, others):
     views = {"train": (np.zeros(2, int), np.full(2, 200))}
     data = fm.from_clients(clients, views=views, num_classes=2)
     algorithm = fm.federate(fm.fedavg(task, lr=0.5, epochs=1, batch_size=200), fm.Federation(cohort_size=2, devices=1))
-    run = jax.jit(
-        lambda key: fm.simulation.run_rounds(algorithm, key, algorithm.init(key, data), data, epochs, most=epochs)[0]
-    )
+    run = jax.jit(lambda key: fm.blocks.run_rounds(algorithm, key, algorithm.init(key, data), data, epochs, most=epochs)[0])
     model = run(KEY).model
 
     def losses(samples):

@@ -13,8 +13,9 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from fedjax_meta import report
 from fedjax_meta.evaluation import Evaluation
+from fedjax_meta.faults import Fault
 from fedjax_meta.report import curves
-from fedjax_meta.simulation import Fault, Record
+from fedjax_meta.simulation import Record
 
 CLIENTS, CLASSES = 6, 5
 ACCURACY, RMSE = report.Kind("accuracy", True, True), report.Kind("rmse", False, False)
@@ -393,6 +394,7 @@ def test_every_judgement_follows_the_direction_of_the_score():
     values = [2.0, np.nan, 9.0, 1.0, 9.0, 1.0]
     assert ACCURACY.best(values) == 2 and RMSE.best(values) == 3 and RMSE.best([np.nan, np.inf]) == 0
     many = np.arange(20.0)
+    assert np.isnan([kind.worst_tenth(np.append(many, bad)) for kind in (ACCURACY, RMSE) for bad in (np.nan, np.inf)]).all()
     assert ACCURACY.worst_tenth(many) == 0.5 and RMSE.worst_tenth(many) == 18.5 and RMSE.worst_tenth(mine) == 5
     scores = np.array([0.5, 0.9, np.nan, 1.1])
     assert ACCURACY.reaches(scores, 0.9).tolist() == [False, True, False, True]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
+from fedjax_meta.blocks import run_rounds, schedule
 from fedjax_meta.keys import tagged
-from fedjax_meta.simulation import Evaluator, run_rounds, schedule, simulate
+from fedjax_meta.simulation import Evaluator, simulate
 from tests import problems
 
 KEY = jax.random.key(4)
@@ -233,3 +234,17 @@ def test_evaluation_and_logging_change_no_draw_of_the_training(whole):
     """Keys are folded from tags: a run without evaluators is the same run."""
     assert problems.leaves_equal(_simulate(evaluators={})[0], whole[0])
     assert problems.leaves_equal(_simulate(evaluators={}, eval_every=7)[0], whole[0])
+
+
+@pytest.mark.parametrize("store", [None, "memory"])
+@pytest.mark.parametrize("name", ["scaffold", "feddyn", "fednova"])
+def test_a_training_on_selected_clients_is_one_on_data_of_these_alone(name, store):
+    """Also for methods whose server divides by the number of clients."""
+    sizes = [12, 9, 15, 10, 11, 13, 9]
+    method = fm.METHODS[name](problems.task(), lr=0.3, batch_size=8)
+    trained = [
+        simulate(method, data, key=KEY, rounds=3, federation=fm.Federation(cohort_size=2), store=store)[0]
+        for data in (problems.clients_of(sizes).select(np.arange(4)), problems.clients_of(sizes[:4]))
+    ]
+    assert problems.distance(trained[0].model, trained[1].model) < 1e-12
+    assert problems.distance(trained[0].extra, trained[1].extra) < 1e-12

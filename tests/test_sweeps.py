@@ -52,7 +52,7 @@ def test_a_vmapped_sweep_is_its_runs_one_by_one(name, layout):
         """Two rounds, then what a new client tests with."""
         algorithm = build(a, b, **COMMON, **layout)
         state = algorithm.init(KEY, data)
-        state, _ = fm.simulation.run_rounds(algorithm, KEY, state, data, 2, most=2)
+        state, _ = fm.blocks.run_rounds(algorithm, KEY, state, data, 2, most=2)
         support = data.client(1)["test_support"]
         return state, algorithm.personalize(KEY, state, support, None)
 

@@ -455,6 +455,14 @@ def test_a_legal_order_runs(chain):
             lambda: problems.build("pfedhn", uploads=(uploads.clip(1.0),)),
             "pfedhn sends other numbers than those that the simulation averages",
         ),
+        (
+            lambda: problems.build("ifca", uploads=(uploads.clip(1.0),)),
+            "ifca divides a mean of changes by a mean of amounts; clip would shrink both and bound nothing",
+        ),
+        (
+            lambda: problems.build("qfedavg", uploads=(uploads.adaptive_clip(1.0), uploads.mask())),
+            "qfedavg divides a mean of changes by a mean of amounts; adaptive_clip would",
+        ),
         (lambda: uploads.sparsify(1.5), "share=1.5 must lie between 0 and 1"),
         (lambda: uploads.mask(31), "fraction_bits=31 must lie in"),
         (

@@ -22,11 +22,12 @@ from experiments.leaderboard.board import Line
 from experiments.reproduce.run_list import Run
 from fedjax_meta import disk, report, sweeps
 from fedjax_meta.algorithm import Algorithm
+from fedjax_meta.blocks import run_keys
 from fedjax_meta.data import FederatedData
 from fedjax_meta.evaluation import evaluate
 from fedjax_meta.keys import tagged
 from fedjax_meta.methods import METHODS
-from fedjax_meta.simulation import Record, run_keys
+from fedjax_meta.simulation import Record
 from fedjax_meta.study import Study, compare
 from fedjax_meta.study.export import restored
 from fedjax_meta.study.job import final_phase

@@ -103,14 +103,13 @@ def units(ratio: Ratio) -> tuple[PyTree, ...]:
 
 def of_units(combined: tuple[PyTree, ...], amount: jax.Array) -> Ratio:
     """The ratio whose quotients are `combined`, see `units`."""
-    if jnp.ndim(amount) == 0:
-        return Ratio(jax.tree.map(lambda leaf: leaf * amount.astype(leaf.dtype), combined[0]), amount)
+    quotient = combined[0] if jnp.ndim(amount) == 0 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *combined)
+    return Ratio(in_total(quotient, amount), amount)
 
-    def joined(*leaves: jax.Array) -> jax.Array:
-        stacked = jnp.stack(leaves)
-        return stacked * amount.astype(stacked.dtype).reshape(amount.shape + (1,) * (stacked.ndim - 1))
 
-    return Ratio(jax.tree.map(joined, *combined), amount)
+def in_total(quotient: PyTree, amount: jax.Array) -> PyTree:
+    """`quotient * amount`, leaf by leaf: the total whose quotients by `per_unit` these are."""
+    return jax.tree.map(lambda leaf: leaf * _before_axes(amount, leaf).astype(leaf.dtype), quotient)
 
 
 def per_unit(total: PyTree, amount: jax.Array) -> PyTree:
@@ -120,10 +119,15 @@ def per_unit(total: PyTree, amount: jax.Array) -> PyTree:
     """
 
     def divide(leaf: jax.Array) -> jax.Array:
-        by = jnp.reshape(amount, jnp.shape(amount) + (1,) * (leaf.ndim - jnp.ndim(amount)))
+        by = _before_axes(amount, leaf)
         return jnp.where(by > 0, leaf / jnp.where(by > 0, by, 1).astype(leaf.dtype), 0)
 
     return jax.tree.map(divide, total)
+
+
+def _before_axes(amount: jax.Array, leaf: jax.Array) -> jax.Array:
+    """An amount in a shape that broadcasts against a leaf, which has its axes first."""
+    return jnp.reshape(amount, jnp.shape(amount) + (1,) * (leaf.ndim - jnp.ndim(amount)))
 
 
 def wide(leaf: ArrayLike) -> jax.Array:

@@ -478,7 +478,10 @@ def dealt_tests_clients(
         have only the views "train" and "test".
     """
     _check(source, seed)
-    train = partition.dirichlet_clients(source.y_train, num_clients, concentration=concentration, seed=seed)
+    rng = np.random.default_rng(seed)
+    train = partition.dirichlet_clients(source.y_train, num_clients, concentration=concentration, seed=rng)
+    # Views and held-back samples are cut in storage order, and this partition goes class by class.
+    train = train.shuffled(rng)
     test = partition.iid(source.y_test, num_clients, seed=seed)
     scale = pixel_scaling(source.x_train, "unit") if source.x_train.dtype == np.uint8 else None
     data = _with_local_tests(source, train, test, support=support, scale=scale, tiny=True)

@@ -283,7 +283,8 @@ def _scaling(
         if x.ndim != 4:
             raise ValueError(
                 f"{who} are uint8 of shape {x.shape}: give scale=1/255 if they are pixels, scale={STORED!r} if they are tokens "
-                "or other integers (only images [M, height, width, channels] are taken for pixels), or give another type"
+                "or other integers (only images [M, height, width, channels] are taken for pixels), or give another type, "
+                "as the .npz of a study must: x / 255, or x.astype(int)"
             )
         scale = 1 / 255
     with np.errstate(over="ignore"):  # what overflows is refused below

@@ -97,6 +97,7 @@ def fednova(
         predict=task.predict,
         roles=masks.roles(masks.nothing(task), trainable),
         weighting=weighting,
+        weighs_by_statistics=True,
         direction=lambda state, pseudo_gradient, tau, weight, num_clients: (
             jax.tree.map(lambda leaf: tau.astype(leaf.dtype) * leaf, pseudo_gradient),
             (),

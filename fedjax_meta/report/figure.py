@@ -1,5 +1,6 @@
 """One picture of a run: the main score by round, and of every client at the end."""
 
+import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedjax_meta import escape
+from fedjax_meta import disk, escape
 from fedjax_meta.report import curves
 from fedjax_meta.report.records import diverged_words, over_seeds
 from fedjax_meta.report.series import Series, common_rounds, places
@@ -51,6 +52,7 @@ def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -
       title: of the figure.
 
     Raises:
+      OSError: the file cannot be written.
       ValueError: two series of the same title, clients and seed, or of different scores.
     """
     names = [(one.title, one.clients, one.seed) for one in all_series]
@@ -94,8 +96,9 @@ def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -
                 axes[1, column].set_xlim(10 * np.floor(worst / 10) - 1, 101)
             _draw_spread(axes[1, column], mine, colors, names=column == 0)
         figure.suptitle(escape.label("\n".join(lines)), fontsize=13, fontweight="bold", x=0.01, ha="left")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:] or "png")
+        disk.write_bytes(path, drawn.getvalue())
 
 
 def _least(values: Sequence[np.ndarray]) -> float:

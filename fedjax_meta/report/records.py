@@ -21,7 +21,7 @@ def compact(record: Record) -> dict[str, Any]:
       `accuracy`, `f1` (as FedMeta-Per takes it, see `metrics.within_own_classes`) and `loss` of each client `[N]`, `scores` as
       in `metrics.summary`, and `confusion [N, K, K]`. Without a confusion matrix, and for metrics beside it, `metrics` holds for
       each its `values [N]`, `higher_is_better` and `share`. `faults` lists what was not finite since the record before, see
-      `simulation.Fault`. Scores are NaN where the loss is not finite.
+      `faults.Fault`. Scores are NaN where the loss is not finite.
     """
     return {
         "round": record.round,
@@ -130,7 +130,9 @@ class Kind(NamedTuple):
         return max(range(len(values)), key=lambda i: sign * values[i] if math.isfinite(values[i]) else -math.inf)
 
     def worst_tenth(self, values: np.ndarray) -> float:
-        """The mean over the tenth of the clients `[N]` with the worst scores; at least one."""
+        """The mean over the tenth of the clients `[N]` with the worst scores, at least one; NaN if a score is not finite."""
+        if not np.isfinite(values).all():
+            return math.nan
         count = max(1, round(len(values) / 10))
         ordered = np.sort(values)
         return float(np.mean(ordered[:count] if self.higher_is_better else ordered[::-1][:count]))

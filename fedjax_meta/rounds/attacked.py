@@ -3,6 +3,7 @@
 Without an attack, none of these functions adds anything to a compiled round.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, masks
+from fedjax_meta.aggregate import Ratio, in_total, per_unit
+from fedjax_meta.aggregate.distances import along
 from fedjax_meta.algorithm import State
 from fedjax_meta.attacks import Attack
 from fedjax_meta.contract import Received
@@ -57,7 +60,9 @@ def by_client(
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
         reference = _before(setting, message, before, received.model, given.extra)
-        message = _consistent(setting, attack.alone(tagged(key, "attack"), _of(members, id_), message, reference))
+        attacks = _of(members, id_)
+        lie = partial(attack.alone, tagged(key, "attack"), attacks)
+        message = _told(setting, lie, lambda leaf: attacks, message, reference)
     own = masks.split(received.model, setting.personal)[0] if setting.federation.average_personal else ()
     return message, message.read if attack.conspire is None else (message.read, before, own)
 
@@ -81,7 +86,9 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
     else:
         reference = jax.vmap(lambda id_: common(stale.given(setting, context, id_)[0].model))(ids)
     reference = reference._replace(read=before)
-    message = _consistent(setting, attack.together(_of(members, ids), outputs.returned, message, reference))
+    attacks = _of(members, ids)
+    lie = partial(attack.together, attacks, outputs.returned)
+    message = _told(setting, lie, partial(along, attacks), message, reference, each=jax.vmap)
     sent = (*message.upload, message.measured)
     return outputs._replace(upload=(sent, weights), stacked=message.stacked, read=message.read)
 
@@ -122,6 +129,49 @@ def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, ext
         if setting.method.statistics_renew_extra:
             statistics = extra
     return Message((part, statistics), zeros(message.measured), zeros(message.stacked), read)
+
+
+def _told(
+    setting: Setting,
+    lie: Callable[[Message, Message], Message],
+    attacks: Callable[[jax.Array], jax.Array],
+    message: Message,
+    before: Message,
+    each: Callable[[Callable], Callable] = lambda of_client: of_client,
+) -> Message:
+    """`lie(message, before)`, of one client or, with `each=jax.vmap`, of a cohort; `attacks(leaf)` says who attacks."""
+    method = setting.method
+    amounts = method.divides_by_statistics or method.weighs_by_statistics or isinstance(message.upload[1], Ratio)
+    if not amounts:
+        return _consistent(setting, lie(message, before))
+    values, with_values = each(partial(_values, setting)), each(partial(_with_values, setting))
+    told = lie(message._replace(upload=values(message.upload)), before._replace(upload=values(before.upload)))
+    changed = with_values(message.upload, told.upload)
+    # Dividing by an amount and multiplying by it may round, which must change nothing for the honest.
+    upload = jax.tree.map(lambda new, old: jnp.where(attacks(old), new, old), changed, message.upload)
+    return _consistent(setting, told._replace(upload=upload))
+
+
+def _values(setting: Setting, upload: PyTree) -> PyTree:
+    """What ONE client may lie about: quotients in place of sums, and no amounts, which say how much it counts."""
+    part, statistics = upload
+    if setting.method.divides_by_statistics:
+        moving, held = masks.split(part, setting.shared)
+        return masks.merge(per_unit(moving, statistics), held), ()
+    if isinstance(statistics, Ratio):
+        return part, per_unit(statistics.total, statistics.amount)
+    return part, ()
+
+
+def _with_values(setting: Setting, upload: PyTree, values: PyTree) -> PyTree:
+    """The upload of ONE client with these in place of its `_values`."""
+    statistics, (part, told) = upload[1], values
+    if setting.method.divides_by_statistics:
+        moving, held = masks.split(part, setting.shared)
+        return masks.merge(in_total(moving, statistics), held), statistics
+    if isinstance(statistics, Ratio):
+        return part, Ratio(in_total(told, statistics.amount), statistics.amount)
+    return part, statistics
 
 
 def _consistent(setting: Setting, message: Message) -> Message:

@@ -30,7 +30,7 @@ def client_round(
     3. `weights_of`, `upload_of`: what it would send. The upload transformations change that.
     4. `_broken`: a client whose result is not finite takes no part.
     5. `_kept_after`: what it keeps for its next round.
-    6. `_added_up`: what it adds to the sum over the cohort, after its attack if it is an attacker.
+    6. `_added_up`: what it adds to the sum over the cohort, after its attack if it is an attacker and with its staleness weight.
     """
     state, data = context.state, context.data
     client, works, arrives = _fate(setting, key, id_, drawn.position, data)
@@ -43,7 +43,7 @@ def client_round(
     works = ~(weights[0] <= 0) & works
     weights = _within_masks(setting, trained, weights, data)
     base = state.model if setting.mixes_models(trained) else given.model
-    upload = stale.scaled(setting, upload_of(setting, base, state.extra, trained), stale_weight)
+    upload = upload_of(setting, base, state.extra, trained)
     sent, measured, residual, residual_if_lost = setting.chain.client(
         tagged(key, "uploads"), setting.sent(upload), kept.residual, state.aggregation.uploads, setting.carries(upload)
     )
@@ -56,6 +56,8 @@ def client_round(
     stacked = zeros_unless(broken < 0, trained.stacked)
     message = attacked.Message(upload, measured, stacked, setting.read(after.personal, after.memory))
     message, read = attacked.by_client(setting, key, id_, message, received, given, data)
+    # A client that clips its upload cannot know how stale it will be; the server weighs what arrives.
+    message = message._replace(upload=stale.scaled(setting, state.model, message.upload, stale_weight))
     sums, separate = _added_up(setting, message, weights, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, after, jax.tree.map(jnp.asarray, outputs))

@@ -68,6 +68,12 @@ def _refuse_what_the_method_does(method: Method, federation: Federation) -> None
     remembers = isinstance(f.aggregator, Rule) and jax.tree.leaves(f.aggregator.init(jnp.zeros(1)))
     given |= {"an aggregator with a memory"} if remembers else set()
     given |= {name for name in ("aggregator", "participation", "attack") if getattr(f, name) is not None}
+    clips = sorted({"clip", "adaptive_clip"} & given)
+    if clips and "noise" not in given and method.divides_by_statistics and method.sends_statistics:
+        raise ValueError(
+            f"{method.name} divides a mean of changes by a mean of amounts; {clips[0]} would shrink both and bound nothing: add "
+            "noise, or give aggregator=norm_bounding(...)"
+        )
     for name, why in method.refuses.items():
         checks.one_of(f"refuses of {method.name}", name, [*REFUSABLE, *TRANSFORMATIONS])
         if name in given:

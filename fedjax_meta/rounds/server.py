@@ -10,7 +10,7 @@ import optax
 
 from fedjax_meta import checks, masks
 from fedjax_meta.aggregate import WeightedSum, mean, per_unit, sum_clients, weigh
-from fedjax_meta.algorithm import Aggregation, State
+from fedjax_meta.algorithm import Aggregation, State, training_size
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
@@ -41,7 +41,7 @@ def next_state(
         count = divisor if chain.fixed_divisor else jnp.sum(outputs.returned)
         moving, held = masks.split(average, setting.shared)
         average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
-    moved = _step(setting, state, average, statistics, weight, data.total_clients, some)
+    moved = _step(setting, state, average, statistics, weight, training_size(state, data), some)
     aggregation = where(some, Aggregation(kept, memory), state.aggregation._replace(past=()))
     return moved._replace(aggregation=aggregation._replace(past=stale.pushed(setting, state, moved.model)))
 

@@ -18,7 +18,7 @@ from fedjax_meta.masks import Role
 from fedjax_meta.rounds.refusals import refuse
 from fedjax_meta.rounds.trees import parts
 from fedjax_meta.schedules import Poisson
-from fedjax_meta.types import Key, Mask, PyTree
+from fedjax_meta.types import Key, Mask, PyTree, Rate
 from fedjax_meta.uploads import Chain
 
 
@@ -153,6 +153,12 @@ class Setting:
         if self.method.separate_models:
             return optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
         return optimizer
+
+    @property
+    def plain_server_lr(self) -> Rate:
+        """The rate of the server's steps where these are plain gradient descent, else 1."""
+        f = self.federation
+        return 1.0 if f.server_lr is None or f.server_optimizer is not None else f.server_lr
 
     def divisor(self, num_clients: int) -> float:
         """What a sum is divided by where the divisor is fixed: C, or what the schedule draws on average."""

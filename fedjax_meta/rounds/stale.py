@@ -23,24 +23,42 @@ def begin(setting: Setting, model: PyTree) -> PyTree:
 
 
 def given(setting: Setting, context: Context, id_: jax.Array) -> tuple[State, Any]:
-    """(the state with the model that a client was given, its staleness weight); in synchronous rounds the state and `None`."""
+    """(the state with the model and the round that a client was given, its staleness weight); in synchronous rounds the state and
+    `None`."""
     schedule, state = setting.asynchronous, context.state
     if schedule is None:
         return state, None
     lag = schedule.lag(state.round, jnp.argmax(context.ids == id_))
-    place = (state.round - lag) % (schedule.most_stale + 1)
-    model = jax.tree.map(lambda leaf: leaf[place], state.aggregation.past)
-    return state._replace(model=model), schedule.weight(lag)
+    begun = state.round - lag
+    model = jax.tree.map(lambda leaf: leaf[begun % (schedule.most_stale + 1)], state.aggregation.past)
+    return state._replace(model=model, round=begun), schedule.weight(lag)
 
 
-def scaled(setting: Setting, upload: PyTree, weight: Any) -> PyTree:
-    """The upload, with its change of shared leaves times the staleness weight."""
+def scaled(setting: Setting, model: PyTree, upload: PyTree, weight: Any) -> PyTree:
+    """What arrives of a client as the server takes it: the change of shared leaves times the staleness weight.
+
+    Where models are mixed, the client's buffers are, too: `model` is the server's. Its rate is part of their weight if the server
+    takes plain steps; an optimiser's rate is none of a mixture.
+    """
     if weight is None:
         return upload
     part, statistics = upload
     moving, held = masks.split(part, setting.shared)
     moving = jax.tree.map(lambda leaf: weight.astype(leaf.dtype) * leaf, moving)
+    if setting.asynchronous is not None and setting.asynchronous.mixes_models:
+        share = weight * setting.plain_server_lr
+        old = masks.split(model, setting.buffers)[0]
+        if setting.sends_differences:
+            old = jax.tree.map(jnp.zeros_like, old)
+        held = jax.tree.map(lambda b, b_i: _mixed(b, b_i, share), old, held)
     return masks.merge(moving, held), statistics
+
+
+def _mixed(old: jax.Array, new: jax.Array, share: Any) -> jax.Array:
+    """`(1 - share) old + share new`; numbers that are no floats, such as counts, are those of the newer."""
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+        return new
+    return old.astype(new.dtype) + share.astype(new.dtype) * (new - old.astype(new.dtype))
 
 
 def pushed(setting: Setting, state: State, model: PyTree) -> PyTree:

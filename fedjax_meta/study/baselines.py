@@ -10,11 +10,12 @@ import numpy as np
 
 from fedjax_meta import loops, report, sweeps
 from fedjax_meta.algorithm import Algorithm, State
+from fedjax_meta.blocks import run_keys
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.evaluation import Evaluation, evaluate
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods import METHODS
-from fedjax_meta.simulation import Record, run_keys
+from fedjax_meta.simulation import Record
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.federation import Federation
+from fedjax_meta.report.records import ROUNDING
 from fedjax_meta.study import baselines, results, targets
 from fedjax_meta.study.result_files import read_final
 from fedjax_meta.study.scenario import TESTED_ON
@@ -260,7 +261,8 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
     better, worse = (100 * float(np.mean(hit)) if known else NAN for hit in (gain > 0, gain < 0))
     margin = metrics.confidence_margin(by_seed)
     mean = float(report.difference(*(some.mean() for some in scores)))
-    return Difference(mean, margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client))
+    rounding = ROUNDING * max(float(np.max(np.abs(some), initial=0)) for some in scores)
+    return Difference(mean, margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client, rounding))
 
 
 def paired_t(differences: np.ndarray) -> float:
@@ -276,16 +278,23 @@ def paired_t(differences: np.ndarray) -> float:
     return float(2 * stats.t.sf(abs(differences.mean()) / error, count - 1))
 
 
-def signed_rank(differences: np.ndarray) -> float:
+def signed_rank(differences: np.ndarray, rounding: float = 0.0) -> float:
     """The two-sided p-value of Wilcoxon's signed-rank test for differences `[n]`, those that are 0 left out; 1 if all are 0.
 
     It is exact up to `EXACT` differences, also where some are equally large, as accuracies on few samples often are.
+
+    Args:
+      differences: of pairs of scores.
+      rounding: by which equal magnitudes may differ.
     """
     from scipy import stats
 
     if not np.isfinite(differences).all():
         return NAN
     moved = differences[differences != 0]
+    sizes, place = np.unique(np.abs(moved), return_inverse=True)
+    first = np.diff(sizes, prepend=-np.inf) > rounding
+    moved = np.sign(moved) * sizes[first][np.cumsum(first)[place] - 1] if moved.size else moved
     if moved.size > EXACT:
         return float(stats.wilcoxon(moved, method="asymptotic").pvalue)
     # Twice the ranks are whole numbers: equal differences share the mean of their ranks.

@@ -8,11 +8,11 @@ import numpy as np
 
 from fedjax_meta import __version__, checkpoint, checks, sweeps
 from fedjax_meta.algorithm import State
+from fedjax_meta.blocks import run_keys
 from fedjax_meta.data import FederatedData
 from fedjax_meta.export import OWN_LAYERS, flax_layout, personal
 from fedjax_meta.keys import tagged
 from fedjax_meta.masks import variables_shape
-from fedjax_meta.simulation import run_keys
 from fedjax_meta.study import phase
 from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.job import final_phase
@@ -199,17 +199,27 @@ def restored(final: phase.Phase, folder: Path, seed: int, clients: Clients) -> t
     if chosen is None:
         raise ValueError(f"seed={seed} was not run; {system} has the seeds {', '.join(str(t.seed) for t in trials.values())}")
     label, done = chosen[0], chosen[1].rows[-1]["round"]
+    damaged = ""
     # Seeds that were added later lie beside the older ones, whose checkpoint may be of fewer rounds than the results.
     for states in sorted((folder / "state" / scenario).glob(f"{system}.final.*")):
         config = checkpoint.saved_config(states)
-        if config is None or label not in config["members"]:
+        if config is None:
+            damaged += f" ({states} is damaged: delete it, too)" if any(states.glob("*.ckpt")) else ""
+            continue
+        if label not in config["members"]:
             continue
         if config["data"] != clients.fingerprint:
             raise ValueError(f"the clients of {scenario} are not those of the run: was the data set changed?")
         members = [Member(trials[name].numbers, trials[name].seed) for name in config["members"]]
         shapes = phase.saved_shapes(final, members)
-        saved = checkpoint.restore(states, shapes, config)
+        try:
+            saved = checkpoint.restore(states, shapes, config)
+        except checkpoint.UnreadableError as error:
+            raise ValueError(f"{error}; delete {path} too, without which {system} counts as not finished") from None
         number = config["members"].index(label)
         if saved is not None and int(saved.state.members.round[number]) == done:
             return members[number], jax.tree.map(lambda leaf, m=number: leaf[m], saved.state.members)
-    raise ValueError(f"{folder} has no checkpoint of {system} with {label} after round {done}, of which its results are")
+    raise ValueError(
+        f"{folder} has no checkpoint of {system} with {label} after round {done}, of which its results are{damaged}: delete "
+        f"{path} and run the study again to train it anew"
+    )

@@ -155,7 +155,11 @@ class Job:
         tests = {VALIDATION: self._test(data)}
         config = self._config(data)
         if held is not None:
-            tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics)
+            noisy = choice.noisy_in(tuning, self._scenario, self._clients)[1]
+            quiet = np.setdiff1d(np.arange(held.num_clients), noisy).astype(np.int32)
+            if not quiet.size:
+                raise ValueError(f"scenario {self._scenario_name}: all clients that validation holds out are noisy")
+            tests[VALIDATION_CLIENTS] = _test_of_new(held, self._study.metrics, quiet if noisy.size else None)
             config["held out"] = tuning.clients
         if tuning.halving is not None:
             config["halving"] = tuning.halving
@@ -260,8 +264,8 @@ def scored_clients(study: Study, scenario: str, clients: Clients, data: Federate
         attack = part("attack", study.system(name, scenario).federation.get("attack"))
         if attack is not None:
             out |= attack.members(data.num_clients)
-    if data.num_clients == clients.train.num_clients:
-        out[clients.noisy] = True
+    everyone = data.num_clients == clients.train.num_clients
+    out[clients.noisy if everyone else choice.noisy_in(study.tuning, study.scenarios[scenario], clients)[0]] = True
     if out.all():
         raise ValueError(f"scenario {scenario}: all {data.num_clients} clients attack or are noisy: none is left to score")
     return np.flatnonzero(~out).astype(np.int32) if out.any() else None
@@ -303,8 +307,9 @@ def _central(parts: Callable[..., tuple[Method, Federation]], **numbers: Any) ->
     return method, dataclasses.replace(federation, cohort_size=1)
 
 
-def _test_of_new(data: Any, metrics: Sequence[str]) -> MemberEvaluator:
-    return MemberEvaluator(partial(_evaluate, support="support", query="query", known=False, metrics=metrics or None), data)
+def _test_of_new(data: Any, metrics: Sequence[str], ids: np.ndarray | None = None) -> MemberEvaluator:
+    options: dict[str, Any] = {"support": "support", "query": "query", "known": False, "ids": ids, "metrics": metrics or None}
+    return MemberEvaluator(partial(_evaluate, **options), data)
 
 
 def _evaluate(algorithm: Any, key: Any, state: State, data: Any, **options: Any) -> Evaluation:

@@ -5,6 +5,7 @@ up as the path of a file, then in `presets/` of the working folder, then in the 
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,11 @@ from fedjax_meta import checks, disk
 from fedjax_meta.study import files
 
 Json = Any
+
+_log = logging.getLogger("fedjax_meta")
+
+_NO_PRESETS = (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, KeyError, TypeError)
+"""What comes of reading presets from a file that holds none."""
 
 HERE, PACKAGED = Path("presets"), Path(__file__).parent / "presets"
 
@@ -101,7 +107,7 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
             )
             for name, entry in tree["systems"].items()
         }
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, KeyError, TypeError) as error:
+    except _NO_PRESETS as error:
         raise ValueError(f"{path} is no file of presets: {' '.join(str(error).split())}") from None
 
 
@@ -123,8 +129,11 @@ def write(path: Path, tree: Mapping[str, Json], *, keep: bool = False) -> None:
       OSError: it cannot be written.
     """
     if keep and path.is_file():
-        before = files.parsed(path.read_text(encoding="utf-8"))
-        tree = {**tree, "systems": {**before["systems"], **tree["systems"]}}
+        try:
+            before = files.parsed(path.read_text(encoding="utf-8"))
+            tree = {**tree, "systems": {**before["systems"], **tree["systems"]}}
+        except _NO_PRESETS as error:  # a run of hours must not end here
+            _log.warning("%s is no file of presets and is written anew: %s", path, checks.first_line(error))
     disk.write_text(path, files.text_of(json.loads(json.dumps(tree))))
 
 

@@ -105,13 +105,13 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
         self._lines: list[tuple[tuple[Any, ...], str]] = []
-        text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
+        text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.is_file() else ""
         for line in text.splitlines():
             try:
                 row = json.loads(line)
                 where = (row["scenario"], row["system"], row["phase"])
                 self._lines.append((_key(where, row["numbers"], row["seed"], row["round"]), line))
-            except (ValueError, KeyError):  # half a line
+            except (ValueError, KeyError, TypeError, AttributeError):  # half a line, or one that is none of ours
                 continue
         self._torn = text != "".join(f"{line}\n" for _, line in self._lines)
 

@@ -64,7 +64,9 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     still = "no training, first draw" if len(study.data_seeds) > 1 else "no training"
     scored = scored_clients(study, scenario, clients, clients.train)
     measured = baselines.measured(clients, study.seeds, study.metrics, asked, scored)
-    start = float(np.mean([report.main_score(test, study.score).mean for test in measured[baselines.UNTRAINED][KNOWN]]))
+    # Of several draws only the first is measured without training, with which the mean over all cannot be compared.
+    tests = [] if len(study.data_seeds) > 1 else measured[baselines.UNTRAINED][KNOWN]
+    start = float(np.mean([report.main_score(test, study.score).mean for test in tests])) if tests else float("nan")
     table = [_line(study, outcome, clients, base, start) for outcome in mine]
     for title, groups in measured.items():
         known, nan = [report.main_score(test, study.score) for test in groups[KNOWN]], float("nan")

@@ -17,8 +17,9 @@ import numpy as np
 from fedjax_meta import checkpoint, disk, report, sweeps
 from fedjax_meta import host_store as stores
 from fedjax_meta.algorithm import State
+from fedjax_meta.blocks import schedule
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Evaluator, Record, schedule, simulate
+from fedjax_meta.simulation import Evaluator, Record, simulate
 from fedjax_meta.study import made
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Phase, RunContext, Saved, Stopped, results_path, saved_shapes, waves

@@ -105,6 +105,12 @@ def data_for(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[Fede
     return rest, held
 
 
+def noisy_in(tuning: Tuning, scenario: Scenario, clients: Clients) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of noisy clients among those that train in trials where some are held out, and among those that are held out."""
+    held, rest = holdout.held_out(clients.tuning.num_clients, tuning.clients, scenario.seed)
+    return np.flatnonzero(np.isin(rest, clients.noisy)), np.flatnonzero(np.isin(held, clients.noisy))
+
+
 _GROUPS = {"samples": (VALIDATION,), "clients": (VALIDATION_CLIENTS,), "both": (VALIDATION, VALIDATION_CLIENTS)}
 
 

@@ -398,6 +398,17 @@ def test_perfedavg_reptile_on_synthetic_clients():
     assert p.train.x.shape[1] == 60 and p.train.num_classes == 10
 
 
+def test_clients_whose_tests_are_dealt_train_on_a_mixture_of_their_classes_in_every_part(mnist):
+    """The views are cut in storage order: within a client, samples must not stand class by class."""
+    p = protocols.dealt_tests_clients(mnist, num_clients=100)
+    _check_views(p.train)
+    support, query = (_counts(p.train, view) for view in ("support", "query"))
+    share = support.sum(1, keepdims=True) / (support + query).sum(1, keepdims=True)
+    # The part of a class that is in the support view has a hypergeometric distribution; its deviation is below 0.2 here.
+    often = support + query >= 50
+    assert often.sum() > 100 and np.abs(support / np.maximum(support + query, 1) - share)[often].max() < 0.35
+
+
 @pytest.mark.parametrize(("clients", "train", "test"), [(200, {300}, {50}), (400, {150}, {24, 25, 26})])
 def test_mtfl_on_mnist(mnist, clients, train, test):
     p = protocols.mtfl_clients(mnist, num_clients=clients)

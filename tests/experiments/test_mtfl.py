@@ -10,7 +10,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import costs, masks, models
-from fedjax_meta.simulation import run_keys
+from fedjax_meta.blocks import run_keys
 from fedjax_meta.study import from_tree, load, run
 from fedjax_meta.study.tuning import Trial, points_of
 from tests import problems

@@ -9,7 +9,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import aggregate, attacks, report
-from fedjax_meta.simulation import run_keys
+from fedjax_meta.blocks import run_keys
 from fedjax_meta.study import compare, from_tree, load, parts, run, summary
 from fedjax_meta.study.tuning import Trial
 from tests.study.common import TREE, Silent

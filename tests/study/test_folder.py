@@ -157,9 +157,12 @@ def test_metrics_of_a_killed_run_become_those_of_its_checkpoints(finished, tmp_p
         "half a line": text + '{"scenario": "pairs", "sys',
         "lines too few": "".join(line for line in text.splitlines(True) if not ('"fedavg"' in line and '"final"' in line)),
         "lines of a round that was not saved": text + text.splitlines(True)[-1],
+        "a line of another kind": "123\n" + text,
+        "numbers of another kind": text.replace('"numbers": {', '"numbers": [{', 1).replace("}", "}]", 1),
+        "bytes that are no text": text.encode()[:100] + b"\xff" + text.encode()[100:],
     }
     for name, content in damaged.items():
-        (tmp_path / "metrics.jsonl").write_text(content)
+        (tmp_path / "metrics.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
         result_files.Metrics(tmp_path).align(where, trials)
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         mine = [line for line in lines if (line["system"], line["phase"]) == ("fedavg", "final")]

@@ -1,6 +1,7 @@
 """Presets: what a run's grids found, used by name."""
 
 import pytest
+import yaml
 
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import System, from_tree, presets, run, to_tree
@@ -47,6 +48,16 @@ def test_a_study_uses_a_preset_by_name(finished, saved):
 
 def test_the_path_of_a_runs_own_presets_is_a_name_too(finished):
     assert presets.find(f"{finished[0]}/presets/pairs/fedavg").method == "fedavg"
+
+
+@pytest.mark.parametrize("content", [b"a: [b", b"\xff", b"1", b"systems: 3", b""], ids=str)
+def test_a_run_does_not_end_at_a_damaged_file_of_presets(content, finished, tmp_path, caplog):
+    path = tmp_path / "pairs.yaml"
+    path.write_bytes(content)
+    tree = yaml.safe_load((finished[0] / "presets/pairs.yaml").read_text())
+    presets.write(path, tree, keep=True)
+    assert f"{path} is no file of presets and is written anew" in caplog.text
+    assert presets.read(path, "pairs") == presets.read(finished[0] / "presets/pairs.yaml", "pairs")
 
 
 def test_presets_are_read_as_studies_are(tmp_path, monkeypatch):

@@ -9,9 +9,12 @@ import yaml
 
 import fedjax_meta as fm
 from fedjax_meta import report
-from fedjax_meta.simulation import run_keys
+from fedjax_meta.blocks import run_keys
+from fedjax_meta.data.holdout import held_out
 from fedjax_meta.study import Scenario, System, baselines, from_tree, load, results, run, to_tree, to_yaml
 from fedjax_meta.study.check import check
+from fedjax_meta.study.job import Job
+from fedjax_meta.study.tuning import VALIDATION, VALIDATION_CLIENTS
 from tests.study.common import TREE, Silent, study, tree
 from tests.test_kills import arrays_of
 
@@ -375,6 +378,20 @@ def test_asynchronous_schedules_run_in_a_study(tmp_path):
     for outcome in outcomes:
         (last,) = (trial.rows[-1] for trial in outcome.final)
         assert last["round"] == 4 and np.all(np.isfinite(last["tests"]["known"]["loss"]))
+
+
+def test_noisy_clients_judge_no_point_of_a_grid():
+    noisy = {**TREE["scenarios"]["pairs"], "partition": "mtfl", "options": {"noisy": 0.3}, "clients": 20}
+    system = {"method": "fedavg", "options": {"epochs": 1, "batch_size": 20}, "grid": {"lr": [0.1, 0.2]}}
+    tuning = {"validation": "both", "clients": 0.25}
+    chosen = study(scenarios={"pairs": noisy}, systems={"fedavg": system}, tuning=tuning)
+    clients = run.build(chosen)["pairs"]
+    held, rest = held_out(20, 0.25, chosen.scenarios["pairs"].seed)
+    assert clients.noisy.size == 6 and 0 < np.isin(held, clients.noisy).sum() < 5
+    tests = Job(chosen, "pairs", "fedavg", clients).tuning().tests
+    for name, those in ((VALIDATION, rest), (VALIDATION_CLIENTS, held)):
+        scored = those[tests[name].measure.keywords["ids"]]
+        np.testing.assert_array_equal(scored, np.setdiff1d(those, clients.noisy))
 
 
 def test_user_accuracy_is_that_of_the_round_s_clients_before_they_train(tmp_path):

@@ -1,10 +1,12 @@
 """Scores are computed in single precision: nobody wins, loses or misses a target by the last bit."""
 
+import itertools
 from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from fedjax_meta import metrics, report
 from fedjax_meta.study import compare
@@ -39,3 +41,28 @@ def test_a_target_that_is_hit_exactly_is_reached():
     kind = report.Kind("accuracy", True, True)
     assert kind.reaches(100 * 0.57, 57.0) and not kind.reaches(56.99, 57.0) and not kind.reaches(np.nan, 0.0)
     assert report.Kind("rmse", False, False).reaches(float(jnp.float32(0.1)), 0.1)
+
+
+@pytest.mark.parametrize("clients", [12, 80], ids=["exact", "approximate"])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_of_clients_are_those_of_their_counts(seed, clients):
+    """Differences of thirds are ±1/3, ±2/3 or ±1, whatever their last bits are."""
+    counts = np.random.default_rng(seed).integers(0, 4, (2, clients))
+    scores = [[float(jnp.float32(count) / 3) for count in row] for row in counts]
+    found = compare.difference(*(system(name, [row]) for name, row in zip("ab", scores, strict=True)), "known")
+    moved = (counts[0] - counts[1])[counts[0] != counts[1]]
+    # SciPy's exact distribution is that of ranks without ties: every choice of signs is looked at instead.
+    if clients == 12:
+        ranks = scipy.stats.rankdata(np.abs(moved))
+        signs = np.array(list(itertools.product([0, 1], repeat=len(moved))))
+        sums = signs @ ranks
+        smaller = min(ranks[moved > 0].sum(), ranks[moved < 0].sum())
+        expected = min(1.0, 2 * np.mean(sums <= smaller + 1e-9))
+    else:
+        expected = scipy.stats.wilcoxon(moved, method="asymptotic").pvalue
+    assert found.p_clients == pytest.approx(expected)
+
+
+def test_magnitudes_that_differ_are_not_tied():
+    differences = np.array([1.0, -2.0, 3.0, 4.0, -5.0, 6.0])
+    assert compare.signed_rank(differences, 1e-6) == pytest.approx(scipy.stats.wilcoxon(differences, method="exact").pvalue)
