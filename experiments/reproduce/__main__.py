@@ -76,7 +76,7 @@ def lacking(chosen: list[Run]) -> list[Run]:
             scenarios, systems = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
             rows = sum(len({*systems} & {*every[name]}) for name in scenarios)
             hours = round(run.hours * rows / sum(map(len, every.values())), 2)
-            some = scenarios if len(scenarios) < len(every) else []
+            some = scenarios if len(scenarios) < len(every) else run.scenarios
             runs.append(dataclasses.replace(run, systems=systems, scenarios=some, hours=hours))
     return runs
 
