@@ -119,7 +119,8 @@ def test_a_round_needs_only_the_rows_and_data_of_its_cohort(name):
     ids = algorithm.cohort(key, before.round, data.num_clients)
     rows = lambda state: {field: problems.at(getattr(state, field), ids) for field in ROWS}  # noqa: E731
     whole, info = step(key, before, data)
-    part, alone = jax.jit(algorithm.round)(key, before._replace(**rows(before)), data.select(ids))
+    cohort = dataclasses.replace(data.select(ids), drawn=data.num_clients)
+    part, alone = jax.jit(algorithm.round)(key, before._replace(**rows(before)), cohort)
     assert problems.distance(part, whole._replace(**rows(whole))) < 1e-12
     assert problems.distance(alone.metrics, info.metrics) < 1e-12
     np.testing.assert_array_equal(info.ids, ids)
