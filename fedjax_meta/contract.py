@@ -182,7 +182,7 @@ class Method:
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0. N counts the clients that train: those that have
-        rows.
+        rows. A store of one's own says it by `FederatedData.drawn`.
       divides_by_statistics: whether the server divides the mean pseudo-gradient by the mean statistics, a scalar or the leading
         axis of every shared leaf: clients count as much as these (IFCA, AFL). Other aggregators than the mean get the quotients
         of each client, with its statistics as weights; so they do for statistics that are an `aggregate.Ratio`.

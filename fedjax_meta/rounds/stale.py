@@ -37,8 +37,8 @@ def given(setting: Setting, context: Context, id_: jax.Array) -> tuple[State, An
 def scaled(setting: Setting, model: PyTree, upload: PyTree, weight: Any) -> PyTree:
     """What arrives of a client as the server takes it: the change of shared leaves times the staleness weight.
 
-    Where models are mixed, the client's buffers are, too: `model` is the server's. Its rate is part of their weight if the server
-    takes plain steps; an optimiser's rate is none of a mixture.
+    Where models are mixed, the client's buffers are mixed with those of `model`, the server's. Their weight is s(tau) times the
+    server's rate if it takes plain steps. The rate of another optimiser is no share of a mixture, so the weight is s(tau) then.
     """
     if weight is None:
         return upload
@@ -55,7 +55,7 @@ def scaled(setting: Setting, model: PyTree, upload: PyTree, weight: Any) -> PyTr
 
 
 def _mixed(old: jax.Array, new: jax.Array, share: Any) -> jax.Array:
-    """`(1 - share) old + share new`; numbers that are no floats, such as counts, are those of the newer."""
+    """`(1 - share) old + share new`; numbers that are no floats, such as counts, are the new ones."""
     if not jnp.issubdtype(new.dtype, jnp.floating):
         return new
     return old.astype(new.dtype) + share.astype(new.dtype) * (new - old.astype(new.dtype))
