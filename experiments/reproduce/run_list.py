@@ -1,6 +1,7 @@
 """The list of the papers' runs, `runs.yaml`; the leaderboard has one of the same kind."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,8 +75,8 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command, without folders."""
-        return " ".join(["fedjax-meta run", *self.arguments()])
+        """The command, without folders, as a shell reads it."""
+        return shlex.join(["fedjax-meta", "run", *self.arguments()])
 
     def load(self) -> Study:
         """The study as the command runs it."""

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_every_run_of_the_list_is_a_study_with_these_systems(listed):
 def test_an_extract_has_the_run_of_the_list(name, found):
     listed = next(one for one in LISTED if one.name == name)
     study = listed.load()
-    assert found["command"] == " ".join(["fedjax-meta run", *listed.arguments()])
+    assert shlex.split(found["command"]) == ["fedjax-meta", "run", *listed.arguments()]
     assert (found["rounds"], found["seeds"]) == (study.rounds, list(study.seeds))
     for row in found["rows"]:
         assert row["system"] in study.systems_on(row["scenario"])

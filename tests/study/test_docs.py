@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("page", "line"), RUNS)
 def test_the_studies_that_the_pages_run_are_in_the_package(page, line):
-    name, *words = line.split()
+    name, *words = shlex.split(line)
     given = dict(itertools.pairwise(words))
     overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set" and words[i + 1] != "..."]
     variants = ["quick"] * ("--quick" in words) + ([given["--variant"]] if "--variant" in given else [])
