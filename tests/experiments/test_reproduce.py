@@ -565,9 +565,10 @@ def test_what_is_done_is_not_run_again(folder, monkeypatch):
     assert running.run_all([listed], root, None, None) == 0
 
 
-def test_the_published_cohorts_are_in_the_study():
-    schedule = load("fedmeta_per_published_cohorts").federation["schedule"]
-    assert schedule["cohorts"] == published_cohorts.cohorts(300)
+@pytest.mark.parametrize("name", ["fedmeta_per_published_cohorts", "fedmeta_per_cifar10_published_cohorts"])
+def test_the_published_cohorts_are_in_the_study(name):
+    study = load(name)
+    assert study.federation["schedule"]["cohorts"] == published_cohorts.cohorts(study.rounds)
 
 
 def test_cohorts_and_sizes_are_found_from_training_accuracies():
@@ -612,14 +613,16 @@ def test_the_figure_of_centralised_training_is_read(monkeypatch):
 def test_losses_of_a_run_stand_beside_the_logs_in_both_ways(folder, tmp_path, monkeypatch):
     _, root = folder
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for begins in published_cohorts.TESTED.values():
-        path = tmp_path / published_cohorts.LOGS / f"{begins} Epochs: 1.json"
+    for place, name in published_cohorts.TESTED.values():
+        path = tmp_path / f"experiments/non-iid/cifar/{place}/json/[Test][cifar, {name}]: Epochs: 1.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"loss": [2.5, 0.125], "acc": [0.1, 0.9]}))
         path.with_name(path.name.replace("[Test]", "[Train]")).write_text(json.dumps({"loss": [3.0, 2.0]}))
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "logs"]):
         subprocess.run([*git, *words], check=True)
-    ((system, logged, by_samples, over_clients, seeds),) = published_cohorts.test_losses(tmp_path, root / "digits")
+    ((system, logged, by_samples, over_clients, seeds),) = published_cohorts.test_losses(
+        published_cohorts.Logs(tmp_path, "cifar"), root / "digits"
+    )
     assert (system, logged, seeds) == ("fedavg", "0.125", "2")
     content = json.loads((root / "digits/results/pairs/fedavg.final.json").read_text())
     samples = np.load(root / "digits/results/pairs/fedavg.clients.npz")["known_samples"]
@@ -628,14 +631,16 @@ def test_losses_of_a_run_stand_beside_the_logs_in_both_ways(folder, tmp_path, mo
     assert by_samples == f"{sum(means) / 2:.3f} ±{abs(means[0] - means[1]) / math.sqrt(2):.3f}"
     assert over_clients.startswith(f"{sum(map(sum, losses)) / 2 / len(samples):.3f} ±")
     monkeypatch.setattr(published_cohorts, "together", lambda one, other: len(one) / len(other))  # two rounds have one change
-    ((system, logged, by_seed, shares),) = published_cohorts.training_losses(tmp_path, root / "digits")
+    ((system, logged, by_seed, shares),) = published_cohorts.training_losses(
+        published_cohorts.Logs(tmp_path, "cifar"), root / "digits"
+    )
     assert shares == "1.00, 1.00"
     curves = [[loss for row in trial["rows"] for loss in row["train"]["loss"]] for trial in content["trials"].values()]
     assert (system, logged, by_seed) == ("fedavg", "2.500", ", ".join(f"{sum(curve) / 2:.3f}" for curve in curves))
-    with pytest.raises(ValueError, match="has 0 logs that begin with"):
+    with pytest.raises(ValueError, match="has 0 logs of FedAvg on cifar in meta_old"):
         subprocess.run([*git, "rm", "-qr", "."], check=True)
         subprocess.run([*git, "commit", "-qm", "none", "--allow-empty"], check=True)
-        published_cohorts.test_losses(tmp_path, root / "digits")
+        published_cohorts.test_losses(published_cohorts.Logs(tmp_path, "cifar"), root / "digits")
 
 
 @pytest.mark.parametrize("period", [5, 10])
